@@ -1,0 +1,161 @@
+"""Hugging Face checkpoints: slices read from safetensors, tensors streamed back into shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.reshard.boxes import Block, LogicalTensor
+
+INDEX_FILE = "model.safetensors.index.json"
+# What stands beside the weights and is carried along to an export.
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint folder, opened lazily; shapes come from the headers alone."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._files: dict[Path, Any] = {}
+        self._where = self._locate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+        self._files.clear()
+
+    def _locate(self) -> dict[str, Path]:
+        index = self.path / INDEX_FILE
+        if index.is_file():
+            try:
+                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{index} is not a safetensors index: {error!r}") from error
+            for name in sorted(set(weight_map.values())):
+                if not (self.path / name).is_file():
+                    raise ConfigError(f"{index} names {name}, which is not in the folder")
+            return {tensor: self.path / name for tensor, name in weight_map.items()}
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"model.path={str(self.path)!r}: there is no *.safetensors file in it")
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(file, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
+        return self._files[file]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+
+    def read(self, block: Block) -> torch.Tensor:
+        """The elements of one block, and no others, as a new tensor."""
+        part = self._open(self._where[block.tensor.name]).get_slice(block.tensor.name)
+        data: torch.Tensor = part[block.box.slices]
+        return data
+
+    def check(self, expected: Iterable[LogicalTensor]) -> None:
+        """Raise ConfigError unless the folder holds exactly these tensors, in these shapes."""
+        wanted = {tensor.name: tensor.shape for tensor in expected}
+        missing = sorted(set(wanted) - set(self._where))
+        extra = sorted(set(self._where) - set(wanted))
+        for what, names in (("lacks", missing), ("holds unexpected", extra)):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise ConfigError(f"checkpoint {self.path} {what} tensor {', '.join(names[:3])}{more}")
+        for name, shape in wanted.items():
+            if self.shape(name) != shape:
+                raise ConfigError(
+                    f"checkpoint {self.path}: tensor {name} has shape {self.shape(name)}, "
+                    f"but config.json asks for {shape}"
+                )
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to write into; it becomes `path` at the end, or vanishes on an error."""
+    if path.exists():
+        raise ConfigError(f"output folder {path} already exists; name one that does not")
+    aside = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size_bytes = 0
+    for name, tensor in tensors:
+        if shard and size_bytes + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, size_bytes = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        size_bytes += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def write_checkpoint(
+    path: str | Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    reference: str | Path,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Stream tensors into a new checkpoint folder, with config and tokenizer files of `reference`.
+
+    At most one shard is in memory. The folder appears under its name when it is complete.
+
+    Raises:
+        ConfigError: `path` exists.
+    """
+    with written_aside(Path(path)) as folder:
+        files: list[tuple[Path, list[str]]] = []
+        total_bytes = 0
+        for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
+            file = folder / f"shard-{number}"
+            save_file(shard, file, metadata={"format": "pt"})
+            files.append((file, list(shard)))
+            total_bytes += sum(t.nbytes for t in shard.values())
+        weight_map: dict[str, str] = {}
+        for number, (file, names) in enumerate(files, start=1):
+            final = "model.safetensors"
+            if len(files) > 1:
+                final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            file.rename(folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        for pattern in _COMPANIONS:
+            for companion in Path(reference).glob(pattern):
+                if companion.name != INDEX_FILE:
+                    shutil.copyfile(companion, folder / companion.name)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))

@@ -1,0 +1,146 @@
+"""The one batch type: named columns, one row a sample, rows of a column as long as they are.
+
+A column is either a `Jagged` array (one variable-length row a sample) or a plain numpy array (one
+value a sample). Nothing is padded; a batch carries data, never settings. numpy, so that Ray moves
+columns without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.data.sample import Sample
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Jagged:
+    """Variable-length rows stored end to end: row i is values[offsets[i]:offsets[i + 1]].
+
+    >>> Jagged.of([[1, 2], [3]], np.int64).lengths.tolist()
+    [2, 1]
+    """
+
+    values: Array  # [total length]
+    offsets: npt.NDArray[np.int64]  # [number of rows + 1]
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[float] | Array], dtype: npt.DTypeLike) -> Jagged:
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+        np.cumsum([len(a) for a in arrays], out=offsets[1:])
+        return cls(np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Array:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    def with_values(self, values: Array) -> Jagged:
+        """The same row lengths over other values."""
+        if len(values) != len(self.values):
+            raise ValueError(f"{len(values)} values for rows of {len(self.values)} in all")
+        return Jagged(values, self.offsets)
+
+    def take(self, rows: Sequence[int]) -> Jagged:
+        return Jagged.of([self[i] for i in rows], self.values.dtype)
+
+
+Column = Jagged | Array
+
+
+class Batch:
+    """Rows of samples as named columns of equal length. Immutable: each change is a new batch.
+
+    Standard columns (jagged, one entry a response token unless said otherwise): prompt_ids (a prompt
+    token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
+    reference_log_probs, entropy, advantages, loss_weights; one value a sample: rewards, group_ids,
+    finish_reasons.
+    """
+
+    def __init__(self, columns: dict[str, Column]) -> None:
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns of a batch differ in length: {lengths}")
+        self.columns = columns
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Batch:
+        return cls(
+            {
+                "prompt_ids": Jagged.of((s.prompt_ids for s in samples), np.int64),
+                "response_ids": Jagged.of((s.response_ids for s in samples), np.int64),
+                "response_mask": Jagged.of((s.response_mask for s in samples), np.int8),
+                "rollout_log_probs": Jagged.of((s.rollout_log_probs for s in samples), np.float32),
+                "weight_versions": Jagged.of((s.weight_versions for s in samples), np.int64),
+                "rewards": np.array([s.reward for s in samples], dtype=np.float32),
+                "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
+                "finish_reasons": np.array([s.finish_reason for s in samples], dtype=np.str_),
+            }
+        )
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()))) if self.columns else 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise KeyError(f"the batch has no column {name!r}; it has {sorted(self.columns)}") from None
+
+    def jagged(self, name: str) -> Jagged:
+        column = self[name]
+        if not isinstance(column, Jagged):
+            raise TypeError(f"column {name!r} holds one value a sample, not a row a sample")
+        return column
+
+    def array(self, name: str) -> Array:
+        column = self[name]
+        if isinstance(column, Jagged):
+            raise TypeError(f"column {name!r} holds a row a sample, not one value a sample")
+        return column
+
+    @property
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """Prompt and response tokens of each sample."""
+        return self.jagged("prompt_ids").lengths + self.jagged("response_ids").lengths
+
+    def with_columns(self, **columns: Column) -> Batch:
+        return Batch({**self.columns, **columns})
+
+    def select(self, *names: str) -> Batch:
+        return Batch({name: self[name] for name in names})
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        index = np.asarray(rows, dtype=np.int64)
+        return Batch(
+            {n: c.take(rows) if isinstance(c, Jagged) else c[index] for n, c in self.columns.items()}
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        first = batches[0]
+        columns: dict[str, Column] = {}
+        for name, column in first.columns.items():
+            if isinstance(column, Jagged):
+                rows = [row for batch in batches for row in batch.jagged(name)]
+                columns[name] = Jagged.of(rows, column.values.dtype)
+            else:
+                columns[name] = np.concatenate([batch.array(name) for batch in batches])
+        return Batch(columns)

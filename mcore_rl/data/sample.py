@@ -1,0 +1,33 @@
+"""One trajectory: what the policy was asked, what it chose, and what that was worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Sample:
+    """A prompt and one response to it.
+
+    `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a response token.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]  # 1 where the policy chose the token
+    rollout_log_probs: list[float]  # nats, as the rollout engine sampled it
+    weight_versions: list[int]  # version of the weights that chose the token
+    finish_reason: str  # "stop" (end of sequence) or "length"
+    group_id: int  # responses to one prompt share it
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
+
+    def __post_init__(self) -> None:
+        length = len(self.response_ids)
+        for name in ("response_mask", "rollout_log_probs", "weight_versions"):
+            if len(getattr(self, name)) != length:
+                raise ValueError(
+                    f"Sample.{name} has {len(getattr(self, name))} entries for {length} response tokens"
+                )

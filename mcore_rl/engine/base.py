@@ -1,0 +1,112 @@
+"""What a training engine is, and how one is found."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import EngineConfig, ModelConfig
+from mcore_rl.data.batch import Batch
+
+# Tensors of one micro-batch, one entry a response token: the batch's response columns by name, and
+# "log_probs" of the policy being trained. Gives the loss of each token and what to report of it.
+LossFunction = Callable[
+    [Mapping[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+]
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is built from. A `total_steps` of 0 builds no optimizer: inference only."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    temperature: float  # of the sampling that log-probs refer to
+    seed: int
+    total_steps: int = 0
+
+
+class BaseEngine(ABC):
+    """One model laid over ranks. Every rank of the layout makes the same calls in the same order.
+
+    Batches hold the rows of this rank's data-parallel share; results carry the same rows in the same
+    order and are the same on every rank of a data-parallel group.
+    """
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Join the process groups, build the model and load its weights."""
+
+    @abstractmethod
+    def infer_batch(self, batch: Batch) -> Batch:
+        """Adds "log_probs" and "entropy": one float32 a response token, in nats."""
+
+    @abstractmethod
+    def train_batch(self, batch: Batch, loss_function: LossFunction) -> Metrics:
+        """One optimizer step on a mini-batch; `loss_weights` of all ranks together sum its loss."""
+
+    @abstractmethod
+    def forward_backward_batch(
+        self, batch: Batch, loss_function: LossFunction | None, *, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run all micro-batches; gradients accumulate unless forward_only. One result each."""
+
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None: ...
+
+    @abstractmethod
+    def optimizer_step(self) -> float:
+        """Clip, step, and return the gradient norm before clipping."""
+
+    @abstractmethod
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule and return the learning rate that the next step uses."""
+
+    @abstractmethod
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream the weights as whole Hugging Face tensors; on world rank 0 only, others help."""
+
+    @abstractmethod
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Move parameters, optimizer state and gradients between "cpu" and the engine's device."""
+
+    @abstractmethod
+    def save_checkpoint(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def load_checkpoint(self, path: Path) -> None: ...
+
+
+EngineFactory = Callable[[EngineSpec], BaseEngine]
+_ENGINES: dict[tuple[str, str, str], EngineFactory] = {}
+
+
+def register_engine(model_type: str, backend: str, *devices: str) -> Callable[[Any], Any]:
+    """Class decorator: registers an engine under (model_type, backend, device)."""
+
+    def add(factory: Any) -> Any:
+        for device in devices:
+            _ENGINES[model_type, backend, device] = factory
+        return factory
+
+    return add
+
+
+def create_engine(model_type: str, backend: str, device: str, spec: EngineSpec) -> BaseEngine:
+    try:
+        factory = _ENGINES[model_type, backend, device]
+    except KeyError:
+        raise ConfigError(
+            f"no engine for (model_type, backend, device) = {(model_type, backend, device)}; "
+            f"there are {sorted(_ENGINES)}"
+        ) from None
+    return factory(spec)

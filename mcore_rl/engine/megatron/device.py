@@ -1,0 +1,218 @@
+"""Which device Megatron runs on, and all that makes it run on a CPU.
+
+The CPU lane runs real Megatron-core over gloo. Megatron spells "cuda" in hundreds of places, so code
+here and there is written CUDA-style (`torch.cuda.current_device()`), and on a machine without a GPU
+`install()` lets those spellings mean the CPU. Every patch names the upstream file:line (megatron/core of
+0.16.1) that it corrects, and asserts that the symbol it replaces is still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mcore_rl.config.errors import ConfigError
+
+SUPPORTED_MEGATRON = ("0.16.1",)
+
+_CPU = torch.device("cpu")
+_installed: TorchFunctionMode | None = None
+
+
+def device_name() -> str:
+    """The lane: "cuda" when a GPU is visible, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def collective_backend() -> str:
+    return "nccl" if device_name() == "cuda" else "gloo"
+
+
+def check_megatron_version() -> None:
+    from megatron.core import package_info
+
+    if package_info.__version__ not in SUPPORTED_MEGATRON:
+        raise ConfigError(
+            f"megatron-core {package_info.__version__} is installed; supported: "
+            f"{', '.join(SUPPORTED_MEGATRON)}"
+        )
+
+
+def config_flags() -> dict[str, Any]:
+    """TransformerConfig arguments that differ between the lanes: kernels the CPU does not have."""
+    fused = device_name() == "cuda"
+    return {
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": fused,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": fused,
+        "persist_layer_norm": fused,
+        "moe_permute_fusion": fused,
+        "use_cpu_initialization": False,
+    }
+
+
+def install(num_threads: int) -> None:
+    """Prepare this process for Megatron; on a machine without a GPU, put the CPU in CUDA's place."""
+    global _installed
+    torch.set_num_threads(num_threads)
+    _quiet()
+    check_megatron_version()
+    if device_name() == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return
+    if _installed is not None:
+        return
+    _patch_torch_cuda()
+    _patch_megatron()
+    _installed = _CudaMeansCpu()
+    _installed.__enter__()
+
+
+def _quiet() -> None:
+    """Megatron warns at import about every optional kernel that is absent; on the CPU all are."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """device="cuda" becomes the CPU, .cuda() the tensor itself, pinned memory plain memory.
+
+    Literals: optimizer/optimizer.py:473, clip_grads.py:70, pipeline_parallel/schedules.py:596,
+    models/common/embeddings/rope_utils.py:63. `Tensor.type()` keeps CUDA's spelling, which
+    optimizer/clip_grads.py:167 and distrib_optimizer.py:361 compare with.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+class _NullStream:
+    """Stands for a CUDA stream or event where all work is synchronous."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def record_event(self, event: Any = None) -> _NullStream:
+        return self
+
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def _patch_torch_cuda() -> None:
+    null = _NullStream()
+
+    @contextlib.contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        yield
+
+    replacements: dict[str, Any] = {
+        "current_device": lambda: _CPU,  # tensor_parallel/layers.py:261 and 174 more
+        "synchronize": lambda *_, **__: None,  # pipeline_parallel/p2p_communication.py:242
+        "empty_cache": lambda: None,
+        "current_stream": lambda *_, **__: null,  # transformer/moe/token_dispatcher.py:871
+        "default_stream": lambda *_, **__: null,
+        "Stream": _NullStream,  # transformer/moe/token_dispatcher.py:445
+        "Event": _NullStream,
+        "stream": stream,
+        # The "CUDA" generator is the CPU's, or seeds are lost: tensor_parallel/random.py:55.
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": torch.default_generator.manual_seed,
+    }
+    for name, replacement in replacements.items():
+        _replace(torch.cuda, name, replacement)
+    # jit_fuser is torch.compile, which buys nothing at this size and costs a compiler.
+    torch.compiler.set_stance("force_eager")
+
+
+def _replace(module: Any, name: str, replacement: Any) -> Any:
+    """Set module.name, which must exist: an upgrade that moves it must fail here."""
+    if not hasattr(module, name):
+        raise RuntimeError(f"{module.__name__}.{name} is gone: the CPU lane has to be revisited")
+    original = getattr(module, name)
+    setattr(module, name, replacement)
+    return original
+
+
+def _patch_megatron() -> None:
+    from megatron.core.extensions import transformer_engine_spec_provider
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    from mcore_rl.engine.megatron import layers
+
+    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    # tensor_parallel/random.py:235 and :250 reach for torch.cuda.default_generators
+    _replace(parallel_random, "_get_cuda_rng_state", get_state)
+    _replace(parallel_random, "_set_cuda_rng_state", set_state)
+    # moe_utils.py:1192 reads a name that its failed Transformer Engine import (line 20) never bound.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # moe_utils.py:1093 turns only CUDA tensors into the host lists that gloo needs, too.
+    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
+    gather = _replace(mappings, "_gather_along_first_dim", None)
+    mappings._gather_along_first_dim = _even_gather(gather)
+    # One layer spec for both lanes: Transformer Engine's, over our modules with its parameter names.
+    _replace(transformer_engine_spec_provider, "TESpecProvider", layers.TorchSpecProvider)
+    gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
+    gpt_layer_specs.TENorm = layers.RMSNorm
+    gpt_layer_specs.HAVE_TE = True
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+
+def _even_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """tensor_parallel/mappings.py:150 all-gathers an uneven list, which gloo refuses: pad to the longest."""
+
+    def gather(
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: Any = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
+        padded[: input_.shape[0]] = input_
+        gathered = input_.new_empty((max(sizes) * len(sizes), *input_.shape[1:]))
+        torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
+        parts = gathered.chunk(len(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return gather

@@ -1,0 +1,195 @@
+"""The Megatron engine: a GPTModel over ranks, behind the engine interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.base import BaseEngine, EngineSpec, LossFunction, Metrics, register_engine
+from mcore_rl.engine.megatron import device
+from mcore_rl.models.base import family_of, padded_vocab_size, read_config
+from mcore_rl.parallel.mesh import Mesh
+
+Result = dict[str, torch.Tensor]
+
+
+@register_engine("language_model", "megatron", "cpu", "cuda")
+class MegatronEngine(BaseEngine):
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.layout = spec.engine.layout
+        self.mesh = Mesh(self.layout)
+
+    # Megatron is imported inside methods: device.install() must have run before its first import.
+
+    def initialize(self) -> None:
+        device.install(self.spec.engine.threads_per_rank)
+        from mcore_rl.engine.megatron import build, weights
+        from mcore_rl.engine.megatron.step import Scorer
+        from mcore_rl.parallel.groups import initialize_groups
+
+        initialize_groups(self.layout, device.collective_backend(), self.spec.seed)
+        self.device = torch.device(torch.cuda.current_device())
+        self.world_rank = dist.get_rank()
+        hf_config = read_config(self.spec.model.path)
+        family, dtype = family_of(hf_config), build.DTYPES[self.spec.model.dtype]
+        self.weights = family.weights(hf_config, padded_vocab_size(hf_config, self.layout.tp))
+        self.model = build.build_model(family, hf_config, self.spec.engine, dtype)
+        self.placement = weights.WeightPlacement(
+            self.mesh, hf_config["num_hidden_layers"], self.model.config.num_moe_experts or 1
+        )
+        with CheckpointReader(self.spec.model.path) as reader:
+            at = self.mesh.coordinate(self.world_rank)
+            weights.load_weights(self.model, self.weights, self.placement, at, reader)
+        self.scorer = Scorer(
+            hf_config["vocab_size"], self.spec.temperature, self.spec.engine.logprob_chunk_tokens
+        )
+        self.wrapped: Any = self.model
+        self.optimizer: Any = None
+        if self.spec.total_steps:
+            settings = self.spec.engine.optimizer
+            self.wrapped = build.wrap_for_training(self.model, settings.distributed)
+            self.optimizer, self.schedule = build.build_optimizer(
+                self.wrapped, settings, dtype, self.spec.total_steps
+            )
+
+    @torch.no_grad()
+    def infer_batch(self, batch: Batch) -> Batch:
+        self.wrapped.eval()
+        micros = self._micro_batches(batch.select("prompt_ids", "response_ids"))
+        results = self._run(micros, None, forward_only=True)
+        columns = {name: self._in_batch_order(batch, micros, results, name) for name in results[0]}
+        return batch.with_columns(**columns)
+
+    def train_batch(self, batch: Batch, loss_function: LossFunction) -> Metrics:
+        self.optimizer_zero_grad()
+        results = self.forward_backward_batch(batch, loss_function, forward_only=False)
+        lr = self.lr_scheduler_step()
+        grad_norm = self.optimizer_step()
+        names = results[0]
+        totals = torch.stack([sum(result[name] for result in results) for name in names])  # type: ignore[arg-type]
+        self._sum_over_data_ranks(totals)
+        metrics = dict(zip(names, totals.tolist(), strict=True))
+        return {**metrics, "grad_norm": grad_norm, "lr": lr}
+
+    def forward_backward_batch(
+        self, batch: Batch, loss_function: LossFunction | None, *, forward_only: bool
+    ) -> list[Result]:
+        self.wrapped.train(not forward_only)
+        return self._run(self._micro_batches(batch), loss_function, forward_only=forward_only)
+
+    def optimizer_zero_grad(self) -> None:
+        self._require_optimizer("optimizer_zero_grad")
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        self._require_optimizer("optimizer_step")
+        succeeded, grad_norm, _ = self.optimizer.step()
+        if not succeeded:
+            raise FloatingPointError("the optimizer step was refused: gradients are not finite")
+        return float(grad_norm)
+
+    def lr_scheduler_step(self) -> float:
+        self._require_optimizer("lr_scheduler_step")
+        # Advanced before the step, so that warm-up starts above zero.
+        self.schedule.step(increment=1)
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from mcore_rl.engine.megatron.weights import export_weights
+
+        return export_weights(self.model, self.weights, self.placement, self.world_rank)
+
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        from mcore_rl.engine.megatron.offload import move
+
+        move(self.wrapped, self.optimizer, device, parameters=model, optimizer_state=optimizer, grad=grad)
+
+    def save_checkpoint(self, path: Path) -> None:
+        from mcore_rl.checkpoint import dist as dist_checkpoint
+
+        dist_checkpoint.save(self._sharded_state(is_loading=False), path)
+
+    def load_checkpoint(self, path: Path) -> None:
+        from mcore_rl.checkpoint import dist as dist_checkpoint
+
+        state = dist_checkpoint.load(self._sharded_state(is_loading=True), path)
+        self.model.load_state_dict(state["model"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.schedule.load_state_dict(state["schedule"])
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        metadata = {"chained_optim_avoid_prefix": True}
+        model_state = self.model.sharded_state_dict(metadata=metadata)
+        state = {"model": model_state}
+        if self.optimizer is not None:
+            if self.spec.engine.optimizer.distributed:
+                raise ConfigError(
+                    "optimizer.distributed=true: checkpoints of a sharded optimizer are not supported; "
+                    "allowed: false"
+                )
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                model_state, is_loading=is_loading, metadata=metadata
+            )
+            state["schedule"] = self.schedule.state_dict()
+        return state
+
+    def _require_optimizer(self, what: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(f"{what} on an engine that was built for inference (total_steps=0)")
+
+    def _micro_batches(self, batch: Batch) -> list[Any]:
+        from mcore_rl.engine.megatron.step import micro_batches
+
+        return micro_batches(batch, self.spec.engine.max_tokens_per_micro_batch, self.device)
+
+    def _run(
+        self, micros: list[Any], loss_function: LossFunction | None, *, forward_only: bool
+    ) -> list[Result]:
+        from mcore_rl.engine.megatron import step
+
+        if loss_function is None:
+            make_loss = partial(step.score_closure, self.model, self.scorer)
+        else:
+            total = step.tokens_of_all_ranks(micros, self.device)
+            make_loss = partial(
+                step.loss_closure,
+                self.model,
+                self.scorer,
+                loss_function=loss_function,
+                total_tokens=total,
+            )
+        return step.run_micro_batches(self.wrapped, micros, make_loss, forward_only)
+
+    def _in_batch_order(
+        self, batch: Batch, micros: list[Any], results: list[Result], name: str
+    ) -> Jagged:
+        """A result column, from the order of the packs back to the batch's."""
+        responses = batch.jagged("response_ids")
+        values = np.empty(len(responses.values), dtype=np.float32)
+        for micro, result in zip(micros, results, strict=True):
+            flat, start = result[name].cpu().numpy(), 0
+            for row in micro.rows:
+                end = start + int(responses.lengths[row])
+                values[responses.offsets[row] : responses.offsets[row + 1]] = flat[start:end]
+                start = end
+        return responses.with_values(values)
+
+    def _sum_over_data_ranks(self, totals: torch.Tensor) -> None:
+        from megatron.core import parallel_state
+
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())

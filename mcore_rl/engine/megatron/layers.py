@@ -1,0 +1,171 @@
+"""The CPU lane's modules under Transformer Engine's parameter names.
+
+Megatron's Transformer Engine layer spec fuses norms into the linears that follow and keeps one weight
+an expert. These modules hold the same parameters under the same names in plain torch, so that weight
+rules and checkpoints are the same on both lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+
+from mcore_rl.engine.megatron.attention import PackedAttention
+
+
+def _norm_weight(size: int, config: Any) -> torch.nn.Parameter:
+    data = torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+    weight = torch.nn.Parameter(data)
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
+class RMSNorm(torch.nn.Module):
+    """What WrappedTorchNorm would be if it allowed sequence parallelism (torch_norm.py:32)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _norm_weight(hidden_size, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """A norm and the column-parallel linear behind it: TELayerNormColumnParallelLinear."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = _norm_weight(input_size, config)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        eps = self.config.layernorm_epsilon
+        return super().forward(
+            F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, eps), *args, **kwargs
+        )
+
+
+class GroupedLinear(torch.nn.Module):
+    """One weight an expert, applied to that expert's rows: TEColumn/RowParallelGroupedLinear.
+
+    `split_dim` is the weight dim that expert tensor parallelism shards: 0 for columns, 1 for rows.
+    """
+
+    split_dim: int
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("grouped linears of the CPU lane have no bias")
+        self.num_gemms = num_gemms
+        self._groups = pg_collection
+        shape = [output_size, input_size]
+        shape[self.split_dim] //= pg_collection.expt_tp.size()
+        for i in range(num_gemms):
+            data = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+            weight = torch.nn.Parameter(data)
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                init_method(weight)
+            # Set even at expert TP 1, or the gradient norm leaves these weights out.
+            set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
+            weight.allreduce = False  # type: ignore[attr-defined]
+            setattr(self, f"weight{i}", weight)
+
+    def forward(self, x: torch.Tensor, rows_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        parts = x.split(rows_per_expert)
+        weights = (getattr(self, f"weight{i}") for i in range(self.num_gemms))
+        return torch.cat([F.linear(p, w) for p, w in zip(parts, weights, strict=True)]), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Keys of Transformer Engine's grouped linear (extensions/transformer_engine.py:1738)."""
+        num_experts = self._groups.ep.size() * self.num_gemms
+        first = self._groups.ep.rank() * self.num_gemms
+        found: ShardedStateDict = {}
+        for i in range(self.num_gemms):
+            part = make_sharded_tensors_for_checkpoint(
+                {f"{i}.weight": getattr(self, f"weight{i}")},
+                "",
+                {f"{i}.weight": self.split_dim},
+                (*sharded_offsets, (len(sharded_offsets), first + i, num_experts)),
+                tp_group=self._groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(part, f"{i}.", prefix)
+            tensor = part[f"{i}.weight"]
+            tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
+            found[f"{prefix}weight{i}"] = tensor
+        return found
+
+
+class ColumnGroupedLinear(GroupedLinear):
+    split_dim = 0
+
+
+class RowGroupedLinear(GroupedLinear):
+    split_dim = 1
+
+
+class TorchSpecProvider(BackendSpecProvider):
+    """Answers Megatron's Transformer Engine layer spec with the modules above."""
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return PackedAttention
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
+        return TEGroupedMLP, MLPSubmodules(
+            linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear
+        )
+
+    def activation_func(self) -> None:
+        return None

@@ -1,0 +1,85 @@
+"""Tiny real checkpoints, written by transformers, and batches for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.data.batch import Batch, Jagged
+
+VOCAB = 131  # odd, so that it is padded at TP2
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32",
+}  # fmt: skip
+_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+def configs() -> dict[str, transformers.PretrainedConfig]:
+    moe = transformers.Qwen3MoeConfig
+    return {
+        "qwen3_moe": moe(**_COMMON, **_MOE, norm_topk_prob=True, tie_word_embeddings=False),
+        # A dense first layer, probabilities that are not renormalised, tied embeddings.
+        "qwen3_moe_mixed": moe(
+            **_COMMON, **_MOE, norm_topk_prob=False, tie_word_embeddings=True, mlp_only_layers=[0]
+        ),
+        "qwen3": transformers.Qwen3Config(**_COMMON, tie_word_embeddings=True),
+    }
+
+
+def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(configs()[name]).float().eval()
+    with torch.no_grad():  # far from the tame initial values, so that errors show
+        for key, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.08)
+            elif "norm" in key:
+                parameter.uniform_(0.7, 1.3)
+    return model
+
+
+def save(name: str, folder: Path, seed: int = 0) -> Path:
+    path = folder / f"{name}-{seed}"
+    build(name, seed).save_pretrained(path)
+    return path
+
+
+def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
+    """Samples of uneven length with advantages and slightly off-policy log-probs."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, VOCAB, rng.integers(1, 23)) for _ in range(num_samples)]
+    responses = [rng.integers(2, VOCAB, rng.integers(1, 19)) for _ in range(num_samples)]
+    lengths = [len(r) for r in responses]
+    mask = Jagged.of([rng.integers(0, 2, n) | (np.arange(n) == 0) for n in lengths], np.int8)
+    return Batch(
+        {
+            "prompt_ids": Jagged.of(prompts, np.int64),
+            "response_ids": Jagged.of(responses, np.int64),
+            "response_mask": mask,
+            "rollout_log_probs": Jagged.of([rng.normal(-5, 1, n) for n in lengths], np.float32),
+            "advantages": Jagged.of([np.full(n, rng.normal()) for n in lengths], np.float32),
+            "loss_weights": loss_weights(mask, "token_mean"),
+        }
+    )
+
+
+def reference_scores(model: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(logits, log-probs, entropy) of the response tokens by transformers, one sample at a time."""
+    logits = []
+    for prompt, response in zip(batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+        with torch.no_grad():
+            logits.append(model(ids).logits[0, len(prompt) - 1 : -1])
+    flat = torch.cat(logits)
+    scores = flat.double().log_softmax(-1)
+    targets = torch.from_numpy(batch.jagged("response_ids").values)
+    entropy = -(scores.exp() * scores).sum(-1)
+    return flat.numpy(), scores.gather(1, targets[:, None])[:, 0].numpy(), entropy.numpy()
