@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import ModelSizes
 from mcore_rl.reshard.rules import Weight
 
 HFConfig = dict[str, Any]  # the contents of config.json
@@ -92,3 +93,17 @@ def head_dim(config: HFConfig) -> int:
 def padded_vocab_size(config: HFConfig, tp: int) -> int:
     """The vocabulary rounded up so that it divides over tp ranks."""
     return -(-int(field(config, "vocab_size")) // tp) * tp
+
+
+def model_sizes(config: HFConfig) -> ModelSizes:
+    """What a layout of this model has to divide."""
+    fields = family_of(config).config_map(config)
+    num_experts = fields.get("num_moe_experts", 0)
+    has_dense = not num_experts or 0 in fields.get("moe_layer_freq", [])
+    return ModelSizes(
+        num_attention_heads=fields["num_attention_heads"],
+        num_query_groups=fields["num_query_groups"],
+        ffn_sizes=(fields["ffn_hidden_size"],) if has_dense else (),
+        num_experts=num_experts,
+        expert_ffn_size=fields.get("moe_ffn_hidden_size", 0),
+    )

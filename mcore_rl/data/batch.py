@@ -67,8 +67,8 @@ class Batch:
 
     Standard columns (jagged, one entry a response token unless said otherwise): prompt_ids (a prompt
     token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
-    reference_log_probs, entropy, advantages, loss_weights; one value a sample: rewards, group_ids,
-    finish_reasons.
+    reference_log_probs, entropy, advantages, loss_weights; one value a sample: rewards,
+    reward/<part>, group_ids, finish_reasons.
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -79,6 +79,7 @@ class Batch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Batch:
+        parts = samples[0].reward_parts if samples else {}
         return cls(
             {
                 "prompt_ids": Jagged.of((s.prompt_ids for s in samples), np.int64),
@@ -89,6 +90,10 @@ class Batch:
                 "rewards": np.array([s.reward for s in samples], dtype=np.float32),
                 "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
                 "finish_reasons": np.array([s.finish_reason for s in samples], dtype=np.str_),
+                **{
+                    f"reward/{part}": np.array([s.reward_parts[part] for s in samples], np.float32)
+                    for part in parts
+                },
             }
         )
 

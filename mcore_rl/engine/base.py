@@ -14,10 +14,10 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, ModelConfig
 from mcore_rl.data.batch import Batch
 
-# Tensors of one micro-batch, one entry a response token: the batch's response columns by name, and
-# "log_probs" of the policy being trained. Gives the loss of each token and what to report of it.
+# From the log-probs of the policy in training and the batch's response columns by name, each
+# [response tokens] of a micro-batch, to the loss of each token and what to report of it.
 LossFunction = Callable[
-    [Mapping[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+    [torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 ]
 Metrics = dict[str, float]
 
@@ -39,6 +39,11 @@ class BaseEngine(ABC):
     Batches hold the rows of this rank's data-parallel share; results carry the same rows in the same
     order and are the same on every rank of a data-parallel group.
     """
+
+    @property
+    @abstractmethod
+    def is_main_rank(self) -> bool:
+        """Whether this is the rank that get_per_tensor_param yields tensors on."""
 
     @abstractmethod
     def initialize(self) -> None:
@@ -71,7 +76,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream the weights as whole Hugging Face tensors; on world rank 0 only, others help."""
+        """Stream the weights as whole Hugging Face tensors; on the main rank only, others help."""
 
     @abstractmethod
     def to(

@@ -53,7 +53,8 @@ class Mesh:
         if self.world_size % expert_ranks:
             raise ConfigError(
                 f"layout.etp * layout.ep * layout.pp is {layout.etp} * {layout.ep} * {layout.pp} = "
-                f"{expert_ranks}; it must divide the world size tp * pp * cp * dp = {self.world_size}"
+                f"{expert_ranks}; it must divide the world size tp * pp * cp * dp = "
+                f"{self.world_size}"
             )
         self.sizes = {**sizes, "edp": self.world_size // expert_ranks}
         self._coordinates = [self._locate(rank) for rank in range(self.world_size)]
@@ -64,7 +65,7 @@ class Mesh:
         return self._coordinates[world_rank]
 
     def ranks(self, **coords: int) -> list[int]:
-        """World ranks, ascending, whose coordinate has these values: ranks(dp_rank=0, tp_rank=1)."""
+        """Ascending world ranks at these coordinates: ranks(dp_rank=0, tp_rank=1)."""
         for name, value in coords.items():
             size = self.sizes.get(name.removesuffix("_rank")) if name.endswith("_rank") else None
             if size is None:
@@ -81,8 +82,8 @@ class Mesh:
     def groups(self, *axes: str) -> list[list[int]]:
         """Ranks that differ only on these axes, as Megatron groups them: groups("tp", "dp").
 
-        The axes must lie on one mesh; pp alone is the same on both. Groups and the ranks in them are
-        in ascending order.
+        The axes must lie on one mesh; pp alone is the same on both. Groups and the ranks in
+        them are in ascending order.
         """
         mesh = next((m for m in (DENSE_AXES, EXPERT_AXES) if axes and set(axes) <= set(m)), None)
         if mesh is None:
@@ -105,9 +106,7 @@ class Mesh:
 
     def _digits(self, rank: int, axes: Sequence[str]) -> dict[str, int]:
         sizes = [self.sizes[axis] for axis in axes]
-        return {
-            axis: rank // prod(sizes[:place]) % sizes[place] for place, axis in enumerate(axes)
-        }
+        return {axis: rank // prod(sizes[:place]) % sizes[place] for place, axis in enumerate(axes)}
 
 
 def _names(axes: Sequence[str]) -> list[str]:

@@ -33,9 +33,9 @@ class CaseResult:
     trained: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def grpo_loss(columns: Any) -> Any:
+def grpo_loss(log_probs: torch.Tensor, columns: Any) -> Any:
     return ppo_clip(
-        columns["log_probs"],
+        log_probs,
         columns["rollout_log_probs"],
         columns["advantages"],
         clip_ratio_low=0.2,

@@ -30,6 +30,10 @@ class MegatronEngine(BaseEngine):
         self.layout = spec.engine.layout
         self.mesh = Mesh(self.layout)
 
+    @property
+    def is_main_rank(self) -> bool:
+        return self.world_rank == 0
+
     # Megatron is imported inside methods: device.install() must have run before its first import.
 
     def initialize(self) -> None:

@@ -114,7 +114,7 @@ def loss_closure(
 
     def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
         scores = scorer(unwrap_model(model), output, micro, with_entropy=False)
-        loss, metrics = loss_function({**micro.columns, "log_probs": scores.log_probs})
+        loss, metrics = loss_function(scores.log_probs, micro.columns)
         weights = micro.columns["loss_weights"]
         total = (loss * weights).sum()
         result = {name: (value * weights).sum().detach() for name, value in metrics.items()}

@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+# Makes .venv in the repository root with everything mcore_rl needs, from pinned requirements.
+# Needs Python 3.11 or newer and pip. Does nothing, quickly, when nothing changed.
+#
+#   MCORE_RL_LANE=cpu|gpu   the lane; without it, gpu where `nvidia-smi -L` works, else cpu
+#   PYTHON=...              the interpreter; without it, the first that fits among the usual names
+#
+# Packages come from wherever pip is configured to look. A stamp is written only after a stage has
+# succeeded, so an interrupted set-up is redone by the next one.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv
+log=$venv/setup.log
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+# stage LABEL COMMAND...: one line on the screen, the output in the log; its end is shown on failure.
+# The command has a process group of its own, so that nothing of it outlives an interrupted set-up.
+child=
+trap '[ -z "$child" ] || kill -- "-$child"; exit 130' INT TERM HUP
+stage() {
+    local label=$1 start=$SECONDS status=0
+    shift
+    set -m
+    "$@" >>"$log" 2>&1 </dev/null &
+    child=$!
+    set +m
+    wait "$child" || status=$?
+    child=
+    if [ "$status" -ne 0 ]; then
+        tail -n 25 "$log" >&2
+        die "$label: failed; the whole log is in $PWD/$log"
+    fi
+    say "$label: $((SECONDS - start)) s"
+}
+
+choose_lane() {
+    case ${MCORE_RL_LANE:-} in
+        cpu | gpu) lane=$MCORE_RL_LANE ;;
+        '') if nvidia-smi -L >/dev/null 2>&1; then lane=gpu; else lane=cpu; fi ;;
+        *) die "MCORE_RL_LANE is '$MCORE_RL_LANE'; allowed: cpu, gpu" ;;
+    esac
+    requirements=launch/requirements/$lane.txt
+}
+
+python_version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
+
+# The versions for which every pin of the lane has a wheel, the one it is tested on first.
+choose_python() {
+    local allowed name version
+    if [ "$lane" = gpu ]; then allowed='3.12'; else allowed='3.11 3.12 3.13'; fi
+    if [ -n "${PYTHON:-}" ]; then
+        version=$(python_version "$PYTHON") || die "PYTHON is '$PYTHON', which does not run"
+        [[ " $allowed " == *" ${version%.*} "* ]] ||
+            die "PYTHON is '$PYTHON', Python $version; the $lane lane allows: $allowed"
+        python=$PYTHON
+        return
+    fi
+    for name in ${allowed//3./python3.} python3; do
+        version=$(python_version "$name") || continue
+        [[ " $allowed " == *" ${version%.*} "* ]] || continue
+        python=$name
+        return
+    done
+    die "no Python for the $lane lane (allowed: $allowed) among ${allowed//3./python3.} python3;" \
+        "install one, or set PYTHON to its path"
+}
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+
+pinned() { sed -n "s/^\($1==[^ ;]*\).*/\1/p" "$requirements"; }
+
+make_venv() {
+    if "$python" -c 'import ensurepip' 2>/dev/null; then
+        "$python" -m venv "$venv"
+    else # some systems split ensurepip off; the pip of the interpreter then installs one
+        "$python" -m venv --without-pip "$venv"
+        "$python" -m pip --python "$venv/bin/python" install pip
+    fi
+}
+
+# The local version (+cpu) is part of the request, so that a CUDA build is never taken.
+install_torch_cpu() {
+    local torch quick=(--no-deps --retries 1 --timeout 10)
+    torch=$(pinned torch)
+    pip install "${quick[@]}" "$torch" && return
+    pip install "${quick[@]}" --index-url "$torch_cpu_index" "$torch" && return
+    echo "torch: $torch is neither where pip is configured to look nor on $torch_cpu_index."
+    echo "Make one of them reachable, or download the wheel and set PIP_FIND_LINKS to its folder."
+    return 1
+}
+
+install_packages_cpu() {
+    # setuptools first: it builds the one requirement that has no wheel.
+    pip install --no-deps "$(pinned setuptools)"
+    pip install --no-deps --no-build-isolation --requirement "$requirements"
+}
+
+# The first block of the file, up to the first empty line, is what the rest is compiled against.
+first_block() { sed '/^$/q' "$requirements"; }
+
+install_first_gpu() { pip install --requirement <(first_block); }
+
+install_packages_gpu() { pip install --no-build-isolation --requirement "$requirements"; }
+
+install_project() { pip install --no-deps --no-build-isolation --editable .; }
+
+is_fresh() { [ "$(cat "$venv/$1.stamp" 2>/dev/null)" = "$2" ]; }
+
+main() {
+    local packages_key project_key
+    choose_lane
+    choose_python
+    exec 9>>.venv.lock
+    flock -n 9 || { say 'waiting for another set-up of this folder'; flock 9; }
+
+    # A virtual environment knows its own path: a moved or copied one is made anew.
+    packages_key=$({ echo "$lane" "$(python_version "$python")" "$PWD"; cat "$requirements"; } |
+        sha256sum)
+    project_key=$(cat pyproject.toml setup.py | sha256sum)
+
+    if ! is_fresh packages "$packages_key" || ! [ -x "$venv/bin/python" ]; then
+        say "making $venv: $lane lane, $(command -v "$python") $(python_version "$python")"
+        rm -f "$venv"/*.stamp # first, so that a half-removed folder is not taken for a whole one
+        rm -rf "$venv"
+        mkdir "$venv"
+        stage 'virtual environment' make_venv
+        if [ "$lane" = cpu ]; then
+            stage 'torch' install_torch_cpu
+        else
+            stage 'torch' install_first_gpu
+        fi
+        stage 'packages' "install_packages_$lane"
+        echo "$packages_key" >"$venv/packages.stamp"
+    fi
+    if ! is_fresh project "$project_key"; then
+        stage 'mcore-rl' install_project
+        echo "$project_key" >"$venv/project.stamp"
+    fi
+}
+
+main

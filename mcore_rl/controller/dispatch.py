@@ -1,0 +1,162 @@
+"""How one call on a group of workers becomes one call a rank, and one result again. Pure: no Ray.
+
+A worker method carries its mode; `scatter` splits the arguments and `gather` joins the results.
+
+    class ModelWorker:
+        @register(dispatch_mode=Dispatch.DP_COMPUTE)
+        def compute_log_probs(self, batch: Batch) -> Batch: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mcore_rl.data.batch import Batch
+from mcore_rl.parallel.mesh import Mesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+_ATTRIBUTE = "_mcore_rl_registration"
+
+
+class Dispatch(StrEnum):
+    """Who is called, with what, and what comes back."""
+
+    ONE_TO_ALL = "one_to_all"  # every rank, the same arguments; a list of results by rank
+    RANK_ZERO = "rank_zero"  # world rank 0 only; its result
+    DP_COMPUTE = (
+        "dp_compute"  # every rank, batches split by DP rank; one batch, or a list by DP rank
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    dispatch_mode: Dispatch
+    blocking: bool  # whether a plain call waits for the result or returns a Pending
+
+
+def register(
+    *, dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True
+) -> Callable[[F], F]:
+    """Marks a worker method as callable through its group."""
+
+    def mark(method: F) -> F:
+        setattr(method, _ATTRIBUTE, Registration(Dispatch(dispatch_mode), blocking))
+        return method
+
+    return mark
+
+
+def registered_methods(worker_class: type) -> dict[str, Registration]:
+    """The marked methods of a class, inherited ones included. An override inherits the mark."""
+    marks = [
+        {n: getattr(m, _ATTRIBUTE) for n, m in vars(base).items() if hasattr(m, _ATTRIBUTE)}
+        for base in reversed(worker_class.__mro__)
+    ]
+    return {name: mark for found in marks for name, mark in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The arguments of one call, the same for all its ranks."""
+
+    ranks: tuple[int, ...]  # world ranks that get them
+    output_rank: int | None  # the one of them whose result counts; None: each rank's counts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: tuple[int, ...] | None = None  # rows of the caller's batches, when they were split
+
+
+def balanced_rows(num_tokens: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Rows dealt to parts so that token counts come near each other: longest first, each to the
+    lightest part (of those, the one with the fewest rows).
+
+    Rows of a part ascend; a part may be empty.
+
+    >>> balanced_rows([5, 1, 4, 2], 2)
+    [[0, 1], [2, 3]]
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for row in sorted(range(len(num_tokens)), key=lambda row: (-int(num_tokens[row]), row)):
+        lightest = min(range(num_parts), key=lambda part: (loads[part], len(parts[part]), part))
+        parts[lightest].append(row)
+        loads[lightest] += int(num_tokens[row])
+    return [sorted(part) for part in parts]
+
+
+def scatter(
+    mode: Dispatch, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Part]:
+    """The parts of one call. Raises ValueError when batches to be split differ in length."""
+    if mode is Dispatch.ONE_TO_ALL:
+        return [Part(tuple(range(mesh.world_size)), None, args, kwargs)]
+    if mode is Dispatch.RANK_ZERO:
+        return [Part((0,), 0, args, kwargs)]
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Batch)]
+    if not batches:
+        raise TypeError("a DP_COMPUTE method was called without a Batch to split")
+    if len({len(batch) for batch in batches}) > 1:
+        raise ValueError(f"batches of one call differ in rows: {[len(b) for b in batches]}")
+    rows_of = balanced_rows(_token_counts(batches), mesh.sizes["dp"])
+    return [_dp_part(mesh, dp_rank, rows, args, kwargs) for dp_rank, rows in enumerate(rows_of)]
+
+
+def gather(mode: Dispatch, parts: Sequence[Part], results: Mapping[int, Any]) -> Any:
+    """One result from those of the ranks that count; `results` is keyed by world rank.
+
+    DP_COMPUTE: batches are joined in the row order of the caller; anything else is a list by DP
+    rank. Raises ValueError when a rank returns a batch with other rows than it was given.
+    """
+    if mode is Dispatch.ONE_TO_ALL:
+        return [results[rank] for rank in parts[0].ranks]
+    outputs = [results[part.output_rank] for part in parts if part.output_rank is not None]
+    if mode is Dispatch.RANK_ZERO:
+        return outputs[0]
+    if not all(isinstance(output, Batch) for output in outputs):
+        return outputs
+    for part, output in zip(parts, outputs, strict=True):
+        if len(output) != len(part.rows or ()):
+            raise ValueError(
+                f"rank {part.output_rank} returned a batch of {len(output)} rows for "
+                f"{len(part.rows or ())}; a method that changes the rows must not return a Batch"
+            )
+    return _in_caller_order(parts, outputs)
+
+
+def _dp_part(
+    mesh: Mesh, dp_rank: int, rows: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Part:
+    def part_of(value: Any) -> Any:
+        return value.take(rows) if isinstance(value, Batch) else value
+
+    ranks = mesh.ranks(dp_rank=dp_rank)
+    last_stage = mesh.sizes["pp"] - 1
+    (output,) = mesh.ranks(dp_rank=dp_rank, tp_rank=0, cp_rank=0, pp_rank=last_stage)
+    return Part(
+        ranks=tuple(ranks),
+        output_rank=output,
+        args=tuple(part_of(value) for value in args),
+        kwargs={name: part_of(value) for name, value in kwargs.items()},
+        rows=tuple(rows),
+    )
+
+
+def _token_counts(batches: Sequence[Batch]) -> Sequence[int]:
+    for batch in batches:
+        if "prompt_ids" in batch and "response_ids" in batch:
+            return [int(count) for count in batch.num_tokens]
+    return [1] * len(batches[0])
+
+
+def _in_caller_order(parts: Sequence[Part], outputs: Sequence[Batch]) -> Batch:
+    # Empty parts are left out: what a worker returns for no rows need not have the right dtypes.
+    filled = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.rows]
+    if not filled:
+        return outputs[0]
+    order = np.concatenate([np.asarray(part.rows, dtype=np.int64) for part, _ in filled])
+    return Batch.concat([output for _, output in filled]).take(np.argsort(order).tolist())

@@ -1,0 +1,141 @@
+"""A small process that outlives the driver just long enough to clean up after it.
+
+A driver that is killed with SIGKILL cannot clean up. Ray's own processes then share its fate, some
+at once and some after seconds; processes that workers started, shared memory and Ray's folder stay.
+The janitor remembers which processes descend from the driver and which shared-memory files they
+map. When the driver goes, or ends the session by a word on the janitor's stdin, it kills every one
+of them that is not a descendant of a living driver, then removes those files and the run folder.
+
+Runs as a script (`python -I -S janitor.py DRIVER_PID MARKER RUN_DIR`) with the standard library
+only, in a session of its own, so that a signal to the driver's process group does not reach it.
+Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+POLL_S = 0.5
+SWEEP_S = 20.0  # a process in uninterruptible sleep may outlast SIGKILL; then it is left
+SHM = "/dev/shm"
+
+Processes = dict[int, tuple[int, str]]  # pid -> (parent pid, start time); zombies left out
+
+
+def processes() -> Processes:
+    found: Processes = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+                # "pid (command) state parent ..."; the command may hold blanks and brackets
+                fields = file.read().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    found[int(name)] = (int(fields[1]), fields[19])
+    return found
+
+
+def descendants(roots: set[int], table: Processes) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in table.items():
+        children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    frontier = list(roots)
+    while frontier:
+        for child in children.get(frontier.pop(), ()):
+            if child not in found:
+                found.add(child)
+                frontier.append(child)
+    return found
+
+
+def mapped(pid: int) -> set[str]:
+    """Names of the shared-memory files a process maps."""
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            paths = {line.split(None, 5)[5].rstrip("\n") for line in file if SHM in line}
+    except OSError:
+        return set()
+    return {path[len(SHM) + 1 :] for path in paths if path.startswith(f"{SHM}/")}
+
+
+def carries(pid: int, marker: bytes) -> bool:
+    """Whether the process was started with the marker in its environment."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return marker in file.read()
+    except OSError:
+        return False
+
+
+class Janitor:
+    def __init__(self, driver: int, marker: str, run_dir: str) -> None:
+        self.driver = driver
+        self.marker = marker.encode()
+        self.run_dir = run_dir
+        self.known: dict[int, str] = {}  # pid -> start time; a pid may be used again
+        self.seen_files = set(os.listdir(SHM))
+        self.files: set[str] = set()
+
+    def driver_lives(self) -> bool:
+        return os.getppid() == self.driver
+
+    def observe(self) -> Processes:
+        """Remembers new descendants, and the new shared-memory files they or the driver map."""
+        table = processes()
+        self.known = {p: s for p, s in self.known.items() if p in table and table[p][1] == s}
+        roots = set(self.known) | ({self.driver} if self.driver_lives() else set())
+        for pid in descendants(roots, table) - {os.getpid()}:
+            self.known[pid] = table[pid][1]
+        new = set(os.listdir(SHM)) - self.seen_files
+        if new:
+            self.seen_files |= new
+            users = (mapped(pid) for pid in (*self.known, self.driver))
+            self.files |= new & set().union(*users)
+        return table
+
+    def spared(self, table: Processes) -> set[int]:
+        """The living driver and what it started that still hangs on it."""
+        if not self.driver_lives():
+            return set()
+        return {self.driver} | descendants({self.driver}, table)
+
+    def victims(self, table: Processes) -> set[int]:
+        marked = {pid for pid in table if pid not in self.known and carries(pid, self.marker)}
+        return (set(self.known) | marked) - self.spared(table) - {os.getpid()}
+
+    def sweep(self) -> None:
+        deadline = time.monotonic() + SWEEP_S
+        while (victims := self.victims(self.observe())) and time.monotonic() < deadline:
+            for pid in victims:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        in_use = set().union(*(mapped(pid) for pid in self.spared(processes())))
+        for name in self.files - in_use:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{SHM}/{name}")
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def watch(self) -> None:
+        """Returns when the driver is gone or has sent a word."""
+        while self.driver_lives() and not select.select([0], [], [], POLL_S)[0]:
+            self.observe()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    janitor = Janitor(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    janitor.observe()
+    janitor.watch()
+    janitor.sweep()
+
+
+if __name__ == "__main__":
+    main()

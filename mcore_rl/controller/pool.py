@@ -1,0 +1,273 @@
+"""A Ray session that leaves nothing behind, and the resources of a group of ranks in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray._private import ray_constants
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller import janitor
+
+MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
+_LONGEST_TEMP_DIR = 24  # Ray adds about 80 characters; a socket's path may have 107
+
+
+@contextlib.contextmanager
+def ray_session(
+    *,
+    num_cpus: int = 1,
+    num_gpus: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    object_store_bytes: int = 512 << 20,
+    log_to_driver: bool = True,
+    log_dir: Path | None = None,
+) -> Iterator[None]:
+    """Starts a private Ray on this machine, on the loopback interface, and ends it whole on exit.
+
+    With RAY_ADDRESS set it joins that cluster instead, and all other arguments but `log_to_driver`
+    are the cluster's own business. `num_cpus` is a scheduling quantity, not a limit: ranks ask for
+    fractions of it, and Ray keeps that many idle workers ready. `num_gpus=None` counts the GPUs.
+    `log_dir` receives Ray's logs and the output of the workers at the end, unless the driver is
+    killed with SIGKILL; without it they are deleted.
+
+    SIGTERM raises SystemExit(143) in the main thread while the session lasts. However the driver
+    ends, even by SIGKILL, no process, shared-memory file or folder of the session is left.
+    """
+    if ray.is_initialized():
+        raise RuntimeError("this process already has a Ray session")
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        cluster = _join(address, log_to_driver)
+    else:
+        cluster = _start(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            resources=dict(resources or {}),
+            object_store_memory=object_store_bytes,
+            log_to_driver=log_to_driver,
+            log_dir=log_dir,
+        )
+    with _sigterm_exits() as claim_sigterm, cluster:
+        claim_sigterm()  # ray.init has put its own handler in place
+        yield
+
+
+@contextlib.contextmanager
+def _join(address: str, log_to_driver: bool) -> Iterator[None]:
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdigit():  # Ray itself goes on trying for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level="error")
+    except OSError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS is {address!r}, where no Ray cluster answers ({error}); start one there "
+            "with `ray start`, or unset it to run a private one"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _start(*, log_dir: Path | None, **settings: Any) -> Iterator[None]:
+    run_dir = Path(tempfile.mkdtemp(prefix="mcr_", dir=_short_temp_dir()))
+    session = secrets.token_hex(8)
+    # Ray reads its token once a process, so one token serves every session of this process.
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with _janitor(f"{MARKER}={session}", run_dir), _environment(**{MARKER: session}):
+        try:
+            with _loopback():
+                ray.init(
+                    include_dashboard=False,
+                    logging_level="error",
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(run_dir),
+                    **settings,
+                )
+            yield
+        finally:
+            ray.shutdown()
+            if log_dir is not None:
+                _keep_logs(run_dir, log_dir)
+
+
+@contextlib.contextmanager
+def _janitor(marker: str, run_dir: Path) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), marker, str(run_dir)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a child forked from us may keep the pipe open,
+            process.stdin.write(b"end")  # so a word ends the session, not the end of the file
+            process.stdin.close()
+        process.wait()
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Keeps every Ray port of this node on 127.0.0.1.
+
+    Ray 2.60 replaces 127.0.0.1 by an outward address (_private/services.py:811) and then listens
+    on all interfaces, unless clusters are switched off, as they are on macOS and Windows.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[Any]:
+    """Yields a function that claims SIGTERM; the handler from before comes back at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # only the main thread may set handlers
+        return
+
+    received: list[int] = []
+
+    def leave(signum: int, frame: object) -> None:
+        received.append(signum)
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield lambda: signal.signal(signal.SIGTERM, leave)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if received:  # a call into Ray that was interrupted forgets the exit code
+            raise SystemExit(128 + received[0])
+
+
+def _short_temp_dir() -> str:
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_TEMP_DIR else "/tmp"
+
+
+def _keep_logs(run_dir: Path, log_dir: Path) -> None:
+    for logs in run_dir.glob("session_2*/logs"):
+        aside = log_dir.with_name(f".{log_dir.name}.part")
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(logs, aside, symlinks=True)
+        shutil.rmtree(log_dir, ignore_errors=True)
+        aside.rename(log_dir)
+
+
+class ResourcePool:
+    """A placement group of one bundle a rank, held until `close`.
+
+    `resources_per_rank` names Ray resources: {"GPU": 1} on GPUs, {"CPU": 0.25} on a small CPU
+    machine, any custom name. Groups that share a pool each take a share of every bundle
+    (`WorkerGroup(..., share=0.5)`).
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        resources_per_rank: Mapping[str, float],
+        *,
+        strategy: str = "PACK",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Raises ConfigError when the cluster does not provide the bundles within `timeout_s`."""
+        if num_ranks < 1 or not resources_per_rank or min(resources_per_rank.values()) <= 0:
+            raise ConfigError(
+                f"a pool of {num_ranks} ranks with {dict(resources_per_rank)} each; it needs one "
+                "rank or more and a positive amount of at least one resource"
+            )
+        self.num_ranks = num_ranks
+        self.resources_per_rank = dict(resources_per_rank)
+        self._free = 1.0  # the share of each bundle that no group has
+        self.placement_group: PlacementGroup = placement_group(
+            [dict(resources_per_rank)] * num_ranks, strategy=strategy
+        )
+        if not self.placement_group.wait(timeout_seconds=timeout_s):
+            message = self._shortage(timeout_s)
+            self.close()
+            raise ConfigError(message)
+
+    def reserve(self, share: float, group: str) -> None:
+        """Takes a share of every bundle for a group, or raises ConfigError."""
+        if not 0 < share <= self._free + 1e-9:
+            raise ConfigError(
+                f"{group} asks for a share of {share:g} of a pool; it must be above 0 and at most "
+                f"what other groups have left, {self._free:g}"
+            )
+        self._free -= share
+
+    def release(self, share: float) -> None:
+        self._free += share
+
+    def actor_options(self, share: float) -> dict[str, Any]:
+        """Ray's options for an actor that takes this share of its bundle."""
+        wanted = {name: amount * share for name, amount in self.resources_per_rank.items()}
+        cpus, gpus = wanted.pop("CPU", 0), wanted.pop("GPU", 0)
+        return {"num_cpus": cpus, "num_gpus": gpus, "resources": wanted}
+
+    def close(self) -> None:
+        """Gives the bundles back; ends the actors in them. May be called twice."""
+        if ray.is_initialized():
+            remove_placement_group(self.placement_group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _shortage(self, timeout_s: float) -> str:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        lines = [
+            f"{name}: asked {amount * self.num_ranks:g}, cluster has {total.get(name, 0):g}, "
+            f"free {free.get(name, 0):g}"
+            for name, amount in self.resources_per_rank.items()
+        ]
+        return (
+            f"{self.num_ranks} ranks of {self.resources_per_rank} each did not find room in "
+            f"{timeout_s:g} s ({'; '.join(lines)}; {len(ray.nodes())} nodes). Use a smaller layout "
+            "or a larger cluster"
+        )

@@ -1,0 +1,134 @@
+"""What Ray runs for one rank: a plain class that builds the worker and calls its methods.
+
+An exception of the worker comes back as data. Ray would pickle it, which fails for many exception
+classes, and would wrap its message in pages of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mcore_rl.config.errors import ConfigError
+
+
+class FailureKind(IntEnum):
+    """Lowest is the likeliest cause when several ranks fail at once."""
+
+    DIED = 0  # the peers of a dead rank raise errors about a lost connection
+    CONFIG = 1
+    RAISED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one call failed on one rank."""
+
+    kind: FailureKind
+    type_name: str
+    message: str
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The outcome of one call on one rank: a value, or a failure."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """Where a worker lives."""
+
+    pid: int
+    stderr_file: str  # on the node of the rank
+
+
+class RankHost:
+    """One rank of a group. `build` comes first."""
+
+    def __init__(self, group: str, rank: int) -> None:
+        self._label = f"{group}[{rank}]"
+        self._worker: Any = None
+
+    def __repr__(self) -> str:
+        return self._label  # Ray puts it before each line that the worker prints
+
+    def build(self, recipe: tuple[type, tuple[Any, ...], dict[str, Any]]) -> Reply:
+        """Makes the worker from its class and arguments; the value is a `Birth`."""
+        worker_class, args, kwargs = recipe
+
+        def make() -> Birth:
+            self._worker = worker_class(*args, **kwargs)
+            return Birth(os.getpid(), os.path.realpath("/proc/self/fd/2"))
+
+        return _guarded(make)
+
+    def call(
+        self, method: str, is_output: bool, args: list[Any], kwargs: dict[str, Any], *batches: Any
+    ) -> Reply:
+        """Calls a method of the worker; the value is dropped where nobody wants it.
+
+        A `Stored` among the arguments stands for one of the batches.
+        """
+
+        def run() -> Any:
+            value = getattr(self._worker, method)(
+                *(_restored(a, batches) for a in args),
+                **{name: _restored(a, batches) for name, a in kwargs.items()},
+            )
+            return value if is_output else None
+
+        return _guarded(run)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Stands for a batch that travels through the object store."""
+
+    index: int
+
+
+def _restored(value: Any, batches: tuple[Any, ...]) -> Any:
+    return batches[value.index] if isinstance(value, Stored) else value
+
+
+def _guarded(run: Callable[[], Any]) -> Reply:
+    try:
+        return Reply(run())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the driver raises it again
+        kind = FailureKind.CONFIG if isinstance(error, ConfigError) else FailureKind.RAISED
+        trace = "".join(traceback.format_exception(error))
+        return Reply(failure=Failure(kind, type(error).__name__, str(error), trace))
+
+
+def free_endpoint() -> tuple[str, int]:
+    """The address of this node and a port for a rendezvous that nobody listens on.
+
+    The port is picked below the range the kernel hands out by itself, so that no other program gets
+    it by chance before rank 0 listens.
+    """
+    lowest_ephemeral = 32768
+    with contextlib.suppress(OSError):
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+        lowest_ephemeral = int(text.split()[0])
+    candidates = range(20000, lowest_ephemeral)
+    for port in random.SystemRandom().sample(candidates, min(50, len(candidates))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return ray.util.get_node_ip_address(), port
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), int(probe.getsockname()[1])

@@ -1,0 +1,182 @@
+"""One worker a rank, called as one object: WorkerGroup -> Ray actor -> worker.
+
+    group = WorkerGroup(ModelWorker, init_kwargs={"config": config}, layout=layout, pool=pool)
+    batch = group.compute_log_probs(batch)            # fans out, waits, gathers
+    pending = group.update.submit(batch)              # returns at once
+    metrics = pending.result(timeout_s=600)
+
+A worker class is a plain class; methods marked with `register` become attributes of the group. A
+worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The columns
+of a batch are views of shared memory in a worker, so they are read-only there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.controller.dispatch import Part, Registration, gather, registered_methods, scatter
+from mcore_rl.controller.pending import Pending
+from mcore_rl.controller.pool import ResourcePool
+from mcore_rl.controller.rank_host import Birth, RankHost, Stored, free_endpoint
+from mcore_rl.data.batch import Batch
+from mcore_rl.parallel.mesh import Mesh
+
+
+class Method:
+    """A registered method of a group: call it, or `submit` it and go on."""
+
+    def __init__(self, group: WorkerGroup, name: str, registration: Registration) -> None:
+        self._group, self._name, self._registration = group, name, registration
+
+    def submit(self, *args: Any, **kwargs: Any) -> Pending:
+        return self._group._submit(self._name, self._registration, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pending = self.submit(*args, **kwargs)
+        return pending.result() if self._registration.blocking else pending
+
+
+class WorkerGroup:
+    """The workers of one layout. A failure of one rank ends the group, with one error."""
+
+    def __init__(
+        self,
+        worker_class: type,
+        *,
+        layout: Layout,
+        pool: ResourcePool,
+        init_args: Sequence[Any] = (),
+        init_kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        name: str = "",
+        share: float = 1.0,
+        threads_per_rank: int = 1,
+        max_concurrency: int = 1,
+        start_timeout_s: float | None = None,
+    ) -> None:
+        """Starts the ranks and builds every worker, in parallel; returns when all are built.
+
+        `share` is the part of each bundle of the pool that the group takes. `max_concurrency` above
+        1 runs calls on one rank in as many threads. Raises ConfigError when pool and layout differ
+        in size or the pool is used up, and WorkerError (or ConfigError) when a worker cannot be
+        built.
+        """
+        self.name = name or worker_class.__name__
+        self.mesh = Mesh(layout)
+        self.births: dict[int, Birth] = {}
+        self.ended = ""
+        self._actors: list[Any] = []
+        if pool.num_ranks != self.mesh.world_size:
+            raise ConfigError(
+                f"{self.name}: the layout {layout} has {self.mesh.world_size} ranks and the pool "
+                f"{pool.num_ranks} bundles; they must be equal"
+            )
+        self._methods = self._bind(worker_class)
+        self._pool, self._share = pool, share
+        pool.reserve(share, self.name)
+        try:
+            self._start(pool, threads_per_rank, dict(env or {}), max_concurrency)
+            recipe = ray.put((worker_class, tuple(init_args), dict(init_kwargs or {})))
+            calls = {actor.build.remote(recipe): rank for rank, actor in enumerate(self._actors)}
+            self.births = Pending(self, "__init__", calls, dict).result(start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def __getattr__(self, name: str) -> Method:
+        methods = self.__dict__.get("_methods", {})
+        if name in methods:
+            return methods[name]
+        raise AttributeError(f"the group has no registered method {name!r}; it has {[*methods]}")
+
+    def close(self, reason: str = "") -> None:
+        """Ends the workers at once. May be called twice."""
+        if self.ended:
+            return
+        self.ended = reason or "the group has been closed"
+        self._pool.release(self._share)
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _bind(self, worker_class: type) -> dict[str, Method]:
+        registered = registered_methods(worker_class)
+        hidden = sorted(name for name in registered if name in {*dir(type(self)), *vars(self)})
+        if hidden:
+            raise TypeError(f"{worker_class.__name__}: a group has its own {hidden}; rename them")
+        return {name: Method(self, name, mark) for name, mark in registered.items()}
+
+    def _start(
+        self, pool: ResourcePool, threads: int, env: dict[str, str], max_concurrency: int
+    ) -> None:
+        probe = ray.remote(num_cpus=0, max_retries=0)(free_endpoint)
+        address, port = ray.get(probe.options(scheduling_strategy=_on(pool, 0)).remote())
+        common = {
+            "WORLD_SIZE": str(self.mesh.world_size),
+            "LOCAL_RANK": "0",  # Ray shows a rank its own device only
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        host = ray.remote(RankHost)
+        for rank in range(self.mesh.world_size):
+            options = pool.actor_options(self._share) | {
+                "scheduling_strategy": _on(pool, rank),
+                "runtime_env": {"env_vars": common | {"RANK": str(rank)} | env},
+                "max_concurrency": max_concurrency,
+            }
+            self._actors.append(host.options(**options).remote(self.name, rank))
+
+    def _submit(
+        self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Pending:
+        if self.ended:
+            raise RuntimeError(f"{self.name}.{method} was called, but {self.ended}")
+        mode = registration.dispatch_mode
+        parts = scatter(mode, self.mesh, args, kwargs)
+        calls: dict[Any, int] = {}
+        for part in parts:
+            calls |= self._send(method, part)
+        return Pending(self, method, calls, functools.partial(gather, mode, parts))
+
+    def _send(self, method: str, part: Part) -> dict[Any, int]:
+        """One call a rank. A batch that several ranks get is stored once."""
+        stored: list[Any] = []
+
+        def store(value: Any) -> Any:
+            if not isinstance(value, Batch):
+                return value
+            stored.append(ray.put(value) if len(part.ranks) > 1 else value)
+            return Stored(len(stored) - 1)
+
+        args = [store(value) for value in part.args]
+        kwargs = {name: store(value) for name, value in part.kwargs.items()}
+        calls = {}
+        for rank in part.ranks:
+            is_output = part.output_rank in (None, rank)
+            reference = self._actors[rank].call.remote(method, is_output, args, kwargs, *stored)
+            calls[reference] = rank
+        return calls
+
+
+def _on(pool: ResourcePool, rank: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(pool.placement_group, placement_group_bundle_index=rank)

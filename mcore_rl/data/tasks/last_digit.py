@@ -1,0 +1,182 @@
+"""The last digit of a chain of additions and multiplications, which a tiny model learns in minutes.
+
+Every question has two styles of answer: *direct* (`#### 3`), at which the tiny model stays near
+chance, and *worked* (three short equations first), which it learns quickly. Supervised training on
+a mixture of both leaves a model that mostly answers directly; reinforcement learning with nothing
+but an exact-match reward finds out that showing the work pays.
+
+    Start with 5. Add 2. Add 5. Add 4. What is the last digit?
+    5+2=7 / 7+5=12 / 2+4=6 / #### 6
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.config.errors import ConfigError
+
+NUM_WARM_START = 240 * 96  # rows: the recipe's supervised steps times their batch
+
+Operation = tuple[str, int]  # "+" or "*" and its right-hand side
+Problem = tuple[int, tuple[Operation, ...]]  # the digit to start with and what is done to it
+
+_NUM_OPERATIONS = 3
+_STARTS = range(1, 10)
+# Factors share no divisor with 10, so that no product forgets the digit it came from.
+_OPERATIONS: tuple[Operation, ...] = (
+    *(("*", n) for n in (3, 7, 9)),
+    *(("+", n) for n in range(2, 10)),
+)
+_PHRASES = {"+": "Add {}.", "*": "Multiply by {}."}
+
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_PROMPT_SCHEMA = pa.schema([("messages", _MESSAGES), ("answer", pa.string())])
+_SUPERVISED_SCHEMA = pa.schema([("messages", _MESSAGES), ("response", pa.string())])
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTask:
+    """Where the pieces of a prepared task lie."""
+
+    model_dir: Path  # a Hugging Face checkpoint with its tokenizer
+    train_file: Path  # parquet: messages, answer
+    test_file: Path  # parquet: messages, answer; shares no problem with the other two
+    warm_start_file: Path  # parquet: messages, response
+
+
+def prepare(directory: Path, seed: int, worked_share: float) -> PreparedTask:
+    """Make the tokenizer, the untrained model and the data, all determined by the arguments.
+
+    `worked_share` in [0, 1] is the share of warm-start answers that show their work. The held-out
+    problems are the same for every seed. Everything is written aside and renamed to `directory`,
+    replacing what an earlier call made there; ConfigError when something else lies there.
+    """
+    if not 0.0 <= worked_share <= 1.0:
+        raise ConfigError(f"task.worked_share={worked_share} is not a share; allowed: 0 to 1")
+    _refuse_foreign(directory)
+    aside = directory.with_name(f".{directory.name}.unfinished")
+    shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
+    aside.mkdir(parents=True)
+    try:
+        _write_data(_paths(aside), seed, worked_share)
+        _write_model(_paths(aside).model_dir, seed)
+        settings = {"task": "last_digit", "seed": seed, "worked_share": worked_share}
+        (aside / "task.json").write_text(json.dumps(settings, indent=2) + "\n")
+        if directory.exists():
+            shutil.rmtree(directory)
+        aside.rename(directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return _paths(directory)
+
+
+def split_problems() -> tuple[list[Problem], list[Problem]]:
+    """All 11,979 problems as (train, held out), each in a fixed order without pattern.
+
+    A problem is held out by its content alone: no seed moves one from one side to the other.
+    """
+    chains = itertools.product(_OPERATIONS, repeat=_NUM_OPERATIONS)
+    problems = [(start, chain) for chain in chains for start in _STARTS]
+    random.Random(0).shuffle(problems)
+    train = [p for p in problems if not _held_out(p)]
+    return train, [p for p in problems if _held_out(p)]
+
+
+def question(problem: Problem) -> str:
+    start, chain = problem
+    steps = " ".join(_PHRASES[sign].format(n) for sign, n in chain)
+    return f"Start with {start}. {steps} What is the last digit?"
+
+
+def answer(problem: Problem) -> str:
+    return worked_response(problem)[-1]
+
+
+def direct_response(problem: Problem) -> str:
+    return f"#### {answer(problem)}"
+
+
+def worked_response(problem: Problem) -> str:
+    """One equation a line, each starting from the last digit of the one before, then the answer."""
+    digit, chain = problem
+    lines = []
+    for sign, n in chain:
+        result = digit + n if sign == "+" else digit * n
+        lines.append(f"{digit}{sign}{n}={result}")
+        digit = result % 10
+    return "\n".join([*lines, f"#### {digit}"])
+
+
+def _held_out(problem: Problem) -> bool:
+    return zlib.crc32(repr(problem).encode()) % 10 == 0
+
+
+def _messages(problem: Problem) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question(problem)}]
+
+
+def _paths(directory: Path) -> PreparedTask:
+    return PreparedTask(
+        model_dir=directory / "model",
+        train_file=directory / "train.parquet",
+        test_file=directory / "test.parquet",
+        warm_start_file=directory / "warm_start.parquet",
+    )
+
+
+def _refuse_foreign(directory: Path) -> None:
+    if not directory.exists() or (directory / "task.json").is_file():
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise ConfigError(
+            f"task directory {directory} exists and was not made by this task; "
+            f"allowed: a new or empty folder, or one of an earlier run"
+        )
+
+
+def _write_data(paths: PreparedTask, seed: int, worked_share: float) -> None:
+    train, test = split_problems()
+    rng = random.Random(seed)
+    prompts = rng.sample(train, len(train))
+    drawn = rng.choices(train, k=NUM_WARM_START)
+    taught = [
+        (p, worked_response if rng.random() < worked_share else direct_response) for p in drawn
+    ]
+    _write_prompts(paths.train_file, prompts)
+    _write_prompts(paths.test_file, test)
+    rows = [{"messages": _messages(p), "response": respond(p)} for p, respond in taught]
+    _write_parquet(paths.warm_start_file, rows, _SUPERVISED_SCHEMA)
+
+
+def _write_prompts(path: Path, problems: Sequence[Problem]) -> None:
+    rows = [{"messages": _messages(p), "answer": answer(p)} for p in problems]
+    _write_parquet(path, rows, _PROMPT_SCHEMA)
+
+
+def _write_parquet(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+
+
+def _write_model(directory: Path, seed: int) -> None:
+    from mcore_rl.data.tasks import tiny_model  # torch and transformers take seconds to import
+
+    # The same problems for every seed, so that every run has the same tokens.
+    problems = split_problems()[0][:4000]
+    texts = (
+        text
+        for p in problems
+        for text in (f"user\n{question(p)}", f"assistant\n{worked_response(p)}")
+    )
+    tiny_model.save_checkpoint(directory, tiny_model.train_tokenizer(texts), seed)

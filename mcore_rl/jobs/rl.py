@@ -1,0 +1,193 @@
+"""The reinforcement-learning job from start to end: check, warm-start, train, evaluate, export, report."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.resolve import resolve
+from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
+from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.prompt_batches import prompt_batch, prompt_batches
+from mcore_rl.data.tasks import last_digit
+from mcore_rl.engine.base import EngineSpec, LossFunction
+from mcore_rl.engine.megatron.device import device_name
+from mcore_rl.jobs.output import RunOutput
+from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.observability.memory import PeakMemory
+from mcore_rl.trainers import sft
+from mcore_rl.trainers.sync import SyncTrainer, logprob_gap
+from mcore_rl.weight_sync.sync import FullExportSync
+from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
+from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
+
+RANK = "rank"  # the Ray resource of the CPU lane
+
+
+def run(config: RLConfig) -> RunOutput:
+    """Run the job; everything it leaves lies in config.output_dir.
+
+    Raises:
+        ConfigError: a setting or an input is wrong; nothing has been started.
+    """
+    started = time.monotonic()
+    resolve(config)
+    output = RunOutput.claim(config)
+    with PeakMemory() as memory:
+        config = _prepare_task(config, output.folder)
+        inputs = check_inputs(config)
+        session = ray_session(
+            resources=_session_resources(config), log_to_driver=False, log_dir=output.folder / "logs"
+        )
+        with session:
+            if inputs.examples is not None:
+                config = _warm_start(config, inputs.examples, output)
+            _reinforce(config, inputs, output)
+    output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
+    return output
+
+
+def _prepare_task(config: RLConfig, folder: Path) -> RLConfig:
+    """Make the synthetic task, when one is asked for, and point the settings at it."""
+    if not config.task.name:
+        return config
+    task = last_digit.prepare(folder / "task", config.seed, config.task.worked_share)
+    return replace(
+        config,
+        task=replace(config.task, name=""),
+        model=replace(config.model, path=str(task.model_dir)),
+        data=replace(config.data, train_file=str(task.train_file), test_file=str(task.test_file)),
+        warm_start=replace(config.warm_start, train_file=str(task.warm_start_file)),
+    )
+
+
+def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfig:
+    """Supervised training; the settings that come back start from its checkpoint."""
+    warm = config.warm_start
+    engine = replace(
+        config.actor,
+        layout=warm.layout,
+        optimizer=warm.optimizer,
+        moe_aux_loss_coef=warm.moe_aux_loss_coef,
+    )
+    path = output.folder / "warm_start"
+    with _model(config, engine, "warm_start", supervised_loss, warm.num_steps) as model:
+        with output.progress("warm start", warm.num_steps, "warm_start/") as report:
+            sft.train(
+                model,
+                examples,
+                num_steps=warm.num_steps,
+                batch_size=warm.batch_size,
+                seed=config.seed,
+                report=report,
+            )
+        model.export(str(path))
+    return replace(config, model=replace(config.model, path=str(path)))
+
+
+def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
+    total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
+    num_tests = config.trainer.eval_samples or len(inputs.test)
+    tests = prompt_batch(inputs.test, range(min(num_tests, len(inputs.test))), 0)
+    with contextlib.ExitStack() as stack:
+        loss = PolicyLoss(config.algorithm)
+        servers = stack.enter_context(_servers(config))
+        actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
+        reference = None
+        if config.algorithm.kl_coef:
+            reference = stack.enter_context(_model(config, config.actor, "reference", None, 0))
+        rollout = RolloutPool(servers, config.rollout, config.seed)
+        sync = FullExportSync(actor, servers, config.weight_sync, config.rollout)
+        output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
+        trainer = SyncTrainer(config, actor, reference, rollout, sync)
+        prompts = prompt_batches(inputs.train, config.trainer.prompts_per_step, config.seed)
+        with output.progress("training", config.trainer.num_steps) as report:
+            trainer.train(prompts, report)
+        after = actor.compute_log_probs(rollout.generate(tests, n=1))
+        output.evaluated("accuracy_grpo", after, gap=logprob_gap(after))
+        actor.export(str(output.folder / "checkpoint"))
+    _generate_with_transformers(inputs, output)
+
+
+def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
+    """Load the exported checkpoint with transformers and let it answer the first held-out prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(output.folder / "checkpoint", local_files_only=True)
+    prompt_ids = torch.tensor([inputs.test[0].prompt_ids])
+    ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64)[0].tolist()
+    output.record(
+        "example",
+        {
+            "prompt": inputs.tokenizer.decode(inputs.test[0].prompt_ids),
+            "response": inputs.tokenizer.decode(ids[prompt_ids.shape[1] :]),
+            "answer": inputs.test[0].fields["answer"],
+        },
+    )
+
+
+@contextlib.contextmanager
+def _model(
+    config: RLConfig, engine: EngineConfig, name: str, loss: LossFunction | None, total_steps: int
+) -> Iterator[WorkerGroup]:
+    """A training engine on ranks of its own."""
+    spec = EngineSpec(
+        model=config.model,
+        engine=engine,
+        temperature=config.rollout.temperature,
+        seed=config.seed,
+        total_steps=total_steps,
+    )
+    with _group(ModelWorker, (spec, loss), engine.layout, name, engine.threads_per_rank) as group:
+        group.initialize()
+        yield group
+
+
+@contextlib.contextmanager
+def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
+    """The generation servers, started from a checkpoint."""
+    spec = RolloutSpec(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        rollout=config.rollout,
+        reward=config.reward.name,
+        seed=config.seed,
+    )
+    layout = Layout(dp=config.rollout.num_servers)
+    with _group(RolloutWorker, (spec,), layout, "rollout", 1, config.rollout.tp) as group:
+        group.start()
+        yield group
+        group.shut_down()
+
+
+@contextlib.contextmanager
+def _group(
+    worker: type, args: tuple[Any, ...], layout: Layout, name: str, threads: int, devices: int = 1
+) -> Iterator[WorkerGroup]:
+    resource = "GPU" if device_name() == "cuda" else RANK
+    with (
+        ResourcePool(layout.world_size, {resource: devices}) as pool,
+        WorkerGroup(
+            worker, init_args=args, layout=layout, pool=pool, name=name, threads_per_rank=threads
+        ) as group,
+    ):
+        yield group
+
+
+def _session_resources(config: RLConfig) -> dict[str, float]:
+    """On the CPU lane a rank takes one unit of a resource of its own: cores are shared by turns."""
+    if device_name() == "cuda":
+        return {}
+    models = 2 if config.algorithm.kl_coef else 1
+    ranks = models * config.actor.layout.world_size + config.rollout.num_servers * config.rollout.tp
+    return {RANK: max(ranks, config.warm_start.layout.world_size)}

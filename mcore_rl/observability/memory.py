@@ -1,0 +1,72 @@
+"""How much memory a run takes, all its processes together."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import psutil
+
+
+def process_memory_bytes(process: psutil.Process) -> int:
+    """Memory of one process, in bytes: proportional (PSS) where Linux tells, else resident (RSS).
+
+    PSS splits a shared page between the processes that map it. Summed RSS would count the object
+    store and weights in shared memory once for every process that has them mapped.
+    """
+    try:
+        with open(f"/proc/{process.pid}/smaps_rollup", encoding="ascii") as rollup:
+            for line in rollup:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:  # no such file on this system, not ours to read, or the process is gone
+        pass
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def tree_memory_bytes(root: psutil.Process) -> int:
+    """Memory of a process and all its descendants, in bytes; a process that has ended has none."""
+    try:
+        processes = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    return sum(process_memory_bytes(process) for process in processes)
+
+
+class PeakMemory:
+    """Context manager that samples the memory of this process and its descendants in a thread.
+
+    `peak_bytes` is the highest sample so far; spikes shorter than `interval_s` may be missed.
+    """
+
+    def __init__(self, interval_s: float = 1.0) -> None:
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+        self._root = psutil.Process()
+        self.peak_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._sample()
+
+    def _sample(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, tree_memory_bytes(self._root))

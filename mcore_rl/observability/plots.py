@@ -1,0 +1,50 @@
+"""Pictures of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+# The figure class with its own Agg canvas: no display, and none of pyplot's global state.
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+_BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"  # told apart by colour-blind eyes too
+
+
+def plot_reward_curve(
+    path: Path,
+    rewards: Sequence[float],
+    *,
+    accuracy_before: float | None = None,
+    accuracy_after: float | None = None,
+    title: str = "Reward",
+) -> None:
+    """Write a PNG of the mean training reward of steps 1, 2, ...
+
+    Accuracies, in [0, 1] on the held-out problems, are dashed lines across the picture.
+    """
+    figure = Figure(figsize=(8.0, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps = range(1, len(rewards) + 1)
+    axes.plot(steps, rewards, color=_BLUE, marker="o", markersize=4, label="training reward (mean)")
+    for accuracy, color, when in (
+        (accuracy_before, _ORANGE, "before"),
+        (accuracy_after, _GREEN, "after"),
+    ):
+        if accuracy is not None:
+            label = f"held-out accuracy {when}: {accuracy:.1%}"
+            axes.axhline(accuracy, color=color, linestyle="--", linewidth=1.5, label=label)
+    shown = [*rewards, *(a for a in (accuracy_before, accuracy_after) if a is not None)]
+    axes.set_ylim(min([0.0, *shown]), max([1.0, *shown]) * 1.04)
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel("reward")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", framealpha=0.9)
+    aside = path.with_name(f".{path.name}.unfinished")
+    figure.savefig(aside, format="png")
+    os.replace(aside, path)

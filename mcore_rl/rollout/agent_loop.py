@@ -1,0 +1,92 @@
+"""From a prompt to finished samples: generate, judge, record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from mcore_rl.data.sample import Sample
+from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
+
+Message = Mapping[str, str]  # {"role": ..., "content": ...}
+Content = Sequence[int] | Sequence[Message]  # token ids, or chat messages still to be rendered
+# (response text, columns of the data source, finish reason) -> "reward" (the total) and its parts
+Reward = Callable[[str, dict[str, Any], str], Mapping[str, float]]
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that a loop needs."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    content: Content
+    group_id: int
+    fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
+
+
+class SingleTurnLoop:
+    """One prompt, n responses, one reward each."""
+
+    def __init__(self, generator: Generator, tokenizer: Tokenizer, reward: Reward) -> None:
+        self._generator, self._tokenizer, self._reward = generator, tokenizer, reward
+
+    async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
+        """Samples of all prompts, in the prompts' order. The first failure cancels the rest."""
+        tasks = [
+            asyncio.create_task(self.run(p.content, sampling, p.group_id, p.fields))
+            for p in prompts
+        ]
+        try:
+            return [sample for group in await asyncio.gather(*tasks) for sample in group]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def run(
+        self, prompt: Content, sampling: SamplingParams, group_id: int, fields: dict[str, Any]
+    ) -> list[Sample]:
+        """`sampling.n` samples of one prompt.
+
+        A `sampling.seed` is shifted by the group, so that no two prompts share random numbers.
+        """
+        prompt_ids = self._prompt_ids(prompt)
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + group_id * sampling.n)
+        completions = await self._generator.generate(prompt_ids, sampling)
+        return [self._sample(prompt_ids, c, group_id, fields) for c in completions]
+
+    def _prompt_ids(self, prompt: Content) -> list[int]:
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) == len(prompt):
+            return ids
+        messages = [message for message in prompt if isinstance(message, Mapping)]
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+
+    def _sample(
+        self, prompt_ids: list[int], completion: Completion, group_id: int, fields: dict[str, Any]
+    ) -> Sample:
+        ids = completion.token_ids
+        ended = completion.finish_reason == "stop"  # then the last token is the end of sequence
+        text = self._tokenizer.decode(ids[:-1] if ended else ids)
+        parts = dict(self._reward(text, fields, completion.finish_reason))
+        return Sample(
+            prompt_ids=prompt_ids,
+            response_ids=ids,
+            response_mask=[1] * len(ids),
+            rollout_log_probs=completion.log_probs,
+            weight_versions=completion.weight_versions,
+            finish_reason=completion.finish_reason,
+            group_id=group_id,
+            reward=parts.pop("reward"),
+            reward_parts=parts,
+            fields=fields,
+        )

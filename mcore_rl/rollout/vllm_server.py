@@ -1,0 +1,206 @@
+"""One vLLM engine as a plain asynchronous object: tokens in; tokens and their log-probs out.
+
+No Ray here: a worker actor owns one of these, and a test can too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.protocol import Completion, SamplingParams
+from mcore_rl.weight_sync.stream import StreamEndpoint
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from mcore_rl.rollout.vllm_worker import ServerName
+
+_DTYPES = ("float32", "bfloat16")
+# Set before vLLM is imported: no telemetry, no look-ups on the hub, no start-up chatter.
+_QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class VLLMServer:
+    """Generates with one version of the weights at a time; each request runs on a single version.
+
+    During an update new requests wait and those in flight finish first. After an update that failed
+    the server refuses to generate until a complete one succeeds: its weights may be mixed.
+    """
+
+    def __init__(
+        self, model_path: str, dtype: str, max_model_tokens: int, config: RolloutConfig, seed: int
+    ) -> None:
+        _check(model_path, dtype, config)
+        self._model_path, self._dtype = model_path, dtype
+        self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
+        self._engine: AsyncLLM | None = None
+        self._name: ServerName | None = None
+        self._request_ids = itertools.count()
+        self._version = 0
+        self._in_flight = 0
+        self._update_lock = asyncio.Lock()
+        self._admitting = asyncio.Event()  # clear while an update waits or runs
+        self._idle = asyncio.Event()  # set while no request is in flight
+        self._idle.set()
+        self._refusal = "it has not been started"
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights it generates with; the checkpoint it started from is 0."""
+        return self._version
+
+    async def start(self) -> None:
+        """Load the checkpoint; blocks the event loop until the engine runs (seconds to minutes)."""
+        os.environ |= _QUIET
+        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._config.start_timeout_s))
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from mcore_rl.rollout import vllm_worker
+
+        self._name = vllm_worker.ServerName.new()
+        arguments = AsyncEngineArgs(
+            model=self._model_path,
+            dtype=self._dtype,
+            seed=self._seed,
+            max_model_len=self._max_model_tokens,
+            max_num_seqs=self._config.max_num_seqs,
+            kv_cache_memory_bytes=self._config.kv_cache_bytes,
+            tensor_parallel_size=self._config.tp,
+            enable_expert_parallel=self._config.ep,
+            enable_prefix_caching=True,
+            generation_config="vllm",  # sampling comes from our config alone
+            logprobs_mode="processed_logprobs",  # those of the distribution sampled from
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **vllm_worker.lane_arguments(self._config, self._name, self._max_model_tokens),
+        )
+        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._refusal = ""
+        self._admitting.set()
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingParams) -> list[Completion]:
+        """`sampling.n` completions. Waits while an update runs.
+
+        Raises ConfigError when prompt and response cannot fit, RuntimeError when it may not serve.
+        """
+        if len(prompt_ids) + sampling.max_tokens > self._max_model_tokens:
+            raise ConfigError(
+                f"a prompt of {len(prompt_ids)} tokens and rollout.max_response_tokens = "
+                f"{sampling.max_tokens} exceed the server's {self._max_model_tokens} tokens"
+            )
+        async with self._admission() as engine:
+            output = await self._run(engine, prompt_ids, sampling)
+            return [_completion(c, self._version) for c in output.outputs]
+
+    async def _run(self, engine: AsyncLLM, prompt_ids: list[int], sampling: SamplingParams) -> Any:
+        from vllm import SamplingParams as EngineSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = EngineSampling(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            logprobs=0,  # of the sampled token only
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request_id = str(next(self._request_ids))
+        prompt = {"prompt_token_ids": prompt_ids}
+        async for output in engine.generate(prompt, parameters, request_id):
+            last = output
+        return last
+
+    @asynccontextmanager
+    async def _admission(self) -> AsyncIterator[AsyncLLM]:
+        """Let a request in between updates, and hold the next update off until it is done."""
+        while not self._admitting.is_set():
+            if self._refusal:
+                break
+            await self._admitting.wait()
+        if self._refusal or self._engine is None:
+            raise RuntimeError(f"the vLLM server does not serve: {self._refusal}")
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield self._engine
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._idle.set()
+
+    async def update_weights(self, endpoint: StreamEndpoint, version: int) -> None:
+        """Replace all weights by the stream at `endpoint` (one connection for each of tp workers).
+
+        Raises RuntimeError with every worker's reason when one of them did not get a complete set.
+        """
+        if self._engine is None:
+            raise RuntimeError(f"the vLLM server does not serve: {self._refusal}")
+        async with self._update_lock:
+            self._admitting.clear()
+            try:
+                await self._idle.wait()
+                self._refusal = f"its update to version {version} did not complete"
+                await self._replace(self._engine, endpoint, version)
+                self._version, self._refusal = version, ""
+            finally:
+                self._admitting.set()
+
+    async def _replace(self, engine: AsyncLLM, endpoint: StreamEndpoint, version: int) -> None:
+        await engine.pause_generation(mode="wait")  # cancelled requests may still run in the engine
+        fields = (endpoint.host, endpoint.port, endpoint.token, endpoint.timeout_s, version)
+        await engine.collective_rpc("receive_weights", args=fields)
+        errors = await engine.collective_rpc("weight_error")
+        if any(errors):
+            reasons = "; ".join(f"worker {i}: {e}" for i, e in enumerate(errors) if e)
+            raise RuntimeError(f"weight update to version {version} failed: {reasons}")
+        if not await engine.reset_prefix_cache():
+            raise RuntimeError(
+                f"weight update to version {version}: the prefix cache is still in use"
+            )
+        await engine.resume_generation()
+
+    async def close(self) -> None:
+        """End the engine and its processes; safe to call twice."""
+        engine, self._engine, self._refusal = self._engine, None, "it has been closed"
+        if engine is None or self._name is None:
+            return
+        from mcore_rl.rollout import vllm_worker
+
+        engine.shutdown()
+        vllm_worker.remove_shared_memory(self._name)
+
+
+def _completion(output: Any, version: int) -> Completion:
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
+    token_ids = list(output.token_ids)
+    log_probs = [at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True)]
+    return Completion(token_ids, log_probs, output.finish_reason, [version] * len(token_ids))
+
+
+def _check(model_path: str, dtype: str, config: RolloutConfig) -> None:
+    if not Path(model_path, "config.json").is_file():
+        raise ConfigError(f"model.path {model_path!r} holds no config.json of a checkpoint")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"model.dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+    if config.cores and len(config.cores.split("|")) != config.tp:
+        raise ConfigError(
+            f"rollout.cores {config.cores!r} must list the cores of rollout.tp = {config.tp} "
+            "workers, separated by '|'"
+        )

@@ -1,0 +1,233 @@
+"""All that touches vLLM's private parts: lane settings, corrections, weight updates, the watchdog.
+
+The server process takes its settings from here. Engine and worker processes enter through
+`ServerName` as they start; workers get `WeightReceiver` (vLLM's `worker_extension_cls`) besides.
+Upstream lines are those of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import select
+import signal
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.platforms import current_platform
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.weight_sync.manifest import checkpoint_shapes, verified
+from mcore_rl.weight_sync.stream import StreamEndpoint, receive
+
+
+class ServerName(str):
+    """A server as `<pid>-<random>`: whose death ends its processes, and what their memory is called.
+
+    It travels in vLLM's config, which each process that vLLM spawns unpickles first of all: that is
+    where the process is made ours, before it can hang or allocate anything.
+    """
+
+    @classmethod
+    def new(cls) -> ServerName:
+        return cls(f"{os.getpid()}-{secrets.token_hex(4)}")
+
+    @property
+    def pid(self) -> int:
+        return int(self.partition("-")[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _enter_process, (str(self),)
+
+
+def lane_arguments(
+    config: RolloutConfig, name: ServerName, max_model_tokens: int
+) -> dict[str, Any]:
+    """The engine arguments of this lane and of `WeightReceiver`.
+
+    Also sets the environment that engine and worker processes inherit; it stays, for a server owns
+    its process.
+    """
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a forked process would unpickle no name
+    arguments: dict[str, Any] = {
+        "worker_extension_cls": f"{__name__}.{WeightReceiver.__name__}",
+        "additional_config": {"mcore_rl_server": name},
+    }
+    if not current_platform.is_cpu():
+        return arguments
+    # Scheduler and worker in one process: half the start-up and 8 times the speed of two.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tp == 1 else "1"
+    if config.cores:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cores
+    # The CPU rotary op mis-rotates MLA's 3-D queries, silently, by 1 to 4 nats
+    # (model_executor/layers/mla.py:228, rotary_embedding/base.py:298).
+    rotary = {"custom_ops": ["-rotary_embedding"]}
+    return arguments | {
+        "enforce_eager": True,
+        "compilation_config": rotary,
+        # A seeded request whose prompt is cut in chunks rewinds its generator, which a CPU generator
+        # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, max_model_tokens),
+    }
+
+
+def remove_shared_memory(server: ServerName) -> None:
+    """Unlink what the workers of a dead server left in /dev/shm (their C++ never unlinks it)."""
+    for segment in Path("/dev/shm").glob(f"*mcore_rl_{server}*"):
+        segment.unlink(missing_ok=True)
+
+
+def _remove_rendezvous() -> None:
+    """Unlink the file in which this worker's process group met (utils/network_utils.py:154)."""
+    name = os.environ.get("VLLM_DIST_IDENT", "")  # set on CPU only (v1/worker/cpu_worker.py:148)
+    if name.startswith("vllm_dist_"):
+        Path(tempfile.gettempdir(), name).unlink(missing_ok=True)
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker class; `collective_rpc` calls its methods on every worker."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def receive_weights(
+        self, host: str, port: int, token: str, timeout_s: float, version: int
+    ) -> None:
+        """Replace all weights by those of a stream. Never raises: `weight_error` tells.
+
+        An exception here would leave the other workers' answers in the queue, to be read as those
+        of the next call (v1/executor/multiproc_executor.py:433).
+        """
+        self._weight_error: str | None = None
+        try:
+            endpoint = StreamEndpoint(host, port, token, timeout_s)
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                _reload(self.model_runner.get_model(), self.vllm_config, endpoint, version)
+        except Exception as error:  # noqa: BLE001 (kept, and asked for afterwards)
+            self._weight_error = f"{type(error).__name__}: {error}"
+
+    def weight_error(self) -> str | None:
+        """What went wrong in the last `receive_weights` of this worker."""
+        return self._weight_error
+
+
+def _reload(model: torch.nn.Module, config: Any, endpoint: StreamEndpoint, version: int) -> None:
+    expected = checkpoint_shapes(config.model_config.model)
+    for layer in model.modules():
+        _make_reloadable(layer)
+    initialize_layerwise_reload(model)
+    with contextlib.closing(receive(endpoint, version)) as tensors:
+        model.load_weights(verified(tensors, expected))
+    finalize_layerwise_reload(model, config.model_config)
+    if current_platform.is_cpu():
+        _repack_output_heads(model)
+
+
+def _make_reloadable(layer: torch.nn.Module) -> None:
+    info = get_layerwise_info(layer)
+    if info.can_load() and info.kernel_tensors is not None:
+        # An update that broke off: initialize_layerwise_reload would skip this half-filled layer
+        # (model_executor/model_loader/reload/layerwise.py:103).
+        _place_kernel_tensors(layer, info)
+        info.reset()
+    method = getattr(layer, "quant_method", None)
+    if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
+        # With a kernel in place a reload skips the CPU expert prepack, and the experts' output is
+        # garbage (model_executor/layers/fused_moe/unquantized_fused_moe_method.py:187).
+        method.moe_kernel = None
+
+
+def _repack_output_heads(model: torch.nn.Module) -> None:
+    """A head tied to the embedding gets no weights of its own, so its oneDNN pack would stay old.
+
+    (model_executor/model_loader/reload/layerwise.py:271 puts its tensors back, unpacked.)
+    """
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _route_local_experts() -> None:
+    """The CPU experts ignore `expert_map`, which ends expert parallelism in a native crash.
+
+    (model_executor/layers/fused_moe/experts/cpu_moe.py:249.) Map the ids to local ones and give the
+    experts of other ranks no weight.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    upstream = CPUUnquantizedExperts.apply
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation")
+        names += ("global_num_experts", "expert_map")
+        kwargs |= dict(zip(names, args, strict=False))
+        expert_map = kwargs.pop("expert_map")
+        if expert_map is not None:
+            ids = kwargs["topk_ids"]
+            local = expert_map[ids.long()]
+            kwargs["topk_ids"] = local.clamp(min=0).to(ids.dtype)
+            kwargs["topk_weights"] = kwargs["topk_weights"].masked_fill(local < 0, 0.0)
+        upstream(self, *args[len(names) :], expert_map=None, **kwargs)
+
+    CPUUnquantizedExperts.apply = apply
+
+
+def _name_shared_memory(server: ServerName) -> None:
+    """Give the workers' shared memory a name that is this server's own.
+
+    Upstream's is empty under `external_launcher` (v1/worker/cpu_worker.py:148), so that segments of
+    two jobs collide, and anonymous otherwise, so that leftovers cannot be told from a neighbour's.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    upstream = _CPUSHMDistributed.make_group_name
+
+    def make_group_name(communicator: Any) -> str:
+        return f"mcore_rl_{server}_{upstream(communicator)}".replace("/", "_")
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+def _die_with(server: ServerName) -> None:
+    """End this process when the server process is gone, however it went.
+
+    vLLM's engine process does not notice a server killed by SIGKILL and would live on: for minutes
+    while it starts, for ever once it runs.
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(server.pid)], [], [])
+        remove_shared_memory(server)
+        _remove_rendezvous()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="server-watchdog", daemon=True).start()
+
+
+@functools.cache  # a process may unpickle its config more than once
+def _enter_process(name: str) -> ServerName:
+    server = ServerName(name)
+    if os.getpid() == server.pid:  # a copy inside the server itself
+        return server
+    _die_with(server)
+    if current_platform.is_cpu():
+        _route_local_experts()
+        _name_shared_memory(server)
+    return server

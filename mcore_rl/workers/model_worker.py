@@ -1,0 +1,76 @@
+"""One rank of a training engine as an actor: what a controller may ask of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_rl.checkpoint.hf import write_checkpoint
+from mcore_rl.controller.dispatch import Dispatch, register
+from mcore_rl.data.batch import Batch
+from mcore_rl.engine.base import EngineSpec, LossFunction, Metrics, create_engine
+from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
+
+
+class ModelWorker:
+    """`loss_function` is what `update` minimises; None for a model that is only asked for log-probs."""
+
+    def __init__(self, spec: EngineSpec, loss_function: LossFunction | None) -> None:
+        from mcore_rl.engine.megatron.device import device_name
+        from mcore_rl.engine.megatron.engine import MegatronEngine  # noqa: F401  (registers itself)
+
+        self._spec = spec
+        self._loss_function = loss_function
+        self._engine = create_engine("language_model", "megatron", device_name(), spec)
+        self._sender: StreamSender | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def initialize(self) -> None:
+        self._engine.initialize()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def compute_log_probs(self, batch: Batch) -> Batch:
+        """Adds the columns log_probs and entropy."""
+        return self._engine.infer_batch(batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def update(self, batch: Batch) -> Metrics:
+        """One optimizer step on a mini-batch, whose loss_weights sum to one over all ranks."""
+        if self._loss_function is None:
+            raise RuntimeError("update on a model without a loss function")
+        return self._engine.train_batch(batch, self._loss_function)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_weight_stream(
+        self, bind_address: str, num_receivers: int, timeout_s: float
+    ) -> StreamEndpoint:
+        """Where `send_weights` will serve its receivers; stays open for later versions."""
+        self._sender = StreamSender(bind_address, num_receivers, timeout_s)
+        return self._sender.endpoint
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int) -> None:
+        """Stream the weights in Hugging Face form from rank 0, with the help of the others."""
+        tensors = self._engine.get_per_tensor_param()
+        if self._sender is not None:
+            self._sender.send(tensors, version)
+        else:
+            for _ in tensors:  # drives this rank's part of the export
+                raise RuntimeError("weights surfaced on a rank without an open stream")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, path: str) -> None:
+        """Write a Hugging Face checkpoint, with config and tokenizer of the one started from."""
+        tensors = self._engine.get_per_tensor_param()
+        if self._engine.is_main_rank:
+            write_checkpoint(path, tensors, reference=self._spec.model.path)
+        else:
+            for _ in tensors:
+                raise RuntimeError("weights surfaced on a rank that does not write")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        self._engine.save_checkpoint(Path(path))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        self._engine.load_checkpoint(Path(path))

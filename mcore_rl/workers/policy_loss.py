@@ -1,0 +1,48 @@
+"""Loss functions of the engines, put together from the algorithms and their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mcore_rl.algorithms.kl import KL_ESTIMATORS
+from mcore_rl.algorithms.losses import ppo_clip, sft
+from mcore_rl.config.schema import AlgorithmConfig
+
+Columns = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """PPO's clipped surrogate, plus kl_coef times the KL to the reference model.
+
+    Reads the columns log_probs (of the policy that generated, by the trainer), advantages and, with
+    a KL, reference_log_probs.
+    """
+
+    config: AlgorithmConfig
+
+    def __call__(
+        self, log_probs: torch.Tensor, columns: Columns
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = ppo_clip(
+            log_probs,
+            columns["log_probs"],
+            columns["advantages"],
+            clip_ratio_low=self.config.clip_ratio_low,
+            clip_ratio_high=self.config.clip_ratio_high,
+        )
+        if self.config.kl_coef:
+            kl = KL_ESTIMATORS[self.config.kl_estimator](log_probs, columns["reference_log_probs"])
+            metrics["reference_kl"] = kl.detach()
+            loss = loss + self.config.kl_coef * kl
+        return loss, metrics
+
+
+def supervised_loss(
+    log_probs: torch.Tensor, columns: Columns
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Negative log-likelihood of the response tokens."""
+    return sft(log_probs), {}

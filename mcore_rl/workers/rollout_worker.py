@@ -1,0 +1,74 @@
+"""A generation server as an actor: prompts in, samples with rewards out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.controller.dispatch import Dispatch, register
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.rewards.base import get_reward
+from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.weight_sync.stream import StreamEndpoint
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    model_path: str
+    dtype: str
+    max_model_tokens: int  # prompt and response
+    rollout: RolloutConfig
+    reward: str  # name in the reward registry
+    seed: int
+
+
+class RolloutWorker:
+    """Owns one server and the event loop that it lives on."""
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        self._spec = spec
+        self._server = VLLMServer(
+            spec.model_path, spec.dtype, spec.max_model_tokens, spec.rollout, spec.seed
+        )
+        tokenizer = load_tokenizer(spec.model_path)
+        self._agent = SingleTurnLoop(self._server, tokenizer, get_reward(spec.reward))
+        self._events = asyncio.new_event_loop()
+        threading.Thread(target=self._events.run_forever, daemon=True).start()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._events).result()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start(self) -> None:
+        self._wait(self._server.start())
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
+        """`sampling.n` samples a prompt, in one batch.
+
+        `prompts` has prompt_ids, group_ids and fields (JSON).
+        """
+        columns = (prompts.jagged("prompt_ids"), prompts.array("group_ids"), prompts.array("fields"))
+        asked = [
+            Prompt(ids.tolist(), int(group_id), json.loads(str(fields)))
+            for ids, group_id, fields in zip(*columns, strict=True)
+        ]
+        return (Batch.of(self._wait(self._agent.run_all(asked, sampling))),)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, endpoint: StreamEndpoint, version: int) -> None:
+        self._wait(self._server.update_weights(endpoint, version))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def shut_down(self) -> None:
+        self._wait(self._server.close())

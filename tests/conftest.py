@@ -1,0 +1,20 @@
+"""Settings of every test run, made before torch, Ray or vLLM is imported."""
+
+import os
+
+from hypothesis import settings
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the new behaviour, without its warning
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+
+# The same examples in every run; no deadline, since the machine may be shared.
+settings.register_profile("mcore_rl", derandomize=True, deadline=None)
+settings.load_profile("mcore_rl")

@@ -1,0 +1,283 @@
+"""Worker groups on a real Ray: fan-out, order, failures, and what a killed driver leaves behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.controller.dispatch import Dispatch, register
+from mcore_rl.controller.janitor import processes
+from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.batch import Batch, Jagged
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+
+
+class Unpicklable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+class Worker:
+    """Keeps what it was given, and fails on demand."""
+
+    def __init__(self, offset: int, refuse: bool = False) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.offset = offset
+        if refuse and self.rank == 1:
+            raise ConfigError("model.path is '/nowhere'; it must be a folder")
+
+    @register()
+    def place(self) -> tuple[str, ...]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "FLAVOUR")
+        return (*(os.environ[name] for name in names), os.environ["MASTER_ADDR"])
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def rendezvous(self) -> int:
+        return int(os.environ["MASTER_PORT"])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def double(self, batch: Batch, factor: int = 2) -> Batch:
+        self.seen = batch.jagged("response_ids").values.tolist()
+        ids = batch.jagged("response_ids")
+        return Batch({"doubled": ids.with_values(ids.values * factor + self.offset)})
+
+    @register()
+    def last_seen(self) -> list[int]:
+        return self.seen
+
+    @register(blocking=False)
+    def wait(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.rank
+
+    @register()
+    def fail(self, kind: str) -> None:
+        if self.rank != 1:
+            time.sleep(60)  # hangs, as the peers of a failed rank do
+        if kind == "config":
+            raise ConfigError("data.train_file is 'x'; it must exist")
+        if kind == "killed":
+            print("last words of rank 1", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise Unpicklable("the loss is not finite", "two")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ResourcePool]:
+    with (
+        ray_session(num_cpus=1, object_store_bytes=100 << 20, log_to_driver=False),
+        ResourcePool(4, {"CPU": 0.1}) as pool,
+    ):
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
+    group = WorkerGroup(
+        Worker,
+        layout=Layout(tp=2, dp=2),
+        pool=pool,
+        init_kwargs={"offset": 1},
+        env={"FLAVOUR": "plain"},
+        name="policy",
+        share=0.5,
+    )
+    with group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def small_pool(pool: ResourcePool) -> Iterator[ResourcePool]:
+    with ResourcePool(2, {"CPU": 0.1}) as small:
+        yield small
+
+
+def jagged_batch(lengths: list[int]) -> Batch:
+    rows = [[row] * length for row, length in enumerate(lengths)]
+    ids = Jagged.of(rows, np.int64)
+    return Batch({"prompt_ids": ids, "response_ids": ids})
+
+
+def test_every_rank_finds_its_place_in_the_environment(group: WorkerGroup):
+    address = ray.util.get_node_ip_address()
+    assert group.place() == [(str(r), "4", "0", "1", "plain", address) for r in range(4)]
+    assert 1024 < group.rendezvous() < 65536
+    assert len({birth.pid for birth in group.births.values()}) == 4
+
+
+def test_rows_come_back_in_order_for_uneven_sizes(group: WorkerGroup):
+    lengths = [1, 40, 2, 7, 7, 0, 30]
+    result = group.double(jagged_batch(lengths), factor=10)
+    assert [row.tolist() for row in result.jagged("doubled")] == [
+        [row * 10 + 1] * length for row, length in enumerate(lengths)
+    ]
+    assert [len(row) for row in group.double(jagged_batch([3])).jagged("doubled")] == [3]
+
+
+def test_ranks_of_a_dp_group_get_identical_parts(group: WorkerGroup):
+    group.double(jagged_batch([5, 4, 3, 2, 1]))
+    seen = group.last_seen()
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert sorted(seen[0] + seen[2]) == sorted(jagged_batch([5, 4, 3, 2, 1])["response_ids"].values)
+
+
+def test_a_batch_is_stored_once_a_dp_rank(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch):
+    stored, put = [], ray.put
+    monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
+    assert len(group.double(jagged_batch([3, 2, 1]))) == 3
+    assert [len(batch) for batch in stored] == [1, 2]
+
+
+def test_a_call_can_be_left_pending(group: WorkerGroup):
+    pending = group.wait(0.6)
+    with pytest.raises(TimeoutError, match=r"policy.wait: ranks \[0, 1, 2, 3\]"):
+        pending.result(timeout_s=0.1)
+    assert pending.result(timeout_s=10) == [0, 1, 2, 3]
+    assert pending.result() == [0, 1, 2, 3]
+
+
+def test_two_groups_share_a_pool_and_a_third_is_refused(pool: ResourcePool):
+    settings = {"layout": Layout(), "init_args": (5,), "env": {"FLAVOUR": "other"}}
+    with (
+        ResourcePool(1, {"CPU": 0.1}) as shared,
+        WorkerGroup(Worker, pool=shared, share=0.5, name="actor", **settings) as actor,
+        WorkerGroup(Worker, pool=shared, share=0.5, name="critic", **settings) as critic,
+    ):
+        assert actor.births[0].pid != critic.births[0].pid
+        assert actor.wait.submit(0).result() == critic.wait(0).result() == [0]
+        with pytest.raises(ConfigError, match=r"third asks for a share of 0\.5"):
+            WorkerGroup(Worker, pool=shared, share=0.5, name="third", **settings)
+
+
+def test_unknown_methods_and_unequal_pools_are_refused(group: WorkerGroup, pool: ResourcePool):
+    with pytest.raises(AttributeError, match="no registered method 'trian'"):
+        group.trian()
+    with pytest.raises(ConfigError, match="has 2 ranks and the pool 4 bundles"):
+        WorkerGroup(Worker, layout=Layout(dp=2), pool=pool)
+
+
+def test_a_pool_that_does_not_fit_says_what_was_asked_and_what_there_is(pool: ResourcePool):
+    with pytest.raises(ConfigError, match=r"CPU: asked 9, cluster has 1, free"):
+        ResourcePool(3, {"CPU": 3}, timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("raise", WorkerError, "policy.fail: rank 1 raised Unpicklable: the loss is not finite"),
+        ("config", ConfigError, "policy.fail: rank 1: data.train_file is 'x'; it must exist"),
+        ("killed", WorkerError, "policy.fail: rank 1 (pid"),
+    ],
+)
+def test_a_failing_rank_ends_the_group_with_one_error(
+    small_pool: ResourcePool, kind: str, error: type[Exception], words: str
+):
+    group = WorkerGroup(Worker, layout=Layout(dp=2), pool=small_pool, init_args=(0,), name="policy")
+    pids = {birth.pid for birth in group.births.values()}
+    start = time.monotonic()
+    with pytest.raises(error) as raised:
+        group.fail(kind)
+    assert time.monotonic() - start < 5  # rank 0 would have slept for a minute
+    assert words in str(raised.value)
+    if kind == "killed":
+        assert "last words of rank 1" in str(raised.value)
+    with pytest.raises(RuntimeError, match=r"policy.place was called, but the group has ended"):
+        group.place()
+    wait_until(lambda: not pids & set(processes()), 5)
+
+
+def test_a_worker_that_cannot_be_built_names_its_rank(small_pool: ResourcePool):
+    with pytest.raises(ConfigError, match=r"policy\.__init__: rank 1: model\.path is"):
+        WorkerGroup(
+            Worker, layout=Layout(tp=2), pool=small_pool, init_args=(0, True), name="policy"
+        )
+
+
+DRIVER = """
+import subprocess, sys, time
+from pathlib import Path
+from multiprocessing import shared_memory
+import ray
+from mcore_rl.config.schema import Layout
+from mcore_rl.controller.dispatch import register
+from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.worker_group import WorkerGroup
+
+class Worker:
+    def __init__(self):
+        self.memory = shared_memory.SharedMemory(create=True, size=1 << 16)
+        self.child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+
+    @register()
+    def memory_name(self):
+        return self.memory.name
+
+    @register()
+    def hang(self):
+        time.sleep(300)
+
+if __name__ == "__main__":
+    logs = Path(sys.argv[1])
+    with ray_session(object_store_bytes=100 << 20, log_to_driver=False, log_dir=logs):
+        folder = ray._private.worker._global_node.get_session_dir_path()
+        with ResourcePool(1, {"CPU": 0.5}) as pool:
+            group = WorkerGroup(Worker, layout=Layout(), pool=pool)
+            print(folder, group.memory_name(), flush=True)
+            group.hang()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_driver_leaves_nothing(tmp_path: Path, number: signal.Signals):
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    root = Path(__file__).parents[2]
+    driver = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "logs")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    line = driver.stdout.readline()
+    folder, memory = line.split(" ", 1)[0], line.split("'")[1]
+    started = descendants_with_start_times(driver.pid)
+    assert len(started) >= 8
+    assert Path("/dev/shm", memory).exists()
+    driver.send_signal(number)
+    assert driver.wait(timeout=10) == (-9 if number == signal.SIGKILL else 143)
+    wait_until(lambda: not started & set(start_times().items()), 10)
+    wait_until(lambda: not Path(folder).parent.exists(), 5)
+    assert not Path("/dev/shm", memory).exists()
+    assert bool(list(tmp_path.glob("logs/worker-*.err"))) == (number == signal.SIGTERM)
+
+
+def start_times() -> dict[int, str]:
+    return {pid: start for pid, (_, start) in processes().items()}
+
+
+def descendants_with_start_times(pid: int) -> set[tuple[int, str]]:
+    table, found = processes(), {pid}
+    while new := {p for p, (parent, _) in table.items() if parent in found} - found:
+        found |= new
+    return {(p, table[p][1]) for p in found - {pid}}
+
+
+def wait_until(condition, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "still there"
+        time.sleep(0.02)

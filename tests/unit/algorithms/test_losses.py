@@ -1,0 +1,74 @@
+import math
+
+import pytest
+import torch
+
+from mcore_rl.algorithms.losses import ppo_clip, sft
+
+CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+
+
+def loss_at(ratio: float, advantage: float) -> tuple[float, bool, float]:
+    """(loss, clipped, gradient) of one token whose probability has changed by `ratio`."""
+    old = torch.tensor([-1.5], dtype=torch.float64)
+    new = (old + math.log(ratio)).requires_grad_()
+    loss, metrics = ppo_clip(new, old, torch.tensor([advantage], dtype=torch.float64), **CLIP)
+    loss.sum().backward()
+    return loss.item(), bool(metrics["clipped"]), new.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.0, 2.0, -2.0, False),  # on policy
+        (1.25, 2.0, -2.5, False),  # inside the wider upper bound
+        (1.5, 2.0, -2.6, True),  # rewarded, and already 1.3 times as likely
+        (0.5, 2.0, -1.0, False),  # rewarded, yet less likely: free to come back
+        (0.9, -2.0, 1.8, False),
+        (0.5, -2.0, 1.6, True),  # punished, and already at 0.8
+        (1.5, -2.0, 3.0, False),  # punished, yet more likely: no bound
+    ],
+)
+def test_ppo_clip_matches_cases_worked_by_hand(ratio, advantage, loss, clipped):
+    got_loss, got_clipped, gradient = loss_at(ratio, advantage)
+    assert got_loss == pytest.approx(loss)
+    assert got_clipped is clipped
+    # d(-ratio * A) / d log_prob = -ratio * A, and nothing where the clip holds.
+    assert gradient == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+def test_ppo_clip_equals_a_plain_torch_reference():
+    torch.manual_seed(0)
+    old, advantages = torch.randn(500) - 2, torch.randn(500)
+    new = (old + 0.4 * torch.randn(500)).requires_grad_()
+    loss, metrics = ppo_clip(new, old, advantages, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    (gradient,) = torch.autograd.grad(loss.mean(), new)
+
+    ratio = torch.exp(new - old)
+    reference = torch.max(-advantages * ratio, -advantages * torch.clamp(ratio, 0.8, 1.2))
+    torch.testing.assert_close(loss, reference)
+    torch.testing.assert_close(gradient, torch.autograd.grad(reference.mean(), new)[0])
+    torch.testing.assert_close(metrics["ratio"], torch.exp(new - old).detach())
+    assert torch.equal(metrics["clipped"], (gradient == 0))
+
+
+def test_a_policy_that_ran_away_gives_finite_losses_and_gradients():
+    old = torch.zeros(4)
+    new = torch.tensor([200.0, 200.0, -200.0, -200.0], requires_grad=True)
+    loss, metrics = ppo_clip(new, old, torch.tensor([1.0, -1.0, 1.0, -1.0]), **CLIP)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert new.grad.isfinite().all()
+    assert metrics["approx_kl"].isfinite().all()
+
+
+def test_metrics_carry_no_gradient_and_one_entry_a_token():
+    new = torch.zeros(3, requires_grad=True)
+    _, metrics = ppo_clip(new, torch.zeros(3), torch.ones(3), **CLIP)
+    for values in metrics.values():
+        assert values.shape == (3,)
+        assert not values.requires_grad
+
+
+def test_sft_is_the_negative_log_probability():
+    assert sft(torch.tensor([-0.5, -2.0])).tolist() == [0.5, 2.0]

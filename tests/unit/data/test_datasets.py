@@ -1,0 +1,154 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import DataConfig
+from mcore_rl.data.datasets import load_prompts, load_supervised
+from mcore_rl.data.tasks import tiny_model
+from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+
+CHATS = [
+    [{"role": "user", "content": "Add 1 and 2."}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Add 30 and 4."}],
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_model.train_tokenizer(["user\nAdd 1 and 2. Be brief.", "assistant\n#### 3"] * 20)
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    def write(**columns: list) -> str:
+        path = tmp_path / "rows.parquet"
+        pq.write_table(pa.table(columns), path)
+        return str(path)
+
+    return write
+
+
+def test_prompts_are_chats_through_the_template_with_the_other_columns_as_fields(
+    parquet, tokenizer
+):
+    path = parquet(messages=CHATS, answer=["3", "34"], source=["a", "b"])
+    prompts = load_prompts(path, DataConfig(), tokenizer)
+    assert len(prompts) == 2
+    assert tokenizer.decode(prompts[1].prompt_ids) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd 30 and 4.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert prompts[1].fields == {"answer": "34", "source": "b"}
+
+
+def test_prompt_and_answer_columns_may_have_other_names(parquet, tokenizer):
+    path = parquet(question=CHATS, solution=["3", "34"])
+    config = DataConfig(prompt_column="question", answer_column="solution")
+    assert load_prompts(path, config, tokenizer)[0].fields == {"solution": "3", "answer": "3"}
+
+
+def test_supervised_rows_end_with_the_end_of_sequence_and_train_on_all_of_the_response(
+    parquet, tokenizer
+):
+    path = parquet(messages=CHATS, response=["#### 3", "30+4=34\n#### 34"])
+    batch = load_supervised(path, "messages", "response", tokenizer)
+    assert len(batch) == 2
+    for row, text in enumerate(["#### 3", "30+4=34\n#### 34"]):
+        response = batch.jagged("response_ids")[row].tolist()
+        assert tokenizer.decode(response[:-1]) == text
+        assert response[-1] == tokenizer.eos_token_id
+        assert batch.jagged("response_mask")[row].tolist() == [1] * len(response)
+    prompts = load_prompts(parquet(messages=CHATS, answer=["3", "34"]), DataConfig(), tokenizer)
+    for row in range(2):
+        assert batch.jagged("prompt_ids")[row].tolist() == prompts[row].prompt_ids
+
+
+def test_a_missing_file_is_named_with_its_setting(tokenizer):
+    with pytest.raises(ConfigError, match=r"data\.test_file='/no/such\.parquet' is not a file"):
+        load_prompts("/no/such.parquet", DataConfig(), tokenizer, setting="data.test_file")
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path, tokenizer):
+    path = tmp_path / "rows.parquet"
+    path.write_text("question,answer\n")
+    with pytest.raises(ConfigError, match=r"data\.train_file=.*cannot be read as parquet"):
+        load_prompts(path, DataConfig(), tokenizer)
+
+
+def test_a_missing_column_is_named_with_its_setting_and_the_columns_there_are(parquet, tokenizer):
+    path = parquet(messages=CHATS, solution=["3", "34"])
+    with pytest.raises(
+        ConfigError, match=r"no column 'answer' \(data\.answer_column\); it has: messages, solution"
+    ):
+        load_prompts(path, DataConfig(), tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"warm_start\.train_file=.*'response' \(warm_start\.response_column\)"
+    ):
+        load_supervised(path, "messages", "response", tokenizer)
+
+
+def test_a_file_without_rows_is_refused(parquet, tokenizer):
+    path = parquet(messages=[], answer=[])
+    with pytest.raises(ConfigError, match=r"data\.train_file=.*has no rows"):
+        load_prompts(path, DataConfig(), tokenizer)
+
+
+@pytest.mark.parametrize("chat", ["Add 1 and 2.", None])
+def test_a_prompt_that_is_no_chat_is_refused(parquet, tokenizer, chat):
+    path = parquet(messages=[chat], answer=["3"])
+    with pytest.raises(ConfigError, match=r"row 0 of column 'messages' .*list of messages"):
+        load_prompts(path, DataConfig(), tokenizer)
+
+
+def test_a_prompt_that_is_too_long_is_named_with_the_limit(parquet, tokenizer):
+    path = parquet(messages=CHATS, answer=["3", "34"])
+    with pytest.raises(
+        ConfigError, match=r"prompt of row 1 has \d+ tokens; .*data\.max_prompt_tokens=8"
+    ):
+        load_prompts(path, DataConfig(max_prompt_tokens=8), tokenizer)
+
+
+def test_a_response_that_is_no_text_is_refused(parquet, tokenizer):
+    path = parquet(messages=CHATS, response=["#### 3", None])
+    with pytest.raises(ConfigError, match="'response' must hold text in every row"):
+        load_supervised(path, "messages", "response", tokenizer)
+
+
+def test_a_saved_tokenizer_loads_and_encodes_the_same(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    text = "Add 30 and 4. Be brief."
+    assert loaded.encode(text) == tokenizer.encode(text)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path='/no/such' is not a folder"):
+        load_tokenizer("/no/such")
+    with pytest.raises(ConfigError, match=r"model\.path=.*has no tokenizer that loads"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [("eos_token", "has no eos_token"), ("chat_template", "has no chat template")],
+)
+def test_a_tokenizer_that_cannot_end_or_chat_is_refused(tmp_path, tokenizer, removed, message):
+    tokenizer.save_pretrained(tmp_path)
+    settings_file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text())
+    settings.pop(removed, None)
+    settings_file.write_text(json.dumps(settings))
+    if removed == "chat_template":
+        (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tokenizer):
+    highest = max(tokenizer.get_vocab().values())
+    check_tokenizer_matches(tokenizer, highest + 1)
+    with pytest.raises(ConfigError, match=rf"ids up to {highest} .*vocab_size={highest}"):
+        check_tokenizer_matches(tokenizer, highest)

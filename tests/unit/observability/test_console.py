@@ -1,0 +1,65 @@
+import io
+
+from rich.console import Console
+
+from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
+
+REPORT = StepReport(
+    reward=0.4567,
+    response_tokens=23.45,
+    generate_s=12.1,
+    train_s=13.4,
+    sync_s=0.25,
+    tokens_per_s=5123.0,
+)
+TEXT = "reward 0.457  length 23.4  gen 12.1s train 13.4s sync 0.2s  5,123 tok/s"
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    written = io.StringIO()
+    return Console(file=written, force_terminal=terminal, width=80, color_system=None), written
+
+
+def test_without_a_terminal_each_step_is_one_plain_line():
+    to, written = console(terminal=False)
+    with StepProgress("grpo", 2, to) as progress:
+        progress.update(1, REPORT)
+        assert written.getvalue() == f"grpo 1/2  {TEXT}\n"  # at once, not at the end
+        progress.update(2, "done [1] " + 100 * "x")
+    assert written.getvalue().splitlines() == [
+        f"grpo 1/2  {TEXT}",
+        f"grpo 2/2  done [1] {100 * 'x'}",
+    ]
+
+
+def test_on_a_terminal_bar_and_report_fit_in_80_columns():
+    to, written = console(terminal=True)
+    with StepProgress("grpo", 16, to) as progress:
+        progress.update(16, REPORT)
+    assert "16/16" in written.getvalue()
+    assert TEXT in written.getvalue()
+    assert len(TEXT) <= 80
+
+
+def test_on_a_terminal_the_cursor_comes_back_when_the_run_fails():
+    to, written = console(terminal=True)
+    try:
+        with StepProgress("grpo", 16, to):
+            raise RuntimeError("diverged")
+    except RuntimeError:
+        pass
+    assert written.getvalue().endswith("\x1b[?25h")
+
+
+def test_the_table_shows_before_after_and_the_change_in_points():
+    to, written = console(terminal=False)
+    print_before_after("Held out", [("sampled", 0.354, 0.953), ("greedy", 0.5, 0.25)], to)
+    rows = [
+        [cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")]
+        for line in written.getvalue().splitlines()
+        if "%" in line
+    ]
+    assert rows == [
+        ["sampled", "35.4%", "95.3%", "+59.9 points"],
+        ["greedy", "50.0%", "25.0%", "-25.0 points"],
+    ]

@@ -1,0 +1,66 @@
+"""What is built from the repository holds the linked folders, as files."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+BUILD = "from setuptools import build_meta; import sys; print(build_meta.{hook}(sys.argv[1]))"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the build reads, so that it leaves nothing behind in the tree."""
+    copy = tmp_path_factory.mktemp("source")
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("mcore_rl", "models", "configs"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def build(hook: str, source: Path, target: Path) -> Path:
+    result = subprocess.run(
+        [sys.executable, "-c", BUILD.format(hook=hook), str(target)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return target / result.stdout.splitlines()[-1]
+
+
+def expected_files() -> set[str]:
+    """Every module and every config of the tree, under the name it is imported by."""
+    found = {
+        str(path.relative_to(ROOT))
+        for pattern in ("mcore_rl/**/*.py", "mcore_rl/models/*.py", "mcore_rl/configs/**/*.yaml")
+        for path in ROOT.glob(pattern)
+    }
+    configs = ROOT / "configs"
+    return found | {f"mcore_rl/configs/{p.relative_to(configs)}" for p in configs.rglob("*.yaml")}
+
+
+def test_the_wheel_holds_every_module_and_every_config(source: Path, tmp_path: Path) -> None:
+    wheel = build("build_wheel", source, tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        scripts = next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
+        assert b"mcore-rl = mcore_rl.cli.main:main" in archive.read(scripts)
+    assert held == expected_files()
+    assert "mcore_rl/models/__init__.py" in held
+
+
+def test_a_wheel_of_the_sdist_is_the_wheel_of_the_tree(source: Path, tmp_path: Path) -> None:
+    sdist = build("build_sdist", source, tmp_path)
+    shutil.unpack_archive(sdist, tmp_path)
+    wheel = build("build_wheel", tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == expected_files()

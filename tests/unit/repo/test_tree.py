@@ -1,0 +1,75 @@
+"""The tree keeps the rules of the house that no linter knows."""
+
+import ast
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = ("mcore_rl", "models", "tests")
+PACKAGE_FOLDERS = {ROOT / "models", *(path.parent for path in ROOT.glob("mcore_rl/**/*.py"))}
+
+
+@pytest.mark.parametrize("name", ["models", "configs"])
+def test_a_top_level_folder_is_linked_into_the_package(name: str) -> None:
+    link = ROOT / "mcore_rl" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert link.is_dir()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+@pytest.mark.parametrize("name", ["models", "configs"])
+def test_the_link_is_tracked_as_a_link(name: str) -> None:
+    command = ["git", "-C", str(ROOT), "ls-files", "--stage", f"mcore_rl/{name}"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert listed.startswith("120000 ")
+
+
+@pytest.mark.parametrize("forbidden", ["utils", "common", "misc", "helpers"])
+def test_no_file_or_folder_has_a_name_that_says_nothing(forbidden: str) -> None:
+    found = [
+        path
+        for source in SOURCES
+        for path in (ROOT / source).rglob("*")
+        if path.stem in (forbidden, forbidden.rstrip("s"))
+    ]
+    assert found == []
+
+
+def test_every_package_folder_has_an_init() -> None:
+    missing = {folder for folder in PACKAGE_FOLDERS if not (folder / "__init__.py").is_file()}
+    assert missing == set()
+
+
+def only_fills_a_registry(init: Path) -> bool:
+    """Whether the file holds nothing but imports of the modules beside it, and their `__all__`."""
+    parts = init.parent.relative_to(ROOT).parts
+    package = ".".join(parts if parts[0] == "mcore_rl" else ("mcore_rl", *parts))
+    modules = {path.stem for path in init.parent.glob("*.py")}
+
+    def is_allowed(node: ast.stmt) -> bool:
+        match node:
+            case ast.Expr(value=ast.Constant()) | ast.Assign(targets=[ast.Name(id="__all__")]):
+                return True
+            case ast.ImportFrom(module=module, names=names):
+                return module == package and {alias.name for alias in names} <= modules
+        return False
+
+    return all(is_allowed(node) for node in ast.parse(init.read_text()).body)
+
+
+def test_init_files_are_empty_or_fill_a_registry() -> None:
+    inits = [folder / "__init__.py" for folder in PACKAGE_FOLDERS]
+    assert [init for init in inits if not only_fills_a_registry(init)] == []
+
+
+def test_every_config_file_is_yaml_that_loads() -> None:
+    paths = sorted((ROOT / "configs").rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    assert [path for path in files if path.suffix != ".yaml"] == []
+    for path in files:
+        OmegaConf.load(path)

@@ -1,0 +1,91 @@
+"""A loop turns completions into samples: text without the end token, rewards split, seeds apart."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
+from mcore_rl.rollout.protocol import Completion, SamplingParams
+
+_EOS = 9
+
+
+class Letters:
+    """A tokenizer of one letter a token; messages become the token ids of their contents."""
+
+    def decode(self, token_ids):
+        return "".join(chr(ord("a") + i) for i in token_ids)
+
+    def apply_chat_template(self, conversation, **options):
+        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return [ord(c) - ord("a") for m in conversation for c in m["content"]]
+
+
+class Echo:
+    """Answers with the prompt; every second completion stops at the end of sequence."""
+
+    def __init__(self):
+        self.seeds = []
+
+    async def generate(self, prompt_ids, sampling):
+        self.seeds.append(sampling.seed)
+        await asyncio.sleep(0)
+        if _EOS in prompt_ids:
+            raise RuntimeError("broken prompt")
+        stopped = [*prompt_ids, _EOS]
+        return [
+            Completion(stopped, [-0.5] * len(stopped), "stop", [4] * len(stopped))
+            if i % 2
+            else Completion(prompt_ids, [-1.0] * len(prompt_ids), "length", [4] * len(prompt_ids))
+            for i in range(sampling.n)
+        ]
+
+
+def _reward(text, fields, finish_reason):
+    right = float(text == fields["answer"])
+    return {"reward": right + (finish_reason == "stop"), "right": right}
+
+
+def test_a_sample_holds_what_was_chosen_and_what_it_was_worth():
+    loop = SingleTurnLoop(Echo(), Letters(), _reward)
+    samples = asyncio.run(loop.run([0, 1], SamplingParams(n=2), 7, {"answer": "ab"}))
+    cut, stopped = samples
+    assert (cut.response_ids, cut.finish_reason, cut.reward) == ([0, 1], "length", 1.0)
+    assert (stopped.response_ids, stopped.finish_reason) == ([0, 1, _EOS], "stop")
+    assert stopped.reward == 2.0  # the text is judged without the end token
+    assert stopped.reward_parts == {"right": 1.0}
+    assert stopped.response_mask == [1, 1, 1]
+    assert stopped.rollout_log_probs == [-0.5] * 3
+    assert stopped.weight_versions == [4] * 3
+    assert (stopped.group_id, stopped.fields) == (7, {"answer": "ab"})
+
+
+def test_messages_are_rendered_and_groups_come_back_in_order():
+    loop = SingleTurnLoop(Echo(), Letters(), _reward)
+    prompts = [
+        Prompt([{"role": "user", "content": "ca"}], 0, {"answer": "ca"}),
+        Prompt([1], 1, {"answer": "x"}),
+    ]
+    samples = asyncio.run(loop.run_all(prompts, SamplingParams(n=2)))
+    assert [(s.group_id, s.prompt_ids) for s in samples] == [(0, [2, 0])] * 2 + [(1, [1])] * 2
+
+
+def test_no_two_completions_of_a_run_share_a_seed():
+    generator = Echo()
+    loop = SingleTurnLoop(generator, Letters(), _reward)
+    prompts = [Prompt([i], i, {"answer": ""}) for i in range(3)]
+    asyncio.run(loop.run_all(prompts, SamplingParams(n=4, seed=100)))
+    assert generator.seeds == [
+        100,
+        104,
+        108,
+    ]  # the engine counts on from here for the n completions
+
+
+def test_the_first_failure_is_raised():
+    loop = SingleTurnLoop(Echo(), Letters(), _reward)
+    prompts = [Prompt([0], 0, {"answer": ""}), Prompt([_EOS], 1, {"answer": ""})]
+    with pytest.raises(RuntimeError, match="broken prompt"):
+        asyncio.run(loop.run_all(prompts, SamplingParams()))
