@@ -22,6 +22,7 @@ import sys
 import time
 
 POLL_S = 0.5
+LOOKS = 3  # polls in which a new shared-memory file may be claimed: it is mapped after it is made
 SWEEP_S = 20.0  # a process in uninterruptible sleep may outlast SIGKILL; then it is left
 SHM = "/dev/shm"
 
@@ -54,13 +55,12 @@ def descendants(roots: set[int], table: Processes) -> set[int]:
     return found
 
 
-def mapped(pid: int) -> set[str]:
-    """Names of the shared-memory files a process maps."""
-    try:
-        with open(f"/proc/{pid}/maps") as file:
-            paths = {line.split(None, 5)[5].rstrip("\n") for line in file if SHM in line}
-    except OSError:
-        return set()
+def mapped_by(pids: set[int]) -> set[str]:
+    """Names of the shared-memory files that any of these processes maps."""
+    paths: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
+            paths |= {line.split(None, 5)[5].rstrip("\n") for line in file if SHM in line}
     return {path[len(SHM) + 1 :] for path in paths if path.startswith(f"{SHM}/")}
 
 
@@ -79,8 +79,8 @@ class Janitor:
         self.marker = marker.encode()
         self.run_dir = run_dir
         self.known: dict[int, str] = {}  # pid -> start time; a pid may be used again
-        self.seen_files = set(os.listdir(SHM))
-        self.files: set[str] = set()
+        self.files: set[str] = set()  # shared memory of the session
+        self.looks = dict.fromkeys(os.listdir(SHM), LOOKS)  # how often each file was looked at
 
     def driver_lives(self) -> bool:
         return os.getppid() == self.driver
@@ -92,12 +92,17 @@ class Janitor:
         roots = set(self.known) | ({self.driver} if self.driver_lives() else set())
         for pid in descendants(roots, table) - {os.getpid()}:
             self.known[pid] = table[pid][1]
-        new = set(os.listdir(SHM)) - self.seen_files
-        if new:
-            self.seen_files |= new
-            users = (mapped(pid) for pid in (*self.known, self.driver))
-            self.files |= new & set().union(*users)
+        self.claim_files()
         return table
+
+    def claim_files(self) -> None:
+        names = set(os.listdir(SHM))
+        self.files &= names
+        self.looks = {name: self.looks.get(name, 0) for name in names}
+        fresh = {name for name in names if self.looks[name] < LOOKS}
+        if fresh:
+            self.files |= fresh & mapped_by({*self.known, self.driver})
+            self.looks |= {name: self.looks[name] + 1 for name in fresh}
 
     def spared(self, table: Processes) -> set[int]:
         """The living driver and what it started that still hangs on it."""
@@ -116,8 +121,7 @@ class Janitor:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
-        in_use = set().union(*(mapped(pid) for pid in self.spared(processes())))
-        for name in self.files - in_use:
+        for name in self.files - mapped_by(self.spared(processes())):
             with contextlib.suppress(OSError):
                 os.unlink(f"{SHM}/{name}")
         shutil.rmtree(self.run_dir, ignore_errors=True)

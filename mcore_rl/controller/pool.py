@@ -97,6 +97,7 @@ def _start(*, log_dir: Path | None, **settings: Any) -> Iterator[None]:
         try:
             with _loopback():
                 ray.init(
+                    address="local",
                     include_dashboard=False,
                     logging_level="error",
                     _node_ip_address="127.0.0.1",

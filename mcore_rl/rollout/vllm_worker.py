@@ -37,7 +37,7 @@ from mcore_rl.weight_sync.stream import StreamEndpoint, receive
 
 
 class ServerName(str):
-    """A server as `<pid>-<random>`: whose death ends its processes, and what their memory is called.
+    """A server as `<pid>-<random>`: its death ends its processes, its name is on their memory.
 
     It travels in vLLM's config, which each process that vLLM spawns unpickles first of all: that is
     where the process is made ours, before it can hang or allocate anything.
@@ -80,7 +80,7 @@ def lane_arguments(
     return arguments | {
         "enforce_eager": True,
         "compilation_config": rotary,
-        # A seeded request whose prompt is cut in chunks rewinds its generator, which a CPU generator
+        # A seeded request whose prompt is cut in chunks rewinds its generator, which one on the CPU
         # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, max_model_tokens),

@@ -53,7 +53,7 @@ def save(name: str, folder: Path, seed: int = 0) -> Path:
 
 
 def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
-    """Samples of uneven length with advantages and slightly off-policy log-probs."""
+    """Samples of uneven length, with all that a policy loss reads."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, VOCAB, rng.integers(1, 23)) for _ in range(num_samples)]
     responses = [rng.integers(2, VOCAB, rng.integers(1, 19)) for _ in range(num_samples)]
@@ -64,7 +64,8 @@ def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
             "prompt_ids": Jagged.of(prompts, np.int64),
             "response_ids": Jagged.of(responses, np.int64),
             "response_mask": mask,
-            "rollout_log_probs": Jagged.of([rng.normal(-5, 1, n) for n in lengths], np.float32),
+            "log_probs": Jagged.of([rng.normal(-5, 1, n) for n in lengths], np.float32),
+            "reference_log_probs": Jagged.of([rng.normal(-5, 1, n) for n in lengths], np.float32),
             "advantages": Jagged.of([np.full(n, rng.normal()) for n in lengths], np.float32),
             "loss_weights": loss_weights(mask, "token_mean"),
         }
@@ -83,3 +84,25 @@ def reference_scores(model: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray, 
     targets = torch.from_numpy(batch.jagged("response_ids").values)
     entropy = -(scores.exp() * scores).sum(-1)
     return flat.numpy(), scores.gather(1, targets[:, None])[:, 0].numpy(), entropy.numpy()
+
+
+def reference_step(model: Any, batch: Batch) -> tuple[float, float]:
+    """Loss and gradient norm of PPO-clip with a k3 KL of weight 0.1, in plain torch, sample by sample."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(batch)):
+        columns = {n: batch.jagged(n)[row] for n in batch.columns}
+        prompt, response = columns["prompt_ids"], columns["response_ids"]
+        ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+        scores = model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        log_probs = scores.gather(1, torch.from_numpy(response.copy())[:, None])[:, 0]
+        old, reference, advantages, weights = (
+            torch.from_numpy(columns[n].copy()).double()
+            for n in ("log_probs", "reference_log_probs", "advantages", "loss_weights")
+        )
+        ratio = (log_probs - old).exp()
+        policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        kl = (reference - log_probs).exp() - 1 - (reference - log_probs)
+        total = total + ((policy + 0.1 * kl) * weights).sum()
+    total.backward()
+    squares = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    return float(total), squares**0.5

@@ -241,28 +241,33 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_driver_leaves_nothing(tmp_path: Path, number: signal.Signals):
+def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: Path):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
-    root = Path(__file__).parents[2]
-    driver = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "logs")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    line = driver.stdout.readline()
-    folder, memory = line.split(" ", 1)[0], line.split("'")[1]
-    started = descendants_with_start_times(driver.pid)
-    assert len(started) >= 8
-    assert Path("/dev/shm", memory).exists()
-    driver.send_signal(number)
-    assert driver.wait(timeout=10) == (-9 if number == signal.SIGKILL else 143)
-    wait_until(lambda: not started & set(start_times().items()), 10)
-    wait_until(lambda: not Path(folder).parent.exists(), 5)
-    assert not Path("/dev/shm", memory).exists()
-    assert bool(list(tmp_path.glob("logs/worker-*.err"))) == (number == signal.SIGTERM)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    drivers = {
+        number: subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / number.name)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for number in (signal.SIGKILL, signal.SIGTERM)
+    }
+    lines = {number: driver.stdout.readline() for number, driver in drivers.items()}
+    started = {n: descendants_with_start_times(driver.pid) for n, driver in drivers.items()}
+    for number, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 143)):
+        folder, memory = lines[number].split(" ", 1)[0], lines[number].split("'")[1]
+        living = start_times().items()
+        assert len(started[number] & living) >= 8  # the other driver's end left them alone
+        assert Path("/dev/shm", memory).exists()
+        drivers[number].send_signal(number)
+        assert drivers[number].wait(timeout=20) == code
+        wait_until(lambda n=number: not started[n] & start_times().items(), 10)
+        wait_until(lambda f=folder: not Path(f).parent.exists(), 5)
+        assert not Path("/dev/shm", memory).exists()
+    assert not (tmp_path / "SIGKILL").exists()
+    assert list(tmp_path.glob("SIGTERM/worker-*.err"))
 
 
 def start_times() -> dict[int, str]:

@@ -362,6 +362,17 @@ def test_a_loop_gives_samples_of_every_prompt_in_order(server, run):
         assert set(sample.weight_versions) == {server.weight_version}
 
 
+def test_seeded_prompts_beyond_one_step_of_prefill_are_served(server, run, moe):
+    prompts = [[1, 3 + i, *(3 + j % 60 for j in range(210))] for i in range(32)]
+    sampling = SamplingParams(max_tokens=4, seed=1)
+
+    async def generate() -> list[list[Completion]]:
+        return await asyncio.gather(*(server.generate(p, sampling) for p in prompts))
+
+    for prompt, (completion,) in zip(prompts, run(generate()), strict=True):
+        assert moe[0].gap(prompt, completion) < 1e-4
+
+
 def test_a_response_that_cannot_fit_is_refused(server, run):
     with pytest.raises(ConfigError, match=r"31 tokens and rollout.max_response_tokens = 226"):
         run(server.generate(_PROMPT, SamplingParams(max_tokens=_MAX_TOKENS - 30)))

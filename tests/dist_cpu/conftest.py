@@ -1,0 +1,54 @@
+"""One spawn for each world size; every test reads from its results."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import ranks
+import tiny_models
+
+from mcore_rl.config.schema import Layout
+
+DENSE = {"tp1": Layout(), "tp2": Layout(tp=2), "dp2": Layout(dp=2)}
+MOE = DENSE | {
+    "ep2": Layout(dp=2, ep=2),
+    "tp2ep2": Layout(tp=2, ep=2),
+    "tp2etp2": Layout(tp=2, etp=2),
+    "tp2dp2ep2etp2": Layout(tp=2, dp=2, ep=2, etp=2),
+}
+LAYOUTS = {"qwen3": DENSE, "qwen3_moe": MOE, "qwen3_moe_mixed": MOE}
+
+
+@dataclass
+class Runs:
+    batch: Any
+    results: dict[str, list[dict[str, Any]]]  # by "model/layout" or the name of a special case
+    checkpoints: dict[str, Path]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("models")
+    checkpoints = {name: tiny_models.save(name, folder) for name in LAYOUTS}
+    batch = tiny_models.make_batch()
+    jobs: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
+    for model, layouts in LAYOUTS.items():
+        for name, layout in layouts.items():
+            case = ranks.job(ranks.parity, checkpoints[model], layout, batch)
+            jobs[layout.world_size][f"{model}/{name}"] = case
+    moe = checkpoints["qwen3_moe"]
+    few = ranks.fewer_samples_than_ranks
+    jobs[1]["few/tp1"] = ranks.job(few, moe, Layout(), batch)
+    jobs[2]["few/ep2"] = ranks.job(few, moe, Layout(dp=2, ep=2), batch)
+    jobs[2]["resume"] = ranks.job(ranks.resume, moe, Layout(tp=2, ep=2), batch, folder)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for world, cases in jobs.items():
+        results |= ranks.spawn(world, cases)
+    return Runs(batch, results, checkpoints)

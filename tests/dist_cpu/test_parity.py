@@ -1,0 +1,95 @@
+"""The Megatron engine against transformers and against itself on one rank, at every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from conftest import LAYOUTS
+from safetensors.torch import load_file
+
+CASES = [(model, name) for model, layouts in LAYOUTS.items() for name in layouts]
+PARALLEL = [(model, name) for model, name in CASES if name != "tp1"]
+
+
+@pytest.fixture(scope="session")
+def references(runs):
+    return {
+        model: tiny_models.reference_scores(tiny_models.build(model), runs.batch) for model in LAYOUTS
+    }
+
+
+def by_sample(reference: np.ndarray, runs) -> list[torch.Tensor]:
+    lengths = runs.batch.jagged("response_ids").lengths.tolist()
+    return list(torch.from_numpy(reference).split(lengths))
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_logits_log_probs_and_entropy_equal_transformers(runs, references, model, layout):
+    logits, log_probs, entropy = (by_sample(part, runs) for part in references[model])
+    for result in runs.results[f"{model}/{layout}"]:  # every rank, also inside a TP group
+        rows = result["rows"]
+        wanted = torch.cat([logits[row] for row in rows])
+        torch.testing.assert_close(result["logits"], wanted, rtol=0, atol=1e-5)
+        for place, row in enumerate(rows):
+            for name, reference in (("log_probs", log_probs), ("entropy", entropy)):
+                found = result[name][place].double()
+                torch.testing.assert_close(found, reference[row], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_export_gives_back_each_tensor_bit_for_bit(runs, model, layout):
+    original = load_file(runs.checkpoints[model] / "model.safetensors")
+    first, *others = runs.results[f"{model}/{layout}"]
+    assert first["exported"].keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(first["exported"][name], tensor), name
+    assert all(result["exported"] == {} for result in others)
+
+
+@pytest.mark.parametrize(("model", "layout"), PARALLEL)
+def test_two_training_steps_equal_one_rank(runs, model, layout):
+    single = runs.results[f"{model}/tp1"][0]
+    for result in runs.results[f"{model}/{layout}"]:
+        for step, wanted in zip(result["steps"], single["steps"], strict=True):
+            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+            assert step["approx_kl"] == pytest.approx(wanted["approx_kl"], rel=1e-4)
+            assert step["lr"] == wanted["lr"]
+    trained = runs.results[f"{model}/{layout}"][0]["trained"]
+    for name, tensor in single["trained"].items():
+        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
+
+
+def test_the_steps_do_train(runs):
+    """Guards the test above: two steps at this rate move weights far beyond its tolerance."""
+    result = runs.results["qwen3_moe/tp1"][0]
+    for name, tensor in result["exported"].items():
+        assert (result["trained"][name] - tensor).abs().max() > 5e-4, name
+    assert [step["lr"] for step in result["steps"]] == [5e-4, 1e-3]
+
+
+def test_the_loss_equals_a_plain_torch_step_on_transformers(runs):
+    """Loss and gradient norm of the first step against autograd through the transformers model."""
+    model = tiny_models.build("qwen3_moe")
+    loss, grad_norm = tiny_models.reference_step(model, runs.batch)
+    step = runs.results["qwen3_moe/tp1"][0]["steps"][0]
+    assert step["loss"] == pytest.approx(loss, rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
+
+
+def test_a_data_parallel_rank_without_samples_joins_the_step(runs):
+    single = runs.results["few/tp1"][0]["steps"]
+    for result in runs.results["few/ep2"]:
+        for step, wanted in zip(result["steps"], single, strict=True):
+            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+def test_two_steps_after_a_resume_equal_those_without_a_stop(runs):
+    for result in runs.results["resume"]:
+        for found, wanted in zip(result["resumed"], result["steps"][2:], strict=True):
+            assert found == wanted
+        for name, tensor in result["trained"].items():
+            assert torch.equal(result["trained_after_resume"][name], tensor), name

@@ -1,0 +1,34 @@
+"""Work is dealt evenly, all of it, and within a budget where one is given."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.parallel.balance import balanced_partition, num_parts_within
+
+COSTS = st.lists(st.integers(1, 100), min_size=1, max_size=40)
+
+
+@given(COSTS, st.integers(1, 8))
+def test_every_index_is_in_one_part_and_parts_are_balanced(costs, num_parts):
+    parts = balanced_partition(costs, num_parts)
+    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    # Graham's bound for longest processing time first.
+    ideal = max(sum(costs) / num_parts, max(costs))
+    assert max(sum(costs[i] for i in part) for part in parts) <= 4 / 3 * ideal + max(costs) / 3
+
+
+@given(COSTS, st.integers(1, 200))
+def test_parts_fit_the_budget_unless_one_item_alone_does_not(costs, budget):
+    num_parts = num_parts_within(costs, budget)
+    loads = [sum(costs[i] for i in p) for p in balanced_partition(costs, num_parts)]
+    assert max(loads) <= max(budget, max(costs))
+
+
+def test_equal_rows_are_dealt_in_equal_numbers():
+    assert [len(part) for part in balanced_partition([3] * 6, 3)] == [2, 2, 2]
+
+
+def test_no_work_is_one_empty_part():
+    assert num_parts_within([], 10) == 1
