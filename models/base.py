@@ -87,7 +87,10 @@ def rope_theta(config: HFConfig) -> float:
 
 
 def head_dim(config: HFConfig) -> int:
-    return int(config.get("head_dim") or field(config, "hidden_size") // field(config, "num_attention_heads"))
+    return int(
+        config.get("head_dim")
+        or field(config, "hidden_size") // field(config, "num_attention_heads")
+    )
 
 
 def padded_vocab_size(config: HFConfig, tp: int) -> int:

@@ -1,6 +1,6 @@
 """Rules that several families share: embeddings, grouped-query attention, dense and expert MLPs.
 
-Parameter names are Megatron-core's with the Transformer Engine layer spec, which the CPU lane keeps.
+Parameter names are those of Megatron-core's Transformer Engine layer spec, on both lanes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ LAYER = "decoder.layers.{layer}."
 
 
 def decoder_config(config: HFConfig) -> dict[str, Any]:
-    """TransformerConfig arguments of a pre-norm, gated, rotary decoder with grouped-query attention."""
+    """TransformerConfig arguments of a pre-norm, gated, rotary decoder with grouped queries."""
     if config.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window=true is not supported; allowed: false")
     activation = field(config, "hidden_act")
     if activation != "silu":
-        raise ConfigError(f"config.json: hidden_act={activation!r} is not supported; allowed: 'silu'")
+        raise ConfigError(
+            f"config.json: hidden_act={activation!r} is not supported; allowed: 'silu'"
+        )
     return {
         "num_layers": field(config, "num_hidden_layers"),
         "hidden_size": field(config, "hidden_size"),
@@ -66,7 +68,9 @@ def attention_weights(config: HFConfig, layer: int, *, qk_norm: bool) -> Iterato
         return LogicalTensor(f"{hf}{name}.weight", shape)
 
     yield Weight(
-        mcore + "linear_qkv.layer_norm_weight", Whole(tensor("input_layernorm", hidden)), layer=layer
+        mcore + "linear_qkv.layer_norm_weight",
+        Whole(tensor("input_layernorm", hidden)),
+        layer=layer,
     )
     qkv = InterleavedQKV(
         tensor("self_attn.q_proj", heads * dim, hidden),
@@ -95,7 +99,9 @@ def dense_mlp_weights(config: HFConfig, layer: int) -> Iterator[Weight]:
     yield Weight(mcore + "linear_fc2.weight", Split(down, 1), axis="tp", layer=layer)
 
 
-def expert_mlp_weights(config: HFConfig, layer: int, *, num_experts: int, ffn: int) -> Iterator[Weight]:
+def expert_mlp_weights(
+    config: HFConfig, layer: int, *, num_experts: int, ffn: int
+) -> Iterator[Weight]:
     """Post-attention norm, router and experts of one mixture-of-experts layer."""
     hidden = field(config, "hidden_size")
     hf, mcore = f"model.layers.{layer}.", LAYER
@@ -109,7 +115,11 @@ def expert_mlp_weights(config: HFConfig, layer: int, *, num_experts: int, ffn: i
         down = LogicalTensor(f"{name}down_proj.weight", (hidden, ffn))
         experts = mcore + "mlp.experts."
         yield Weight(
-            experts + "linear_fc1.weight{expert}", GateUp(gate, up), "etp", layer=layer, expert=expert
+            experts + "linear_fc1.weight{expert}",
+            GateUp(gate, up),
+            "etp",
+            layer=layer,
+            expert=expert,
         )
         yield Weight(
             experts + "linear_fc2.weight{expert}", Split(down, 1), "etp", layer=layer, expert=expert

@@ -19,7 +19,9 @@ from mcore_rl.reshard.rules import Weight
 
 def config_map(config: HFConfig) -> dict[str, Any]:
     if config.get("attention_bias"):
-        raise ConfigError("config.json: attention_bias=true is not supported for Qwen3; allowed: false")
+        raise ConfigError(
+            "config.json: attention_bias=true is not supported for Qwen3; allowed: false"
+        )
     return {**decoder_config(config), "qk_layernorm": True}
 
 

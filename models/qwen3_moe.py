@@ -30,7 +30,9 @@ def _num_experts(config: HFConfig) -> int:
 
 def config_map(config: HFConfig) -> dict[str, Any]:
     if config.get("attention_bias"):
-        raise ConfigError("config.json: attention_bias=true is not supported for Qwen3; allowed: false")
+        raise ConfigError(
+            "config.json: attention_bias=true is not supported for Qwen3; allowed: false"
+        )
     num_layers = field(config, "num_hidden_layers")
     return {
         **decoder_config(config),

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints (torch_dist): every rank writes its shards, any layout reads them."""
+"""Megatron's distributed checkpoints (torch_dist): ranks write shards, any layout reads them."""
 
 from __future__ import annotations
 

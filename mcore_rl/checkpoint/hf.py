@@ -34,7 +34,10 @@ class CheckpointReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for file in self._files.values():
             file.__exit__(None, None, None)
@@ -53,7 +56,9 @@ class CheckpointReader:
             return {tensor: self.path / name for tensor, name in weight_map.items()}
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"model.path={str(self.path)!r}: there is no *.safetensors file in it")
+            raise ConfigError(
+                f"model.path={str(self.path)!r}: there is no *.safetensors file in it"
+            )
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
 
     def _open(self, file: Path) -> Any:
@@ -85,7 +90,9 @@ class CheckpointReader:
         for what, names in (("lacks", missing), ("holds unexpected", extra)):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                raise ConfigError(f"checkpoint {self.path} {what} tensor {', '.join(names[:3])}{more}")
+                raise ConfigError(
+                    f"checkpoint {self.path} {what} tensor {', '.join(names[:3])}{more}"
+                )
         for name, shape in wanted.items():
             if self.shape(name) != shape:
                 raise ConfigError(
@@ -96,7 +103,7 @@ class CheckpointReader:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to write into; it becomes `path` at the end, or vanishes on an error."""
+    """A folder beside `path` to write into; it becomes `path` at the end, on an error nothing."""
     if path.exists():
         raise ConfigError(f"output folder {path} already exists; name one that does not")
     aside = path.with_name(f".{path.name}.partial")

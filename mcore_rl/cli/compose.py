@@ -1,4 +1,4 @@
-"""Hydra at the edge: YAML, recipes and overrides become a typed config. No DictConfig leaves here."""
+"""Hydra at the edge: YAML, recipes and overrides become a typed config; no DictConfig leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def _check_keys(overrides: Sequence[str], schema: type) -> None:
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
         if override.is_add() or override.is_delete():
-            raise ConfigError(f"{override.input_line}: settings are neither added nor removed; use key=value")
+            raise ConfigError(
+                f"{override.input_line}: settings are neither added nor removed; use key=value"
+            )
         if key in _GROUPS:
             _check_choice(key, override.value())
         elif key not in known:
@@ -82,7 +84,7 @@ def _unknown(key: str, known: Sequence[str]) -> str:
 
 
 def _explain(error: BaseException, schema: type) -> str:
-    """One line of the innermost cause, with the closest keys when a YAML file names an unknown one."""
+    """One line of the innermost cause, with the closest keys when YAML names an unknown one."""
     while error.__cause__ is not None:
         error = error.__cause__
     key = getattr(error, "full_key", None)

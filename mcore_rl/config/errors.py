@@ -2,4 +2,4 @@
 
 
 class ConfigError(ValueError):
-    """A setting, file or checkpoint that cannot work; the message names it, its value and what is allowed."""
+    """A setting, file or checkpoint that cannot work: named, with its value and what is allowed."""

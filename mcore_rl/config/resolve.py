@@ -43,6 +43,7 @@ def resolve(config: RLConfig) -> None:
     _at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     _at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
     _positive("trainer.max_logprob_gap", config.trainer.max_logprob_gap)
+    _positive("trainer.mean_logprob_gap", config.trainer.mean_logprob_gap)
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")
     _resolve_files(config)
@@ -56,7 +57,7 @@ def resolve(config: RLConfig) -> None:
 
 
 def resolve_model(key: str, layout: Layout, sizes: ModelSizes) -> None:
-    """Check that a layout divides the model; `key` is the layout's setting, such as actor.layout."""
+    """Check that a layout divides the model; `key` names the layout, such as actor.layout."""
     _divides(f"{key}.tp", layout.tp, "attention heads", sizes.num_attention_heads)
     _divides(f"{key}.tp", layout.tp, "key/value heads", sizes.num_query_groups)
     for size in sizes.ffn_sizes:
@@ -66,11 +67,13 @@ def resolve_model(key: str, layout: Layout, sizes: ModelSizes) -> None:
         _divides(f"{key}.etp", layout.etp, "columns of an expert", sizes.expert_ffn_size)
     elif layout.ep > 1 or layout.etp > 1:
         axis = "ep" if layout.ep > 1 else "etp"
-        raise ConfigError(f"{key}.{axis}={getattr(layout, axis)}: the model has no experts; allowed: 1")
+        raise ConfigError(
+            f"{key}.{axis}={getattr(layout, axis)}: the model has no experts; allowed: 1"
+        )
 
 
 def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
-    """Check that vLLM can split the model; fewer key/value heads than ranks are replicated there."""
+    """Check that vLLM can split the model; it replicates key/value heads when ranks are more."""
     _divides("rollout.tp", config.tp, "attention heads", sizes.num_attention_heads)
     if config.ep and not sizes.num_experts:
         raise ConfigError("rollout.ep=true: the model has no experts; allowed: false")
@@ -104,13 +107,14 @@ def _resolve_layout(key: str, layout: Layout) -> None:
     for axis, name in (("pp", "pipeline"), ("cp", "context")):
         if getattr(layout, axis) > 1:
             raise ConfigError(
-                f"{key}.{axis}={getattr(layout, axis)}: {name} parallelism is not supported; allowed: 1"
+                f"{key}.{axis}={getattr(layout, axis)}: {name} parallelism is not supported; "
+                "allowed: 1"
             )
     experts = layout.etp * layout.ep * layout.pp
     if layout.world_size % experts:
         raise ConfigError(
-            f"{key}: etp * ep * pp = {layout.etp} * {layout.ep} * {layout.pp} = {experts} must divide "
-            f"the world size tp * pp * cp * dp = {layout.world_size}"
+            f"{key}: etp * ep * pp = {layout.etp} * {layout.ep} * {layout.pp} = {experts} must "
+            f"divide the world size tp * pp * cp * dp = {layout.world_size}"
         )
 
 
@@ -124,7 +128,9 @@ def _resolve_optimizer(key: str, config: OptimizerConfig) -> None:
         _at_least(f"{key}.{name}", getattr(config, name), 0)
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
-            raise ConfigError(f"{key}.{name}={getattr(config, name)}; allowed: 0 up to, not including, 1")
+            raise ConfigError(
+                f"{key}.{name}={getattr(config, name)}; allowed: 0 up to, not including, 1"
+            )
 
 
 def _resolve_rollout(config: RolloutConfig) -> None:
@@ -134,7 +140,8 @@ def _resolve_rollout(config: RolloutConfig) -> None:
     _positive("rollout.temperature", config.temperature)
     if config.top_p != 1.0:
         raise ConfigError(
-            f"rollout.top_p={config.top_p}: training needs log-probs of the whole distribution; allowed: 1"
+            f"rollout.top_p={config.top_p}: training needs log-probs of the whole distribution; "
+            "allowed: 1"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mcore_rl.data.batch import Batch
+from mcore_rl.parallel.balance import balanced_partition
 from mcore_rl.parallel.mesh import Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,24 +72,6 @@ class Part:
     rows: tuple[int, ...] | None = None  # rows of the caller's batches, when they were split
 
 
-def balanced_rows(num_tokens: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Rows dealt to parts so that token counts come near each other: longest first, each to the
-    lightest part (of those, the one with the fewest rows).
-
-    Rows of a part ascend; a part may be empty.
-
-    >>> balanced_rows([5, 1, 4, 2], 2)
-    [[0, 1], [2, 3]]
-    """
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
-    for row in sorted(range(len(num_tokens)), key=lambda row: (-int(num_tokens[row]), row)):
-        lightest = min(range(num_parts), key=lambda part: (loads[part], len(parts[part]), part))
-        parts[lightest].append(row)
-        loads[lightest] += int(num_tokens[row])
-    return [sorted(part) for part in parts]
-
-
 def scatter(
     mode: Dispatch, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Part]:
@@ -102,7 +85,7 @@ def scatter(
         raise TypeError("a DP_COMPUTE method was called without a Batch to split")
     if len({len(batch) for batch in batches}) > 1:
         raise ValueError(f"batches of one call differ in rows: {[len(b) for b in batches]}")
-    rows_of = balanced_rows(_token_counts(batches), mesh.sizes["dp"])
+    rows_of = balanced_partition(_token_counts(batches), mesh.sizes["dp"])
     return [_dp_part(mesh, dp_rank, rows, args, kwargs) for dp_rank, rows in enumerate(rows_of)]
 
 

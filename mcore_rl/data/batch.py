@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.data.sample import Sample
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +66,8 @@ Column = Jagged | Array
 class Batch:
     """Rows of samples as named columns of equal length. Immutable: each change is a new batch.
 
-    Standard columns (jagged, one entry a response token unless said otherwise): prompt_ids (a prompt
-    token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
+    Standard columns (jagged, one entry a response token unless said otherwise): prompt_ids (one a
+    prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
     reference_log_probs, entropy, advantages, loss_weights; one value a sample: rewards,
     reward/<part>, group_ids, finish_reasons.
     """
@@ -107,7 +108,9 @@ class Batch:
         try:
             return self.columns[name]
         except KeyError:
-            raise KeyError(f"the batch has no column {name!r}; it has {sorted(self.columns)}") from None
+            raise KeyError(
+                f"the batch has no column {name!r}; it has {sorted(self.columns)}"
+            ) from None
 
     def jagged(self, name: str) -> Jagged:
         column = self[name]
@@ -135,7 +138,10 @@ class Batch:
     def take(self, rows: Sequence[int]) -> Batch:
         index = np.asarray(rows, dtype=np.int64)
         return Batch(
-            {n: c.take(rows) if isinstance(c, Jagged) else c[index] for n, c in self.columns.items()}
+            {
+                n: c.take(rows) if isinstance(c, Jagged) else c[index]
+                for n, c in self.columns.items()
+            }
         )
 
     @staticmethod

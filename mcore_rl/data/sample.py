@@ -29,5 +29,6 @@ class Sample:
         for name in ("response_mask", "rollout_log_probs", "weight_versions"):
             if len(getattr(self, name)) != length:
                 raise ValueError(
-                    f"Sample.{name} has {len(getattr(self, name))} entries for {length} response tokens"
+                    f"Sample.{name} has {len(getattr(self, name))} entries "
+                    f"for {length} response tokens"
                 )

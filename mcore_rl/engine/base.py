@@ -36,8 +36,8 @@ class EngineSpec:
 class BaseEngine(ABC):
     """One model laid over ranks. Every rank of the layout makes the same calls in the same order.
 
-    Batches hold the rows of this rank's data-parallel share; results carry the same rows in the same
-    order and are the same on every rank of a data-parallel group.
+    Batches hold the rows of this rank's data-parallel share; results carry the same rows in the
+    same order and are the same on every rank of a data-parallel group.
     """
 
     @property

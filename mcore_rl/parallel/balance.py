@@ -10,17 +10,18 @@ def balanced_partition(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     """Indices of `costs` in parts of nearly equal cost, each part in ascending order.
 
     Longest-processing-time first (Graham 1969): at most 4/3 of the best possible maximum. Parts may
-    be empty when there are fewer costs than parts.
+    be empty when there are fewer costs than parts. Of equal loads the part with the fewest items is
+    filled first.
 
     >>> balanced_partition([5, 1, 4, 2], 2)
     [[0, 1], [2, 3]]
     """
-    heap = [(0, part) for part in range(num_parts)]
+    heap = [(0, 0, part) for part in range(num_parts)]  # cost, items, part
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        cost, part = heapq.heappop(heap)
+        cost, items, part = heapq.heappop(heap)
         parts[part].append(index)
-        heapq.heappush(heap, (cost + costs[index], part))
+        heapq.heappush(heap, (cost + costs[index], items + 1, part))
     return [sorted(part) for part in parts]
 
 

@@ -61,7 +61,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Equal slices of one dim; `padded` is its size with padding (a vocabulary's), else the dim's own.
+    """Equal slices of one dim; `padded` is its size with padding, for a vocabulary.
 
     >>> Split(LogicalTensor("e", (5, 2)), dim=0, padded=6).blocks(Shard(1, 2))[0].box.sizes
     (2, 2)
@@ -113,7 +113,7 @@ class GateUp:
 
 @dataclass(frozen=True, slots=True)
 class InterleavedQKV:
-    """Megatron's linear_qkv: for each query group, its q heads, then its k head, then its v head."""
+    """Megatron's linear_qkv: for each query group its q heads, its k head, its v head."""
 
     q: LogicalTensor
     k: LogicalTensor
@@ -181,15 +181,20 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
         for index in shards:
             for block in weight.rule.blocks(Shard(index, count if weight.axis else 1)):
                 if (block.tensor.name, block.box) in boxes:
-                    raise ValueError(f"{weight.name}: {block.box} of {block.tensor.name} stands twice")
+                    raise ValueError(
+                        f"{weight.name}: {block.box} of {block.tensor.name} stands twice"
+                    )
                 boxes.add((block.tensor.name, block.box))
                 covered[block.tensor.name] = covered.get(block.tensor.name, 0) + block.box.numel
         for tensor in weight.rule.tensors:
             if tensor.name in seen:
-                raise ValueError(f"{tensor.name} is named by two parameters, {weight.name} the second")
+                raise ValueError(
+                    f"{tensor.name} is named by two parameters, {weight.name} the second"
+                )
             seen.add(tensor.name)
             whole = Box((0,) * len(tensor.shape), tensor.shape).numel
             if covered.get(tensor.name, 0) != whole:
                 raise ValueError(
-                    f"{weight.name}: {covered.get(tensor.name, 0)} of {whole} elements of {tensor.name}"
+                    f"{weight.name}: {covered.get(tensor.name, 0)} of {whole} elements "
+                    f"of {tensor.name}"
                 )

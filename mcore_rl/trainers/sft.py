@@ -13,9 +13,15 @@ Report = Callable[[int, dict[str, float]], None]  # step, from 1, and its metric
 
 
 def train(
-    model: WorkerGroup, examples: Batch, *, num_steps: int, batch_size: int, seed: int, report: Report
+    model: WorkerGroup,
+    examples: Batch,
+    *,
+    num_steps: int,
+    batch_size: int,
+    seed: int,
+    report: Report,
 ) -> None:
-    """Minimise the mean negative log-likelihood of response tokens; `examples` as load_supervised gives."""
+    """Minimise the mean negative log-likelihood of the response tokens of `load_supervised`."""
     rows = IndexSampler(len(examples), batch_size, seed)
     for step in range(1, num_steps + 1):
         batch = examples.take(next(rows))

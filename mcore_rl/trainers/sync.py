@@ -40,7 +40,7 @@ class SyncTrainer:
 
         Raises:
             LogprobGapError: the two engines' log-probs of a step differ by more than
-                trainer.max_logprob_gap.
+                trainer.max_logprob_gap or mean_logprob_gap.
         """
         for step in range(1, self.config.trainer.num_steps + 1):
             clock = Stopwatch()
@@ -51,7 +51,7 @@ class SyncTrainer:
                 batch = self.actor.compute_log_probs(batch)
                 if self.reference is not None:
                     batch = self._with_reference(batch)
-            metrics["max_logprob_gap"] = self._check_gap(batch, step)
+            metrics |= self._check_gaps(batch, step)
             with clock("update"):
                 batch = self._with_advantages(batch, step)
                 metrics |= self._update(batch, step)
@@ -65,15 +65,16 @@ class SyncTrainer:
         scored = self.reference.compute_log_probs(batch.select("prompt_ids", "response_ids"))
         return batch.with_columns(reference_log_probs=scored["log_probs"])
 
-    def _check_gap(self, batch: Batch, step: int) -> float:
-        gap = logprob_gap(batch)
-        bound = self.config.trainer.max_logprob_gap
-        if not gap <= bound:
-            raise LogprobGapError(
-                f"step {step}: log-probs of trainer and rollout differ by up to {gap:.3g} nats, more "
-                f"than trainer.max_logprob_gap={bound:g}; the weights or the settings of one are wrong"
-            )
-        return gap
+    def _check_gaps(self, batch: Batch, step: int) -> dict[str, float]:
+        gaps = logprob_gaps(batch)
+        for name, gap in gaps.items():
+            bound = getattr(self.config.trainer, name)
+            if not gap <= bound:  # a gap that is not a number is no agreement either
+                raise LogprobGapError(
+                    f"step {step}: {name} of trainer and rollout is {gap:.3g} nats; allowed: "
+                    f"trainer.{name}={bound:g}. The weights or the settings of one of them are wrong"
+                )
+        return gaps
 
     def _with_advantages(self, batch: Batch, step: int) -> Batch:
         rewards, algorithm = batch.array("rewards"), self.config.algorithm
@@ -92,10 +93,14 @@ class SyncTrainer:
 
     def _update(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer step a mini-batch; no step where no group is left to learn from."""
-        parts = mini_batches(batch, self.config.algorithm.num_mini_batches, [self.config.seed, step])
+        parts = mini_batches(
+            batch, self.config.algorithm.num_mini_batches, [self.config.seed, step]
+        )
         found = []
         for part in parts:
-            weights = loss_weights(part.jagged("response_mask"), self.config.algorithm.loss_aggregation)
+            weights = loss_weights(
+                part.jagged("response_mask"), self.config.algorithm.loss_aggregation
+            )
             # Every data-parallel rank reports the sums over all of them.
             found.append(self.actor.update(part.with_columns(loss_weights=weights))[0])
         return {f"actor/{name}": value for name, value in merge(found).items()}
@@ -106,15 +111,16 @@ def mini_batches(batch: Batch, num: int, seed: list[int]) -> list[Batch]:
     groups = np.random.default_rng(seed).permutation(np.unique(batch.array("group_ids")))
     parts = [part for part in np.array_split(groups, num) if len(part)]
     return [
-        batch.take(np.flatnonzero(np.isin(batch.array("group_ids"), part)).tolist()) for part in parts
+        batch.take(np.flatnonzero(np.isin(batch.array("group_ids"), part)).tolist())
+        for part in parts
     ]
 
 
-def logprob_gap(batch: Batch) -> float:
-    """Largest absolute difference, in nats, of trainer and rollout log-probs at chosen tokens."""
+def logprob_gaps(batch: Batch) -> dict[str, float]:
+    """Absolute difference, in nats, of trainer and rollout log-probs at chosen tokens."""
     trainer, rollout = batch.jagged("log_probs").values, batch.jagged("rollout_log_probs").values
-    chosen = batch.jagged("response_mask").values != 0
-    return float(np.abs(trainer - rollout)[chosen].max(initial=0.0))
+    gaps = np.abs(trainer - rollout)[batch.jagged("response_mask").values != 0]
+    return {"max_logprob_gap": float(gaps.max()), "mean_logprob_gap": float(gaps.mean())}
 
 
 def _describe(batch: Batch) -> dict[str, float]:
@@ -129,4 +135,3 @@ def _describe(batch: Batch) -> dict[str, float]:
     return {k: float(v) for k, v in metrics.items()} | {
         name: float(batch.array(name).mean()) for name in parts
     }
-

@@ -12,7 +12,7 @@ from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
 
 
 class ModelWorker:
-    """`loss_function` is what `update` minimises; None for a model that is only asked for log-probs."""
+    """`loss_function` is what `update` minimises; None for a model that only scores."""
 
     def __init__(self, spec: EngineSpec, loss_function: LossFunction | None) -> None:
         from mcore_rl.engine.megatron.device import device_name

@@ -21,7 +21,7 @@ class RolloutPool:
     def generate(self, prompts: Batch, n: int) -> Batch:
         """`n` samples a prompt; the prompts of one call are spread over the servers.
 
-        A response depends on the seed, its group id and the weights, not on the server or the company.
+        A response depends on the seed, its group id and the weights, not on the server.
         """
         sampling = SamplingParams(
             n=n,

@@ -58,7 +58,11 @@ class RolloutWorker:
 
         `prompts` has prompt_ids, group_ids and fields (JSON).
         """
-        columns = (prompts.jagged("prompt_ids"), prompts.array("group_ids"), prompts.array("fields"))
+        columns = (
+            prompts.jagged("prompt_ids"),
+            prompts.array("group_ids"),
+            prompts.array("fields"),
+        )
         asked = [
             Prompt(ids.tolist(), int(group_id), json.loads(str(fields)))
             for ids, group_id, fields in zip(*columns, strict=True)

@@ -16,7 +16,8 @@ PARALLEL = [(model, name) for model, name in CASES if name != "tp1"]
 @pytest.fixture(scope="session")
 def references(runs):
     return {
-        model: tiny_models.reference_scores(tiny_models.build(model), runs.batch) for model in LAYOUTS
+        model: tiny_models.reference_scores(tiny_models.build(model), runs.batch)
+        for model in LAYOUTS
     }
 
 

@@ -16,7 +16,8 @@ VOCAB = 131  # odd, so that it is padded at TP2
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96, "max_position_embeddings": 256,
+    "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96,
+    "max_position_embeddings": 256,
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32",
 }  # fmt: skip
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -75,7 +76,9 @@ def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
 def reference_scores(model: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(logits, log-probs, entropy) of the response tokens by transformers, one sample at a time."""
     logits = []
-    for prompt, response in zip(batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True):
+    for prompt, response in zip(
+        batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True
+    ):
         ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
         with torch.no_grad():
             logits.append(model(ids).logits[0, len(prompt) - 1 : -1])
@@ -87,7 +90,7 @@ def reference_scores(model: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray, 
 
 
 def reference_step(model: Any, batch: Batch) -> tuple[float, float]:
-    """Loss and gradient norm of PPO-clip with a k3 KL of weight 0.1, in plain torch, sample by sample."""
+    """Loss and gradient norm of PPO-clip plus 0.1 times a k3 KL, in plain torch, by sample."""
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(batch)):
         columns = {n: batch.jagged(n)[row] for n in batch.columns}
@@ -104,5 +107,7 @@ def reference_step(model: Any, batch: Batch) -> tuple[float, float]:
         kl = (reference - log_probs).exp() - 1 - (reference - log_probs)
         total = total + ((policy + 0.1 * kl) * weights).sum()
     total.backward()
-    squares = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    squares = sum(
+        float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None
+    )
     return float(total), squares**0.5

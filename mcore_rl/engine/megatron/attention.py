@@ -41,7 +41,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[tokens, heads, dim] queries, [tokens, groups, dim] keys and values -> [tokens, heads * dim]."""
+        """[tokens, heads, dim] query, [tokens, groups, dim] key, value -> [tokens, heads * dim]."""
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("PackedAttention needs packed (THD) sequences")
         starts = packed_seq_params.cu_seqlens_q.long()

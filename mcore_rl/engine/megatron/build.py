@@ -159,5 +159,3 @@ def build_optimizer(
         use_checkpoint_opt_param_scheduler=False,
     )
     return optimizer, schedule
-
-

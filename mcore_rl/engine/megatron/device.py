@@ -1,9 +1,9 @@
 """Which device Megatron runs on, and all that makes it run on a CPU.
 
-The CPU lane runs real Megatron-core over gloo. Megatron spells "cuda" in hundreds of places, so code
-here and there is written CUDA-style (`torch.cuda.current_device()`), and on a machine without a GPU
-`install()` lets those spellings mean the CPU. Every patch names the upstream file:line (megatron/core of
-0.16.1) that it corrects, and asserts that the symbol it replaces is still there.
+The CPU lane runs real Megatron-core over gloo. Megatron spells "cuda" in hundreds of places, so
+code here and there is written CUDA-style (`torch.cuda.current_device()`), and without a GPU
+`install()` lets those spellings mean the CPU. Every patch names the upstream file:line
+(megatron/core of 0.16.1) that it corrects, and asserts that the symbol it replaces is still there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def config_flags() -> dict[str, Any]:
 
 
 def install(num_threads: int) -> None:
-    """Prepare this process for Megatron; on a machine without a GPU, put the CPU in CUDA's place."""
+    """Prepare this process for Megatron; without a GPU, put the CPU in CUDA's place."""
     global _installed
     torch.set_num_threads(num_threads)
     _quiet()
@@ -92,7 +92,11 @@ class _CudaMeansCpu(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
@@ -169,7 +173,9 @@ def _patch_megatron() -> None:
 
     from mcore_rl.engine.megatron import layers
 
-    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(
+        device: Any = None, clone: bool = False, graph_safe: bool = False
+    ) -> torch.Tensor:
         return torch.get_rng_state()
 
     def set_state(state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
@@ -178,14 +184,14 @@ def _patch_megatron() -> None:
     # tensor_parallel/random.py:235 and :250 reach for torch.cuda.default_generators
     _replace(parallel_random, "_get_cuda_rng_state", get_state)
     _replace(parallel_random, "_set_cuda_rng_state", set_state)
-    # moe_utils.py:1192 reads a name that its failed Transformer Engine import (line 20) never bound.
+    # moe_utils.py:1192 reads a name that its failed import (line 20) never bound.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # moe_utils.py:1093 turns only CUDA tensors into the host lists that gloo needs, too.
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
     gather = _replace(mappings, "_gather_along_first_dim", None)
     mappings._gather_along_first_dim = _even_gather(gather)
-    # One layer spec for both lanes: Transformer Engine's, over our modules with its parameter names.
+    # One layer spec for both lanes: Transformer Engine's, over modules with its parameter names.
     _replace(transformer_engine_spec_provider, "TESpecProvider", layers.TorchSpecProvider)
     gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
     gpt_layer_specs.TENorm = layers.RMSNorm
@@ -197,7 +203,7 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _even_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """tensor_parallel/mappings.py:150 all-gathers an uneven list, which gloo refuses: pad to the longest."""
+    """tensor_parallel/mappings.py:150 gathers an uneven list, which gloo refuses: pad it."""
 
     def gather(
         input_: torch.Tensor,

@@ -80,8 +80,8 @@ class MegatronEngine(BaseEngine):
         results = self.forward_backward_batch(batch, loss_function, forward_only=False)
         lr = self.lr_scheduler_step()
         grad_norm = self.optimizer_step()
-        names = results[0]
-        totals = torch.stack([sum(result[name] for result in results) for name in names])  # type: ignore[arg-type]
+        names = list(results[0])
+        totals = torch.stack([torch.stack([r[name] for r in results]).sum() for name in names])
         self._sum_over_data_ranks(totals)
         metrics = dict(zip(names, totals.tolist(), strict=True))
         return {**metrics, "grad_norm": grad_norm, "lr": lr}
@@ -120,7 +120,14 @@ class MegatronEngine(BaseEngine):
     ) -> None:
         from mcore_rl.engine.megatron.offload import move
 
-        move(self.wrapped, self.optimizer, device, parameters=model, optimizer_state=optimizer, grad=grad)
+        move(
+            self.wrapped,
+            self.optimizer,
+            device,
+            parameters=model,
+            optimizer_state=optimizer,
+            grad=grad,
+        )
 
     def save_checkpoint(self, path: Path) -> None:
         from mcore_rl.checkpoint import dist as dist_checkpoint
@@ -143,8 +150,8 @@ class MegatronEngine(BaseEngine):
         if self.optimizer is not None:
             if self.spec.engine.optimizer.distributed:
                 raise ConfigError(
-                    "optimizer.distributed=true: checkpoints of a sharded optimizer are not supported; "
-                    "allowed: false"
+                    "optimizer.distributed=true: checkpoints of a sharded optimizer are not "
+                    "supported; allowed: false"
                 )
             state["optimizer"] = self.optimizer.sharded_state_dict(
                 model_state, is_loading=is_loading, metadata=metadata

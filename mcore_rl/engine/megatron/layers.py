@@ -1,8 +1,8 @@
 """The CPU lane's modules under Transformer Engine's parameter names.
 
-Megatron's Transformer Engine layer spec fuses norms into the linears that follow and keeps one weight
-an expert. These modules hold the same parameters under the same names in plain torch, so that weight
-rules and checkpoints are the same on both lanes.
+Megatron's Transformer Engine layer spec fuses norms into the linears that follow and keeps one
+weight an expert. These modules hold the same parameters under the same names in plain torch, so
+that weight rules and checkpoints are the same on both lanes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -24,8 +26,6 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 
 from mcore_rl.engine.megatron.attention import PackedAttention
 

@@ -78,7 +78,9 @@ class _TokenScores(torch.autograd.Function):
             logits = _logits(hidden[part], head[:rows], temperature)
             top = logits.amax(-1) if rows else log_z.new_full((len(logits),), -torch.inf)
             _reduce(top, shard.group, dist.ReduceOp.MAX)
-            chosen = logits.gather(1, local[part, None]).squeeze(1) if rows else torch.zeros_like(top)
+            chosen = (
+                logits.gather(1, local[part, None]).squeeze(1) if rows else torch.zeros_like(top)
+            )
             sums = [chosen.masked_fill(~mine[part], 0.0)]
             exp = (logits - top[:, None]).exp_()
             sums.append(exp.sum(-1))

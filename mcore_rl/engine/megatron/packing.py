@@ -29,8 +29,10 @@ class MicroBatch:
     columns: dict[str, torch.Tensor]  # other response columns, each [response tokens]
 
 
-def pack(batch: Batch, num_micro_batches: int, multiple: int, device: torch.device) -> list[MicroBatch]:
-    """Exactly `num_micro_batches` micro-batches of balanced size, tails padded to `multiple` tokens.
+def pack(
+    batch: Batch, num_micro_batches: int, multiple: int, device: torch.device
+) -> list[MicroBatch]:
+    """Exactly `num_micro_batches` micro-batches of balanced size, padded to `multiple` tokens.
 
     A micro-batch without samples holds padding only, so that every rank runs as many as the others.
     """

@@ -66,7 +66,10 @@ def micro_batches(batch: Batch, max_tokens: int, device: torch.device) -> list[M
 
 
 def run_micro_batches(
-    model: Any, micros: list[MicroBatch], make_loss: Callable[[MicroBatch], LossClosure], forward_only: bool
+    model: Any,
+    micros: list[MicroBatch],
+    make_loss: Callable[[MicroBatch], LossClosure],
+    forward_only: bool,
 ) -> list[Result]:
     """Drive Megatron's schedule; results come in the order of the micro-batches."""
 

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face checkpoints and the ranks' own parameters, both ways by the same rules."""
+"""Weights between Hugging Face checkpoints and the ranks, both ways by the same rules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def load_weights(
     """Fill this rank's parameters, reading only its own slices. Vocabulary padding becomes zero.
 
     Raises:
-        RuntimeError: a parameter of the model has no rule, or a rule no parameter (a bug in a family).
+        RuntimeError: a parameter has no rule, or a rule no parameter (a bug in a family).
     """
     parameters = dict(model.named_parameters())
     filled = set()
@@ -88,14 +88,16 @@ def load_weights(
             parameter[block.local_slices].copy_(reader.read(block))
         filled.add(name)
     if unfilled := sorted(set(parameters) - filled):
-        raise RuntimeError(f"no rule names {', '.join(unfilled[:3])}; {len(unfilled)} parameters in all")
+        raise RuntimeError(
+            f"no rule names {', '.join(unfilled[:3])}; {len(unfilled)} parameters in all"
+        )
 
 
 @torch.no_grad()
 def export_weights(
     model: torch.nn.Module, weights: Sequence[Weight], placement: WeightPlacement, world_rank: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream whole Hugging Face tensors (on the CPU) out of world rank 0, in the order of the rules.
+    """Stream whole Hugging Face tensors (on the CPU) out of world rank 0, in rule order.
 
     Each shard travels once, from the lowest rank that holds it. Other ranks yield nothing but must
     exhaust the iterator. In memory at once: the logical tensors of one parameter.
@@ -113,7 +115,9 @@ def export_weights(
                 continue
             if owner != 0:
                 like = next(iter(parameters.values()))
-                local = torch.empty(weight.rule.local_shape(shard), dtype=like.dtype, device=like.device)
+                local = torch.empty(
+                    weight.rule.local_shape(shard), dtype=like.dtype, device=like.device
+                )
                 dist.recv(local, src=owner)
             for block in weight.rule.blocks(shard):
                 target = _whole(whole, block.tensor, local.dtype)

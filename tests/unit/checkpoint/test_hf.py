@@ -38,7 +38,10 @@ def test_a_block_is_read_as_the_slice_of_its_tensor(folder):
     [
         ([*EXPECTED, LogicalTensor("c", (1,))], "lacks tensor c"),
         (EXPECTED[:1], "holds unexpected tensor b"),
-        ([EXPECTED[0], LogicalTensor("b", (6,))], r"tensor b has shape \(5,\), but config.json asks"),
+        (
+            [EXPECTED[0], LogicalTensor("b", (6,))],
+            r"tensor b has shape \(5,\), but config.json asks",
+        ),
     ],
 )
 def test_missing_extra_and_misshapen_tensors_are_named(folder, expected, message):
@@ -47,20 +50,20 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder, expected, message
 
 
 def test_an_empty_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="there is no .*safetensors file in it"):
+    with pytest.raises(ConfigError, match=r"there is no .*safetensors file in it"):
         CheckpointReader(tmp_path)
 
 
 def test_a_damaged_file_is_named(folder):
     (folder / "model.safetensors").write_bytes(b"not a header")
-    with pytest.raises(ConfigError, match="model.safetensors cannot be read as safetensors"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):
         CheckpointReader(folder)
 
 
 def test_an_index_that_names_a_missing_file_is_named(folder):
     index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="names model-00002-of-00002.safetensors, which is not"):
+    with pytest.raises(ConfigError, match=r"names model-00002-of-00002\.safetensors, which is not"):
         CheckpointReader(folder)
 
 

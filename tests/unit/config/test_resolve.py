@@ -64,7 +64,11 @@ BAD = [
         "actor.layout.dp=3 does not divide the 8 samples of a mini-batch",
     ),
     (
-        {"warm_start__num_steps": 1, "warm_start__batch_size": 9, "warm_start__layout": Layout(dp=2)},
+        {
+            "warm_start__num_steps": 1,
+            "warm_start__batch_size": 9,
+            "warm_start__layout": Layout(dp=2),
+        },
         "warm_start.layout.dp=2 does not divide warm_start.batch_size=9",
     ),
     (
@@ -95,7 +99,11 @@ DENSE = ModelSizes(
         (Layout(tp=3), SIZES, "actor.layout.tp=3 does not divide the model's 4 key/value heads"),
         (Layout(tp=4), SIZES, "actor.layout.tp=4 does not divide the model's 30 MLP columns"),
         (Layout(ep=3), SIZES, "actor.layout.ep=3 does not divide the model's 8 experts"),
-        (Layout(etp=3), SIZES, "actor.layout.etp=3 does not divide the model's 20 columns of an exp"),
+        (
+            Layout(etp=3),
+            SIZES,
+            "actor.layout.etp=3 does not divide the model's 20 columns of an exp",
+        ),
         (Layout(ep=2), DENSE, "actor.layout.ep=2: the model has no experts; allowed: 1"),
     ],
 )

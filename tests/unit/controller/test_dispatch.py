@@ -12,7 +12,6 @@ from mcore_rl.controller.dispatch import (
     Dispatch,
     Part,
     Registration,
-    balanced_rows,
     gather,
     register,
     registered_methods,
@@ -64,17 +63,6 @@ def test_marks_are_inherited_and_can_be_changed():
         "compute": Registration(Dispatch.DP_COMPUTE, True),
         "save": Registration(Dispatch.RANK_ZERO, True),
     }
-
-
-@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
-def test_rows_are_dealt_once_each_and_no_part_outweighs_another_by_more_than_one_row(
-    lengths: list[int], num_parts: int
-):
-    parts = balanced_rows(lengths, num_parts)
-    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    assert all(part == sorted(part) for part in parts)
-    loads = [sum(lengths[row] for row in part) for part in parts]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Chunked log-prob and entropy equal a plain float64 softmax, gradients included, in bounded memory."""
+"""Chunked log-prob and entropy equal a plain float64 softmax, gradients too, in bounded memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_values_and_gradients_equal_the_plain_softmax(temperature, chunk):
     grads = torch.autograd.grad(
         (scores.log_probs * weights[0] + scores.entropy * weights[1]).sum(), (h, w)
     )
-    wanted = torch.autograd.grad((expected[0] * weights[0] + expected[1] * weights[1]).sum(), (h, w))
+    wanted = torch.autograd.grad(
+        (expected[0] * weights[0] + expected[1] * weights[1]).sum(), (h, w)
+    )
     torch.testing.assert_close(grads, wanted)
 
 
@@ -79,7 +81,8 @@ tokens, vocab = int(sys.argv[1]), 16384
 h, w = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
 t = torch.randint(vocab, (tokens,))
 def run(n):
-    s = token_scores(h[:n], w, t[:n], VocabShard(0, vocab, None), chunk_tokens=128, with_entropy=True)
+    shard = VocabShard(0, vocab, None)
+    s = token_scores(h[:n], w, t[:n], shard, chunk_tokens=128, with_entropy=True)
     s.log_probs.sum().backward()
 run(256)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,8 +13,9 @@ QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048,
     "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
-    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024,
@@ -61,7 +62,10 @@ def test_dense_layers_of_a_mixed_model_have_dense_rules():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"architectures=\['LlamaForCausalLM'\] is not supp"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            r"architectures=\['LlamaForCausalLM'\] is not",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; allowed: 'silu'"),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),

@@ -25,7 +25,7 @@ def full(tensor: LogicalTensor, start: int) -> np.ndarray:
 
 
 def local_tensors(rule: Rule, count: int) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Distinct numbers in every logical tensor, and what the rule puts into each shard (-1: padding)."""
+    """Logical tensors of distinct numbers, and what the rule puts into each shard (-1: padding)."""
     whole = {t.name: full(t, 10_000 * i) for i, t in enumerate(rule.tensors)}
     shards = []
     for index in range(count):
@@ -58,7 +58,11 @@ def test_interleaved_qkv_is_megatrons_order_of_query_groups():
     q, k, v = (LogicalTensor(n, (rows, 3)) for n, rows in (("q", 8), ("k", 4), ("v", 4)))
     whole, shards = local_tensors(InterleavedQKV(q, k, v, num_groups=2), 2)
     for group, local in enumerate(shards):
-        parts = [whole["q"][4 * group :][:4], whole["k"][2 * group :][:2], whole["v"][2 * group :][:2]]
+        parts = [
+            whole["q"][4 * group :][:4],
+            whole["k"][2 * group :][:2],
+            whole["v"][2 * group :][:2],
+        ]
         np.testing.assert_array_equal(local, np.concatenate(parts))
 
 

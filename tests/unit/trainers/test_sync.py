@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.trainers.sync import logprob_gap, mini_batches
+from mcore_rl.trainers.sync import logprob_gaps, mini_batches
 
 
 def batch():
@@ -37,7 +37,7 @@ def test_mini_batches_are_never_empty():
 
 def test_the_gap_is_the_largest_difference_at_chosen_tokens():
     made = batch()
-    assert logprob_gap(made) == pytest.approx(0.25)
+    assert logprob_gaps(made) == pytest.approx({"max_logprob_gap": 0.25, "mean_logprob_gap": 0.25})
     values = made.jagged("rollout_log_probs").values.copy()
     values[3] += 9.0
     mask = np.ones(9, np.int8)
@@ -46,10 +46,10 @@ def test_the_gap_is_the_largest_difference_at_chosen_tokens():
     masked = made.with_columns(
         rollout_log_probs=column.with_values(values), response_mask=column.with_values(mask)
     )
-    assert logprob_gap(masked) == pytest.approx(0.25)
+    assert logprob_gaps(masked)["max_logprob_gap"] == pytest.approx(0.25)
 
 
 def test_a_gap_that_is_not_a_number_is_not_hidden():
     column = batch().jagged("log_probs")
     broken = batch().with_columns(log_probs=column.with_values(np.full(9, np.nan, np.float32)))
-    assert np.isnan(logprob_gap(broken))
+    assert np.isnan(logprob_gaps(broken)["max_logprob_gap"])
