@@ -69,12 +69,16 @@ class CheckpointReader:
                 raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
         return self._files[file]
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._where)
-
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+        file = self._where[name]
+        try:
+            return tuple(self._open(file).get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ConfigError(f"{file} has no tensor {name}, which its index names") from error
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape by name."""
+        return {name: self.shape(name) for name in self._where}
 
     def read(self, block: Block) -> torch.Tensor:
         """The elements of one block, and no others, as a new tensor."""
@@ -85,8 +89,9 @@ class CheckpointReader:
     def check(self, expected: Iterable[LogicalTensor]) -> None:
         """Raise ConfigError unless the folder holds exactly these tensors, in these shapes."""
         wanted = {tensor.name: tensor.shape for tensor in expected}
-        missing = sorted(set(wanted) - set(self._where))
-        extra = sorted(set(self._where) - set(wanted))
+        found = self.shapes()
+        missing = sorted(wanted.keys() - found.keys())
+        extra = sorted(found.keys() - wanted.keys())
         for what, names in (("lacks", missing), ("holds unexpected", extra)):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -94,9 +99,9 @@ class CheckpointReader:
                     f"checkpoint {self.path} {what} tensor {', '.join(names[:3])}{more}"
                 )
         for name, shape in wanted.items():
-            if self.shape(name) != shape:
+            if found[name] != shape:
                 raise ConfigError(
-                    f"checkpoint {self.path}: tensor {name} has shape {self.shape(name)}, "
+                    f"checkpoint {self.path}: tensor {name} has shape {found[name]}, "
                     f"but config.json asks for {shape}"
                 )
 

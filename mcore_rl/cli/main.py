@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Callable
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.failure import RunFailed
 
 _COMMANDS = {"rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]"}
 
@@ -19,12 +21,27 @@ def main() -> int:
         lines += ["usage: mcore-rl COMMAND ...", *(f"  {n:10} {h}" for n, h in _COMMANDS.items())]
         print("\n".join(lines), file=sys.stderr if wanted else sys.stdout)
         return 2 if wanted else 0
-    command: Callable[[list[str]], None] = importlib.import_module(
-        f"mcore_rl.cli.{arguments[0]}"
-    ).main
+    return _run(arguments[0], arguments[1:])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """The exit status: 2 for bad input, 1 for a run that had to stop, 128 + n for signal n."""
     try:
-        command(arguments[1:])
+        command: Callable[[list[str]], None] = importlib.import_module(f"mcore_rl.cli.{name}").main
+        command(arguments)
     except ConfigError as error:
-        print(f"mcore-rl {arguments[0]}: {error}", file=sys.stderr)
-        return 2
+        return _say(name, str(error), 2)
+    except RunFailed as error:
+        return _say(name, str(error), 1)
+    except KeyboardInterrupt:
+        return _say(name, "interrupted", 128 + signal.SIGINT)
+    except SystemExit as error:
+        if error.code != 128 + signal.SIGTERM:
+            raise
+        return _say(name, "terminated", 128 + signal.SIGTERM)
     return 0
+
+
+def _say(name: str, message: str, status: int) -> int:
+    print(f"mcore-rl {name}: {' '.join(message.split())}", file=sys.stderr)
+    return status

@@ -44,6 +44,11 @@ def resolve(config: RLConfig) -> None:
     _at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
     _positive("trainer.max_logprob_gap", config.trainer.max_logprob_gap)
     _positive("trainer.mean_logprob_gap", config.trainer.mean_logprob_gap)
+    if config.weight_sync.bind_address in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"weight_sync.bind_address={config.weight_sync.bind_address!r}: servers connect to it; "
+            "allowed: an address of this machine that they reach"
+        )
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")
     _resolve_files(config)

@@ -35,14 +35,14 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 1e-6
+    lr: float = 1e-6  # learning rate after warm-up
     min_lr: float = 0.0  # the floor of a decaying schedule
     schedule: str = "constant"  # constant, linear or cosine
-    warmup_steps: int = 0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    warmup_steps: int = 0  # optimizer steps over which the learning rate rises linearly to lr
+    beta1: float = 0.9  # of Adam
+    beta2: float = 0.95  # of Adam
+    eps: float = 1e-8  # of Adam
+    weight_decay: float = 0.0  # decoupled from the gradient, as in AdamW
     clip_grad: float = 1.0  # maximum global gradient norm
     distributed: bool = False  # shard the optimizer state over data-parallel ranks
 
@@ -63,25 +63,25 @@ class EngineConfig:
 class RolloutConfig:
     """The vLLM servers that generate."""
 
-    num_servers: int = 1
+    num_servers: int = 1  # each with a whole copy of the model
     tp: int = 1  # tensor parallel inside a server
     ep: bool = False  # expert parallel over the tp ranks of a server
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_response_tokens: int = 1024
+    temperature: float = 1.0  # of sampling, in training and in evaluation; above 0
+    top_p: float = 1.0  # allowed: 1
+    max_response_tokens: int = 1024  # a response that gets there is cut off
     max_num_seqs: int = 256  # sequences a server runs at once
-    kv_cache_bytes: int = 4 << 30
-    start_timeout_s: float = 600.0
+    kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
+    start_timeout_s: float = 600.0  # how long a server may take to start
     cores: str = ""  # CPU lane: cores of each worker, as in "0|1"; empty leaves the choice to vLLM
 
 
 @dataclass
 class DataConfig:
-    train_file: str = ""  # parquet
-    test_file: str = ""  # parquet
+    train_file: str = ""  # parquet with the prompt column and the answer column
+    test_file: str = ""  # the same, held out: asked before and after training
     prompt_column: str = "messages"  # chat messages: list of {role, content}
     answer_column: str = "answer"  # ground truth, handed to the reward
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: int = 1024  # after the chat template; a longer prompt is refused
 
 
 @dataclass
@@ -94,34 +94,34 @@ class RewardConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage: str = "grpo"
+    advantage: str = "grpo"  # how rewards become advantages
     group_size: int = 8  # responses a prompt
     normalize_by_std: bool = True  # divide group advantages by their standard deviation
     drop_uniform_groups: bool = False  # leave groups whose rewards are all equal out of the update
     num_mini_batches: int = 1  # optimizer steps a trainer step
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    loss_aggregation: str = "token_mean"
+    clip_ratio_low: float = 0.2  # of the PPO clip: ratios are clipped at 1 - clip_ratio_low
+    clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
+    loss_aggregation: str = "token_mean"  # how token losses become one loss
     kl_coef: float = 0.0  # weight of the KL to the reference model; 0 loads no reference
-    kl_estimator: str = "k3"
+    kl_estimator: str = "k3"  # how the KL is estimated from one sample
 
 
 @dataclass
 class WeightSyncConfig:
     method: str = "full_export"  # stream every tensor in Hugging Face form to every server
     bind_address: str = "127.0.0.1"  # where the sender listens
-    timeout_s: float = 600.0
+    timeout_s: float = 600.0  # how long either side waits for the other's next move
 
 
 @dataclass
 class TrainerConfig:
-    num_steps: int = 100
-    prompts_per_step: int = 64
-    # Stop when log-probs of trainer and rollout differ by more, in nats, at any token or on average.
+    num_steps: int = 100  # each: generate, score, update, push the weights
+    prompts_per_step: int = 64  # times algorithm.group_size: samples of a step
+    # Stop when log-probs of trainer and rollout differ by more, in nats, at a token or on average.
     # Rounding gives 1e-4 and 1e-6 in float32, about 1 and 0.02 in bfloat16; where it tips a router
-    # from one expert to another a single token may differ by more, so the mean is the sharper test.
+    # from one expert to another a token may differ by more, so the mean is the sharper test.
     max_logprob_gap: float = 2.0
-    mean_logprob_gap: float = 0.1
+    mean_logprob_gap: float = 0.1  # the bound on the average
     eval_samples: int = 0  # held-out prompts of an evaluation; 0 takes all
 
 
@@ -129,11 +129,11 @@ class TrainerConfig:
 class WarmStartConfig:
     """Supervised training before reinforcement learning; off when num_steps is 0."""
 
-    num_steps: int = 0
-    batch_size: int = 96
+    num_steps: int = 0  # optimizer steps
+    batch_size: int = 96  # samples an optimizer step
     train_file: str = ""  # parquet with the prompt column and the response column
-    response_column: str = "response"
-    moe_aux_loss_coef: float = 0.0
+    response_column: str = "response"  # text to imitate
+    moe_aux_loss_coef: float = 0.0  # load-balancing loss of the router
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -148,8 +148,8 @@ class TaskConfig:
 
 @dataclass
 class RLConfig:
-    seed: int = 0
-    output_dir: str = "outputs/rl"
+    seed: int = 0  # of data order, initial weights of a task's model, sampling
+    output_dir: str = "outputs/rl"  # new or empty; everything that a run leaves
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -4,11 +4,13 @@ A driver that is killed with SIGKILL cannot clean up. Ray's own processes then s
 at once and some after seconds; processes that workers started, shared memory and Ray's folder stay.
 The janitor remembers which processes descend from the driver and which shared-memory files they
 map. When the driver goes, or ends the session by a word on the janitor's stdin, it kills every one
-of them that is not a descendant of a living driver, then removes those files and the run folder.
+of them that is not a descendant of a living driver. Then it removes those files, the scratch
+folder, and from the run's own folders what was still being written: everything in this project is
+written under the name `.<name>.partial` and renamed when it is whole.
 
-Runs as a script (`python -I -S janitor.py DRIVER_PID MARKER RUN_DIR`) with the standard library
-only, in a session of its own, so that a signal to the driver's process group does not reach it.
-Linux only.
+Runs as a script (`python -I -S janitor.py DRIVER_PID MARKER SCRATCH [FOLDER...]`) with the standard
+library only, in a session of its own, so that a signal to the driver's process group does not reach
+it. Linux only.
 """
 
 from __future__ import annotations
@@ -73,11 +75,23 @@ def carries(pid: int, marker: bytes) -> bool:
         return False
 
 
+def remove_partials(folder: str) -> None:
+    """Removes what is called `.<name>.partial`, at any depth."""
+    for place, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            if name.startswith(".") and name.endswith(".partial"):
+                path = os.path.join(place, name)
+                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):  # a file, or a link
+                    os.unlink(path)
+
+
 class Janitor:
-    def __init__(self, driver: int, marker: str, run_dir: str) -> None:
+    def __init__(self, driver: int, marker: str, scratch: str, folders: list[str]) -> None:
         self.driver = driver
         self.marker = marker.encode()
-        self.run_dir = run_dir
+        self.scratch = scratch
+        self.folders = folders  # of the run, which may hold something half-written
         self.known: dict[int, str] = {}  # pid -> start time; a pid may be used again
         self.files: set[str] = set()  # shared memory of the session
         self.looks = dict.fromkeys(os.listdir(SHM), LOOKS)  # how often each file was looked at
@@ -124,7 +138,9 @@ class Janitor:
         for name in self.files - mapped_by(self.spared(processes())):
             with contextlib.suppress(OSError):
                 os.unlink(f"{SHM}/{name}")
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        for folder in self.folders:
+            remove_partials(folder)
 
     def watch(self) -> None:
         """Returns when the driver is gone or has sent a word."""
@@ -135,7 +151,7 @@ class Janitor:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    janitor = Janitor(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    janitor = Janitor(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
     janitor.observe()
     janitor.watch()
     janitor.sweep()

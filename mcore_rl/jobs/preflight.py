@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
@@ -10,6 +11,7 @@ from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_model, resolve_rollout_model
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
@@ -27,6 +29,9 @@ from mcore_rl.rewards.base import get_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ def check_inputs(config: RLConfig) -> Inputs:
         registry[name]
     get_reward(config.reward.name)
     _check_model(config)
+    _check_lengths(config)
+    _check_tokenizer_files(Path(config.model.path))
     tokenizer = load_tokenizer(config.model.path)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     return Inputs(
@@ -67,6 +74,26 @@ def _check_model(config: RLConfig) -> None:
     weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
     with CheckpointReader(config.model.path) as reader:
         reader.check(logical_tensors(weights))
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Without them transformers makes a tokenizer without words, by the model's type alone."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"model.path={str(folder)!r} has no tokenizer; "
+            f"it needs one of: {', '.join(_TOKENIZER_FILES)}"
+        )
+
+
+def _check_lengths(config: RLConfig) -> None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    positions = read_config(config.model.path).get("max_position_embeddings")
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens} make {longest}; "
+            f"allowed: together up to the model's max_position_embeddings={positions}"
+        )
 
 
 def _examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batch | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from mcore_rl.config.resolve import resolve
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
+from mcore_rl.controller.guard import guard
+from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
@@ -18,11 +20,12 @@ from mcore_rl.data.prompt_batches import prompt_batch, prompt_batches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.engine.base import EngineSpec, LossFunction
 from mcore_rl.engine.megatron.device import device_name
-from mcore_rl.jobs.output import RunOutput
+from mcore_rl.jobs.failure import told_in_one_line
+from mcore_rl.jobs.output import RunOutput, claimed
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
-from mcore_rl.trainers.sync import SyncTrainer, logprob_gaps
+from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
 from mcore_rl.weight_sync.sync import FullExportSync
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
@@ -36,24 +39,27 @@ def run(config: RLConfig) -> RunOutput:
     """Run the job; everything it leaves lies in config.output_dir.
 
     Raises:
-        ConfigError: a setting or an input is wrong; nothing has been started.
+        ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
+        RunFailed: the run had to stop.
     """
     started = time.monotonic()
     resolve(config)
-    output = RunOutput.claim(config)
-    with PeakMemory() as memory:
-        config = _prepare_task(config, output.folder)
-        inputs = check_inputs(config)
+    with claimed(config.output_dir) as folder, guard(folder) as scratch, PeakMemory() as memory:
+        prepared = _prepare_task(config, folder)
+        inputs = check_inputs(prepared)
+        output = RunOutput(folder, config)
         session = ray_session(
+            scratch=scratch,
             resources=_session_resources(config),
             log_to_driver=False,
-            log_dir=output.folder / "logs",
+            log_dir=folder / "logs",
         )
-        with session:
+        trace_file = folder / "logs" / "error.txt"
+        with told_in_one_line(trace_file, WorkerError, PolicyMismatchError), session:
             if inputs.examples is not None:
-                config = _warm_start(config, inputs.examples, output)
-            _reinforce(config, inputs, output)
-    output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
+                prepared = _warm_start(prepared, inputs.examples, output)
+            _reinforce(prepared, inputs, output)
+        output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
     return output
 
 
@@ -124,7 +130,9 @@ def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
     """Load the export with transformers and let it answer the first held-out prompt."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         output.folder / "checkpoint", local_files_only=True
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+Report = Callable[[int, dict[str, float]], None]  # takes a step, counted from 1, and its metrics
 
 
 def merge(

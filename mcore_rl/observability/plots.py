@@ -45,6 +45,6 @@ def plot_reward_curve(
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(loc="best", framealpha=0.9)
-    aside = path.with_name(f".{path.name}.unfinished")
+    aside = path.with_name(f".{path.name}.partial")
     figure.savefig(aside, format="png")
     os.replace(aside, path)

@@ -26,9 +26,13 @@ def balanced_partition(costs: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def num_parts_within(costs: Sequence[int], budget: int) -> int:
-    """The fewest parts for which `balanced_partition` keeps every part within the budget."""
+    """The fewest parts for which `balanced_partition` keeps every part within the budget.
+
+    An item above the budget gets a part that no larger item needs: the budget is then its cost.
+    """
     if not costs:
         return 1
+    budget = max(budget, *costs)
     parts = max(1, -(-sum(costs) // budget))
     while parts < len(costs):
         loads = (sum(costs[i] for i in part) for part in balanced_partition(costs, parts))

@@ -6,6 +6,7 @@ No Ray here: a worker actor owns one of these, and a test can too.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import os
 from collections.abc import AsyncIterator
@@ -88,6 +89,8 @@ class VLLMServer:
             use_tqdm_on_load=False,
             **vllm_worker.lane_arguments(self._config, self._name, self._max_model_tokens),
         )
+        # Workers that crash leave their memory behind, and nobody may come to close the server.
+        atexit.register(vllm_worker.remove_shared_memory, self._name)
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._refusal = ""
         self._admitting.set()

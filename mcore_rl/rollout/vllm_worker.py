@@ -31,8 +31,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 
+from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.weight_sync.manifest import checkpoint_shapes, verified
+from mcore_rl.weight_sync.manifest import verified
 from mcore_rl.weight_sync.stream import StreamEndpoint, receive
 
 
@@ -93,6 +94,18 @@ def remove_shared_memory(server: ServerName) -> None:
         segment.unlink(missing_ok=True)
 
 
+def _remove_mapped_memory() -> None:
+    """Unlink this process's message queues and semaphores.
+
+    Python's resource tracker would, unless it was killed with the server, as Ray kills an actor's
+    children.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, _, name = line.partition("/dev/shm/")
+        if name.startswith(("psm_", "sem.mp-")):
+            Path("/dev/shm", name).unlink(missing_ok=True)
+
+
 def _remove_rendezvous() -> None:
     """Unlink the file in which this worker's process group met (utils/network_utils.py:154)."""
     name = os.environ.get("VLLM_DIST_IDENT", "")  # set on CPU only (v1/worker/cpu_worker.py:148)
@@ -127,8 +140,9 @@ class WeightReceiver:
         return self._weight_error
 
 
-def _reload(model: torch.nn.Module, config: Any, endpoint: StreamEndpoint, version: int) -> None:
-    expected = checkpoint_shapes(config.model_config.model)
+def _reload(model: Any, config: Any, endpoint: StreamEndpoint, version: int) -> None:
+    with CheckpointReader(config.model_config.model) as checkpoint:
+        expected = checkpoint.shapes()
     for layer in model.modules():
         _make_reloadable(layer)
     initialize_layerwise_reload(model)
@@ -146,7 +160,7 @@ def _make_reloadable(layer: torch.nn.Module) -> None:
         # (model_executor/model_loader/reload/layerwise.py:103).
         _place_kernel_tensors(layer, info)
         info.reset()
-    method = getattr(layer, "quant_method", None)
+    method: Any = getattr(layer, "quant_method", None)
     if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
         # With a kernel in place a reload skips the CPU expert prepack, and the experts' output is
         # garbage (model_executor/layers/fused_moe/unquantized_fused_moe_method.py:187).
@@ -174,8 +188,8 @@ def _route_local_experts() -> None:
     upstream = CPUUnquantizedExperts.apply
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation")
-        names += ("global_num_experts", "expert_map")
+        names = ["output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"]
+        names += ["global_num_experts", "expert_map"]
         kwargs |= dict(zip(names, args, strict=False))
         expert_map = kwargs.pop("expert_map")
         if expert_map is not None:
@@ -215,6 +229,7 @@ def _die_with(server: ServerName) -> None:
         with contextlib.suppress(ProcessLookupError):
             select.select([os.pidfd_open(server.pid)], [], [])
         remove_shared_memory(server)
+        _remove_mapped_memory()
         _remove_rendezvous()
         os.kill(os.getpid(), signal.SIGKILL)
 

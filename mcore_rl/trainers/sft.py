@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mcore_rl.algorithms.aggregation import loss_weights
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sampler import IndexSampler
-
-Report = Callable[[int, dict[str, float]], None]  # step, from 1, and its metrics
+from mcore_rl.observability.metrics import Report
 
 
 def train(

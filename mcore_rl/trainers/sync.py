@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,14 @@ from mcore_rl.algorithms.aggregation import loss_weights
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
-from mcore_rl.observability.metrics import merge
+from mcore_rl.observability.metrics import Report, merge
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.weight_sync.sync import WeightSync
 from mcore_rl.workers.rollout_pool import RolloutPool
 
-Report = Callable[[int, dict[str, float]], None]  # step, from 1, and its metrics
 
-
-class LogprobGapError(RuntimeError):
-    """Trainer and rollout disagree about the same tokens: what is learned would be wrong."""
+class PolicyMismatchError(RuntimeError):
+    """The servers do not run the trainer's policy: what is learned would be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +37,14 @@ class SyncTrainer:
         """Run trainer.num_steps steps.
 
         Raises:
-            LogprobGapError: the two engines' log-probs of a step differ by more than
+            PolicyMismatchError: samples came from other weights, or log-probs differ by more than
                 trainer.max_logprob_gap or mean_logprob_gap.
         """
         for step in range(1, self.config.trainer.num_steps + 1):
             clock = Stopwatch()
             with clock("generate"):
                 batch = self.rollout.generate(next(prompts), n=self.config.algorithm.group_size)
+            _check_versions(batch, step - 1)
             metrics, num_tokens = _describe(batch), int(batch.num_tokens.sum())
             with clock("log_probs"):
                 batch = self.actor.compute_log_probs(batch)
@@ -70,9 +69,9 @@ class SyncTrainer:
         for name, gap in gaps.items():
             bound = getattr(self.config.trainer, name)
             if not gap <= bound:  # a gap that is not a number is no agreement either
-                raise LogprobGapError(
+                raise PolicyMismatchError(
                     f"step {step}: {name} of trainer and rollout is {gap:.3g} nats; allowed: "
-                    f"trainer.{name}={bound:g}. The weights or the settings of one of them are wrong"
+                    f"trainer.{name}={bound:g}. The weights or the settings of one are wrong"
                 )
         return gaps
 
@@ -114,6 +113,15 @@ def mini_batches(batch: Batch, num: int, seed: list[int]) -> list[Batch]:
         batch.take(np.flatnonzero(np.isin(batch.array("group_ids"), part)).tolist())
         for part in parts
     ]
+
+
+def _check_versions(batch: Batch, expected: int) -> None:
+    """Every token of an on-policy step comes from the weights of the step before."""
+    versions = np.unique(batch.jagged("weight_versions").values)
+    if versions.tolist() != [expected]:
+        raise PolicyMismatchError(
+            f"servers answered with weights of version {versions.tolist()}; expected {expected}"
+        )
 
 
 def logprob_gaps(batch: Batch) -> dict[str, float]:

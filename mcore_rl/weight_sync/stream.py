@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +136,9 @@ class StreamSender:
         self.close()
 
 
-def receive(endpoint: StreamEndpoint, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+def receive(
+    endpoint: StreamEndpoint, version: int
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the (name, CPU tensor) pairs of one update, each with its checksum verified.
 
     Ends normally only if every tensor of `version` has arrived and the consumer took them all.

@@ -1,6 +1,8 @@
 """A real vLLM server: its log-probs are the model's, before and after every weight update.
 
 The reference is transformers in float32 on the same checkpoint.
+
+Long because: one server, which takes seconds to start, serves nearly every test here.
 """
 
 from __future__ import annotations
@@ -21,9 +23,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -103,16 +102,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 @contextlib.contextmanager
-def _serving(path: str, tp: int = 1, ep: bool = False) -> Iterator[tuple[Any, Callable[..., Any]]]:
+def _serving(path: str) -> Iterator[tuple[Any, Callable[..., Any]]]:
     """A started server and a function that runs a coroutine on its event loop."""
-    cores = sorted(os.sched_getaffinity(0))
-    config = RolloutConfig(
-        tp=tp,
-        ep=ep,
-        max_num_seqs=32,
-        kv_cache_bytes=32 << 20,
-        cores="|".join(str(cores[i % len(cores)]) for i in range(tp)) if tp > 1 else "",
-    )
+    config = RolloutConfig(max_num_seqs=32, kv_cache_bytes=32 << 20)
     server = VLLMServer(path, "float32", _MAX_TOKENS, config, seed=0)
     with asyncio.Runner() as runner:
         runner.run(server.start())
@@ -122,12 +114,10 @@ def _serving(path: str, tp: int = 1, ep: bool = False) -> Iterator[tuple[Any, Ca
             runner.run(server.close())
 
 
-async def _update(
-    server: VLLMServer, weights: Any, number: int, num_receivers: int = 1
-) -> list[BaseException | None]:
+async def _update(server: VLLMServer, weights: Any, number: int) -> list[BaseException | None]:
     """Outcome of the sender and of the server."""
     items = weights.items() if isinstance(weights, dict) else weights
-    with StreamSender("127.0.0.1", num_receivers, timeout_s=20.0) as sender:
+    with StreamSender("127.0.0.1", num_receivers=1, timeout_s=20.0) as sender:
         return await asyncio.gather(
             asyncio.to_thread(sender.send, items, number),
             server.update_weights(sender.endpoint, number),
@@ -463,32 +453,67 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_two_expert_parallel_workers_take_an_update_and_die_with_a_killed_server(moe):
+def _core_pair() -> str:
     cores = sorted(os.sched_getaffinity(0))
-    pair = f"{cores[0]}|{cores[-1]}"
-    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path, pair]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    return f"{cores[0]}|{cores[-1]}"
+
+
+@contextlib.contextmanager
+def _parallel_server(moe: list[Model]) -> Iterator[subprocess.Popen[str]]:
+    """A server with two workers as the leader of a session of its own; killed at the end."""
+    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path, _core_pair()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with process:
         try:
-            answer = next(line for line in process.stdout if line.startswith("[["))
-            completion = Completion(*json.loads(answer))
-            family = psutil.Process(process.pid).children(recursive=True)
-            memory = _shared_memory(family)
+            yield process
         finally:
             process.send_signal(signal.SIGKILL)
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    """The living processes of a session; one whose parent died is still found."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        left = [*_session(leader), *(f for f in files if f.exists())]
+        if not left:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"still there after {within_s:g} s: {left}")
+
+
+def test_two_expert_parallel_workers_take_an_update_and_die_with_a_killed_server(moe):
+    with _parallel_server(moe) as process:
+        answer = next(line for line in process.stdout if line.startswith("[["))
+        completion = Completion(*json.loads(answer))
+        family = _session(process.pid)
+        memory = _shared_memory(family)
+        for tracker in family:  # Ray kills an actor's children, and with them who would tidy up
+            if "resource_tracker" in " ".join(tracker.cmdline()):
+                tracker.kill()
     assert moe[1].gap(_PROMPT, completion) < 1e-4
     assert set(completion.weight_versions) == {1}
-    assert len(family) >= 3
-    assert any(f"mcore_rl_{process.pid}-" in f.name for f in memory)
-    _check_gone(family, memory)
+    assert len(family) >= 4
+    kinds = (f"mcore_rl_{process.pid}-", "psm_", "sem.mp-")
+    assert all(any(f.name.startswith(kind) for f in memory) for kind in kinds)
+    _check_session_gone(process.pid, memory)
 
 
-def test_a_server_killed_while_it_starts_takes_its_engine_along(moe):
-    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path, "0|1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+def test_a_server_killed_while_it_starts_takes_its_processes_along(moe):
+    with _parallel_server(moe) as process:
         family: list[psutil.Process] = []
-        while not family and process.poll() is None:
-            time.sleep(0.1)
-            family = psutil.Process(process.pid).children(recursive=True)
+        # vLLM names a process once it has read its config, seconds before it is ready.
+        while not any(p.name().startswith("VLLM::") for p in family) and process.poll() is None:
+            time.sleep(0.05)
+            family = _session(process.pid)
         process.send_signal(signal.SIGKILL)
-    assert family
-    _check_gone(family, set(), within_s=60.0)
+    assert len(family) > 1
+    _check_session_gone(process.pid, set())

@@ -67,6 +67,25 @@ def test_an_index_that_names_a_missing_file_is_named(folder):
         CheckpointReader(folder)
 
 
+def test_shapes_of_a_checkpoint_in_parts_come_from_its_index(tmp_path):
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(4)}, tmp_path / "two.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with CheckpointReader(tmp_path) as reader:
+        assert reader.shapes() == {"a": (2, 3), "b": (4,)}
+
+
+def test_an_index_that_names_a_tensor_its_file_lacks_is_named(folder):
+    index = {"weight_map": {"z": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with (
+        CheckpointReader(folder) as reader,
+        pytest.raises(ConfigError, match=r"model\.safetensors has no tensor z"),
+    ):
+        reader.shapes()
+
+
 def test_a_written_checkpoint_reads_back_bit_for_bit_in_bounded_shards(folder, tmp_path):
     path = tmp_path / "out"
     write_checkpoint(path, TENSORS.items(), reference=folder, max_shard_bytes=50)

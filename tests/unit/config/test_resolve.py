@@ -40,6 +40,8 @@ BAD = [
     ({"model__path": "/m"}, "model.path='/m': task.name='last_digit' makes its own"),
     ({"task__name": ""}, "model.path='' names nothing"),
     ({"weight_sync__method": "pigeon"}, "weight_sync.method='pigeon'; allowed: 'full_export'"),
+    ({"weight_sync__bind_address": "0.0.0.0"}, "weight_sync.bind_address='0.0.0.0': servers conn"),
+    ({"trainer__mean_logprob_gap": -1.0}, "trainer.mean_logprob_gap=-1.0; allowed: above 0"),
     ({"output_dir": ""}, "output_dir='' names no folder"),
     ({"trainer__prompts_per_step": 0}, "trainer.prompts_per_step=0; allowed: at least 1"),
     ({"trainer__max_logprob_gap": 0.0}, "trainer.max_logprob_gap=0.0; allowed: above 0"),

@@ -32,5 +32,9 @@ def test_equal_rows_are_dealt_in_equal_numbers():
     assert [len(part) for part in balanced_partition([3] * 6, 3)] == [2, 2, 2]
 
 
+def test_one_item_above_the_budget_does_not_scatter_the_others():
+    assert num_parts_within([100, 1, 1, 1, 1], 10) == 2
+
+
 def test_no_work_is_one_empty_part():
     assert num_parts_within([], 10) == 1

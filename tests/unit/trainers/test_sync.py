@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mcore_rl.config.schema import RewardConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.trainers.sync import logprob_gaps, mini_batches
+from mcore_rl.trainers.sync import (
+    PolicyMismatchError,
+    SyncTrainer,
+    _check_versions,
+    logprob_gaps,
+    mini_batches,
+)
 
 
 def batch():
@@ -53,3 +60,67 @@ def test_a_gap_that_is_not_a_number_is_not_hidden():
     column = batch().jagged("log_probs")
     broken = batch().with_columns(log_probs=column.with_values(np.full(9, np.nan, np.float32)))
     assert np.isnan(logprob_gaps(broken)["max_logprob_gap"])
+
+
+def trainer(**bounds):
+    config = RLConfig(trainer=TrainerConfig(**bounds))
+    return SyncTrainer(config, None, None, None, None)
+
+
+def test_a_gap_within_both_bounds_is_reported():
+    gaps = trainer(max_logprob_gap=0.3, mean_logprob_gap=0.3)._check_gaps(batch(), 1)
+    assert gaps == pytest.approx({"max_logprob_gap": 0.25, "mean_logprob_gap": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"max_logprob_gap": 0.2}, r"step 7: max_logprob_gap .* 0.25 nats; .*max_logprob_gap=0.2"),
+        (
+            {"mean_logprob_gap": 0.1},
+            r"step 7: mean_logprob_gap .* 0.25 nats; .*mean_logprob_gap=0.1",
+        ),
+    ],
+)
+def test_a_gap_beyond_a_bound_stops_the_run(bounds, message):
+    wide = {"max_logprob_gap": 1.0, "mean_logprob_gap": 1.0}
+    with pytest.raises(PolicyMismatchError, match=message):
+        trainer(**(wide | bounds))._check_gaps(batch(), 7)
+
+
+def test_samples_of_other_weights_stop_the_run():
+    versions = batch().jagged("log_probs").with_values(np.array([3] * 8 + [2]))
+    with pytest.raises(PolicyMismatchError, match=r"version \[2, 3\]; expected 3"):
+        _check_versions(batch().with_columns(weight_versions=versions), 3)
+
+
+def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
+    rewards = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], np.float32)
+    column = batch().jagged("log_probs")
+    made = batch().with_columns(rewards=rewards, response_ids=column)
+    scored = trainer()._with_advantages(made, 1).jagged("advantages")
+    high = 0.5 / (np.sqrt(0.5) + 1e-6)
+    wanted = [[high] * 2, [-high], [0.0] * 3, [0.0], [0.0], [0.0]]
+    assert [row.tolist() for row in scored] == [pytest.approx(row) for row in wanted]
+
+
+def test_shuffled_rewards_are_the_same_rewards_elsewhere():
+    config = RLConfig(reward=RewardConfig(shuffle=True))
+    config.algorithm.normalize_by_std = False
+    rewards = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], np.float32)
+    made = batch().with_columns(rewards=rewards, response_ids=batch().jagged("log_probs"))
+    trainers = SyncTrainer(config, None, None, None, None)
+    first = [
+        trainers._with_advantages(made, step).jagged("advantages").values for step in (1, 1, 2)
+    ]
+    np.testing.assert_array_equal(first[0], first[1])
+    assert not np.array_equal(first[0], first[2])
+
+
+def test_uniform_groups_are_left_out_when_asked():
+    config = RLConfig()
+    config.algorithm.drop_uniform_groups = True
+    rewards = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], np.float32)
+    made = batch().with_columns(rewards=rewards, response_ids=batch().jagged("log_probs"))
+    kept = SyncTrainer(config, None, None, None, None)._with_advantages(made, 1)
+    assert kept.array("group_ids").tolist() == [0, 0]

@@ -1,0 +1,110 @@
+"""A watch over this process: when it ends, nothing of what it started is left. No Ray here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from mcore_rl.controller import janitor
+
+MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
+_LONGEST_TEMP_DIR = 24  # Ray adds about 80 characters; a socket's path may have 107
+
+
+@contextlib.contextmanager
+def guard(*folders: Path) -> Iterator[Path]:
+    """Yields a scratch folder with a short path, the TMPDIR of every process started meanwhile.
+
+    However this process ends, even by SIGKILL, what it started meanwhile is gone a moment later:
+    processes, shared-memory files, the scratch folder, and in `folders`, which must belong to this
+    run, whatever is called `.<name>.partial`. SIGTERM raises SystemExit(143) in the main thread.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="mcr_", dir=_short_temp_dir()))
+    session = secrets.token_hex(8)
+    with (
+        _sigterm_exits(),
+        _janitor(f"{MARKER}={session}", scratch, folders),
+        _environment(**{MARKER: session, "TMPDIR": str(scratch)}),
+    ):
+        yield scratch
+
+
+@contextlib.contextmanager
+def _janitor(marker: str, scratch: Path, folders: tuple[Path, ...]) -> Iterator[None]:
+    swept = [str(folder.resolve()) for folder in (scratch, *folders)]
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), marker, *swept],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a child forked from us may keep the pipe open,
+            process.stdin.write(b"end")  # so a word ends the session, not the end of the file
+            process.stdin.close()
+        process.wait()
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """The handler from before comes back at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    received: list[int] = []
+
+    def leave(signum: int, frame: object) -> None:
+        received.append(signum)
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if received:  # a call into Ray that was interrupted forgets the exit code
+            raise SystemExit(128 + received[0])
+
+
+@contextlib.contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Around a call that sets its own SIGTERM handler: ours comes back, and its exit status."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:
+        raise SystemExit(128 + signal.SIGTERM) from error
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+
+
+def _short_temp_dir() -> str:
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_TEMP_DIR else "/tmp"

@@ -1,0 +1,26 @@
+"""How a job that had started says why it stopped."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class RunFailed(RuntimeError):
+    """A run stopped for a reason that one line tells; the traces lie in a file that it names."""
+
+
+@contextmanager
+def told_in_one_line(trace_file: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Turns errors of these kinds into RunFailed and writes their traces, remote ones included."""
+    try:
+        yield
+    except kinds as error:
+        trace_file.parent.mkdir(parents=True, exist_ok=True)
+        aside = trace_file.with_name(f".{trace_file.name}.partial")
+        aside.write_text("".join(traceback.format_exception(error)))
+        aside.replace(trace_file)
+        reason = str(error).partition("\n")[0]
+        raise RunFailed(f"{reason} (the whole story: {trace_file})") from error

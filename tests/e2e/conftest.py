@@ -1,0 +1,140 @@
+"""A job as a user runs it, with everything that descends from it on record."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+MARKER = "MCORE_RL_SESSION"  # in the environment of what a job starts
+
+
+class Job:
+    """`mcore-rl rl` in a session of its own; its outcome lies in `output`.
+
+    Temporary files go to a folder of the job's own, so that what it leaves can be told from what
+    others make at the same time.
+    """
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.output = folder / "out"
+        self.temp = Path(tempfile.mkdtemp(prefix="job", dir="/tmp"))  # sockets need short paths
+        self._streams = {name: folder / name for name in ("stdout", "stderr")}
+        command = [Path(sys.executable).with_name("mcore-rl"), "rl", "recipe=quickstart"]
+        with contextlib.ExitStack() as files:
+            streams = {n: files.enter_context(f.open("wb")) for n, f in self._streams.items()}
+            self.process = subprocess.Popen(
+                [*command, *settings, f"output_dir={self.output}"],
+                env={**os.environ, "TMPDIR": str(self.temp)},
+                start_new_session=True,
+                preexec_fn=_heed_interrupts,
+                **streams,
+            )
+        self.processes: set[psutil.Process] = set()
+        self.shared_memory: set[Path] = set()
+        self._markers: set[str] = set()
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    @property
+    def stdout(self) -> str:
+        return self._streams["stdout"].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._streams["stderr"].read_text()
+
+    def wait_until(self, happened: Callable[[], bool], what: str) -> None:
+        """Raises AssertionError with the job's output when the job ends before it happens."""
+        while not happened():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.stdout}{self.stderr}"
+            time.sleep(0.02)
+
+    def left(self) -> list[str]:
+        """What the job has left: processes, shared memory, files half-written or temporary."""
+        with_marker = {p for p in psutil.process_iter() if _marker(p) in self._markers - {""}}
+        found = [f"process {p}" for p in set(self.processes) | with_marker if _lives(p)]
+        found += [str(file) for file in set(self.shared_memory) if file.exists()]
+        # What torch compiles is kept for the next run, as in the usual place.
+        found += [str(f) for f in self.temp.iterdir() if not f.name.startswith("torchinductor_")]
+        aside = [
+            *self.output.parent.rglob(".*partial*"),
+            *self.output.parent.rglob(".*unfinished*"),
+        ]
+        return found + [str(path) for path in aside]
+
+    def rank(self, number: int) -> psutil.Process:
+        """A process of this rank that lives now."""
+        return next(p for p in set(self.processes) if _environ(p).get("RANK") == str(number))
+
+    def close(self) -> None:
+        self._done.set()
+        self._watcher.join()
+        self.process.kill()
+        self.process.wait()
+        for process in self.processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        shutil.rmtree(self.temp)
+
+    def _watch(self) -> None:
+        """Descendants by the tree of processes: an orphan leaves it, and stays on record."""
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(self.process.pid)
+            while not self._done.wait(1):
+                children = root.children(recursive=True)
+                self.processes.update(children)
+                self._markers.update(map(_marker, children))
+                self.shared_memory.update(*map(_shared_memory, children))
+
+
+def _heed_interrupts() -> None:
+    """What a shell starts in the background ignores SIGINT, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    """The environment it was started with; empty for one that has ended."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.environ()
+    return {}
+
+
+def _marker(process: psutil.Process) -> str:
+    return _environ(process).get(MARKER, "")
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _shared_memory(process: psutil.Process) -> set[Path]:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        return {Path(line.split(None, 5)[5]) for line in lines if " /dev/shm/" in line}
+    return set()
+
+
+@pytest.fixture(scope="module")
+def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
+    """start_job(*settings) runs the quickstart recipe with these overrides."""
+    with contextlib.ExitStack() as jobs:
+
+        def start(*settings: str) -> Job:
+            job = Job(tmp_path_factory.mktemp("job"), *settings)
+            jobs.callback(job.close)
+            return job
+
+        yield start

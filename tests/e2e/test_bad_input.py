@@ -1,0 +1,292 @@
+"""Bad input on the command line: one clear line, exit status 2, nothing started, nothing left."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import ray
+from safetensors.torch import load_file, save_file
+
+from mcore_rl.cli.main import main
+from mcore_rl.data.tasks import last_digit
+
+DEFAULTS = {
+    "model.path": "model",
+    "data.train_file": "train.parquet",
+    "data.test_file": "test.parquet",
+    "data.max_prompt_tokens": "64",
+    "rollout.max_response_tokens": "32",
+    "output_dir": "out",
+}
+WARM_START = {"warm_start.num_steps": "1", "warm_start.train_file": "warm_start.parquet"}
+NORM = "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with good inputs, to spoil."""
+
+    folder: Path
+
+    def tensors(self, change: Callable[[dict], None]) -> None:
+        file = self.folder / "model" / "model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    def model_config(self, **fields: object) -> None:
+        file = self.folder / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    def table(self, name: str, change: Callable) -> None:
+        file = self.folder / name
+        pq.write_table(change(pq.read_table(file)), file)
+
+    def cut(self, name: str, num_bytes: int) -> None:
+        file = self.folder / name
+        os.truncate(file, file.stat().st_size - num_bytes)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "task"
+    last_digit.prepare(folder, seed=0, worked_share=0.35)
+    for file in folder.glob("*.parquet"):  # a few rows are as bad as many
+        pq.write_table(pq.read_table(file).slice(0, 20), file)
+    return folder
+
+
+@pytest.fixture
+def place(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    shutil.copytree(good, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return Place(tmp_path / "here")
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def refusal(
+    place: Place,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+) -> str:
+    """The line that the command prints, after checking that it is all that happened."""
+
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", started)
+    arguments = [f"{key}={value}" for key, value in settings.items()]
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl", *arguments])
+    before, children = tree(place.folder), set(psutil.Process().children(recursive=True))
+    capfd.readouterr()
+    status = main()
+    printed = capfd.readouterr()
+    assert (status, printed.out) == (2, ""), printed.err
+    assert printed.err.startswith("mcore-rl rl: ")
+    assert printed.err.count("\n") == 1 and printed.err.endswith("\n"), printed.err
+    assert tree(place.folder) == before
+    assert set(psutil.Process().children(recursive=True)) <= children
+    return printed.err
+
+
+BAD_SETTINGS = {
+    "unknown key": (
+        {"trainer.num_stepps": "3"},
+        ["'trainer.num_stepps'", "did you mean trainer.num_steps?"],
+    ),
+    "group as a key": ({"actor.layout": "3"}, ["actor.layout", "actor.layout.tp"]),
+    "added key": ({"+trainer.extra": "3"}, ["+trainer.extra=3", "key=value"]),
+    "words for a number": ({"trainer.num_steps": "many"}, ["trainer.num_steps", "'many'"]),
+    "unknown recipe": ({"recipe": "quickstrat"}, ["recipe=quickstrat", "allowed: quickstart"]),
+    "no data": ({"data.test_file": ""}, ["data.test_file=''"]),
+    "task and own data": ({"task.name": "last_digit"}, ["model.path='model'", "allowed: ''"]),
+    "world size": (
+        {"actor.layout.ep": "2"},
+        ["actor.layout: etp * ep * pp = 1 * 2 * 1 = 2", "world size", "= 1"],
+    ),
+    "key/value heads": (
+        {"actor.layout.tp": "4"},
+        ["actor.layout.tp=4", "2 key/value heads"],
+    ),
+    "heads": ({"actor.layout.tp": "3"}, ["actor.layout.tp=3", "4 attention heads"]),
+    "experts": (
+        {"actor.layout.dp": "3", "actor.layout.ep": "3", "trainer.prompts_per_step": "48"},
+        ["actor.layout.ep=3", "8 experts"],
+    ),
+    "batch": ({"actor.layout.dp": "3"}, ["actor.layout.dp=3", "512 samples"]),
+    "mini-batches": (
+        {"algorithm.num_mini_batches": "7"},
+        ["algorithm.num_mini_batches=7", "trainer.prompts_per_step=64"],
+    ),
+    "heads of a server": ({"rollout.tp": "3"}, ["rollout.tp=3", "4 attention heads"]),
+    "layout of the warm start": (
+        WARM_START | {"warm_start.layout.tp": "4"},
+        ["warm_start.layout.tp=4", "2 key/value heads"],
+    ),
+    "batch of the warm start": (
+        WARM_START | {"warm_start.layout.dp": "2", "warm_start.batch_size": "9"},
+        ["warm_start.layout.dp=2", "warm_start.batch_size=9"],
+    ),
+    "reward": ({"reward.name": "kindness"}, ["reward.name='kindness'", "final_number"]),
+    "advantage": ({"algorithm.advantage": "luck"}, ["algorithm.advantage='luck'", "grpo"]),
+    "aggregation": (
+        {"algorithm.loss_aggregation": "sum_of_squares"},
+        ["algorithm.loss_aggregation='sum_of_squares'", "token_mean"],
+    ),
+    "kl": ({"algorithm.kl_estimator": "k9"}, ["algorithm.kl_estimator='k9'", "k3"]),
+    "model folder": ({"model.path": "nowhere"}, ["model.path='nowhere'", "config.json"]),
+    "train file": ({"data.train_file": "no.parquet"}, ["data.train_file='no.parquet'", "parquet"]),
+    "test file": ({"data.test_file": "no.parquet"}, ["data.test_file='no.parquet'", "parquet"]),
+    "warm-start file": (
+        WARM_START | {"warm_start.train_file": "no.parquet"},
+        ["warm_start.train_file='no.parquet'", "parquet"],
+    ),
+    "not a parquet": (
+        {"data.train_file": "model/config.json"},
+        ["data.train_file='model/config.json'", "parquet"],
+    ),
+    "answer column": (
+        {"data.answer_column": "truth"},
+        ["'train.parquet'", "'truth' (data.answer_column)", "it has: messages, answer"],
+    ),
+    "response column": (
+        WARM_START | {"warm_start.response_column": "reply"},
+        ["'warm_start.parquet'", "'reply' (warm_start.response_column)", "messages, response"],
+    ),
+    "long prompt": (
+        {"data.max_prompt_tokens": "20"},
+        ["data.train_file='train.parquet'", "row", "tokens", "data.max_prompt_tokens=20"],
+    ),
+    "longer than the model's positions": (
+        {"rollout.max_response_tokens": "449"},
+        ["data.max_prompt_tokens=64", "rollout.max_response_tokens=449", "513", "embeddings=512"],
+    ),
+    "output folder in use": ({"output_dir": "model"}, ["output_dir='model'", "allowed: a new"]),
+    "output folder is a file": (
+        {"output_dir": "train.parquet"},
+        ["output_dir='train.parquet'", "allowed: a new"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), BAD_SETTINGS.values(), ids=list(BAD_SETTINGS))
+def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(
+    place, capfd, monkeypatch, settings, words
+):
+    line = refusal(place, capfd, monkeypatch, DEFAULTS | settings)
+    assert [word for word in words if word not in line] == [], line
+
+
+def smaller_vocabulary(place: Place) -> None:
+    place.model_config(vocab_size=256)
+
+    def cut(tensors: dict) -> None:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = tensors[name][:256].contiguous()
+
+    place.tensors(cut)
+
+
+BAD_FILES: dict[str, tuple[Callable[[Place], object], list[str]]] = {
+    "no weights": (
+        lambda at: (at.folder / "model" / "model.safetensors").unlink(),
+        ["model.path='model'", "*.safetensors"],
+    ),
+    "architecture": (
+        lambda at: at.model_config(architectures=["LlamaForCausalLM"]),
+        ["architectures=['LlamaForCausalLM']", "Qwen3MoeForCausalLM"],
+    ),
+    "no JSON": (
+        lambda at: (at.folder / "model" / "config.json").write_text("{'vocab_size': 3}"),
+        ["model/config.json", "JSON"],
+    ),
+    "missing tensor": (
+        lambda at: at.tensors(lambda tensors: tensors.pop(NORM)),
+        ["checkpoint model lacks", NORM],
+    ),
+    "extra tensor": (
+        lambda at: at.tensors(lambda t: t.update({"model.extra.weight": t[NORM].clone()})),
+        ["checkpoint model holds unexpected", "model.extra.weight"],
+    ),
+    "misshapen tensor": (
+        lambda at: at.tensors(lambda t: t.update({NORM: t[NORM][:100].contiguous()})),
+        ["checkpoint model", NORM, "(100,)", "(128,)"],
+    ),
+    "truncated weights": (
+        lambda at: at.cut("model/model.safetensors", 1000),
+        ["model/model.safetensors", "safetensors"],
+    ),
+    "index without its shard": (
+        lambda at: (at.folder / "model" / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {NORM: "model-00001-of-00002.safetensors"}})
+        ),
+        ["model.safetensors.index.json", "model-00001-of-00002.safetensors"],
+    ),
+    "another tokenizer": (smaller_vocabulary, ["token ids up to", "vocab_size=256"]),
+    "no tokenizer": (
+        lambda at: [f.unlink() for f in (at.folder / "model").glob("tokenizer*")],
+        ["model.path='model'", "tokenizer"],
+    ),
+    "no prompt column": (
+        lambda at: at.table("test.parquet", lambda table: table.drop_columns(["messages"])),
+        ["data.test_file='test.parquet'", "'messages' (data.prompt_column)", "it has: answer"],
+    ),
+    "no answer column": (
+        lambda at: at.table("train.parquet", lambda table: table.drop_columns(["answer"])),
+        ["data.train_file='train.parquet'", "'answer' (data.answer_column)", "it has: messages"],
+    ),
+    "no rows": (
+        lambda at: at.table("train.parquet", lambda table: table.slice(0, 0)),
+        ["data.train_file='train.parquet'", "no rows"],
+    ),
+    "truncated data": (
+        lambda at: at.cut("train.parquet", 10),
+        ["data.train_file='train.parquet'", "parquet"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), BAD_FILES.values(), ids=list(BAD_FILES))
+def test_a_bad_file_is_named_with_what_is_wrong_and_what_is_allowed(
+    place, capfd, monkeypatch, spoil, words
+):
+    spoil(place)
+    line = refusal(place, capfd, monkeypatch, DEFAULTS)
+    assert [word for word in words if word not in line] == [], line
+
+
+def test_an_empty_output_folder_stays_and_folders_made_on_the_way_go(place, capfd, monkeypatch):
+    (place.folder / "runs").mkdir()
+    bad = DEFAULTS | {"data.max_prompt_tokens": "20"}
+    for output_dir in ("runs", "runs/a/b"):
+        refusal(place, capfd, monkeypatch, bad | {"output_dir": output_dir})
+
+
+def test_the_command_itself_refuses_what_does_not_fit_its_own_task(tmp_path: Path):
+    """As a user runs it: libraries print nothing either, and the task it made is gone again."""
+    command = Path(sys.executable).with_name("mcore-rl")
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        [command, "rl", "recipe=quickstart", "data.max_prompt_tokens=30", "output_dir=runs/new"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("mcore-rl rl: data.train_file='runs/new/task/train.parquet'")
+    assert done.stderr.endswith("allowed: up to data.max_prompt_tokens=30\n")
+    assert done.stderr.count("\n") == 1
+    assert tree(tmp_path) == {"tmp"}

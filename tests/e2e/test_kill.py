@@ -1,0 +1,108 @@
+"""However a job is ended, nothing of it is left, and nothing half-written."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from safetensors import safe_open
+
+STEPS = ("trainer.num_steps=1000", "trainer.eval_samples=16")
+WARM_START = (*STEPS, "warm_start.num_steps=1000")
+TRAINING = (*STEPS, "warm_start.num_steps=0")
+
+
+def metrics(job) -> list[dict]:
+    """Every line must be whole."""
+    file = job.output / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def is_warm_starting(job) -> bool:
+    return any("warm_start/loss" in row for row in metrics(job))
+
+
+def is_training(job) -> bool:
+    return any("reward" in row for row in metrics(job))
+
+
+def interrupt_an_export(job) -> None:
+    """What an export looks like that the signal cuts short; its own moment is too brief to meet."""
+    aside = job.output / ".checkpoint.partial"
+    aside.mkdir()
+    (aside / "shard-1").write_bytes(b"half a te")
+
+
+def assert_gone_soon(job) -> None:
+    deadline = time.monotonic() + 30  # a second, on a machine that has nothing else to do
+    while left := job.left():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def assert_whole(job) -> None:
+    """What has been left can be read to the end."""
+    metrics(job)
+    for file in job.output.rglob("*.json"):
+        json.loads(file.read_text())
+    for file in job.output.rglob("*.safetensors"):
+        safe_open(file, framework="np")  # checks the length
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_come", "number", "word"),
+    [
+        (WARM_START, is_warm_starting, signal.SIGINT, "interrupted"),
+        (TRAINING, is_training, signal.SIGTERM, "terminated"),
+    ],
+    ids=["warm start", "training"],
+)
+def test_a_job_that_is_ended_leaves_nothing(start_job, settings, has_come, number, word):
+    """Two jobs side by side: SIGKILL for one, then a signal that can be handled for the other."""
+    killed, ended = start_job(*settings), start_job(*settings)
+    for job in (killed, ended):
+        job.wait_until(lambda job=job: has_come(job), "the first step")
+        assert len(job.processes) > 8
+        interrupt_an_export(job)
+
+    killed.process.kill()
+    assert killed.process.wait() == -signal.SIGKILL
+    assert_gone_soon(killed)
+    assert_whole(killed)
+
+    steps = len(metrics(ended))
+    ended.wait_until(lambda: len(metrics(ended)) > steps, "another step")
+    if number == signal.SIGINT:  # Ctrl-C, which reaches whatever is in the foreground
+        os.killpg(ended.process.pid, number)
+    else:
+        ended.process.send_signal(number)
+    assert ended.process.wait() == 128 + number
+    assert ended.left() == []
+    assert_whole(ended)
+    assert ended.stderr == f"mcore-rl rl: {word}\n"
+    assert list(ended.output.glob("logs/worker-*.err"))
+
+
+def test_a_job_that_is_killed_while_it_makes_its_task_leaves_no_half_of_it(start_job):
+    job = start_job()
+    job.wait_until((job.output / ".task.partial").exists, "the task")
+    job.process.kill()
+    job.process.wait()
+    assert_gone_soon(job)
+    assert not (job.output / "config.json").exists()
+
+
+def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(start_job):
+    job = start_job(*WARM_START)
+    job.wait_until(lambda: is_warm_starting(job), "the first step")
+    rank = job.rank(0)
+    rank.kill()
+    assert job.process.wait() == 1
+    assert job.left() == []
+    assert_whole(job)
+    trace_file = job.output / "logs" / "error.txt"
+    assert job.stderr.startswith(f"mcore-rl rl: warm_start.update: rank 0 (pid {rank.pid}) died.")
+    assert job.stderr.endswith(f" (the whole story: {trace_file})\n")
+    assert job.stderr.count("\n") == 1
+    assert "WorkerError" in trace_file.read_text()

@@ -1,0 +1,165 @@
+"""The main job as a user runs it, shortened: what it learns, and what it leaves."""
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+WARM_STEPS, RL_STEPS, TESTS = 240, 6, 256
+
+
+@pytest.fixture(scope="module")
+def run(start_job):
+    job = start_job(f"trainer.num_steps={RL_STEPS}", f"trainer.eval_samples={TESTS}", "seed=1")
+    status = job.process.wait()
+    assert status == 0, job.stderr
+    return job
+
+
+@pytest.fixture(scope="module")
+def shuffled(run, start_job):
+    """From the warm start of `run`, as from a user's own model and data, with shuffled rewards."""
+    task = run.output / "task"
+    job = start_job(
+        "task.name=''",
+        f"model.path={run.output / 'warm_start'}",
+        f"data.train_file={task / 'train.parquet'}",
+        f"data.test_file={task / 'test.parquet'}",
+        "warm_start.num_steps=0",
+        "reward.shuffle=true",
+        "algorithm.kl_coef=0.001",
+        "actor.layout.tp=1",
+        "actor.layout.dp=2",
+        "actor.layout.ep=2",
+        f"trainer.num_steps={RL_STEPS}",
+        f"trainer.eval_samples={TESTS}",
+        "seed=1",
+    )
+    status = job.process.wait()
+    assert status == 0, job.stderr
+    return job
+
+
+def summary(job) -> dict:
+    return json.loads((job.output / "summary.json").read_text())
+
+
+def rows(job) -> list[dict]:
+    lines = [json.loads(line) for line in (job.output / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in lines if "reward" in row]
+
+
+def test_held_out_accuracy_rises_by_twenty_points(run):
+    assert summary(run)["accuracy_grpo"] - summary(run)["accuracy_warm_start"] >= 0.20
+
+
+def test_shuffled_rewards_teach_nothing(shuffled):
+    found = summary(shuffled)
+    assert found["accuracy_grpo"] - found["accuracy_warm_start"] <= 0.08
+    assert all("actor/reference_kl" in row for row in rows(shuffled))
+
+
+def test_both_runs_start_from_the_same_accuracy(run, shuffled):
+    """The same checkpoint, seed and questions: a vLLM server answers them alike."""
+    assert summary(shuffled)["accuracy_warm_start"] == summary(run)["accuracy_warm_start"]
+
+
+@pytest.mark.parametrize("name", ["run", "shuffled"])
+def test_trainer_and_rollout_agree_at_every_step(name, request):
+    job = request.getfixturevalue(name)
+    gaps = [row["max_logprob_gap"] for row in rows(job)]
+    assert len(gaps) == RL_STEPS
+    assert 0 < max(gaps) <= summary(job)["max_logprob_gap"] <= 1e-4
+
+
+def test_the_summary_tells_the_whole_run(run):
+    found = summary(run)
+    assert found["seed"] == 1
+    assert found["layout"] == {"tp": 2, "pp": 1, "cp": 1, "dp": 1, "ep": 2, "etp": 1}
+    assert 0.5e9 < found["peak_memory_bytes"] < 10e9
+    assert found["wall_s"] > 0
+    assert {"torch", "megatron-core", "ray", "transformers"} <= set(found["versions"])
+    assert json.loads((run.output / "config.json").read_text())["trainer"]["num_steps"] == RL_STEPS
+
+
+def test_the_output_has_one_line_a_step_and_a_table(run):
+    lines = run.stdout.splitlines()
+    steps = [f"warm start {i}/{WARM_STEPS}" for i in range(1, WARM_STEPS + 1)]
+    steps += [f"training {i}/{RL_STEPS}" for i in range(1, RL_STEPS + 1)]
+    assert [line.split("  ")[0] for line in lines[: len(steps)]] == steps
+    for line in lines[WARM_STEPS : len(steps)]:
+        assert re.search(r"reward 0\.\d+  length .* gen .*s train .*s sync .*s  .* tok/s$", line)
+    table = "\n".join(lines[len(steps) :])
+    assert len(lines) - len(steps) < 10
+    assert all(word in table for word in ("before", "after", "change", "points", str(run.output)))
+    assert run.stderr == ""
+
+
+def test_tensorboard_has_the_rewards(run):
+    events = EventAccumulator(str(run.output / "tensorboard"))
+    events.Reload()
+    read = {event.step: event.value for event in events.Scalars("reward")}
+    assert list(read) == list(range(1, RL_STEPS + 1))
+    assert read == pytest.approx({row["step"]: row["reward"] for row in rows(run)})
+    assert len(events.Scalars("warm_start/loss")) == WARM_STEPS
+
+
+def test_the_reward_curve_is_a_picture(run):
+    data = (run.output / "reward_curve.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", data[16:24])
+    assert 400 <= width <= 4000
+    assert 300 <= height <= 4000
+    assert len(data) > 5000
+
+
+def test_the_export_has_the_tensors_of_the_checkpoint_it_started_from(run):
+    start, export = (tensors(run.output / name) for name in ("task/model", "checkpoint"))
+    described = [{n: (t.shape, t.dtype) for n, t in found.items()} for found in (start, export)]
+    assert described[0] == described[1]
+    assert all(torch.isfinite(tensor).all() for tensor in export.values())
+    warm = tensors(run.output / "warm_start")
+    assert not any(torch.equal(export[name], warm[name]) for name in export)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_transformers_loads_the_export_and_its_answers_are_in_format(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mcore_rl.data.tasks.last_digit import question, split_problems
+
+    folder = run.output / "checkpoint"
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    answers = []
+    for problem in split_problems()[1][:8]:
+        chat = [{"role": "user", "content": question(problem)}]
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+        out = model.generate(ids, do_sample=False, max_new_tokens=32)
+        answers.append(tokenizer.decode(out[0, ids.shape[1] :]))
+    shown = re.compile(r"(\d[+*]\d=\d+\n)*#### \d" + re.escape("<|im_end|>"))
+    assert [answer for answer in answers if not shown.fullmatch(answer)] == []
+    example = summary(run)["example"]
+    assert shown.fullmatch(example["response"])
+    assert example["prompt"].endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("name", ["run", "shuffled"])
+def test_nothing_is_left_but_the_output(name, request):
+    job = request.getfixturevalue(name)
+    assert len(job.processes) > 10
+    assert len(job.shared_memory) > 0
+    assert job.left() == []
+    expected = {"checkpoint", "config.json", "logs", "metrics.jsonl", "reward_curve.png"}
+    expected |= {"summary.json", "tensorboard"}
+    own = {"task", "warm_start"} if name == "run" else set()
+    assert {path.name for path in job.output.iterdir()} == expected | own

@@ -1,0 +1,198 @@
+"""What the pages say of the tree, the settings and the commands is true of the repository."""
+
+import doctest
+import importlib
+import os
+import re
+import runpy
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cli.compose import compose_config, setting_names
+from mcore_rl.config.resolve import resolve
+from mcore_rl.config.schema import RLConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+WRITER = ROOT / "tests" / "write_configuration_doc.py"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SETTINGS = setting_names(RLConfig)
+GROUPS = {".".join(parts[:n]) for key in SETTINGS for parts in [key.split(".")] for n in (1, 2)}
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+OVERRIDE = re.compile(r"\b([a-z]\w*(?:\.\w+)+)=(?!=)")
+PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
+FILE_SUFFIXES = {".md", ".py", ".sh", ".toml", ".yaml"}
+
+
+def folders_of_package() -> set[str]:
+    """mcore_rl/<room>/ of every folder with modules of its own; models/ is one by its link."""
+    found = {"models/"}
+    for folder, names, files in os.walk(ROOT / "mcore_rl"):
+        names[:] = [name for name in names if name != "__pycache__"]
+        if any(name.endswith(".py") for name in files) and Path(folder) != ROOT / "mcore_rl":
+            found.add(f"{Path(folder).relative_to(ROOT)}/")
+    return found
+
+
+ROOMS = folders_of_package()
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+def tree_of(page: Path) -> set[str]:
+    """Every path of the annotated tree of a page: one a line, two blanks a level."""
+    section = page.read_text().partition("\n## The tree\n")[2]
+    block = FENCE.search(section)
+    assert block, f"{page_id(page)} has no code block under '## The tree'"
+    found: set[str] = set()
+    above: list[str] = []
+    for line in block[2].splitlines():
+        if not line.strip():
+            continue
+        depth, odd = divmod(len(line) - len(line.lstrip()), 2)
+        name, _, meaning = line.strip().partition(" ")
+        assert not odd and depth <= len(above) and meaning.strip(), line
+        above[depth:] = [name]
+        path = "".join(above)
+        assert path not in found, f"{path} is listed twice"
+        found.add(path)
+    return found
+
+
+def rooms_in(tree: set[str]) -> set[str]:
+    return {p for p in tree if p.endswith("/") and (p.startswith("mcore_rl/") or p == "models/")}
+
+
+def test_the_architecture_page_lists_every_room_and_every_module_and_no_other():
+    tree = tree_of(ARCHITECTURE)
+    assert rooms_in(tree) - {"mcore_rl/"} == ROOMS
+    modules = {
+        f"{room}{path.name}"
+        for room in ROOMS
+        for path in (ROOT / room).glob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert {
+        path for path in tree if path.endswith(".py") and path.startswith(tuple(ROOMS))
+    } == modules
+
+
+def test_the_readme_lists_every_room_that_stands_in_mcore_rl():
+    direct = {room for room in ROOMS if room.count("/") <= 2}
+    assert rooms_in(tree_of(ROOT / "README.md")) - {"mcore_rl/"} == direct
+
+
+@pytest.mark.parametrize("page", [ARCHITECTURE, ROOT / "README.md"], ids=page_id)
+def test_everything_in_a_tree_exists(page: Path):
+    assert [path for path in sorted(tree_of(page)) if not (ROOT / path).exists()] == []
+
+
+def test_the_layers_are_those_that_the_linter_enforces():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(c["layers"] for c in contracts["contracts"] if c["name"].startswith("Layers"))
+    section = ARCHITECTURE.read_text().partition("\n## Layers\n")[2]
+    block = FENCE.search(section)
+    assert block
+    assert block[2].split("\n")[:-1] == [re.sub(r" : \(\w+\)", "", layer) for layer in layers]
+
+
+def claims_a_path(span: str) -> bool:
+    if not PATH.fullmatch(span):
+        return False
+    first, suffix = span.partition("/")[0], Path(span).suffix
+    is_room = f"mcore_rl/{first}/" in ROOMS and "/" in span and not suffix
+    return is_room or suffix in FILE_SUFFIXES or first in {"docs", "launch", "mcore_rl", "tests"}
+
+
+@each_page
+def test_every_path_in_backticks_exists(page: Path):
+    spans = CODE_SPAN.findall(FENCE.sub("", page.read_text()))
+    named = {span for span in spans if claims_a_path(span)}
+    missing = [
+        n for n in named if not any((base / n).exists() for base in (ROOT, ROOT / "mcore_rl"))
+    ]
+    assert missing == []
+
+
+@each_page
+def test_every_setting_exists(page: Path):
+    text = page.read_text()
+    assert [key for key in OVERRIDE.findall(text) if key not in SETTINGS] == []
+    spans = CODE_SPAN.findall(FENCE.sub("", text))
+    keys = [s for s in spans if re.fullmatch(r"\w+(\.\w+)+", s) and s.partition(".")[0] in GROUPS]
+    assert [key for key in keys if key not in SETTINGS and key not in GROUPS] == []
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The overrides of every `mcore-rl rl` and quickstart command in a bash block."""
+    found = []
+    for language, block in FENCE.findall(page.read_text()):
+        lines = block.replace("\\\n", " ").splitlines() if language == "bash" else []
+        for words in (shlex.split(line, comments=True) for line in lines):
+            if "launch/quickstart.sh" in words:
+                quickstart = words[words.index("launch/quickstart.sh") + 1 :]
+                found.append(["recipe=quickstart", *quickstart])
+            elif any(word.endswith("mcore-rl") for word in words):
+                found.append(words[words.index("rl") + 1 :])
+    return found
+
+
+@each_page
+def test_every_command_has_settings_that_fit_together(page: Path):
+    for overrides in commands_of(page):
+        resolve(compose_config("rl", RLConfig, overrides))
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+@each_page
+def test_every_link_inside_the_repository_leads_somewhere(page: Path):
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors_of(linked), target
+
+
+def test_the_tables_of_the_configuration_page_are_those_of_the_schema():
+    current = CONFIGURATION.read_text()
+    made = runpy.run_path(str(WRITER))["page"](current)
+    assert current == made, "run: .venv/bin/python tests/write_configuration_doc.py"
+    assert [key for key in SETTINGS if f"| `{key}` |" not in current] == []
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in p.read_text()], ids=page_id)
+def test_the_examples_in_pages_give_what_they_show(page: Path):
+    assert doctest.testfile(str(page), module_relative=False).failed == 0
+
+
+def modules_with_examples() -> list[str]:
+    paths = sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py"))
+    names = [p.relative_to(ROOT).with_suffix("").parts for p in paths if ">>> " in p.read_text()]
+    return [".".join(n if n[0] == "mcore_rl" else ("mcore_rl", *n)) for n in names]
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_the_examples_in_docstrings_give_what_they_show(module: str):
+    failed, attempted = doctest.testmod(importlib.import_module(module))
+    assert attempted > 0
+    assert failed == 0
