@@ -23,6 +23,7 @@ from mcore_rl.engine.megatron.device import device_name
 from mcore_rl.jobs.failure import told_in_one_line
 from mcore_rl.jobs.output import RunOutput, claimed
 from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
 from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
@@ -45,8 +46,9 @@ def run(config: RLConfig) -> RunOutput:
     started = time.monotonic()
     resolve(config)
     with claimed(config.output_dir) as folder, guard(folder) as scratch, PeakMemory() as memory:
-        prepared = _prepare_task(config, folder)
-        inputs = check_inputs(prepared)
+        with waiting("checking the inputs"):
+            prepared = _prepare_task(config, folder)
+            inputs = check_inputs(prepared)
         output = RunOutput(folder, config)
         session = ray_session(
             scratch=scratch,
@@ -59,6 +61,8 @@ def run(config: RLConfig) -> RunOutput:
             if inputs.examples is not None:
                 prepared = _warm_start(prepared, inputs.examples, output)
             _reinforce(prepared, inputs, output)
+        if config.task.name:  # a model that was made small enough to load here
+            _generate_with_transformers(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
     return output
 
@@ -107,23 +111,25 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
     tests = prompt_batch(inputs.test, range(min(num_tests, len(inputs.test))), 0)
     with contextlib.ExitStack() as stack:
         loss = PolicyLoss(config.algorithm)
-        servers = stack.enter_context(_servers(config))
-        actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
-        reference = None
-        if config.algorithm.kl_coef:
-            reference = stack.enter_context(_model(config, config.actor, "reference", None, 0))
+        with waiting("starting the servers and the trainer"):
+            servers = stack.enter_context(_servers(config))
+            actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
+            reference = None
+            if config.algorithm.kl_coef:
+                reference = stack.enter_context(_model(config, config.actor, "reference", None, 0))
         rollout = RolloutPool(servers, config.rollout, config.seed)
         sync = FullExportSync(actor, servers, config.weight_sync, config.rollout)
-        output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
+        with waiting("evaluating"):
+            output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
         trainer = SyncTrainer(config, actor, reference, rollout, sync)
         prompts = prompt_batches(inputs.train, config.trainer.prompts_per_step, config.seed)
         with output.progress("training", config.trainer.num_steps) as report:
             trainer.train(prompts, report)
-        after = actor.compute_log_probs(rollout.generate(tests, n=1))
-        output.compared(logprob_gaps(after))
-        output.evaluated("accuracy_grpo", after)
-        actor.export(str(output.folder / "checkpoint"))
-    _generate_with_transformers(inputs, output)
+        with waiting("evaluating and exporting"):
+            after = actor.compute_log_probs(rollout.generate(tests, n=1))
+            output.compared(logprob_gaps(after))
+            output.evaluated("accuracy_grpo", after)
+            actor.export(str(output.folder / "checkpoint"))
 
 
 def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -77,6 +78,17 @@ class StepProgress:
     ) -> None:
         if self._console.is_terminal:
             self._live.stop()
+
+
+@contextmanager
+def waiting(for_what: str, console: Console | None = None) -> Iterator[None]:
+    """A spinner on a terminal while something without steps goes on; nothing elsewhere."""
+    console = console or Console()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"{for_what} ..."):
+        yield
 
 
 def print_before_after(
