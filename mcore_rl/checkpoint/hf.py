@@ -152,11 +152,13 @@ def write_checkpoint(
     with written_aside(Path(path)) as folder:
         files: list[tuple[Path, list[str]]] = []
         total_bytes = 0
+        dtype = torch.float32
         for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
             file = folder / f"shard-{number}"
             save_file(shard, file, metadata={"format": "pt"})
             files.append((file, list(shard)))
             total_bytes += sum(t.nbytes for t in shard.values())
+            dtype = next(iter(shard.values())).dtype
         weight_map: dict[str, str] = {}
         for number, (file, names) in enumerate(files, start=1):
             final = "model.safetensors"
@@ -164,10 +166,22 @@ def write_checkpoint(
                 final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             file.rename(folder / final)
             weight_map.update(dict.fromkeys(names, final))
-        for pattern in _COMPANIONS:
-            for companion in Path(reference).glob(pattern):
-                if companion.name != INDEX_FILE:
-                    shutil.copyfile(companion, folder / companion.name)
+        _copy_companions(Path(reference), folder, dtype)
         if len(files) > 1:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
+
+
+def _copy_companions(reference: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Config and tokenizer files; config.json names the dtype of the tensors beside it."""
+    for pattern in _COMPANIONS:
+        for companion in reference.glob(pattern):
+            if companion.name != INDEX_FILE:
+                shutil.copyfile(companion, folder / companion.name)
+    config_file = folder / "config.json"
+    if config_file.is_file():
+        config = json.loads(config_file.read_text())
+        for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
+            if key in config:
+                config[key] = str(dtype).removeprefix("torch.")
+        config_file.write_text(json.dumps(config, indent=2) + "\n")

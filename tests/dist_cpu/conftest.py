@@ -44,6 +44,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             case = ranks.job(ranks.parity, checkpoints[model], layout, batch)
             jobs[layout.world_size][f"{model}/{name}"] = case
     moe = checkpoints["qwen3_moe"]
+    for name in ("tp1", "tp2ep2"):
+        case = ranks.job(ranks.parity, moe, MOE[name], batch, "bfloat16")
+        jobs[MOE[name].world_size][f"bfloat16/{name}"] = case
     few = ranks.fewer_samples_than_ranks
     jobs[1]["few/tp1"] = ranks.job(few, moe, Layout(), batch)
     jobs[2]["few/ep2"] = ranks.job(few, moe, Layout(dp=2, ep=2), batch)

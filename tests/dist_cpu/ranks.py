@@ -7,7 +7,6 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,15 @@ Job = Callable[[], Result]
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
 
 
-def engine_spec(path: Path, layout: Layout, **engine: Any) -> EngineSpec:
+def engine_spec(path: Path, layout: Layout, dtype: str = "float32") -> EngineSpec:
     settings = EngineConfig(
         layout=layout,
         optimizer=OptimizerConfig(lr=1e-3, beta2=0.98, weight_decay=0.01, warmup_steps=2),
         max_tokens_per_micro_batch=96,  # several micro-batches
         logprob_chunk_tokens=16,
     )
-    model = ModelConfig(path=str(path))
-    return EngineSpec(model, replace(settings, **engine), temperature=1.0, seed=3, total_steps=6)
+    model = ModelConfig(path=str(path), dtype=dtype)
+    return EngineSpec(model, settings, temperature=1.0, seed=3, total_steps=6)
 
 
 def started(spec: EngineSpec) -> MegatronEngine:
@@ -59,9 +58,9 @@ def share_of(engine: MegatronEngine, batch: Batch) -> list[int]:
     return list(range(cuts[rank], cuts[rank + 1]))
 
 
-def parity(path: Path, layout: Layout, batch: Batch) -> Result:
+def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> Result:
     """Scores, logits, export, and two optimizer steps with the weights after them."""
-    engine = started(engine_spec(path, layout))
+    engine = started(engine_spec(path, layout, dtype))
     rows = share_of(engine, batch)
     mine = batch.take(rows)
     scored = engine.infer_batch(mine)

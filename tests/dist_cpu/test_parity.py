@@ -80,6 +80,18 @@ def test_the_loss_equals_a_plain_torch_step_on_transformers(runs):
     assert step["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
 
 
+@pytest.mark.parametrize("layout", ["tp1", "tp2ep2"])
+def test_bfloat16_stays_near_float32(runs, references, layout):
+    """Log-probs on average within 0.02 nats, the first step within 2%, the weights in bfloat16."""
+    result = runs.results[f"bfloat16/{layout}"][0]
+    wanted = torch.from_numpy(references["qwen3_moe"][1])
+    assert (torch.cat(result["log_probs"]) - wanted).abs().mean() < 0.02
+    found, exact = result["steps"][0], runs.results["qwen3_moe/tp1"][0]["steps"][0]
+    assert found["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    assert found["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.02)
+    assert {tensor.dtype for tensor in result["trained"].values()} == {torch.bfloat16}
+
+
 def test_a_data_parallel_rank_without_samples_joins_the_step(runs):
     single = runs.results["few/tp1"][0]["steps"]
     for result in runs.results["few/ep2"]:

@@ -110,4 +110,4 @@ def reference_step(model: Any, batch: Batch) -> tuple[float, float]:
     squares = sum(
         float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None
     )
-    return float(total), squares**0.5
+    return total.item(), squares**0.5

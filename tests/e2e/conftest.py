@@ -1,6 +1,7 @@
 """A job as a user runs it, with everything that descends from it on record."""
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ import psutil
 import pytest
 
 MARKER = "MCORE_RL_SESSION"  # in the environment of what a job starts
+# Torch keeps what it compiles for the next run; jobs share the usual place for it.
+COMPILED = str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
 
 
 class Job:
@@ -34,7 +37,7 @@ class Job:
             streams = {n: files.enter_context(f.open("wb")) for n, f in self._streams.items()}
             self.process = subprocess.Popen(
                 [*command, *settings, f"output_dir={self.output}"],
-                env={**os.environ, "TMPDIR": str(self.temp)},
+                env={**os.environ, "TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED},
                 start_new_session=True,
                 preexec_fn=_heed_interrupts,
                 **streams,
@@ -58,15 +61,14 @@ class Job:
         """Raises AssertionError with the job's output when the job ends before it happens."""
         while not happened():
             assert self.process.poll() is None, f"ended before {what}:\n{self.stdout}{self.stderr}"
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def left(self) -> list[str]:
         """What the job has left: processes, shared memory, files half-written or temporary."""
         with_marker = {p for p in psutil.process_iter() if _marker(p) in self._markers - {""}}
         found = [f"process {p}" for p in set(self.processes) | with_marker if _lives(p)]
         found += [str(file) for file in set(self.shared_memory) if file.exists()]
-        # What torch compiles is kept for the next run, as in the usual place.
-        found += [str(f) for f in self.temp.iterdir() if not f.name.startswith("torchinductor_")]
+        found += [str(file) for file in self.temp.iterdir()]
         aside = [
             *self.output.parent.rglob(".*partial*"),
             *self.output.parent.rglob(".*unfinished*"),

@@ -8,9 +8,9 @@ import time
 import pytest
 from safetensors import safe_open
 
-STEPS = ("trainer.num_steps=1000", "trainer.eval_samples=16")
+STEPS = ("trainer.num_steps=1000", "trainer.prompts_per_step=16", "trainer.eval_samples=16")
 WARM_START = (*STEPS, "warm_start.num_steps=1000")
-TRAINING = (*STEPS, "warm_start.num_steps=0")
+TRAINING = (*STEPS, "warm_start.num_steps=0", "actor.layout.tp=1", "actor.layout.ep=1")
 
 
 def metrics(job) -> list[dict]:

@@ -100,6 +100,13 @@ def test_a_written_checkpoint_reads_back_bit_for_bit_in_bounded_shards(folder, t
     assert index["metadata"]["total_size"] == 68
 
 
+def test_the_config_of_an_export_names_the_dtype_of_its_tensors(folder, tmp_path):
+    (folder / "config.json").write_text('{"dtype": "float32", "vocab_size": 7}')
+    write_checkpoint(tmp_path / "out", [("a", torch.zeros(2, dtype=torch.bfloat16))], folder)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"dtype": "bfloat16", "vocab_size": 7}
+
+
 def test_a_stream_that_breaks_leaves_nothing(folder, tmp_path):
     def breaking():
         yield "a", TENSORS["a"]

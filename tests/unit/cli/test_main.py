@@ -1,0 +1,66 @@
+"""What the command prints and returns for each way in which a job can end."""
+
+import signal
+import sys
+
+import pytest
+
+from mcore_rl.cli import rl
+from mcore_rl.cli.main import main
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.failure import RunFailed, told_in_one_line
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "line"),
+    [
+        (ConfigError("seed=x\n  allowed: a number"), 2, "mcore-rl rl: seed=x allowed: a number\n"),
+        (RunFailed("rank 1 died"), 1, "mcore-rl rl: rank 1 died\n"),
+        (KeyboardInterrupt(), 130, "mcore-rl rl: interrupted\n"),
+        (SystemExit(128 + signal.SIGTERM), 143, "mcore-rl rl: terminated\n"),
+        (None, 0, ""),
+    ],
+)
+def test_every_end_has_its_line_and_status(monkeypatch, capsys, end, status, line):
+    def job(arguments: list[str]) -> None:
+        assert arguments == ["seed=x"]
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(rl, "main", job)
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl", "seed=x"])
+    assert main() == status
+    assert capsys.readouterr() == ("", line)
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(rl, "main", lambda arguments: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl"])
+    with pytest.raises(ZeroDivisionError):
+        main()
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("rll", 2)])
+def test_usage_names_every_command(monkeypatch, capsys, argument, status):
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", argument])
+    assert main() == status
+    printed = capsys.readouterr()
+    assert "rl " in (printed.err if status else printed.out)
+    assert not (printed.out if status else printed.err)
+
+
+def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path):
+    trace_file = tmp_path / "logs" / "error.txt"
+    with (
+        pytest.raises(RunFailed, match=rf"^step 3 \(the whole story: {trace_file}\)$"),
+        told_in_one_line(trace_file, RuntimeError),
+    ):
+        raise RuntimeError("step 3\n\nTraceback of a rank")
+    assert "Traceback of a rank" in trace_file.read_text()
+    assert [path.name for path in trace_file.parent.iterdir()] == ["error.txt"]
+
+
+def test_other_errors_pass_untouched(tmp_path):
+    with pytest.raises(OSError, match="no space"), told_in_one_line(tmp_path / "x", RuntimeError):
+        raise OSError("no space")
+    assert not (tmp_path / "x").exists()
