@@ -9,7 +9,6 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -87,6 +86,7 @@ def _start(scratch: Path, log_dir: Path | None, **settings: Any) -> Iterator[Non
     # Ray reads its token once a process, so one token serves every session of this process.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray_dir = scratch / "r"  # Ray opens its own folder to every user; the one around it stays shut
     try:
         with _loopback(), own_sigterm():
             ray.init(
@@ -94,14 +94,14 @@ def _start(scratch: Path, log_dir: Path | None, **settings: Any) -> Iterator[Non
                 include_dashboard=False,
                 logging_level="error",
                 _node_ip_address="127.0.0.1",
-                _temp_dir=str(scratch),
+                _temp_dir=str(ray_dir),
                 **settings,
             )
         yield
     finally:
         ray.shutdown()
         if log_dir is not None:
-            _keep_logs(scratch, log_dir)
+            _keep_logs(ray_dir, log_dir)
 
 
 @contextlib.contextmanager
@@ -119,8 +119,8 @@ def _loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def _keep_logs(scratch: Path, log_dir: Path) -> None:
-    for logs in scratch.glob("session_2*/logs"):
+def _keep_logs(ray_dir: Path, log_dir: Path) -> None:
+    for logs in ray_dir.glob("session_2*/logs"):
         aside = log_dir.with_name(f".{log_dir.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(logs, aside, symlinks=True)
@@ -187,12 +187,7 @@ class ResourcePool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _shortage(self, timeout_s: float) -> str:

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 # TensorBoard's own writer: torch's would import torch and, where it is installed, TensorFlow.
 from tensorboard.compat.proto.event_pb2 import Event
@@ -52,12 +51,7 @@ class MetricsSinks:
     def __enter__(self) -> MetricsSinks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

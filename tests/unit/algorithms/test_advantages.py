@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 
 from mcore_rl.algorithms.advantages import ADVANTAGES, grpo, uniform_groups
 from mcore_rl.config.errors import ConfigError
@@ -31,7 +32,6 @@ def test_a_group_of_one_and_a_group_of_equal_rewards_have_no_advantage(normalize
 
 
 def test_grpo_equals_a_plain_torch_reference():
-    torch = pytest.importorskip("torch")
     rewards = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     grouped = torch.from_numpy(rewards)
     reference = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)

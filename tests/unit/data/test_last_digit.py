@@ -5,6 +5,7 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.tasks.last_digit import (
@@ -134,7 +135,6 @@ def test_the_chat_template_is_chatml(task):
 
 
 def test_transformers_loads_the_checkpoint_and_generates(task):
-    torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(task.model_dir)
@@ -148,7 +148,6 @@ def test_transformers_loads_the_checkpoint_and_generates(task):
 
 
 def test_making_the_model_leaves_the_random_state_alone(tmp_path):
-    torch = pytest.importorskip("torch")
     torch.manual_seed(11)
     expected = torch.rand(1)
     torch.manual_seed(11)
