@@ -28,6 +28,7 @@ LOOKS = 3  # polls in which a new shared-memory file may be claimed: it is mappe
 SWEEP_S = 20.0  # a process in uninterruptible sleep may outlast SIGKILL; then it is left
 SHM = "/dev/shm"
 
+SharedMemory = dict[str, int]  # name -> inode
 Processes = dict[int, tuple[int, str]]  # pid -> (parent pid, start time); zombies left out
 
 
@@ -57,13 +58,24 @@ def descendants(roots: set[int], table: Processes) -> set[int]:
     return found
 
 
-def mapped_by(pids: set[int]) -> set[str]:
-    """Names of the shared-memory files that any of these processes maps."""
-    paths: set[str] = set()
+def shared_memory() -> SharedMemory:
+    found: SharedMemory = {}
+    for name in os.listdir(SHM):
+        with contextlib.suppress(OSError):
+            found[name] = os.stat(f"{SHM}/{name}").st_ino
+    return found
+
+
+def mapped_by(pids: set[int]) -> set[int]:
+    """Inodes of the shared-memory files that any of these processes maps.
+
+    Not names: a semaphore is mapped under a temporary name before it gets its own.
+    """
+    inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
-            paths |= {line.split(None, 5)[5].rstrip("\n") for line in file if SHM in line}
-    return {path[len(SHM) + 1 :] for path in paths if path.startswith(f"{SHM}/")}
+            inodes |= {int(line.split(None, 5)[4]) for line in file if f" {SHM}/" in line}
+    return inodes
 
 
 def carries(pid: int, marker: bytes) -> bool:
@@ -93,8 +105,8 @@ class Janitor:
         self.scratch = scratch
         self.folders = folders  # of the run, which may hold something half-written
         self.known: dict[int, str] = {}  # pid -> start time; a pid may be used again
-        self.files: set[str] = set()  # shared memory of the session
-        self.looks = dict.fromkeys(os.listdir(SHM), LOOKS)  # how often each file was looked at
+        self.files: SharedMemory = {}  # of the session
+        self.looks = dict.fromkeys(shared_memory(), LOOKS)  # how often each file was looked at
 
     def driver_lives(self) -> bool:
         return os.getppid() == self.driver
@@ -110,12 +122,13 @@ class Janitor:
         return table
 
     def claim_files(self) -> None:
-        names = set(os.listdir(SHM))
-        self.files &= names
-        self.looks = {name: self.looks.get(name, 0) for name in names}
-        fresh = {name for name in names if self.looks[name] < LOOKS}
+        present = shared_memory()
+        self.files = {n: i for n, i in self.files.items() if present.get(n) == i}
+        self.looks = {name: self.looks.get(name, 0) for name in present}
+        fresh = {name for name in present if self.looks[name] < LOOKS}
         if fresh:
-            self.files |= fresh & mapped_by({*self.known, self.driver})
+            mapped = mapped_by({*self.known, self.driver})
+            self.files |= {name: present[name] for name in fresh if present[name] in mapped}
             self.looks |= {name: self.looks[name] + 1 for name in fresh}
 
     def spared(self, table: Processes) -> set[int]:
@@ -135,9 +148,11 @@ class Janitor:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
-        for name in self.files - mapped_by(self.spared(processes())):
-            with contextlib.suppress(OSError):
-                os.unlink(f"{SHM}/{name}")
+        in_use = mapped_by(self.spared(processes()))
+        for name, inode in self.files.items():
+            if inode not in in_use:
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{SHM}/{name}")
         shutil.rmtree(self.scratch, ignore_errors=True)
         for folder in self.folders:
             remove_partials(folder)

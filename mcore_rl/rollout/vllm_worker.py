@@ -100,10 +100,14 @@ def _remove_mapped_memory() -> None:
     Python's resource tracker would, unless it was killed with the server, as Ray kills an actor's
     children.
     """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        _, _, name = line.partition("/dev/shm/")
-        if name.startswith(("psm_", "sem.mp-")):
-            Path("/dev/shm", name).unlink(missing_ok=True)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    # By inode: a semaphore is mapped under a temporary name before it gets its own.
+    mine = {int(line.split(None, 5)[4]) for line in maps if " /dev/shm/" in line}
+    for pattern in ("psm_*", "sem.mp-*"):
+        for file in Path("/dev/shm").glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                if file.stat().st_ino in mine:
+                    file.unlink()
 
 
 def _remove_rendezvous() -> None:

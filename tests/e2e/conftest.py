@@ -123,9 +123,11 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _shared_memory(process: psutil.Process) -> set[Path]:
+    """By inode: a semaphore is mapped under a temporary name before it gets its own."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        return {Path(line.split(None, 5)[5]) for line in lines if " /dev/shm/" in line}
+        inodes = {int(line.split(None, 5)[4]) for line in lines if " /dev/shm/" in line}
+        return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in inodes}
     return set()
 
 

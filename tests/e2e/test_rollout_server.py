@@ -383,13 +383,12 @@ def test_wrong_settings_are_named_before_anything_starts(moe, path, dtype, cores
 
 
 def _shared_memory(processes: list[psutil.Process]) -> set[Path]:
-    """Files of /dev/shm that these processes map."""
-    names = set()
+    """Files of /dev/shm that these processes map; by inode, for a semaphore is mapped unnamed."""
+    inodes = set()
     for process in processes:
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-            if "/dev/shm/" in line:
-                names.add(Path(line[line.index("/dev/shm/") :].removesuffix(" (deleted)")))
-    return names
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        inodes |= {int(line.split(None, 5)[4]) for line in lines if " /dev/shm/" in line}
+    return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in inodes}
 
 
 def _check_gone(processes: list[psutil.Process], files: set[Path], within_s: float = 15.0) -> None:
