@@ -39,6 +39,7 @@ def resolve(config: RLConfig) -> None:
     _one_of("task.name", config.task.name, TASKS)
     _one_of("model.dtype", config.model.dtype, DTYPES)
     _one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
+    _at_least("seed", config.seed, 0)
     _at_least("trainer.num_steps", config.trainer.num_steps, 0)
     _at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     _at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
@@ -141,6 +142,11 @@ def _resolve_optimizer(key: str, config: OptimizerConfig) -> None:
 def _resolve_rollout(config: RolloutConfig) -> None:
     for name in ("num_servers", "tp", "max_response_tokens", "max_num_seqs", "kv_cache_bytes"):
         _at_least(f"rollout.{name}", getattr(config, name), 1)
+    if config.cores and len(config.cores.split("|")) != config.tp:
+        raise ConfigError(
+            f"rollout.cores={config.cores!r} must list the cores of each of the "
+            f"rollout.tp={config.tp} workers of a server, separated by '|'"
+        )
     # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
     _positive("rollout.temperature", config.temperature)
     if config.top_p != 1.0:

@@ -72,7 +72,7 @@ class RolloutConfig:
     max_num_seqs: int = 256  # sequences a server runs at once
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
     start_timeout_s: float = 600.0  # how long a server may take to start
-    cores: str = ""  # CPU lane: cores of each worker, as in "0|1"; empty leaves the choice to vLLM
+    cores: str = ""  # CPU lane: cores of each worker, as in "0|1"; empty shares them out
 
 
 @dataclass

@@ -81,6 +81,8 @@ class VLLMServer:
             max_num_seqs=self._config.max_num_seqs,
             kv_cache_memory_bytes=self._config.kv_cache_bytes,
             tensor_parallel_size=self._config.tp,
+            # Workers are processes of this server; inside an actor vLLM would make them Ray's.
+            distributed_executor_backend="mp" if self._config.tp > 1 else "uni",
             enable_expert_parallel=self._config.ep,
             enable_prefix_caching=True,
             generation_config="vllm",  # sampling comes from our config alone
@@ -202,8 +204,3 @@ def _check(model_path: str, dtype: str, config: RolloutConfig) -> None:
         raise ConfigError(f"model.path {model_path!r} holds no config.json of a checkpoint")
     if dtype not in _DTYPES:
         raise ConfigError(f"model.dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
-    if config.cores and len(config.cores.split("|")) != config.tp:
-        raise ConfigError(
-            f"rollout.cores {config.cores!r} must list the cores of rollout.tp = {config.tp} "
-            "workers, separated by '|'"
-        )

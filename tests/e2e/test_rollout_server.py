@@ -369,17 +369,12 @@ def test_a_response_that_cannot_fit_is_refused(server, run):
 
 
 @pytest.mark.parametrize(
-    ("path", "dtype", "cores", "message"),
-    [
-        ("/nowhere", "float32", "", "model.path '/nowhere'"),
-        (None, "int8", "", "model.dtype 'int8'"),
-        (None, "float32", "0|1|2", r"rollout.cores '0\|1\|2'.*rollout.tp = 1"),
-    ],
+    ("path", "dtype", "message"),
+    [("/nowhere", "float32", "model.path '/nowhere'"), (None, "int8", "model.dtype 'int8'")],
 )
-def test_wrong_settings_are_named_before_anything_starts(moe, path, dtype, cores, message):
-    config = RolloutConfig(cores=cores)
+def test_wrong_settings_are_named_before_anything_starts(moe, path, dtype, message):
     with pytest.raises(ConfigError, match=message):
-        VLLMServer(path or moe[0].path, dtype, _MAX_TOKENS, config, seed=0)
+        VLLMServer(path or moe[0].path, dtype, _MAX_TOKENS, RolloutConfig(), seed=0)
 
 
 def _shared_memory(processes: list[psutil.Process]) -> set[Path]:
@@ -434,8 +429,8 @@ from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.stream import StreamSender
 
-async def main(start, new, cores):
-    config = RolloutConfig(tp=2, ep=True, max_num_seqs=8, kv_cache_bytes=32 << 20, cores=cores)
+async def main(start, new):
+    config = RolloutConfig(tp=2, ep=True, max_num_seqs=8, kv_cache_bytes=32 << 20)
     server = VLLMServer(start, "float32", 256, config, seed=0)
     await server.start()
     with StreamSender("127.0.0.1", 2, 20.0) as sender:
@@ -452,15 +447,10 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def _core_pair() -> str:
-    cores = sorted(os.sched_getaffinity(0))
-    return f"{cores[0]}|{cores[-1]}"
-
-
 @contextlib.contextmanager
 def _parallel_server(moe: list[Model]) -> Iterator[subprocess.Popen[str]]:
     """A server with two workers as the leader of a session of its own; killed at the end."""
-    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path, _core_pair()]
+    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with process:
         try:

@@ -42,6 +42,11 @@ BAD = [
     ({"weight_sync__method": "pigeon"}, "weight_sync.method='pigeon'; allowed: 'full_export'"),
     ({"weight_sync__bind_address": "0.0.0.0"}, "weight_sync.bind_address='0.0.0.0': servers conn"),
     ({"trainer__mean_logprob_gap": -1.0}, "trainer.mean_logprob_gap=-1.0; allowed: above 0"),
+    ({"seed": -1}, "seed=-1; allowed: at least 0"),
+    (
+        {"rollout__cores": "0|1"},
+        "rollout.cores='0|1' must list the cores of each of the",
+    ),
     ({"output_dir": ""}, "output_dir='' names no folder"),
     ({"trainer__prompts_per_step": 0}, "trainer.prompts_per_step=0; allowed: at least 1"),
     ({"trainer__max_logprob_gap": 0.0}, "trainer.max_logprob_gap=0.0; allowed: above 0"),
