@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Without one of them transformers makes a tokenizer without words, by the model's type alone.
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of the checkpoint folder `path` (model.path); reads local files only.
 
@@ -21,14 +25,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")
+    if not any(Path(path, name).is_file() for name in _FILES):
+        raise ConfigError(
+            f"model.path={str(path)!r} has no tokenizer; it needs one of: {', '.join(_FILES)}"
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path={str(path)!r} has no tokenizer that loads (tokenizer.json, "
-            f"tokenizer_config.json): {error}"
+            f"model.path={str(path)!r} has a tokenizer that does not load: {error}"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(

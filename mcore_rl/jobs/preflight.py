@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
 @dataclass(frozen=True, slots=True)
 class Inputs:
     tokenizer: PreTrainedTokenizerBase
@@ -53,7 +49,6 @@ def check_inputs(config: RLConfig) -> Inputs:
     get_reward(config.reward.name)
     _check_model(config)
     _check_lengths(config)
-    _check_tokenizer_files(Path(config.model.path))
     tokenizer = load_tokenizer(config.model.path)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     return Inputs(
@@ -74,15 +69,6 @@ def _check_model(config: RLConfig) -> None:
     weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
     with CheckpointReader(config.model.path) as reader:
         reader.check(logical_tensors(weights))
-
-
-def _check_tokenizer_files(folder: Path) -> None:
-    """Without them transformers makes a tokenizer without words, by the model's type alone."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(
-            f"model.path={str(folder)!r} has no tokenizer; "
-            f"it needs one of: {', '.join(_TOKENIZER_FILES)}"
-        )
 
 
 def _check_lengths(config: RLConfig) -> None:

@@ -50,6 +50,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     few = ranks.fewer_samples_than_ranks
     jobs[1]["few/tp1"] = ranks.job(few, moe, Layout(), batch)
     jobs[2]["few/ep2"] = ranks.job(few, moe, Layout(dp=2, ep=2), batch)
+    for name in ("dp2", "ep2"):
+        case = ranks.job(ranks.distributed_optimizer, moe, MOE[name], batch)
+        jobs[2][f"distributed_optimizer/{name}"] = case
     jobs[2]["resume"] = ranks.job(ranks.resume, moe, Layout(tp=2, ep=2), batch, folder)
     results: dict[str, list[dict[str, Any]]] = {}
     for world, cases in jobs.items():

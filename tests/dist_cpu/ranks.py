@@ -99,6 +99,16 @@ def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
     return whole[:, : engine.scorer.vocab_size].clone()
 
 
+def distributed_optimizer(path: Path, layout: Layout, batch: Batch) -> Result:
+    """Two steps with the optimizer state sharded over data-parallel ranks."""
+    spec = engine_spec(path, layout)
+    spec.engine.optimizer.distributed = True
+    engine = started(spec)
+    mine = batch.take(share_of(engine, batch))
+    steps = [engine.train_batch(mine, LOSS) for _ in range(2)]
+    return {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
+
+
 def fewer_samples_than_ranks(path: Path, layout: Layout, batch: Batch) -> Result:
     """One sample on DP rank 0 and none elsewhere: two steps."""
     engine = started(engine_spec(path, layout))

@@ -92,6 +92,18 @@ def test_bfloat16_stays_near_float32(runs, references, layout):
     assert {tensor.dtype for tensor in result["trained"].values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("layout", ["dp2", "ep2"])
+def test_a_distributed_optimizer_takes_the_same_steps(runs, layout):
+    single = runs.results["qwen3_moe/tp1"][0]
+    for result in runs.results[f"distributed_optimizer/{layout}"]:
+        for step, wanted in zip(result["steps"], single["steps"], strict=True):
+            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    trained = runs.results[f"distributed_optimizer/{layout}"][0]["trained"]
+    for name, tensor in single["trained"].items():
+        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
+
+
 def test_a_data_parallel_rank_without_samples_joins_the_step(runs):
     single = runs.results["few/tp1"][0]["steps"]
     for result in runs.results["few/ep2"]:
