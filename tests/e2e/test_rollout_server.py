@@ -235,8 +235,9 @@ def test_requests_in_flight_finish_on_the_old_weights_and_waiting_ones_run_on_th
     sampling = SamplingParams(n=2, max_tokens=150)
 
     async def generate_across_an_update() -> tuple[list[Completion], list[Completion]]:
+        # One turn of the event loop lets a request in; with a sleep it might already be answered.
         early = [asyncio.create_task(server.generate(_PROMPT, sampling)) for _ in range(4)]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         update = asyncio.create_task(_update(server, moe[1].weights, number + 1))
         await asyncio.sleep(0)
         late = [asyncio.create_task(server.generate(_PROMPT, sampling)) for _ in range(4)]
