@@ -23,14 +23,17 @@ HFConfig = dict[str, Any]  # the contents of config.json
 class Family:
     """One family of models.
 
-    `config_map` gives keyword arguments of Megatron's TransformerConfig (activation by its Hugging
-    Face name under "activation"); `weights` gives the rules, with the vocabulary padded to the size
-    handed in. Both raise ConfigError for a config they cannot express.
+    `config_map` gives keyword arguments of Megatron's TransformerConfig, and of its GPTModel those
+    that the config class has no field for (activation by its Hugging Face name under "activation").
+    `layer_spec` gives Megatron's layer spec of a chunk from (TransformerConfig, chunk number of the
+    rank or None). `weights` gives the rules, with the vocabulary padded to the size handed in. All
+    raise ConfigError for a config they cannot express.
     """
 
     name: str
     architecture: str  # as config.json names it
     config_map: Callable[[HFConfig], dict[str, Any]]
+    layer_spec: Callable[[Any, int | None], Any]
     weights: Callable[[HFConfig, int], tuple[Weight, ...]]
 
 

@@ -41,21 +41,37 @@ def decoder_config(config: HFConfig) -> dict[str, Any]:
     }
 
 
+def decoder_layers(config: Any, vp_stage: int | None) -> Any:
+    """Megatron's layer spec of a decoder, dense or expert layers as the config says.
+
+    Transformer Engine's on both lanes: the CPU lane answers it with modules of its own.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+
+
 def embedding_weights(config: HFConfig, padded_vocab: int) -> Iterator[Weight]:
     shape = (field(config, "vocab_size"), field(config, "hidden_size"))
     embed = LogicalTensor("model.embed_tokens.weight", shape)
     yield Weight(
-        "embedding.word_embeddings.weight", Split(embed, 0, padded_vocab), axis="tp", stage="first"
+        "embedding.word_embeddings.weight",
+        Split(embed, 0, padded_vocab),
+        axis="tp",
+        stage="embedding",
     )
 
 
 def head_weights(config: HFConfig, padded_vocab: int) -> Iterator[Weight]:
     hidden = field(config, "hidden_size")
     norm = LogicalTensor("model.norm.weight", (hidden,))
-    yield Weight("decoder.final_layernorm.weight", Whole(norm), stage="last")
-    if not config.get("tie_word_embeddings", False):
-        head = LogicalTensor("lm_head.weight", (field(config, "vocab_size"), hidden))
-        yield Weight("output_layer.weight", Split(head, 0, padded_vocab), axis="tp", stage="last")
+    yield Weight("decoder.final_layernorm.weight", Whole(norm), stage="final_norm")
+    tied = bool(config.get("tie_word_embeddings", False))
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    head = LogicalTensor(name, (field(config, "vocab_size"), hidden))
+    yield Weight(
+        "output_layer.weight", Split(head, 0, padded_vocab), axis="tp", stage="head", replica=tied
+    )
 
 
 def attention_weights(config: HFConfig, layer: int, *, qk_norm: bool) -> Iterator[Weight]:

@@ -10,6 +10,7 @@ from mcore_rl.models.base import Family, HFConfig, field, register
 from mcore_rl.models.parts import (
     attention_weights,
     decoder_config,
+    decoder_layers,
     dense_mlp_weights,
     embedding_weights,
     head_weights,
@@ -37,4 +38,4 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return tuple(_weights(config, padded_vocab))
 
 
-FAMILY = register(Family("qwen3", "Qwen3ForCausalLM", config_map, weights))
+FAMILY = register(Family("qwen3", "Qwen3ForCausalLM", config_map, decoder_layers, weights))

@@ -10,6 +10,7 @@ from mcore_rl.models.base import Family, HFConfig, field, register
 from mcore_rl.models.parts import (
     attention_weights,
     decoder_config,
+    decoder_layers,
     dense_mlp_weights,
     embedding_weights,
     expert_mlp_weights,
@@ -43,7 +44,6 @@ def config_map(config: HFConfig) -> dict[str, Any]:
         "moe_layer_freq": [int(_is_moe(config, layer)) for layer in range(num_layers)],
         # Softmax over the chosen experts only equals softmax, choice and renormalisation.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
-        "moe_grouped_gemm": True,
     }
 
 
@@ -63,4 +63,4 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return tuple(_weights(config, padded_vocab))
 
 
-FAMILY = register(Family("qwen3_moe", "Qwen3MoeForCausalLM", config_map, weights))
+FAMILY = register(Family("qwen3_moe", "Qwen3MoeForCausalLM", config_map, decoder_layers, weights))

@@ -104,7 +104,7 @@ def _resolve_engine(key: str, config: EngineConfig) -> None:
     _resolve_optimizer(f"{key}.optimizer", config.optimizer)
     for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "threads_per_rank"):
         _at_least(f"{key}.{name}", getattr(config, name), 1)
-    _at_least(f"{key}.moe_aux_loss_coef", config.moe_aux_loss_coef, 0)
+    _at_least(f"{key}.moe.aux_loss_coef", config.moe.aux_loss_coef, 0)
 
 
 def _resolve_layout(key: str, layout: Layout) -> None:

@@ -21,6 +21,11 @@ class Layout:
     dp: int = 1  # data parallel
     ep: int = 1  # expert parallel
     etp: int = 1  # tensor parallel inside an expert
+    vpp: int = 1  # model chunks a pipeline rank (interleaved schedule); above 1 needs pp above 1
+    # Decoder layers of the first and of the last of the pp * vpp chunks, where they should not have
+    # as many as the others; 0 leaves the embedding, or the output head, alone on its chunk.
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None  # see first_stage_layers
 
     @property
     def world_size(self) -> int:
@@ -37,14 +42,47 @@ class ModelConfig:
 class OptimizerConfig:
     lr: float = 1e-6  # learning rate after warm-up
     min_lr: float = 0.0  # the floor of a decaying schedule
-    schedule: str = "constant"  # constant, linear or cosine
+    schedule: str = "constant"  # after warm-up: constant, linear, cosine or wsd
     warmup_steps: int = 0  # optimizer steps over which the learning rate rises linearly to lr
+    wsd_decay_steps: int = 0  # last steps, in which the schedule wsd decays linearly to min_lr
     beta1: float = 0.9  # of Adam
     beta2: float = 0.95  # of Adam
     eps: float = 1e-8  # of Adam
     weight_decay: float = 0.0  # decoupled from the gradient, as in AdamW
     clip_grad: float = 1.0  # maximum global gradient norm
     distributed: bool = False  # shard the optimizer state over data-parallel ranks
+    overlap: bool = False  # reduce gradients (and, if distributed, gather weights) while computing
+
+
+@dataclass
+class MoEConfig:
+    """Routers and experts, for models that have them."""
+
+    dispatcher: str = "alltoall"  # how tokens get to their experts: alltoall or allgather
+    aux_loss: str = "aux_loss"  # over what it balances: aux_loss (a micro-batch), seq_aux_loss,
+    # global_aux_loss (all ranks and micro-batches so far)
+    aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 computes none
+    bias_update_rate: float = 0.0  # of the selection bias of routers that have one; 0 freezes it
+
+
+@dataclass
+class RecomputeConfig:
+    """What is computed again in the backward pass instead of being kept."""
+
+    granularity: str = "none"  # none, selective (the modules below) or full (whole layers)
+    modules: list[str] = field(default_factory=lambda: ["core_attn"])  # of selective recompute
+    num_layers: int = 1  # layers of a unit of full recompute: only its input is kept
+
+
+@dataclass
+class LoRAConfig:
+    """Low-rank adapters on linear layers; the weights themselves stay frozen."""
+
+    rank: int = 0  # 0 trains the weights themselves
+    alpha: float = 32.0  # an adapter's product is scaled by alpha / rank
+    targets: list[str] = field(  # Megatron's names of the linear layers that get adapters
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    )
 
 
 @dataclass
@@ -55,7 +93,10 @@ class EngineConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
     logprob_chunk_tokens: int = 1024  # rows of logits alive at once in the log-prob head
-    moe_aux_loss_coef: float = 0.0  # load-balancing loss of the router
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    mtp_loss_coef: float = 0.0  # multi-token prediction as an auxiliary loss; 0 leaves it out
     threads_per_rank: int = 1  # CPU threads a rank may use
 
 

@@ -14,11 +14,10 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, ModelConfig
 from mcore_rl.data.batch import Batch
 
-# From the log-probs of the policy in training and the batch's response columns by name, each
-# [response tokens] of a micro-batch, to the loss of each token and what to report of it.
-LossFunction = Callable[
-    [torch.Tensor, Mapping[str, torch.Tensor]], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-]
+Columns = Mapping[str, torch.Tensor]  # by name, each [response tokens] of a micro-batch
+# From the scores of the model in training ("log_probs"; "entropy" where the spec asks for it; of a
+# value model "values") and the batch's response columns to the loss of each token and metrics.
+LossFunction = Callable[[Columns, Columns], tuple[torch.Tensor, Columns]]
 Metrics = dict[str, float]
 
 
@@ -31,13 +30,14 @@ class EngineSpec:
     temperature: float  # of the sampling that log-probs refer to
     seed: int
     total_steps: int = 0
+    entropy_in_loss: bool = False  # whether the loss function reads the entropy
 
 
 class BaseEngine(ABC):
     """One model laid over ranks. Every rank of the layout makes the same calls in the same order.
 
-    Batches hold the rows of this rank's data-parallel share; results carry the same rows in the
-    same order and are the same on every rank of a data-parallel group.
+    Batches hold the rows of this rank's data-parallel share. Results are those of the last pipeline
+    stage, where all ranks of a data-parallel share return the same rows in the same order.
     """
 
     @property
@@ -50,18 +50,28 @@ class BaseEngine(ABC):
         """Join the process groups, build the model and load its weights."""
 
     @abstractmethod
-    def infer_batch(self, batch: Batch) -> Batch:
-        """Adds "log_probs" and "entropy": one float32 a response token, in nats."""
+    def infer_batch(self, batch: Batch) -> Batch | None:
+        """Adds "log_probs" and "entropy": one float32 a response token, in nats.
+
+        None on pipeline stages other than the last.
+        """
 
     @abstractmethod
     def train_batch(self, batch: Batch, loss_function: LossFunction) -> Metrics:
-        """One optimizer step on a mini-batch; `loss_weights` of all ranks together sum its loss."""
+        """One optimizer step on a mini-batch; `loss_weights` of all ranks together sum its loss.
+
+        Metrics of the loss come from the last pipeline stage; the others return "grad_norm" and
+        "lr" only.
+        """
 
     @abstractmethod
     def forward_backward_batch(
         self, batch: Batch, loss_function: LossFunction | None, *, forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
-        """Run all micro-batches; gradients accumulate unless forward_only. One result each."""
+        """Run all micro-batches; gradients accumulate unless forward_only.
+
+        One result each on the last pipeline stage, none on the others.
+        """
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None: ...

@@ -88,7 +88,7 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
         config.actor,
         layout=warm.layout,
         optimizer=warm.optimizer,
-        moe_aux_loss_coef=warm.moe_aux_loss_coef,
+        moe=replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef),
     )
     path = output.folder / "warm_start"
     with _model(config, engine, "warm_start", supervised_loss, warm.num_steps) as model:

@@ -13,7 +13,8 @@ from typing import Literal, Protocol
 from mcore_rl.reshard.boxes import Block, Box, LogicalTensor, rows
 
 Axis = Literal["tp", "etp"]
-Stage = Literal["first", "last"]
+# Where a parameter outside the decoder layers stands: with the chunk of the model that has it.
+Stage = Literal["embedding", "final_norm", "head", "mtp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,10 @@ class Weight:
     layer: int | None = None  # decoder layer, placed by the pipeline axis
     expert: int | None = None  # placed by the expert axis
     stage: Stage | None = None  # for what is outside the decoder layers
+    # A second copy of tensors of another weight, which a pipeline needs when the first stands on
+    # another chunk (tied embeddings, multi-token prediction): loaded, never exported.
+    replica: bool = False
+    float32: bool = False  # kept in float32 whatever the dtype of the model
 
     def local_name(self, first_layer: int = 0, first_expert: int = 0) -> str:
         layer = None if self.layer is None else self.layer - first_layer
@@ -165,7 +170,8 @@ class Weight:
 def logical_tensors(weights: Sequence[Weight]) -> Iterator[LogicalTensor]:
     """Every logical tensor of a model, in the order of the rules."""
     for weight in weights:
-        yield from weight.rule.tensors
+        if not weight.replica:
+            yield from weight.rule.tensors
 
 
 def check_cover(weights: Sequence[Weight], count: int) -> None:
@@ -175,6 +181,8 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
     """
     seen: set[str] = set()
     for weight in weights:
+        if weight.replica:
+            continue
         shards = range(count) if weight.axis else range(1)
         covered: dict[str, int] = {}
         boxes: set[tuple[str, Box]] = set()

@@ -28,7 +28,7 @@ class ModelWorker:
         self._engine.initialize()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def compute_log_probs(self, batch: Batch) -> Batch:
+    def compute_log_probs(self, batch: Batch) -> Batch | None:
         """Adds the columns log_probs and entropy."""
         return self._engine.infer_batch(batch)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +9,7 @@ import torch
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.algorithms.losses import ppo_clip, sft
 from mcore_rl.config.schema import AlgorithmConfig
-
-Columns = Mapping[str, torch.Tensor]
+from mcore_rl.engine.base import Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +23,9 @@ class PolicyLoss:
     config: AlgorithmConfig
 
     def __call__(
-        self, log_probs: torch.Tensor, columns: Columns
+        self, scores: Columns, columns: Columns
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        log_probs = scores["log_probs"]
         loss, metrics = ppo_clip(
             log_probs,
             columns["log_probs"],
@@ -42,7 +41,7 @@ class PolicyLoss:
 
 
 def supervised_loss(
-    log_probs: torch.Tensor, columns: Columns
+    scores: Columns, columns: Columns
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Negative log-likelihood of the response tokens."""
-    return sft(log_probs), {}
+    return sft(scores["log_probs"]), {}

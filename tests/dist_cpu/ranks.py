@@ -78,25 +78,19 @@ def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> 
 def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
     """[response tokens, vocabulary], gathered over TP; the engine itself never makes them."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.mappings import (
-        gather_from_sequence_parallel_region,
-        gather_from_tensor_model_parallel_region,
-    )
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    from mcore_rl.engine.megatron.build import head_weight
+    from mcore_rl.engine.megatron.heads import response_states
     from mcore_rl.engine.megatron.packing import pack
 
     [micro] = pack(batch, 1, engine.layout.tp, engine.device)
+    [model] = engine.chunks
     with torch.no_grad():
-        hidden = engine.model(
-            micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed
-        )[0]
-        if engine.layout.tp > 1:
-            hidden = gather_from_sequence_parallel_region(hidden)
-        logits = hidden[micro.hidden_rows] @ head_weight(engine.model).t()
+        output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
+        logits = response_states(model.config, output, micro) @ model.head_weight.t()
         group = parallel_state.get_tensor_model_parallel_group()
         whole = gather_from_tensor_model_parallel_region(logits, group=group)
-    return whole[:, : engine.scorer.vocab_size].clone()
+    return whole[:, : engine.hf_config["vocab_size"]].clone()
 
 
 def distributed_optimizer(path: Path, layout: Layout, batch: Batch) -> Result:

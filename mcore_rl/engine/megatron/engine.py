@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mcore_rl.engine.base import BaseEngine, EngineSpec, LossFunction, Metrics, 
 from mcore_rl.engine.megatron import device
 from mcore_rl.models.base import family_of, padded_vocab_size, read_config
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.stages import split_into_chunks
 
 Result = dict[str, torch.Tensor]
 
@@ -38,40 +38,41 @@ class MegatronEngine(BaseEngine):
 
     def initialize(self) -> None:
         device.install(self.spec.engine.threads_per_rank)
-        from mcore_rl.engine.megatron import build, weights
-        from mcore_rl.engine.megatron.step import Scorer
+        from mcore_rl.engine.megatron import model, optimizer, weights
         from mcore_rl.parallel.groups import initialize_groups
 
+        settings = self.spec.engine
         initialize_groups(self.layout, device.collective_backend(), self.spec.seed)
         self.device = torch.device(torch.cuda.current_device())
         self.world_rank = dist.get_rank()
-        hf_config = read_config(self.spec.model.path)
-        family, dtype = family_of(hf_config), build.DTYPES[self.spec.model.dtype]
-        self.weights = family.weights(hf_config, padded_vocab_size(hf_config, self.layout.tp))
-        self.model = build.build_model(family, hf_config, self.spec.engine, dtype)
-        self.placement = weights.WeightPlacement(
-            self.mesh, hf_config["num_hidden_layers"], self.model.config.num_moe_experts or 1
+        at = self.mesh.coordinate(self.world_rank)
+        self.hf_config = read_config(self.spec.model.path)
+        family, dtype = family_of(self.hf_config), model.DTYPES[self.spec.model.dtype]
+        stages = split_into_chunks(self.layout, self.hf_config["num_hidden_layers"])
+        self.chunks = model.build_chunks(
+            family, self.hf_config, settings, dtype, stages, at.pp_rank
         )
+        self.weights = family.weights(
+            self.hf_config, padded_vocab_size(self.hf_config, self.layout.tp)
+        )
+        num_experts = self.chunks[0].config.num_moe_experts or 1
+        self.placement = weights.WeightPlacement(self.mesh, stages, num_experts)
         with CheckpointReader(self.spec.model.path) as reader:
-            at = self.mesh.coordinate(self.world_rank)
-            weights.load_weights(self.model, self.weights, self.placement, at, reader)
-        self.scorer = Scorer(
-            hf_config["vocab_size"], self.spec.temperature, self.spec.engine.logprob_chunk_tokens
-        )
-        self.wrapped: Any = self.model
+            weights.load_weights(self.chunks, self.weights, self.placement, at, reader)
+        self.wrapped: list[Any] = list(self.chunks)
         self.optimizer: Any = None
         if self.spec.total_steps:
-            settings = self.spec.engine.optimizer
-            self.wrapped = build.wrap_for_training(self.model, settings.distributed)
-            self.optimizer, self.schedule = build.build_optimizer(
-                self.wrapped, settings, dtype, self.spec.total_steps
+            self.wrapped = optimizer.wrap_for_training(self.chunks, settings.optimizer)
+            self.optimizer, self.schedule = optimizer.build_optimizer(
+                self.wrapped, settings.optimizer, dtype, self.spec.total_steps
             )
 
     @torch.no_grad()
-    def infer_batch(self, batch: Batch) -> Batch:
-        self.wrapped.eval()
+    def infer_batch(self, batch: Batch) -> Batch | None:
         micros = self._micro_batches(batch.select("prompt_ids", "response_ids"))
         results = self._run(micros, None, forward_only=True)
+        if not self._has_head:
+            return None
         columns = {name: self._in_batch_order(batch, micros, results, name) for name in results[0]}
         return batch.with_columns(**columns)
 
@@ -80,21 +81,17 @@ class MegatronEngine(BaseEngine):
         results = self.forward_backward_batch(batch, loss_function, forward_only=False)
         lr = self.lr_scheduler_step()
         grad_norm = self.optimizer_step()
-        names = list(results[0])
-        totals = torch.stack([torch.stack([r[name] for r in results]).sum() for name in names])
-        self._sum_over_data_ranks(totals)
-        metrics = dict(zip(names, totals.tolist(), strict=True))
-        return {**metrics, "grad_norm": grad_norm, "lr": lr}
+        return {**self._summed(results), "grad_norm": grad_norm, "lr": lr}
 
     def forward_backward_batch(
         self, batch: Batch, loss_function: LossFunction | None, *, forward_only: bool
     ) -> list[Result]:
-        self.wrapped.train(not forward_only)
         return self._run(self._micro_batches(batch), loss_function, forward_only=forward_only)
 
     def optimizer_zero_grad(self) -> None:
         self._require_optimizer("optimizer_zero_grad")
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
@@ -113,7 +110,7 @@ class MegatronEngine(BaseEngine):
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         from mcore_rl.engine.megatron.weights import export_weights
 
-        return export_weights(self.model, self.weights, self.placement, self.world_rank)
+        return export_weights(self.chunks, self.weights, self.placement, self.world_rank)
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
@@ -138,15 +135,18 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.checkpoint import dist as dist_checkpoint
 
         state = dist_checkpoint.load(self._sharded_state(is_loading=True), path)
-        self.model.load_state_dict(state["model"])
+        for index, chunk in enumerate(self.chunks):
+            chunk.load_state_dict(state[f"model{index}"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         metadata = {"chained_optim_avoid_prefix": True}
-        model_state = self.model.sharded_state_dict(metadata=metadata)
-        state = {"model": model_state}
+        state = {
+            f"model{index}": chunk.sharded_state_dict(metadata=metadata)
+            for index, chunk in enumerate(self.chunks)
+        }
         if self.optimizer is not None:
             if self.spec.engine.optimizer.distributed:
                 raise ConfigError(
@@ -154,7 +154,7 @@ class MegatronEngine(BaseEngine):
                     "supported; allowed: false"
                 )
             state["optimizer"] = self.optimizer.sharded_state_dict(
-                model_state, is_loading=is_loading, metadata=metadata
+                dict(state), is_loading=is_loading, metadata=metadata
             )
             state["schedule"] = self.schedule.state_dict()
         return state
@@ -163,44 +163,68 @@ class MegatronEngine(BaseEngine):
         if self.optimizer is None:
             raise RuntimeError(f"{what} on an engine that was built for inference (total_steps=0)")
 
+    @property
+    def _has_head(self) -> bool:
+        return bool(self.chunks[-1].post_process)
+
     def _micro_batches(self, batch: Batch) -> list[Any]:
         from mcore_rl.engine.megatron.step import micro_batches
 
-        return micro_batches(batch, self.spec.engine.max_tokens_per_micro_batch, self.device)
+        # The interleaved schedule needs as many micro-batches as there are pipeline ranks.
+        at_least = self.layout.pp if self.layout.vpp > 1 else 1
+        budget = self.spec.engine.max_tokens_per_micro_batch
+        return micro_batches(batch, budget, at_least, self.device)
 
     def _run(
         self, micros: list[Any], loss_function: LossFunction | None, *, forward_only: bool
     ) -> list[Result]:
         from mcore_rl.engine.megatron import step
 
+        for chunk in self.wrapped:
+            chunk.train(not forward_only)
         if loss_function is None:
-            make_loss = partial(step.score_closure, self.model, self.scorer)
+            make_loss = step.inference(self._head(with_entropy=True))
         else:
             total = step.tokens_of_all_ranks(micros, self.device)
-            make_loss = partial(
-                step.loss_closure,
-                self.model,
-                self.scorer,
-                loss_function=loss_function,
-                total_tokens=total,
-            )
-        return step.run_micro_batches(self.wrapped, micros, make_loss, forward_only)
+            head = self._head(with_entropy=self.spec.entropy_in_loss)
+            make_loss = step.training(head, loss_function, total)
+        return step.run_micro_batches(self.wrapped, micros, make_loss, forward_only=forward_only)
+
+    def _head(self, *, with_entropy: bool) -> Any:
+        from mcore_rl.engine.megatron.heads import LanguageModelHead
+
+        return LanguageModelHead(
+            self.hf_config["vocab_size"],
+            self.spec.temperature,
+            self.spec.engine.logprob_chunk_tokens,
+            with_entropy=with_entropy,
+        )
 
     def _in_batch_order(
         self, batch: Batch, micros: list[Any], results: list[Result], name: str
     ) -> Jagged:
         """A result column, from the order of the packs back to the batch's."""
+        from mcore_rl.engine.megatron.step import whole_column
+
         responses = batch.jagged("response_ids")
         values = np.empty(len(responses.values), dtype=np.float32)
         for micro, result in zip(micros, results, strict=True):
-            flat, start = result[name].cpu().numpy(), 0
+            flat, start = whole_column(micro, result[name]).cpu().numpy(), 0
             for row in micro.rows:
                 end = start + int(responses.lengths[row])
                 values[responses.offsets[row] : responses.offsets[row + 1]] = flat[start:end]
                 start = end
         return responses.with_values(values)
 
-    def _sum_over_data_ranks(self, totals: torch.Tensor) -> None:
+    def _summed(self, results: list[Result]) -> Metrics:
+        """Metrics of all micro-batches and data ranks, on the last stage; elsewhere none."""
         from megatron.core import parallel_state
 
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        if not self._has_head:
+            return {}
+        names = list(results[0])
+        totals = torch.stack([torch.stack([r[name] for r in results]).sum() for name in names])
+        dist.all_reduce(
+            totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        return dict(zip(names, totals.tolist(), strict=True))

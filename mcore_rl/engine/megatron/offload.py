@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -11,7 +12,13 @@ from mcore_rl.engine.megatron.device import device_name
 
 
 def move(
-    model: Any, optimizer: Any, device: str, *, parameters: bool, optimizer_state: bool, grad: bool
+    chunks: Sequence[Any],
+    optimizer: Any,
+    device: str,
+    *,
+    parameters: bool,
+    optimizer_state: bool,
+    grad: bool,
 ) -> None:
     """Move what is asked for to "cpu" or to the engine's device.
 
@@ -23,13 +30,17 @@ def move(
         raise ConfigError(f"engine.to({device!r}): allowed: 'cpu', {home!r}")
     if home == "cpu":  # host and device are one
         return
-    buffers = []
-    if isinstance(model, DistributedDataParallel):
-        buffers = [*model.buffers, *model.expert_parallel_buffers]
+    buffers = [
+        buffer
+        for chunk in chunks
+        if isinstance(chunk, DistributedDataParallel)
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     # Parameters live in the buffers only when the optimizer is distributed.
     if parameters and all(buffer.param_data is None for buffer in buffers):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(device)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data = parameter.data.to(device)
     for buffer in buffers:
         if device == "cpu":
             buffer.offload_to_cpu(move_params=parameters, move_grads=grad)

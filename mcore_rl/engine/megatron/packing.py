@@ -23,10 +23,13 @@ class MicroBatch:
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor  # [1, tokens]
     packed: PackedSeqParams
-    num_tokens: int  # without the padding of the tail
-    hidden_rows: torch.Tensor  # [response tokens]
-    targets: torch.Tensor  # [response tokens]
-    columns: dict[str, torch.Tensor]  # other response columns, each [response tokens]
+    num_tokens: int  # of samples, on this context-parallel rank, without padding
+    # Response tokens are scored on the context-parallel rank that has the state before them.
+    num_response_tokens: int  # of all context-parallel ranks
+    places: torch.Tensor  # [scored here] which of the response tokens, in the order of `rows`
+    hidden_rows: torch.Tensor  # [scored here] row of the hidden state that scores each
+    targets: torch.Tensor  # [scored here]
+    columns: dict[str, torch.Tensor]  # other response columns, each [scored here]
 
 
 def pack(
@@ -69,6 +72,8 @@ def _pack(batch: Batch, rows: list[int], multiple: int, device: torch.device) ->
         position_ids=tensor(positions)[None],
         packed=_packed_seq_params(starts, max(lengths), device),
         num_tokens=num_tokens,
+        num_response_tokens=sum(len(response) for response in responses),
+        places=tensor(np.arange(sum(len(response) for response in responses))),
         hidden_rows=tensor(_concatenate(hidden_rows, np.int64)),
         targets=tensor(_concatenate(responses, np.int64)),
         columns={name: tensor(c) for name, c in _response_columns(batch, rows).items()},

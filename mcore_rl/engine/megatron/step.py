@@ -2,76 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import LossFunction
-from mcore_rl.engine.megatron.build import head_weight
-from mcore_rl.engine.megatron.logprob import TokenScores, VocabShard, token_scores
+from mcore_rl.engine.megatron.heads import Head
 from mcore_rl.engine.megatron.packing import MicroBatch, pack
 from mcore_rl.parallel.balance import num_parts_within
 
 Result = dict[str, torch.Tensor]
-# What Megatron calls on a stage's output: (loss to differentiate, token count, result).
+# What Megatron calls on the last stage's output: (loss to differentiate, token count, result).
 LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Result]]
 
 
-class Scorer:
-    """Log-probs and entropy of response tokens from the model's hidden states."""
-
-    def __init__(self, vocab_size: int, temperature: float, chunk_tokens: int) -> None:
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        self.chunk_tokens = chunk_tokens
-
-    def __call__(
-        self, model: GPTModel, output: torch.Tensor, micro: MicroBatch, *, with_entropy: bool
-    ) -> TokenScores:
-        hidden = output.squeeze(0)  # [tokens / tp, hidden] under sequence parallelism
-        if model.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        head = head_weight(model)
-        shard = VocabShard(
-            start=parallel_state.get_tensor_model_parallel_rank() * head.shape[0],
-            vocab_size=self.vocab_size,
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
-        return token_scores(
-            hidden.index_select(0, micro.hidden_rows),
-            head,
-            micro.targets,
-            shard,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            with_entropy=with_entropy,
-        )
-
-
-def micro_batches(batch: Batch, max_tokens: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    batch: Batch, max_tokens: int, at_least: int, device: torch.device
+) -> list[MicroBatch]:
     """This rank's micro-batches: as many on every data-parallel rank, each within the budget."""
     num = torch.tensor(num_parts_within(batch.num_tokens.tolist(), max_tokens), device=device)
     group = parallel_state.get_data_parallel_group()
     dist.all_reduce(num, op=dist.ReduceOp.MAX, group=group)
     multiple = parallel_state.get_tensor_model_parallel_world_size()
-    return pack(batch, int(num), multiple, device)
+    return pack(batch, max(int(num), at_least), multiple, device)
 
 
 def run_micro_batches(
-    model: Any,
+    chunks: Sequence[Any],
     micros: list[MicroBatch],
-    make_loss: Callable[[MicroBatch], LossClosure],
+    make_loss: Callable[[Any, MicroBatch], LossClosure],
+    *,
     forward_only: bool,
 ) -> list[Result]:
-    """Drive Megatron's schedule; results come in the order of the micro-batches."""
+    """Drive Megatron's schedule; on the last stage, results in the order of the micro-batches."""
 
     def forward_step(data: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, LossClosure]:
         micro = next(data)
@@ -81,13 +51,14 @@ def run_micro_batches(
             attention_mask=None,
             packed_seq_params=micro.packed,
         )
-        return output, make_loss(micro)
+        return output, make_loss(unwrap_model(chunk), micro)
 
     results: list[Result] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micros),
-        model=[model],
+        data_iterator=[iter(micros) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(micros),
+        # Without a pipeline nobody reads it, and with one the stages tell each other the shapes.
         seq_length=max(micro.input_ids.shape[1] for micro in micros),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -95,29 +66,38 @@ def run_micro_batches(
     return results
 
 
-def score_closure(model: Any, scorer: Scorer, micro: MicroBatch) -> LossClosure:
-    """For inference: the scores are the result, and there is no loss."""
-
-    def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
-        scores = scorer(unwrap_model(model), output, micro, with_entropy=True)
-        return scores.log_probs.sum(), torch.tensor(0, dtype=torch.int), scores._asdict()
-
-    return close
+def inference(head: Head) -> Callable[[Any, MicroBatch], LossClosure]:
+    """The scores are the result, and there is no loss."""
+    return partial(_score_closure, head)
 
 
-def loss_closure(
-    model: Any, scorer: Scorer, micro: MicroBatch, loss_function: LossFunction, total_tokens: int
-) -> LossClosure:
-    """For training: sum of loss_weights * loss over the response tokens.
+def training(
+    head: Head, loss_function: LossFunction, total_tokens: int
+) -> Callable[[Any, MicroBatch], LossClosure]:
+    """The sum of loss_weights * loss over the response tokens; metrics, weighted alike.
 
     Megatron divides gradients by the number of tokens of all ranks and micro-batches, which is what
     its router losses need. Our weights already sum to one over the mini-batch, so the loss is
     multiplied by that number first.
     """
+    return partial(_loss_closure, head, loss_function, total_tokens)
 
+
+def _score_closure(head: Head, chunk: Any, micro: MicroBatch) -> LossClosure:
     def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
-        scores = scorer(unwrap_model(model), output, micro, with_entropy=False)
-        loss, metrics = loss_function(scores.log_probs, micro.columns)
+        scores = head(chunk, output, micro)
+        nothing = output.new_zeros(())
+        return nothing, torch.tensor(0, dtype=torch.int), scores
+
+    return close
+
+
+def _loss_closure(
+    head: Head, loss_function: LossFunction, total_tokens: int, chunk: Any, micro: MicroBatch
+) -> LossClosure:
+    def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
+        scores = head(chunk, output, micro)
+        loss, metrics = loss_function(scores, micro.columns)
         weights = micro.columns["loss_weights"]
         total = (loss * weights).sum()
         result = {name: (value * weights).sum().detach() for name, value in metrics.items()}
@@ -129,6 +109,18 @@ def loss_closure(
 
 
 def tokens_of_all_ranks(micros: list[MicroBatch], device: torch.device) -> int:
+    """What Megatron will divide gradients by: tokens of all data- and context-parallel ranks."""
     total = torch.tensor(sum(micro.num_tokens for micro in micros), device=device)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(total, group=group)
     return int(total)
+
+
+def whole_column(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
+    """[response tokens of the micro-batch, ...] from what each context-parallel rank scored."""
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return values
+    whole = values.new_zeros((micro.num_response_tokens, *values.shape[1:]))
+    whole[micro.places] = values
+    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return whole

@@ -3,65 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.parallel.mesh import Coordinate, Mesh
+from mcore_rl.parallel.stages import Chunk
 from mcore_rl.reshard.boxes import LogicalTensor
 from mcore_rl.reshard.rules import Shard, Weight
 
 
-@dataclass(frozen=True, slots=True)
 class WeightPlacement:
-    """Which rank holds which shard of which parameter."""
+    """Which rank holds which shard of which parameter, and in which chunk."""
 
-    mesh: Mesh
-    num_layers: int
-    num_experts: int
+    def __init__(self, mesh: Mesh, stages: Sequence[Chunk], num_experts: int) -> None:
+        self.mesh = mesh
+        self.stages = stages
+        self.experts_per_rank = max(1, num_experts // mesh.sizes["ep"])
+        self._chunk_of_layer = {n: chunk for chunk in stages for n in chunk.layers}
+        self._owners = cache(self._find_owners)
+
+    def chunk(self, weight: Weight) -> Chunk | None:
+        """The chunk that has the parameter; None for a replica that this layout does not need."""
+        if weight.layer is not None:
+            return self._chunk_of_layer[weight.layer]
+        has = {
+            "embedding": lambda chunk: chunk.has_embedding,
+            "final_norm": lambda chunk: chunk.has_final_norm,
+            "head": lambda chunk: chunk.has_head,
+            "mtp": lambda chunk: chunk.num_mtp_layers > 0,
+        }[weight.stage or "embedding"]
+        found = next((chunk for chunk in self.stages if has(chunk)), None)
+        if found is not None and weight.replica and found.has_embedding:
+            return None
+        return found
 
     def shard(self, weight: Weight, at: Coordinate) -> Shard:
         if weight.axis is None:
             return Shard(0, 1)
         return Shard(getattr(at, f"{weight.axis}_rank"), self.mesh.sizes[weight.axis])
 
-    @property
-    def layers_per_stage(self) -> int:
-        return self.num_layers // self.mesh.sizes["pp"]
-
-    @property
-    def experts_per_rank(self) -> int:
-        return self.num_experts // self.mesh.sizes["ep"]
-
     def holds(self, weight: Weight, at: Coordinate) -> bool:
-        if weight.expert is not None and weight.expert // self.experts_per_rank != at.ep_rank:
+        chunk = self.chunk(weight)
+        if chunk is None or chunk.pp_rank != at.pp_rank:
             return False
-        if weight.layer is not None:
-            return weight.layer // self.layers_per_stage == at.pp_rank
-        return at.pp_rank == (0 if weight.stage == "first" else self.mesh.sizes["pp"] - 1)
+        return weight.expert is None or weight.expert // self.experts_per_rank == at.ep_rank
 
-    def local_name(self, weight: Weight, at: Coordinate) -> str:
-        return weight.local_name(
-            first_layer=at.pp_rank * self.layers_per_stage,
-            first_expert=at.ep_rank * self.experts_per_rank,
-        )
+    def local_name(self, weight: Weight) -> str:
+        """The parameter's name inside its chunk."""
+        first_expert = (weight.expert or 0) // self.experts_per_rank * self.experts_per_rank
+        chunk = self.chunk(weight)
+        first_layer = chunk.layers.start if chunk is not None else 0
+        return weight.local_name(first_layer=first_layer, first_expert=first_expert)
 
     def owners(self, weight: Weight) -> list[tuple[int, Shard]]:
         """For each shard, the lowest world rank that holds it; in shard order."""
-        found: dict[int, tuple[int, Shard]] = {}
-        for rank in range(self.mesh.world_size):
-            at = self.mesh.coordinate(rank)
-            if self.holds(weight, at):
-                shard = self.shard(weight, at)
-                found.setdefault(shard.index, (rank, shard))
-        return [found[index] for index in sorted(found)]
+        chunk = self.chunk(weight)
+        if chunk is None:
+            return []
+        ep_rank = None if weight.expert is None else weight.expert // self.experts_per_rank
+        return self._owners(weight.axis, chunk.pp_rank, ep_rank)
+
+    def _find_owners(
+        self, axis: str | None, pp_rank: int, ep_rank: int | None
+    ) -> list[tuple[int, Shard]]:
+        coordinates = {"pp_rank": pp_rank}
+        if ep_rank is not None:
+            coordinates["ep_rank"] = ep_rank
+        if axis is None:
+            return [(self.mesh.ranks(**coordinates)[0], Shard(0, 1))]
+        size = self.mesh.sizes[axis]
+        return [
+            (self.mesh.ranks(**coordinates, **{f"{axis}_rank": index})[0], Shard(index, size))
+            for index in range(size)
+        ]
+
+
+def local_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What rules speak of: parameters, and the selection bias of routers, which is a buffer."""
+    tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
+    tensors |= {n: b for n, b in chunk.named_buffers() if n.endswith("router.expert_bias")}
+    return tensors
 
 
 @torch.no_grad()
 def load_weights(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     weights: Sequence[Weight],
     placement: WeightPlacement,
     at: Coordinate,
@@ -72,52 +101,55 @@ def load_weights(
     Raises:
         RuntimeError: a parameter has no rule, or a rule no parameter (a bug in a family).
     """
-    parameters = dict(model.named_parameters())
-    filled = set()
+    unfilled = [local_tensors(chunk) for chunk in chunks]
     for weight in weights:
         if not placement.holds(weight, at):
             continue
-        name, shard = placement.local_name(weight, at), placement.shard(weight, at)
-        parameter = parameters.get(name)
-        if parameter is None or tuple(parameter.shape) != weight.rule.local_shape(shard):
-            found = None if parameter is None else tuple(parameter.shape)
+        chunk = placement.chunk(weight)
+        assert chunk is not None
+        name, shard = placement.local_name(weight), placement.shard(weight, at)
+        tensor = unfilled[chunk.vpp_rank].pop(name, None)
+        if tensor is None or tuple(tensor.shape) != weight.rule.local_shape(shard):
+            found = None if tensor is None else tuple(tensor.shape)
             wanted = weight.rule.local_shape(shard)
             raise RuntimeError(f"{name}: the model has shape {found}, its rule says {wanted}")
-        parameter.zero_()
+        tensor.zero_()
         for block in weight.rule.blocks(shard):
-            parameter[block.local_slices].copy_(reader.read(block))
-        filled.add(name)
-    if unfilled := sorted(set(parameters) - filled):
-        raise RuntimeError(
-            f"no rule names {', '.join(unfilled[:3])}; {len(unfilled)} parameters in all"
-        )
+            tensor[block.local_slices].copy_(reader.read(block))
+    if names := sorted(name for tensors in unfilled for name in tensors):
+        raise RuntimeError(f"no rule names {', '.join(names[:3])}; {len(names)} parameters in all")
 
 
 @torch.no_grad()
 def export_weights(
-    model: torch.nn.Module, weights: Sequence[Weight], placement: WeightPlacement, world_rank: int
+    chunks: Sequence[torch.nn.Module],
+    weights: Sequence[Weight],
+    placement: WeightPlacement,
+    world_rank: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream whole Hugging Face tensors (on the CPU) out of world rank 0, in rule order.
 
     Each shard travels once, from the lowest rank that holds it. Other ranks yield nothing but must
     exhaust the iterator. In memory at once: the logical tensors of one parameter.
     """
-    parameters = dict(model.named_parameters())
-    at = placement.mesh.coordinate(world_rank)
+    tensors = [local_tensors(chunk) for chunk in chunks]
+    like = next(iter(tensors[0].values()))
     for weight in weights:
+        chunk = placement.chunk(weight)
+        if weight.replica or chunk is None:
+            continue
+        dtype = torch.float32 if weight.float32 else like.dtype
         whole: dict[str, torch.Tensor] = {}
         for owner, shard in placement.owners(weight):
             if world_rank == owner:
-                local = parameters[placement.local_name(weight, at)].data
+                local = tensors[chunk.vpp_rank][placement.local_name(weight)].data
                 if owner != 0:
                     dist.send(local.contiguous(), dst=0)
             if world_rank != 0:
                 continue
             if owner != 0:
-                like = next(iter(parameters.values()))
-                local = torch.empty(
-                    weight.rule.local_shape(shard), dtype=like.dtype, device=like.device
-                )
+                shape = weight.rule.local_shape(shard)
+                local = torch.empty(shape, dtype=dtype, device=like.device)
                 dist.recv(local, src=owner)
             for block in weight.rule.blocks(shard):
                 target = _whole(whole, block.tensor, local.dtype)

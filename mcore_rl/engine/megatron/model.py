@@ -1,0 +1,163 @@
+"""The model of a rank: TransformerConfig from our settings, GPTModel chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from mcore_rl.config.schema import EngineConfig
+from mcore_rl.engine.megatron import device
+from mcore_rl.models.base import Family, HFConfig, padded_vocab_size
+from mcore_rl.parallel.stages import Chunk
+
+_ACTIVATIONS = {"silu": F.silu}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel that ends at its hidden states; heads.py applies the output head with the loss.
+
+    `output_layer` keeps its parameters, so names and checkpoints are GPTModel's.
+    """
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        """[tokens / tp (sequence parallel), 1, hidden], on every stage."""
+        return hidden_states
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[vocabulary shard, hidden] weight of the output projection, tied or not."""
+        if self.share_embeddings_and_output_weights:
+            weight: torch.Tensor = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+        return weight
+
+
+def build_chunks(
+    family: Family,
+    hf_config: HFConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    stages: Sequence[Chunk],
+    pp_rank: int,
+) -> list[PolicyModel]:
+    """The chunks of this pipeline rank, uninitialised as far as their weights matter.
+
+    `stages` are all chunks of the model. The chunks of a rank share one config object, on which
+    Megatron's schedule keeps its hooks.
+    """
+    config, arguments = _transformer_config(family, hf_config, engine, dtype, stages)
+    chunks = []
+    for stage in stages:
+        if stage.pp_rank != pp_rank:
+            continue
+        vp_stage = stage.vpp_rank if engine.layout.vpp > 1 else None
+        chunk = PolicyModel(
+            config=config,
+            transformer_layer_spec=family.layer_spec(config, vp_stage),
+            vocab_size=padded_vocab_size(hf_config, engine.layout.tp),
+            max_sequence_length=hf_config.get("max_position_embeddings", 0),
+            pre_process=stage.has_embedding,
+            post_process=stage.has_head,
+            parallel_output=True,
+            share_embeddings_and_output_weights=hf_config.get("tie_word_embeddings", False),
+            vp_stage=vp_stage,
+            **arguments,
+        )
+        _mark_experts(chunk)
+        chunks.append(chunk.to(torch.cuda.current_device()))
+    return chunks
+
+
+def _transformer_config(
+    family: Family,
+    hf_config: HFConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    stages: Sequence[Chunk],
+) -> tuple[TransformerConfig, dict[str, Any]]:
+    """Megatron's config of the model at this layout, and the arguments that GPTModel itself wants.
+
+    A family names both in one dict; what the config class has no field for is GPTModel's.
+    """
+    layout = engine.layout
+    fields = family.config_map(hf_config)
+    fields["activation_func"] = _ACTIVATIONS[fields.pop("activation")]
+    config_class = MLATransformerConfig if "kv_lora_rank" in fields else TransformerConfig
+    known = {field.name for field in dataclasses.fields(config_class)}
+    arguments = {"position_embedding_type": "rope"}
+    arguments |= {name: fields.pop(name) for name in list(fields) if name not in known}
+    if fields.get("num_moe_experts"):
+        fields |= _moe_fields(engine)
+    config = config_class(
+        **fields,
+        **_recompute_fields(engine),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=(
+            [stage.contents for stage in stages] if layout.pp > 1 else None
+        ),
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Packs differ in length, so stages tell each other the shapes.
+        variable_seq_lengths=layout.pp > 1,
+        # With interleaved chunks the batched exchange gives wrong losses without an error
+        # (pipeline_parallel/p2p_communication.py:353); the overlapped one is right.
+        batch_p2p_comm=layout.vpp == 1,
+        overlap_p2p_comm=layout.vpp > 1,
+        # A loss is a weighted sum over tokens; see step.py for what it is divided by.
+        calculate_per_token_loss=True,
+        **device.config_flags(),
+    )
+    return config, arguments
+
+
+def _moe_fields(engine: EngineConfig) -> dict[str, Any]:
+    coef = engine.moe.aux_loss_coef
+    return {
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": engine.moe.dispatcher,
+        "moe_router_load_balancing_type": engine.moe.aux_loss if coef else "none",
+        "moe_aux_loss_coeff": coef,
+        "moe_grouped_gemm": True,
+    }
+
+
+def _recompute_fields(engine: EngineConfig) -> dict[str, Any]:
+    recompute = engine.recompute
+    if recompute.granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": recompute.num_layers,
+        }
+    if recompute.granularity == "selective":
+        modules = list(recompute.modules)
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {}
+
+
+def _mark_experts(model: GPTModel) -> None:
+    """Expert parameters belong to the expert groups at any EP and ETP.
+
+    Without the mark the gradient norm is off at TP2, ETP1, EP1: transformer/moe/experts.py marks
+    them at EP > 1 only.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
