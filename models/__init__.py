@@ -1,5 +1,5 @@
 """One file a model family; importing this package fills the registry."""
 
-from mcore_rl.models import qwen3, qwen3_moe
+from mcore_rl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 
-__all__ = ["qwen3", "qwen3_moe"]
+__all__ = ["deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"]

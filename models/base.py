@@ -7,16 +7,17 @@ export and resharding read. Family files import no torch, so that plans can be m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import ModelSizes
+from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.reshard.rules import Weight
 
 HFConfig = dict[str, Any]  # the contents of config.json
+CAUSAL, CLASSIFICATION = "ForCausalLM", "ForTokenClassification"  # how architectures end
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Family:
     that the config class has no field for (activation by its Hugging Face name under "activation").
     `layer_spec` gives Megatron's layer spec of a chunk from (TransformerConfig, chunk number of the
     rank or None). `weights` gives the rules, with the vocabulary padded to the size handed in. All
-    raise ConfigError for a config they cannot express.
+    raise ConfigError for a config they cannot express. `num_mtp_layers` counts the multi-token
+    prediction layers that the checkpoint holds behind its decoder layers.
     """
 
     name: str
@@ -35,9 +37,18 @@ class Family:
     config_map: Callable[[HFConfig], dict[str, Any]]
     layer_spec: Callable[[Any, int | None], Any]
     weights: Callable[[HFConfig, int], tuple[Weight, ...]]
+    num_mtp_layers: Callable[[HFConfig], int] = lambda config: 0
 
 
 _FAMILIES: dict[str, Family] = {}
+
+# Architectures that users ask for and that the engine cannot express, each with the reason.
+_REFUSED = {
+    "GptOssForCausalLM": "its attention sinks, alternating sliding windows and clamped SwiGLU with "
+    "biased experts are not in the CPU lane's modules",
+    "DeepseekV32ForCausalLM": "its sparse attention (an indexer that picks the keys) is not in the "
+    "CPU lane's modules",
+}
 
 
 def register(family: Family) -> Family:
@@ -62,11 +73,15 @@ def read_config(model_path: str | Path) -> HFConfig:
 def family_of(config: HFConfig) -> Family:
     """The family that config.json names under "architectures"."""
     architectures = config.get("architectures") or []
-    for architecture in architectures:
+    # A value model is the same family with another head (models/heads.py).
+    causal = [name.replace(CLASSIFICATION, CAUSAL) for name in architectures]
+    for architecture in causal:
         if architecture in _FAMILIES:
             return _FAMILIES[architecture]
+    reasons = "".join(f" ({_REFUSED[name]})" for name in causal if name in _REFUSED)
     raise ConfigError(
-        f"config.json: architectures={architectures} is not supported; allowed: {sorted(_FAMILIES)}"
+        f"config.json: architectures={architectures} is not supported{reasons}; "
+        f"allowed: {sorted(_FAMILIES)}"
     )
 
 
@@ -77,16 +92,57 @@ def field(config: HFConfig, name: str) -> Any:
     return config[name]
 
 
-def rope_theta(config: HFConfig) -> float:
-    """The rotary base, where either generation of transformers keeps it; scaled rope is refused."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"config.json: rope_type={kind!r} is not supported; allowed: 'default'")
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
+def without_mtp(config: HFConfig) -> HFConfig:
+    """The config of the same model without its layers for multi-token prediction."""
+    fields = ("num_nextn_predict_layers", "num_mtp_layers")
+    return {**config, **{name: 0 for name in fields if name in config}}
+
+
+def require(config: HFConfig, allowed: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field that has another value than the only one allowed.
+
+    A field that is absent or null passes: transformers' defaults are then what is allowed.
+    """
+    for name, value in allowed.items():
+        found = config.get(name)
+        if found is not None and found != value:
+            raise ConfigError(
+                f"config.json: {name}={_spelled(found)} is not supported for "
+                f"{config.get('architectures')}; allowed: {_spelled(value)}"
+            )
+
+
+def _spelled(value: Any) -> str:
+    """As config.json spells it, but for the quotes."""
+    return json.dumps(value).replace('"', "'")
+
+
+def rope(config: HFConfig) -> dict[str, Any]:
+    """Rotary parameters, where either generation of transformers keeps them.
+
+    rope_theta, rope_type ("default" when there is no scaling) and what that type needs; the
+    architectures, for messages.
+    """
+    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    found["architectures"] = config.get("architectures")
+    found["rope_type"] = found.get("rope_type", found.get("type", "default"))
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if found.get(name) is None and config.get(name) is not None:
+            found[name] = config[name]
+    if found.get("rope_theta") is None:
         raise ConfigError("config.json has neither rope_theta nor rope_parameters.rope_theta")
-    return float(theta)
+    return found
+
+
+def rope_theta(config: HFConfig) -> float:
+    """The rotary base of a model without scaled rope; scaled rope is refused."""
+    found = rope(config)
+    if found["rope_type"] != "default":
+        raise ConfigError(
+            f"config.json: rope_type={found['rope_type']!r} is not supported for "
+            f"{config.get('architectures')}; allowed: 'default'"
+        )
+    return float(found["rope_theta"])
 
 
 def head_dim(config: HFConfig) -> int:
@@ -103,13 +159,22 @@ def padded_vocab_size(config: HFConfig, tp: int) -> int:
 
 def model_sizes(config: HFConfig) -> ModelSizes:
     """What a layout of this model has to divide."""
-    fields = family_of(config).config_map(config)
+    family = family_of(config)
+    fields = family.config_map(config)
     num_experts = fields.get("num_moe_experts", 0)
-    has_dense = not num_experts or 0 in fields.get("moe_layer_freq", [])
+    has_dense = not num_experts or 0 in fields["moe_layer_freq"]
+    dense = (fields["ffn_hidden_size"],) if has_dense else ()
+    shared = fields.get("moe_shared_expert_intermediate_size")
+    heads = fields["num_attention_heads"]
     return ModelSizes(
-        num_attention_heads=fields["num_attention_heads"],
-        num_query_groups=fields["num_query_groups"],
-        ffn_sizes=(fields["ffn_hidden_size"],) if has_dense else (),
+        num_attention_heads=heads,
+        num_query_groups=fields.get("num_query_groups", heads),
+        ffn_sizes=(*dense, shared) if shared else dense,
         num_experts=num_experts,
         expert_ffn_size=fields.get("moe_ffn_hidden_size", 0),
+        num_layers=fields["num_layers"],
+        num_mtp_layers=family.num_mtp_layers(config),
+        has_router_bias=fields.get("moe_router_enable_expert_bias", False),
+        is_mla="kv_lora_rank" in fields,
+        is_tied=bool(config.get("tie_word_embeddings", False)),
     )

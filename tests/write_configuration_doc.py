@@ -20,7 +20,7 @@ from typing import Any
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
-from mcore_rl.config import resolve, schema
+from mcore_rl.config import resolve, resolve_engine, schema
 from mcore_rl.rewards import base as rewards
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -58,7 +58,7 @@ def allowed_names() -> dict[str, list[str]]:
         "algorithm.kl_estimator": KL_ESTIMATORS.names,
         "algorithm.loss_aggregation": AGGREGATIONS.names,
         "model.dtype": list(resolve.DTYPES),
-        "optimizer.schedule": list(resolve.SCHEDULES),
+        "optimizer.schedule": list(resolve_engine.SCHEDULES),
         "reward.name": rewards._REWARDS.names,
         "task.name": [name for name in resolve.TASKS if name],
         "weight_sync.method": list(resolve.WEIGHT_SYNC_METHODS),

@@ -40,6 +40,31 @@ def ppo_clip(
     return -torch.minimum(free, bounded), metrics
 
 
+def value_clip(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped value loss: max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2.
+
+    From the code of Schulman et al. 2017 (openai/baselines, ppo2/model.py), not their paper. The
+    maximum makes it a bound: a value that has moved by more than c towards its return gets no
+    gradient, one that has moved away from it always does. An infinite c leaves (V - R)^2 / 2.
+
+    All tensors are [tokens], in the unit of the returns; only `values` gets a gradient. Returns the
+    loss of each token and, detached, per token: `value_clipped`, true where the clip holds and no
+    gradient flows; `value_error`, (V - R)^2.
+    """
+    moved = values - old_values.detach()
+    free = (values - returns).square()
+    # Written so that a value within the clip stays the same bits.
+    bounded = values + (moved.clamp(-clip_range, clip_range) - moved)
+    bounded_error = (bounded - returns).square()
+    metrics = {
+        "value_clipped": bounded_error.detach() > free.detach(),
+        "value_error": free.detach(),
+    }
+    return torch.maximum(free, bounded_error) / 2, metrics
+
+
 def sft(log_probs: Tensor) -> Tensor:
     """Negative log-likelihood of each target token, in nats: [tokens] to [tokens]."""
     return -log_probs

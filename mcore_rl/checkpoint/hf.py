@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.models.base import (
+    HFConfig,
+    family_of,
+    padded_vocab_size,
+    read_config,
+    without_mtp,
+)
 from mcore_rl.reshard.boxes import Block, LogicalTensor
+from mcore_rl.reshard.rules import logical_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
 # What stands beside the weights and is carried along to an export.
@@ -73,6 +81,17 @@ class CheckpointReader:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's shape by name."""
         return {name: self.shape(name) for name in self._where}
+
+    def config(self) -> HFConfig:
+        """config.json, without layers for multi-token prediction that the weights do not have.
+
+        transformers leaves them out when it saves a model and keeps their number in the config.
+        """
+        config = read_config(self.path)
+        weights = family_of(config).weights(config, padded_vocab_size(config, 1))
+        predicted = [w for w in weights if w.stage == "mtp" and not w.replica]
+        held = any(tensor.name in self._where for tensor in logical_tensors(predicted))
+        return config if held else without_mtp(config)
 
     def read(self, block: Block) -> torch.Tensor:
         """The elements of one block, and no others, as a new tensor."""
@@ -135,10 +154,12 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, torch.Tensor]],
     reference: str | Path,
     max_shard_bytes: int = 5 << 30,
+    config_changes: Mapping[str, Any] | None = None,
 ) -> None:
     """Stream tensors into a new checkpoint folder, with config and tokenizer files of `reference`.
 
     At most one shard is in memory. The folder appears under its name when it is complete.
+    `config_changes` are fields of config.json that differ from the reference's.
 
     Raises:
         ConfigError: `path` exists.
@@ -146,13 +167,13 @@ def write_checkpoint(
     with written_aside(Path(path)) as folder:
         files: list[tuple[Path, list[str]]] = []
         total_bytes = 0
-        dtype = torch.float32
+        largest = torch.empty(0)  # a small tensor may be kept in float32
         for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
             file = folder / f"shard-{number}"
             save_file(shard, file, metadata={"format": "pt"})
             files.append((file, list(shard)))
             total_bytes += sum(t.nbytes for t in shard.values())
-            dtype = next(iter(shard.values())).dtype
+            largest = max(largest, *shard.values(), key=torch.Tensor.numel)
         weight_map: dict[str, str] = {}
         for number, (file, names) in enumerate(files, start=1):
             final = "model.safetensors"
@@ -160,13 +181,15 @@ def write_checkpoint(
                 final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             file.rename(folder / final)
             weight_map.update(dict.fromkeys(names, final))
-        _copy_companions(Path(reference), folder, dtype)
+        _copy_companions(Path(reference), folder, largest.dtype, config_changes or {})
         if len(files) > 1:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
 
 
-def _copy_companions(reference: Path, folder: Path, dtype: torch.dtype) -> None:
+def _copy_companions(
+    reference: Path, folder: Path, dtype: torch.dtype, config_changes: Mapping[str, Any]
+) -> None:
     """Config and tokenizer files; config.json names the dtype of the tensors beside it."""
     for pattern in _COMPANIONS:
         for companion in reference.glob(pattern):
@@ -174,7 +197,7 @@ def _copy_companions(reference: Path, folder: Path, dtype: torch.dtype) -> None:
                 shutil.copyfile(companion, folder / companion.name)
     config_file = folder / "config.json"
     if config_file.is_file():
-        config = json.loads(config_file.read_text())
+        config = json.loads(config_file.read_text()) | dict(config_changes)
         for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
             if key in config:
                 config[key] = str(dtype).removeprefix("torch.")

@@ -52,6 +52,7 @@ class OptimizerConfig:
     clip_grad: float = 1.0  # maximum global gradient norm
     distributed: bool = False  # shard the optimizer state over data-parallel ranks
     overlap: bool = False  # reduce gradients (and, if distributed, gather weights) while computing
+    cpu_offload: bool = False  # Adam and its state on the host; GPU lane, with distributed
 
 
 @dataclass
@@ -59,10 +60,14 @@ class MoEConfig:
     """Routers and experts, for models that have them."""
 
     dispatcher: str = "alltoall"  # how tokens get to their experts: alltoall or allgather
-    aux_loss: str = "aux_loss"  # over what it balances: aux_loss (a micro-batch), seq_aux_loss,
-    # global_aux_loss (all ranks and micro-batches so far)
+    # Over what the load is balanced: aux_loss (a micro-batch) or global_aux_loss (all ranks and the
+    # micro-batches of the mini-batch so far).
+    aux_loss: str = "aux_loss"
     aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 computes none
     bias_update_rate: float = 0.0  # of the selection bias of routers that have one; 0 freezes it
+    # Experts of the update: off (the router chooses again), record (those of the log-prob pass) or
+    # rollout (those that the batch brings along, in both passes).
+    router_replay: str = "off"
 
 
 @dataclass
@@ -92,7 +97,7 @@ class EngineConfig:
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
-    logprob_chunk_tokens: int = 1024  # rows of logits alive at once in the log-prob head
+    logprob_chunk_bytes: int = 32 << 20  # logits and probabilities alive at once in the head
     moe: MoEConfig = field(default_factory=MoEConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -143,6 +148,7 @@ class AlgorithmConfig:
     clip_ratio_low: float = 0.2  # of the PPO clip: ratios are clipped at 1 - clip_ratio_low
     clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
     loss_aggregation: str = "token_mean"  # how token losses become one loss
+    entropy_coef: float = 0.0  # weight of the entropy, which is then kept up; 0 leaves it out
     kl_coef: float = 0.0  # weight of the KL to the reference model; 0 loads no reference
     kl_estimator: str = "k3"  # how the KL is estimated from one sample
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mcore_rl.data.batch import Batch
-from mcore_rl.parallel.balance import balanced_partition
+from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, balanced_partition
 from mcore_rl.parallel.mesh import Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ def scatter(
         raise TypeError("a DP_COMPUTE method was called without a Batch to split")
     if len({len(batch) for batch in batches}) > 1:
         raise ValueError(f"batches of one call differ in rows: {[len(b) for b in batches]}")
-    rows_of = balanced_partition(_token_counts(batches), mesh.sizes["dp"])
+    rows_of = balanced_partition(_row_costs(batches), mesh.sizes["dp"])
     return [_dp_part(mesh, dp_rank, rows, args, kwargs) for dp_rank, rows in enumerate(rows_of)]
 
 
@@ -129,11 +129,12 @@ def _dp_part(
     )
 
 
-def _token_counts(batches: Sequence[Batch]) -> Sequence[int]:
+def _row_costs(batches: Sequence[Batch]) -> Sequence[float]:
+    """By the default cost of a sequence: nothing is known of the model here."""
     for batch in batches:
         if "prompt_ids" in batch and "response_ids" in batch:
-            return [int(count) for count in batch.num_tokens]
-    return [1] * len(batches[0])
+            return [DEFAULT_SEQUENCE_COST.of(int(count)) for count in batch.num_tokens]
+    return [1.0] * len(batches[0])
 
 
 def _in_caller_order(parts: Sequence[Part], outputs: Sequence[Batch]) -> Batch:

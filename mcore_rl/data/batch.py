@@ -57,6 +57,8 @@ class Jagged:
         return Jagged(values, self.offsets)
 
     def take(self, rows: Sequence[int]) -> Jagged:
+        if not rows:  # keeps the shape of an entry
+            return Jagged(self.values[:0], np.zeros(1, dtype=np.int64))
         return Jagged.of([self[i] for i in rows], self.values.dtype)
 
 
@@ -68,8 +70,9 @@ class Batch:
 
     Standard columns (jagged, one entry a response token unless said otherwise): prompt_ids (one a
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
-    reference_log_probs, entropy, advantages, loss_weights; one value a sample: rewards,
-    reward/<part>, group_ids, finish_reasons.
+    reference_log_probs, entropy, advantages, loss_weights; routed_experts: [MoE layers, experts a
+    token] a prompt or response token; one value a sample: rewards, reward/<part>, group_ids,
+    finish_reasons.
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:

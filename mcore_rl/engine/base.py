@@ -31,6 +31,17 @@ class EngineSpec:
     seed: int
     total_steps: int = 0
     entropy_in_loss: bool = False  # whether the loss function reads the entropy
+    num_top_log_probs: int = 0  # likeliest ids of each token that infer_batch returns
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Memory that a rank's model and optimizer hold between two calls; no activations."""
+
+    parameters_bytes: int  # weights and buffers of the model, on the device or on the host
+    gradients_bytes: int  # 0 after engine.to("cpu", grad=True)
+    optimizer_state_bytes: int  # Adam's moments, and the float32 weights of a bfloat16 model
+    on_device_bytes: int  # what of these three is on the engine's device
 
 
 class BaseEngine(ABC):
@@ -45,6 +56,11 @@ class BaseEngine(ABC):
     def is_main_rank(self) -> bool:
         """Whether this is the rank that get_per_tensor_param yields tensors on."""
 
+    @property
+    def config_changes(self) -> Mapping[str, Any]:
+        """Fields of config.json in which an export differs from the checkpoint it began with."""
+        return {}
+
     @abstractmethod
     def initialize(self) -> None:
         """Join the process groups, build the model and load its weights."""
@@ -53,6 +69,13 @@ class BaseEngine(ABC):
     def infer_batch(self, batch: Batch) -> Batch | None:
         """Adds "log_probs" and "entropy": one float32 a response token, in nats.
 
+        With spec.num_top_log_probs = k also "top_log_probs" and "top_ids", k a response token, the
+        likeliest first. A value model adds "values" instead: one float32 a response token, the
+        value of the state before it.
+
+        With engine.moe.router_replay = "record" also "routed_experts", which train_batch then
+        needs; "rollout" needs that column here, too (engine/megatron/router_replay.py).
+
         None on pipeline stages other than the last.
         """
 
@@ -60,8 +83,8 @@ class BaseEngine(ABC):
     def train_batch(self, batch: Batch, loss_function: LossFunction) -> Metrics:
         """One optimizer step on a mini-batch; `loss_weights` of all ranks together sum its loss.
 
-        Metrics of the loss come from the last pipeline stage; the others return "grad_norm" and
-        "lr" only.
+        Metrics of the loss, and of the load of experts ("moe/..."), come from the last pipeline
+        stage; the others return "grad_norm" and "lr" only.
         """
 
     @abstractmethod
@@ -92,7 +115,18 @@ class BaseEngine(ABC):
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move parameters, optimizer state and gradients between "cpu" and the engine's device."""
+        """Move parameters, optimizer state and gradients between "cpu" and the engine's device.
+
+        Gradients are dropped on the way out and are zero when they are back. Nothing else may be
+        called while something is away, but memory_report.
+        """
+
+    @abstractmethod
+    def memory_report(self) -> MemoryReport: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the model and its memory. The engine cannot be used afterwards."""
 
     @abstractmethod
     def save_checkpoint(self, path: Path) -> None: ...

@@ -11,11 +11,13 @@ from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_model, resolve_rollout_model
+from mcore_rl.config.resolve import resolve_rollout_model
+from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.models.base import (
     family_of,
     field,
@@ -60,15 +62,18 @@ def check_inputs(config: RLConfig) -> Inputs:
 
 
 def _check_model(config: RLConfig) -> None:
-    hf_config = read_config(config.model.path)
-    sizes = model_sizes(hf_config)
-    resolve_model("actor.layout", config.actor.layout, sizes)
-    if config.warm_start.num_steps:
-        resolve_model("warm_start.layout", config.warm_start.layout, sizes)
-    resolve_rollout_model(config.rollout, sizes)
-    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
     with CheckpointReader(config.model.path) as reader:
+        hf_config = reader.config()
+        sizes = model_sizes(hf_config)
+        resolve_model_layout("actor.layout", config.actor.layout, sizes)
+        resolve_model_engine("actor", config.actor, sizes)
+        if config.warm_start.num_steps:
+            resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
+        resolve_rollout_model(config.rollout, sizes)
+        weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
         reader.check(logical_tensors(weights))
+        if config.actor.lora.rank:
+            check_targets("actor.lora", weights, config.actor.lora)
 
 
 def _check_lengths(config: RLConfig) -> None:

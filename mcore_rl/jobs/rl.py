@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.resolve import resolve
-from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.guard import guard
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
@@ -88,7 +88,8 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
         config.actor,
         layout=warm.layout,
         optimizer=warm.optimizer,
-        moe=replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef),
+        moe=replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off"),
+        lora=LoRAConfig(),  # adapters are for what comes after it
     )
     path = output.folder / "warm_start"
     with _model(config, engine, "warm_start", supervised_loss, warm.num_steps) as model:
@@ -116,7 +117,8 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
             actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
             reference = None
             if config.algorithm.kl_coef:
-                reference = stack.enter_context(_model(config, config.actor, "reference", None, 0))
+                frozen = _frozen(config.actor)
+                reference = stack.enter_context(_model(config, frozen, "reference", None, 0))
         rollout = RolloutPool(servers, config.rollout, config.seed)
         sync = FullExportSync(actor, servers, config.weight_sync, config.rollout)
         with waiting("evaluating"):
@@ -130,6 +132,11 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
             actor.export(str(output.folder / "checkpoint"))
+
+
+def _frozen(engine: EngineConfig) -> EngineConfig:
+    """The engine of a model that only scores: no adapters, nothing recorded."""
+    return replace(engine, lora=LoRAConfig(), moe=replace(engine.moe, router_replay="off"))
 
 
 def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
@@ -165,6 +172,7 @@ def _model(
         temperature=config.rollout.temperature,
         seed=config.seed,
         total_steps=total_steps,
+        entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
     )
     with _group(ModelWorker, (spec, loss), engine.layout, name, engine.threads_per_rank) as group:
         group.initialize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from mcore_rl.config.schema import Layout
 def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float = 1800.0) -> None:
     """Join the default group (from RANK, WORLD_SIZE, MASTER_*) and make Megatron's groups.
 
-    Calling it again with another layout over the same ranks replaces the groups.
+    Calling it again with another layout over the same ranks replaces the groups, and engines built
+    on the earlier ones can no longer run.
 
     Raises:
         ConfigError: the launched world is not the layout's.
@@ -25,7 +27,13 @@ def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float 
         raise ConfigError(
             f"layout {layout} needs {layout.world_size} ranks; {dist.get_world_size()} were started"
         )
-    parallel_state.destroy_model_parallel()
+    if not _are_for(layout):
+        _destroy_groups()
+        _make_groups(layout)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _make_groups(layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -34,4 +42,27 @@ def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float 
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _are_for(layout: Layout) -> bool:
+    """Whether the groups that exist are those of this layout."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    )
+    return sizes == (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp, layout.vpp)
+
+
+def _destroy_groups() -> None:
+    """End the groups of an earlier layout: each gloo group has threads that poll until it ends."""
+    gc.collect()  # engines of the earlier layout hold on to its groups in cycles
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:  # None stands for the default group
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_engine import layers_of_chunks
 from mcore_rl.config.schema import Layout
 
 
@@ -38,7 +38,7 @@ def split_into_chunks(layout: Layout, num_layers: int, num_mtp_layers: int = 0) 
     Raises:
         ConfigError: the layers do not divide over the chunks.
     """
-    counts = _layers_of_chunks(layout, num_layers)
+    counts = layers_of_chunks("layout", layout, num_layers)
     last = len(counts) - 1
     chunks, start = [], 0
     for index, count in enumerate(counts):
@@ -59,28 +59,3 @@ def split_into_chunks(layout: Layout, num_layers: int, num_mtp_layers: int = 0) 
             )
         )
     return chunks
-
-
-def _layers_of_chunks(layout: Layout, num_layers: int) -> list[int]:
-    num_chunks = layout.pp * layout.vpp
-    if layout.vpp > 1 and layout.pp == 1:
-        raise ConfigError(f"layout.vpp={layout.vpp} needs layout.pp above 1; layout.pp=1")
-    ends = (layout.first_stage_layers, layout.last_stage_layers)
-    for name, given in zip(("first_stage_layers", "last_stage_layers"), ends, strict=True):
-        if given is not None and num_chunks == 1:
-            raise ConfigError(f"layout.{name}={given} needs layout.pp above 1; layout.pp=1")
-        if given is not None and given < 0:
-            raise ConfigError(f"layout.{name}={given}; allowed: at least 0")
-    free = num_chunks - sum(given is not None for given in ends)
-    rest = num_layers - sum(given or 0 for given in ends)
-    if rest < 0 or (free == 0 and rest) or (free and (rest % free or rest == 0)):
-        raise ConfigError(
-            f"layout.pp * layout.vpp = {layout.pp} * {layout.vpp} chunks with "
-            f"first_stage_layers={ends[0]}, last_stage_layers={ends[1]}: the {num_layers} layers "
-            f"of the model leave {rest} for {free} equal chunks; allowed: a multiple, above 0"
-        )
-    counts = [rest // free if free else 0] * num_chunks
-    for index, given in ((0, ends[0]), (num_chunks - 1, ends[1])):
-        if given is not None:
-            counts[index] = given
-    return counts

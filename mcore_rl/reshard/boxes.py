@@ -8,10 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """A tensor of a checkpoint as Hugging Face names it, whole."""
+    """A tensor of a checkpoint as Hugging Face names it, whole.
+
+    `also` are further names under which the checkpoint holds the same tensor again: read by none,
+    written by an export.
+    """
 
     name: str
     shape: tuple[int, ...]
+    also: tuple[str, ...] = ()
+
+    @property
+    def copies(self) -> tuple[LogicalTensor, ...]:
+        return tuple(LogicalTensor(name, self.shape) for name in self.also)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,10 +168,12 @@ class Weight:
 
 
 def logical_tensors(weights: Sequence[Weight]) -> Iterator[LogicalTensor]:
-    """Every logical tensor of a model, in the order of the rules."""
+    """Every tensor of a checkpoint, in the order of the rules; copies behind their original."""
     for weight in weights:
         if not weight.replica:
-            yield from weight.rule.tensors
+            for tensor in weight.rule.tensors:
+                yield tensor
+                yield from tensor.copies
 
 
 def check_cover(weights: Sequence[Weight], count: int) -> None:
@@ -195,11 +197,10 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
                 boxes.add((block.tensor.name, block.box))
                 covered[block.tensor.name] = covered.get(block.tensor.name, 0) + block.box.numel
         for tensor in weight.rule.tensors:
-            if tensor.name in seen:
-                raise ValueError(
-                    f"{tensor.name} is named by two parameters, {weight.name} the second"
-                )
-            seen.add(tensor.name)
+            for name in (tensor.name, *tensor.also):
+                if name in seen:
+                    raise ValueError(f"{name} is named by two parameters, {weight.name} the second")
+                seen.add(name)
             whole = Box((0,) * len(tensor.shape), tensor.shape).numel
             if covered.get(tensor.name, 0) != whole:
                 raise ValueError(

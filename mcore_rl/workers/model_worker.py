@@ -12,15 +12,25 @@ from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
 
 
 class ModelWorker:
-    """`loss_function` is what `update` minimises; None for a model that only scores."""
+    """`loss_function` is what `update` minimises; None for a model that only scores.
 
-    def __init__(self, spec: EngineSpec, loss_function: LossFunction | None) -> None:
+    `model_type` is "language_model" or "value_model".
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        loss_function: LossFunction | None,
+        model_type: str = "language_model",
+    ) -> None:
+        # Imported for what they register.
+        import mcore_rl.engine.megatron.engine
+        import mcore_rl.engine.megatron.value_engine  # noqa: F401
         from mcore_rl.engine.megatron.device import device_name
-        from mcore_rl.engine.megatron.engine import MegatronEngine  # noqa: F401  (registers itself)
 
         self._spec = spec
         self._loss_function = loss_function
-        self._engine = create_engine("language_model", "megatron", device_name(), spec)
+        self._engine = create_engine(model_type, "megatron", device_name(), spec)
         self._sender: StreamSender | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -29,7 +39,12 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def compute_log_probs(self, batch: Batch) -> Batch | None:
-        """Adds the columns log_probs and entropy."""
+        """Adds the columns log_probs and entropy; of a language model."""
+        return self._engine.infer_batch(batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def compute_values(self, batch: Batch) -> Batch | None:
+        """Adds the column values; of a value model."""
         return self._engine.infer_batch(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
@@ -62,7 +77,12 @@ class ModelWorker:
         """Write a Hugging Face checkpoint, with config and tokenizer of the one started from."""
         tensors = self._engine.get_per_tensor_param()
         if self._engine.is_main_rank:
-            write_checkpoint(path, tensors, reference=self._spec.model.path)
+            write_checkpoint(
+                path,
+                tensors,
+                reference=self._spec.model.path,
+                config_changes=self._engine.config_changes,
+            )
         else:
             for _ in tensors:
                 raise RuntimeError("weights surfaced on a rank that does not write")

@@ -16,8 +16,9 @@ from mcore_rl.engine.base import Columns
 class PolicyLoss:
     """PPO's clipped surrogate, plus kl_coef times the KL to the reference model.
 
-    Reads the columns log_probs (of the policy that generated, by the trainer), advantages and, with
-    a KL, reference_log_probs.
+    Minus entropy_coef times the entropy. Reads the scores log_probs and, where it counts, entropy;
+    the columns log_probs (of the policy that generated, by the trainer), advantages and, with a KL,
+    reference_log_probs.
     """
 
     config: AlgorithmConfig
@@ -37,6 +38,9 @@ class PolicyLoss:
             kl = KL_ESTIMATORS[self.config.kl_estimator](log_probs, columns["reference_log_probs"])
             metrics["reference_kl"] = kl.detach()
             loss = loss + self.config.kl_coef * kl
+        if self.config.entropy_coef:
+            metrics["entropy"] = scores["entropy"].detach()
+            loss = loss - self.config.entropy_coef * scores["entropy"]
         return loss, metrics
 
 

@@ -38,15 +38,20 @@ def engine_spec(path: Path, layout: Layout, dtype: str = "float32") -> EngineSpe
         layout=layout,
         optimizer=OptimizerConfig(lr=1e-3, beta2=0.98, weight_decay=0.01, warmup_steps=2),
         max_tokens_per_micro_batch=96,  # several micro-batches
-        logprob_chunk_tokens=16,
+        logprob_chunk_bytes=32 << 10,
     )
     model = ModelConfig(path=str(path), dtype=dtype)
     return EngineSpec(model, settings, temperature=1.0, seed=3, total_steps=6)
 
 
-def started(spec: EngineSpec) -> MegatronEngine:
-    engine = MegatronEngine(spec)
+_STARTED: list[MegatronEngine] = []
+
+
+def started(spec: EngineSpec, kind: Callable[..., Any] = MegatronEngine) -> Any:
+    """An engine that is closed when the job ends."""
+    engine = kind(spec)
     engine.initialize()
+    _STARTED.append(engine)
     return engine
 
 
@@ -76,21 +81,25 @@ def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> 
 
 
 def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
-    """[response tokens, vocabulary], gathered over TP; the engine itself never makes them."""
+    """[response tokens, vocabulary] of the whole batch; the engine itself never makes them."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    from mcore_rl.engine.megatron.heads import response_states
-    from mcore_rl.engine.megatron.packing import pack
+    from mcore_rl.engine.megatron.heads import states_at
+    from mcore_rl.engine.megatron.packing import Split, pack
+    from mcore_rl.engine.megatron.step import whole_column
 
-    [micro] = pack(batch, 1, engine.layout.tp, engine.device)
+    [micro] = pack(batch, [list(range(len(batch)))], Split.of_this_rank(), engine.device)
     [model] = engine.chunks
     with torch.no_grad():
         output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
-        logits = response_states(model.config, output, micro) @ model.head_weight.t()
+        logits = states_at(model.config, output, micro.hidden_rows) @ model.head_weight.t()
         group = parallel_state.get_tensor_model_parallel_group()
         whole = gather_from_tensor_model_parallel_region(logits, group=group)
-    return whole[:, : engine.hf_config["vocab_size"]].clone()
+    logits = whole_column(micro, whole[:, : engine.hf_config["vocab_size"]])
+    lengths = batch.jagged("response_ids").lengths[micro.rows].tolist()
+    by_row = dict(zip(micro.rows, logits.split(lengths), strict=True))
+    return torch.cat([by_row[row] for row in sorted(by_row)])
 
 
 def distributed_optimizer(path: Path, layout: Layout, batch: Batch) -> Result:
@@ -131,7 +140,12 @@ def resume(path: Path, layout: Layout, batch: Batch, folder: Path) -> Result:
 
 
 def _run_all(jobs: Mapping[str, Job]) -> Result:
-    return {name: job() for name, job in jobs.items()}
+    results = {}
+    for name, job in jobs.items():
+        results[name] = job()
+        while _STARTED:
+            _STARTED.pop().close()
+    return results
 
 
 def _rank_main(rank: int, world: int, port: int, jobs: Mapping[str, Job], folder: str) -> None:

@@ -36,14 +36,22 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
 
 
 def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+    return build_from(configs()[name], seed)
+
+
+def build_from(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
+    """A model with random weights, far from the tame initial values, so that errors show."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(configs()[name]).float().eval()
-    with torch.no_grad():  # far from the tame initial values, so that errors show
-        for key, parameter in model.named_parameters():
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    biases = {key: b for key, b in model.named_buffers() if key.endswith("correction_bias")}
+    with torch.no_grad():
+        for key, parameter in (dict(model.named_parameters()) | biases).items():
             if parameter.dim() >= 2:
                 parameter.normal_(0, 0.08)
             elif "norm" in key:
                 parameter.uniform_(0.7, 1.3)
+            else:
+                parameter.normal_(0, 0.2)
     return model
 
 

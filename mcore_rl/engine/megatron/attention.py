@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+
+from mcore_rl.engine.megatron.packing import zigzag_rows
+
+# About what one more call of the attention kernel is worth, forward and backward.
+_PAIRS_TIMES_WIDTH_OF_A_CALL = 1 << 20
 
 
 class PackedAttention(MegatronModule):
-    """Scaled dot-product attention over packed (THD) sequences, with grouped queries.
+    """Scaled dot-product attention over packed (THD) sequences, in place of TEDotProductAttention.
 
-    Sequences are gathered into padded batches of similar length, so that the cost is that of the
-    sequences (at most four times the ideal for the shortest of a group) and no mask over a whole
-    pack is ever made. Padding stands behind the tokens, where a causal query never looks.
+    Queries may share keys (GQA), and values may differ from keys in size (MLA). Neighbouring
+    sequences of like length are attended to together, padded to the longest of them where that
+    costs less than another call; there is never a mask over a whole pack, and without context
+    parallelism there is none at all. Padding stands behind the tokens of a sequence, where a causal
+    query never looks.
+
+    Under context parallelism the query stays where it is, in its two chunks of every sequence (see
+    packing.py), and keys and values are gathered: each chunk attends to the chunks up to itself.
     """
 
     def __init__(
         self,
         config: Any,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: AttnMaskType,
         attention_type: str,
+        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
+        pg_collection: Any = None,
         **_: Any,
     ) -> None:
+        """Raises ValueError for what Transformer Engine can and this cannot do."""
         super().__init__(config=config)
-        self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        for name, value, supported in (
+            ("attention_type", attention_type, "self"),
+            ("attention_dropout", dropout, 0),
+            ("softmax_type", config.softmax_type, "vanilla"),
+            ("window_size", config.window_size, None),
+        ):
+            if value != supported:
+                raise ValueError(f"attention of the CPU lane: {name}={value}; only {supported}")
+        self.mask_type = attn_mask_type
+        self.scale = softmax_scale
+        if softmax_scale is None:
+            self.scale = (k_channels or config.kv_channels) ** -0.5
+        self.cp_group = None if pg_collection is None else pg_collection.cp
 
     def forward(
         self,
@@ -36,44 +66,195 @@ class PackedAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
-        **_: Any,
     ) -> torch.Tensor:
-        """[tokens, heads, dim] query, [tokens, groups, dim] key, value -> [tokens, heads * dim]."""
+        """Attention of each token to those before it in its sequence.
+
+        Args:
+            query: [tokens, heads, dim]
+            key: [tokens, groups, dim]
+            value: [tokens, groups, value dim]
+            attention_mask: not looked at; the sequences say all.
+            packed_seq_params: starts of the sequences over all CP ranks, with padding.
+
+        Returns:
+            [tokens, heads * value dim]
+
+        Raises:
+            ValueError: the sequences are not packed, or another mask than a causal one is wanted.
+        """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("PackedAttention needs packed (THD) sequences")
-        starts = packed_seq_params.cu_seqlens_q.long()
-        outputs, order = [], []
-        for rows, valid in _length_groups(starts):
-            attended = self._attend(query[rows], key[rows], value[rows])
-            outputs.append(attended[valid])
-            order.append(rows[valid])
-        if len(outputs) == 1:  # one group holds its sequences in their order
-            return outputs[0].flatten(1)
-        inverse = torch.argsort(torch.cat(order))
-        return torch.cat(outputs)[inverse].flatten(1)
+        mask_type = attn_mask_type or self.mask_type
+        if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(f"attention of the CPU lane: mask {mask_type.name}; only causal")
+        if attention_bias is not None:
+            raise ValueError("attention of the CPU lane takes no bias")
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        if self.cp_group is None or self.cp_group.size() == 1:
+            return self._attend_pack(query, key, value, lengths)
+        return self._attend_chunks(query, key, value, lengths, self.cp_group)
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[sequences, length, heads, dim] in and out."""
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        repeats = q.shape[1] // k.shape[1]
-        if repeats > 1:
-            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return out.transpose(1, 2)
+    def _attend_pack(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+    ) -> torch.Tensor:
+        runs = _runs(lengths, query.shape[1] * query.shape[2])
+        sizes = [sum(run) for run in runs]
+        parts = zip(*(x.split(sizes) for x in (query, key, value)), runs, strict=True)
+        outputs = [
+            _unpadded(self._attend(_padded(q, run), _padded(k, run), _padded(v, run)), run)
+            for q, k, v, run in parts
+        ]
+        return torch.cat(outputs).flatten(1)
+
+    def _attend_chunks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: list[int],
+        group: Any,
+    ) -> torch.Tensor:
+        """The same, for this CP rank's two chunks of each sequence."""
+        cp, rank = group.size(), group.rank()
+        gathered = np.concatenate([zigzag_rows(lengths, cp, other) for other in range(cp)])
+        in_order = torch.as_tensor(np.argsort(gathered)).to(query.device)
+        both = _GatherRows.apply(torch.cat([key, value], dim=-1), in_order, group)
+        runs = _runs(lengths, query.shape[1] * query.shape[2])
+        sizes = [sum(run) for run in runs]
+        queries = query.split([size // cp for size in sizes])
+        outputs = []
+        for q, kv, run in zip(queries, both.split(sizes), runs, strict=True):
+            chunks = [length // (2 * cp) for length in run]
+            held = [chunk for chunk in chunks for _ in range(2)]
+            q = _padded(q, held).unflatten(0, (-1, 2))
+            kv = _padded(kv, [chunk for chunk in chunks for _ in range(2 * cp)])
+            kv = kv.unflatten(0, (-1, 2 * cp))
+            attended = []
+            for half, index in enumerate((rank, 2 * cp - 1 - rank)):
+                k, v = kv[:, : index + 1].flatten(1, 2).split([key.shape[-1], value.shape[-1]], -1)
+                mask = _chunk_mask(chunks, index, query.device)
+                attended.append(self._attend(q[:, half], k, v, mask))
+            stacked = torch.stack(attended, dim=1).flatten(0, 1)
+            outputs.append(_unpadded(stacked, held))
+        return torch.cat(outputs).flatten(1)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[sequences, length, heads, dim] each; causal where there is no mask."""
+        # The flash kernel wants queries, keys and values of one size; without it torch holds
+        # [length, length] weights for the backward pass.
+        value_dim, widest = value.shape[-1], max(key.shape[-1], value.shape[-1])
+        q, k, v = (
+            (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x).transpose(1, 2)
+            for x in (query, key, value)
+        )
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return out.transpose(1, 2)[..., :value_dim]
 
 
-def _length_groups(starts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Token rows [sequences, longest] and which are real, for sequences within a factor of two."""
-    lengths = starts.diff()
-    magnitude = torch.log2(lengths.clamp(min=1).double()).floor().long()
-    groups = []
-    for size in magnitude.unique().tolist():
-        members = (magnitude == size).nonzero().squeeze(1)
-        position = torch.arange(int(lengths[members].max()), device=starts.device)
-        valid = position < lengths[members, None]
-        rows = torch.where(valid, starts[members, None] + position, starts[members, None])
-        groups.append((rows, valid))
-    return groups
+def _runs(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Neighbouring sequences to be attended to together, as lists of their lengths.
+
+    One joins the run before it where the padding costs less than a call of its own; `width` is
+    the size of all heads of a token.
+    """
+    runs: list[list[int]] = []
+    longest = 0
+    for length in lengths:
+        run, longer = runs[-1] if runs else [], max(longest, length)
+        added = (len(run) + 1) * longer**2 - len(run) * longest**2 - length**2
+        if run and added * width <= _PAIRS_TIMES_WIDTH_OF_A_CALL:
+            run.append(length)
+            longest = longer
+        else:
+            runs.append([length])
+            longest = length
+    return runs
+
+
+def _padded(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """[pieces, longest, ...] from pieces of these lengths, end to end along dim 0."""
+    longest = max(lengths)
+    if len(x) != len(lengths) * longest:
+        spread = x.new_zeros(len(lengths) * longest, *x.shape[1:])
+        x = spread.index_copy(0, _rows_in_padded(lengths, x.device), x)
+    return x.unflatten(0, (-1, longest))
+
+
+def _unpadded(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The pieces end to end again, from [pieces, longest, ...]."""
+    flat = x.flatten(0, 1)
+    if len(flat) == sum(lengths):
+        return flat
+    found: torch.Tensor = _DistinctRows.apply(flat, _rows_in_padded(lengths, x.device))
+    return found
+
+
+def _rows_in_padded(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    position = torch.arange(max(lengths))
+    return (position < torch.as_tensor(lengths)[:, None]).flatten().nonzero()[:, 0].to(device)
+
+
+def _chunk_mask(chunks: Sequence[int], index: int, device: torch.device) -> torch.Tensor:
+    """What chunk `index` of each sequence may look at: [sequences, 1, longest, keys].
+
+    True for the tokens of the chunks before it and, in the chunk itself, for those up to the query.
+    `chunks` are the lengths of a chunk in each sequence, every one of them padded to the longest.
+    Where they are all the same, so is the mask, and it is made for one sequence.
+    """
+    position = torch.arange(max(chunks), device=device)
+    sizes = torch.as_tensor(chunks if len(set(chunks)) > 1 else chunks[:1], device=device)
+    before = (position < sizes[:, None])[:, None].expand(-1, len(position), -1)
+    own = (position <= position[:, None]).expand(len(sizes), -1, -1)
+    return torch.cat([before.repeat(1, 1, index), own], dim=-1)[:, None]
+
+
+class _DistinctRows(torch.autograd.Function):
+    """index_select of rows that are all different; its backward pass need not add them up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rows of all ranks of a group, in another order; gradients are summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.group = group
+        gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        return gathered.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        by_rank = torch.empty_like(grad).index_copy_(0, order, grad)
+        mine = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, by_rank, group=ctx.group)
+        return mine, None, None

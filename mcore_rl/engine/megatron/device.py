@@ -151,7 +151,9 @@ def _patch_torch_cuda() -> None:
     }
     for name, replacement in replacements.items():
         _replace(torch.cuda, name, replacement)
-    # jit_fuser is torch.compile, which buys nothing at this size and costs a compiler.
+    # jit_fuser is torch.compile, which buys nothing at this size and costs a compiler. The variable
+    # spares its import, the stance holds where it has been imported.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch.compiler.set_stance("force_eager")
 
 
@@ -169,6 +171,7 @@ def _patch_megatron() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     from mcore_rl.engine.megatron import layers
@@ -196,6 +199,8 @@ def _patch_megatron() -> None:
     gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
     gpt_layer_specs.TENorm = layers.RMSNorm
     gpt_layer_specs.HAVE_TE = True
+    # multi_latent_attention.py:408 and :453 ask by this name which projections are replicated.
+    _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

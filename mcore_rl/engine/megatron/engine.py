@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,21 @@ import torch.distributed as dist
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.base import BaseEngine, EngineSpec, LossFunction, Metrics, register_engine
+from mcore_rl.engine.base import (
+    BaseEngine,
+    EngineSpec,
+    LossFunction,
+    MemoryReport,
+    Metrics,
+    register_engine,
+)
 from mcore_rl.engine.megatron import device
-from mcore_rl.models.base import family_of, padded_vocab_size, read_config
+from mcore_rl.models.base import HFConfig, family_of, padded_vocab_size
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.reshard.boxes import rows
+from mcore_rl.reshard.rules import Weight
 
 Result = dict[str, torch.Tensor]
 
@@ -38,68 +46,113 @@ class MegatronEngine(BaseEngine):
 
     def initialize(self) -> None:
         device.install(self.spec.engine.threads_per_rank)
-        from mcore_rl.engine.megatron import model, optimizer, weights
+        from mcore_rl.engine.megatron import lora, model, optimizer, weights
         from mcore_rl.parallel.groups import initialize_groups
 
         settings = self.spec.engine
+        optimizer.check(settings.optimizer, self.spec.total_steps)
         initialize_groups(self.layout, device.collective_backend(), self.spec.seed)
         self.device = torch.device(torch.cuda.current_device())
         self.world_rank = dist.get_rank()
         at = self.mesh.coordinate(self.world_rank)
-        self.hf_config = read_config(self.spec.model.path)
+        self.hf_config = self._model_config()
         family, dtype = family_of(self.hf_config), model.DTYPES[self.spec.model.dtype]
-        stages = split_into_chunks(self.layout, self.hf_config["num_hidden_layers"])
+        self.num_mtp_layers = family.num_mtp_layers(self.hf_config) if settings.mtp_loss_coef else 0
+        num_layers = self.hf_config["num_hidden_layers"]
+        stages = split_into_chunks(self.layout, num_layers, self.num_mtp_layers)
         self.chunks = model.build_chunks(
-            family, self.hf_config, settings, dtype, stages, at.pp_rank
+            family, self.hf_config, settings, dtype, stages, at.pp_rank, self._model_class()
         )
-        self.weights = family.weights(
-            self.hf_config, padded_vocab_size(self.hf_config, self.layout.tp)
-        )
+        self.weights = self._weight_rules(padded_vocab_size(self.hf_config, self.layout.tp))
         num_experts = self.chunks[0].config.num_moe_experts or 1
         self.placement = weights.WeightPlacement(self.mesh, stages, num_experts)
         with CheckpointReader(self.spec.model.path) as reader:
-            weights.load_weights(self.chunks, self.weights, self.placement, at, reader)
+            weights.load_weights(
+                self.chunks, self.weights, self.placement, at, reader, self._zeros()
+            )
+        if settings.lora.rank:
+            lora.attach(
+                self.chunks, self.weights, self.placement, at, settings.lora, self.spec.seed
+            )
         self.wrapped: list[Any] = list(self.chunks)
         self.optimizer: Any = None
+        self.schedule: Any = None
         if self.spec.total_steps:
             self.wrapped = optimizer.wrap_for_training(self.chunks, settings.optimizer)
+            if settings.lora.rank:
+                lora.sum_partial_gradients(self.chunks, self.chunks[0].config)
             self.optimizer, self.schedule = optimizer.build_optimizer(
                 self.wrapped, settings.optimizer, dtype, self.spec.total_steps
             )
 
+    # What a value model does in another way: see value_engine.py.
+
+    def _model_config(self) -> HFConfig:
+        with CheckpointReader(self.spec.model.path) as reader:
+            return reader.config()
+
+    def _model_class(self) -> Any:
+        from mcore_rl.engine.megatron.model import PolicyModel
+
+        return PolicyModel
+
+    def _weight_rules(self, padded_vocab: int) -> tuple[Weight, ...]:
+        return family_of(self.hf_config).weights(self.hf_config, padded_vocab)
+
+    def _zeros(self) -> Collection[str]:
+        """Tensors that the checkpoint does not have and that begin at zero."""
+        return ()
+
     @torch.no_grad()
     def infer_batch(self, batch: Batch) -> Batch | None:
-        micros = self._micro_batches(batch.select("prompt_ids", "response_ids"))
-        results = self._run(micros, None, forward_only=True)
+        self._finish_weights()
+        micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
+        with self._routing(batch, scoring=True, forward_only=True) as routing:
+            results = self._run(micros, None, routing, forward_only=True)
+        routed = routing.columns(batch)
         if not self._has_head:
             return None
         columns = {name: self._in_batch_order(batch, micros, results, name) for name in results[0]}
-        return batch.with_columns(**columns)
+        return batch.with_columns(**columns, **routed)
 
     def train_batch(self, batch: Batch, loss_function: LossFunction) -> Metrics:
         self.optimizer_zero_grad()
         results = self.forward_backward_batch(batch, loss_function, forward_only=False)
         lr = self.lr_scheduler_step()
         grad_norm = self.optimizer_step()
-        return {**self._summed(results), "grad_norm": grad_norm, "lr": lr}
+        return {**self._summed(results), **self._balance(), "grad_norm": grad_norm, "lr": lr}
 
     def forward_backward_batch(
         self, batch: Batch, loss_function: LossFunction | None, *, forward_only: bool
     ) -> list[Result]:
-        return self._run(self._micro_batches(batch), loss_function, forward_only=forward_only)
+        micros = self._micro_batches(batch, training=not forward_only)
+        with self._routing(batch, scoring=False, forward_only=forward_only) as routing:
+            return self._run(micros, loss_function, routing, forward_only=forward_only)
+
+    def expert_load(self) -> dict[int, torch.Tensor]:
+        """By decoder layer with experts, [experts]: tokens routed to each, of all ranks.
+
+        Of training passes since optimizer_zero_grad, padding left out. The same on every rank; all
+        ranks take part. Empty for a model without experts.
+        """
+        from mcore_rl.engine.megatron.moe import expert_load
+
+        return expert_load(self.chunks)
 
     def optimizer_zero_grad(self) -> None:
         self._require_optimizer("optimizer_zero_grad")
+        from mcore_rl.engine.megatron.moe import clear_load
+
+        clear_load(self.chunks)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
         self._require_optimizer("optimizer_step")
-        succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded:
-            raise FloatingPointError("the optimizer step was refused: gradients are not finite")
-        return float(grad_norm)
+        from mcore_rl.engine.megatron.optimizer import clipped_step
+
+        return clipped_step(self.optimizer)
 
     def lr_scheduler_step(self) -> float:
         self._require_optimizer("lr_scheduler_step")
@@ -110,13 +163,24 @@ class MegatronEngine(BaseEngine):
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         from mcore_rl.engine.megatron.weights import export_weights
 
-        return export_weights(self.chunks, self.weights, self.placement, self.world_rank)
+        self._finish_weights()
+        yield from export_weights(self.chunks, self.weights, self.placement, self.world_rank)
+        if self.is_main_rank:
+            yield from self._untouched()
+
+    def _untouched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the checkpoint that no chunk has: prediction layers that are not trained."""
+        unheld = [w for w in self.weights if not w.replica and self.placement.chunk(w) is None]
+        with CheckpointReader(self.spec.model.path) as reader:
+            for tensor in (tensor for weight in unheld for tensor in weight.rule.tensors):
+                yield tensor.name, reader.read(rows(tensor, 0, tensor.shape[0], 0))
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         from mcore_rl.engine.megatron.offload import move
 
+        self._finish_weights()
         move(
             self.wrapped,
             self.optimizer,
@@ -126,38 +190,46 @@ class MegatronEngine(BaseEngine):
             grad=grad,
         )
 
-    def save_checkpoint(self, path: Path) -> None:
-        from mcore_rl.checkpoint import dist as dist_checkpoint
+    def close(self) -> None:
+        for chunk in self.wrapped:
+            # Dispatchers keep their last tensors, whose graph holds DDP by its hooks, and DDP the
+            # model: a cycle inside autograd, where no collector looks.
+            if chunk not in self.chunks:
+                chunk.module = None
+        self.chunks, self.wrapped, self.optimizer, self.schedule = [], [], None, None
 
-        dist_checkpoint.save(self._sharded_state(is_loading=False), path)
+    def memory_report(self) -> MemoryReport:
+        from mcore_rl.engine.megatron.offload import memory_report
+
+        return memory_report(self.wrapped, self.optimizer)
+
+    def save_checkpoint(self, path: Path) -> None:
+        from mcore_rl.engine.megatron import training_state
+
+        self._finish_weights()
+        training_state.save(path, **self._training_state)
 
     def load_checkpoint(self, path: Path) -> None:
-        from mcore_rl.checkpoint import dist as dist_checkpoint
+        from mcore_rl.engine.megatron import training_state
 
-        state = dist_checkpoint.load(self._sharded_state(is_loading=True), path)
-        for index, chunk in enumerate(self.chunks):
-            chunk.load_state_dict(state[f"model{index}"])
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.schedule.load_state_dict(state["schedule"])
+        self._finish_weights()  # nothing may arrive after the weights that are read
+        training_state.load(path, **self._training_state)
 
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = {"chained_optim_avoid_prefix": True}
-        state = {
-            f"model{index}": chunk.sharded_state_dict(metadata=metadata)
-            for index, chunk in enumerate(self.chunks)
+    @property
+    def _training_state(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "vocab_size": self.hf_config["vocab_size"],
+            "chunks": self.chunks,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
         }
-        if self.optimizer is not None:
-            if self.spec.engine.optimizer.distributed:
-                raise ConfigError(
-                    "optimizer.distributed=true: checkpoints of a sharded optimizer are not "
-                    "supported; allowed: false"
-                )
-            state["optimizer"] = self.optimizer.sharded_state_dict(
-                dict(state), is_loading=is_loading, metadata=metadata
-            )
-            state["schedule"] = self.schedule.state_dict()
-        return state
+
+    def _finish_weights(self) -> None:
+        """With optimizer.overlap, weights may still be under way after a step."""
+        from mcore_rl.engine.megatron.optimizer import finish_weight_gather
+
+        finish_weight_gather(self.wrapped)
 
     def _require_optimizer(self, what: str) -> None:
         if self.optimizer is None:
@@ -167,37 +239,72 @@ class MegatronEngine(BaseEngine):
     def _has_head(self) -> bool:
         return bool(self.chunks[-1].post_process)
 
-    def _micro_batches(self, batch: Batch) -> list[Any]:
-        from mcore_rl.engine.megatron.step import micro_batches
+    def _micro_batches(self, batch: Batch, *, training: bool) -> list[Any]:
+        from mcore_rl.engine.megatron.moe import gathers_packs
+        from mcore_rl.engine.megatron.step import micro_batches, model_cost
 
-        # The interleaved schedule needs as many micro-batches as there are pipeline ranks.
-        at_least = self.layout.pp if self.layout.vpp > 1 else 1
+        config = self.chunks[0].config
+        # The interleaved schedule takes micro-batches in groups of as many as pipeline ranks.
+        multiple_of = self.layout.pp if self.layout.vpp > 1 else 1
         budget = self.spec.engine.max_tokens_per_micro_batch
-        return micro_batches(batch, budget, at_least, self.device)
+        cost = model_cost(config, self.hf_config["vocab_size"])
+        return micro_batches(
+            batch,
+            budget,
+            multiple_of,
+            cost,
+            self.device,
+            equal_sizes=gathers_packs(config),
+            num_ahead=self.num_mtp_layers if training else 0,
+        )
+
+    def _routing(self, batch: Batch, *, scoring: bool, forward_only: bool) -> Any:
+        from mcore_rl.engine.megatron.router_replay import routing_of
+
+        mode, device = self.spec.engine.moe.router_replay, self.device
+        return routing_of(
+            mode, self.chunks, batch, device, scoring=scoring, forward_only=forward_only
+        )
+
+    def _balance(self) -> Metrics:
+        """Metrics of the experts' load, on the last stage; all ranks take part."""
+        from mcore_rl.engine.megatron.moe import balance_metrics
+
+        metrics = balance_metrics(self.chunks)
+        return metrics if self._has_head else {}
 
     def _run(
-        self, micros: list[Any], loss_function: LossFunction | None, *, forward_only: bool
+        self,
+        micros: list[Any],
+        loss_function: LossFunction | None,
+        routing: Any,
+        *,
+        forward_only: bool,
     ) -> list[Result]:
         from mcore_rl.engine.megatron import step
 
         for chunk in self.wrapped:
             chunk.train(not forward_only)
         if loss_function is None:
-            make_loss = step.inference(self._head(with_entropy=True))
+            make_loss = step.inference(self._head(training=False))
         else:
             total = step.tokens_of_all_ranks(micros, self.device)
-            head = self._head(with_entropy=self.spec.entropy_in_loss)
-            make_loss = step.training(head, loss_function, total)
-        return step.run_micro_batches(self.wrapped, micros, make_loss, forward_only=forward_only)
+            head = self._head(training=True)
+            coef = self.spec.engine.mtp_loss_coef
+            make_loss = step.training(head, loss_function, total, coef)
+        return step.run_micro_batches(
+            self.wrapped, micros, make_loss, routing.around, forward_only=forward_only
+        )
 
-    def _head(self, *, with_entropy: bool) -> Any:
+    def _head(self, *, training: bool) -> Any:
         from mcore_rl.engine.megatron.heads import LanguageModelHead
 
         return LanguageModelHead(
-            self.hf_config["vocab_size"],
-            self.spec.temperature,
-            self.spec.engine.logprob_chunk_tokens,
-            with_entropy=with_entropy,
+            vocab_size=self.hf_config["vocab_size"],
+            temperature=self.spec.temperature,
+            chunk_bytes=self.spec.engine.logprob_chunk_bytes,
+            with_entropy=self.spec.entropy_in_loss or not training,
+            num_top=0 if training else self.spec.num_top_log_probs,
         )
 
     def _in_batch_order(
@@ -207,7 +314,8 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron.step import whole_column
 
         responses = batch.jagged("response_ids")
-        values = np.empty(len(responses.values), dtype=np.float32)
+        shape = (len(responses.values), *results[0][name].shape[1:])
+        values = np.empty(shape, torch.empty(0, dtype=results[0][name].dtype).numpy().dtype)
         for micro, result in zip(micros, results, strict=True):
             flat, start = whole_column(micro, result[name]).cpu().numpy(), 0
             for row in micro.rows:

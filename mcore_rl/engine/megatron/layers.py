@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -21,6 +22,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -61,6 +63,57 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(
             F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, eps), *args, **kwargs
         )
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """The whole weight on every tensor-parallel rank: TELinear with parallel_mode="duplicated".
+
+    Multi-head latent attention projects to its latents with it. A rank computes its own part of the
+    sequence, so the gradients of the ranks are summed, which the mark for sequence parallelism
+    does. Column-parallel projections in its place are off by 1e-3 in the gradient norm.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if bias or parallel_mode != "duplicated":
+            raise ValueError("linears of the CPU lane without a split have no bias")
+        shape = (output_size, input_size)
+        data = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(data)
+        with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[tokens / tp, 1, input] -> [tokens / tp, 1, output]."""
+        return F.linear(x, self.weight), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Keys of Transformer Engine's linear (extensions/transformer_engine.py:687)."""
+        found: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            None,
+            sharded_offsets,
+            tp_group=get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return found
 
 
 class GroupedLinear(torch.nn.Module):
@@ -141,6 +194,9 @@ class RowGroupedLinear(GroupedLinear):
 
 class TorchSpecProvider(BackendSpecProvider):
     """Answers Megatron's Transformer Engine layer spec with the modules above."""
+
+    def linear(self) -> type:
+        return ReplicatedLinear
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear

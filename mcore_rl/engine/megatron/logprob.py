@@ -1,7 +1,10 @@
 """Log-probs and entropy of chosen tokens from hidden states, over a vocabulary split by TP.
 
-The head projection is part of the operation: logits exist for one chunk of tokens at a time and are
-made again in the backward pass, so that memory does not grow with tokens times vocabulary.
+The head projection is part of the operation. Logits exist for one tile at a time, some tokens by
+some vocabulary ids, and the softmax runs over the tiles of a token (online softmax: Milakov and
+Gimelshein 2018, arXiv:1805.02867, algorithm 3). The backward pass makes the logits again. So
+nothing of the size of tokens x vocabulary ever exists, with or without the entropy: what is called
+entropy checkpointing elsewhere has nothing left to save here, and there is no switch for it.
 """
 
 from __future__ import annotations
@@ -11,10 +14,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+DEFAULT_CHUNK_BYTES = 32 << 20
+_BYTES_PER_LOGIT = 8  # a logit and its probability, both float32
+_MIN_TILE_IDS = 256  # tokens are divided only where a tile of all of them would be narrower
+
 
 class TokenScores(NamedTuple):
     log_probs: torch.Tensor  # [tokens] float32, nats
     entropy: torch.Tensor  # [tokens] float32, nats; zeros unless asked for
+    # The k most likely ids of each token, most likely first; of equal ones any. Without a gradient.
+    top_log_probs: torch.Tensor  # [tokens, k] float32, nats
+    top_ids: torch.Tensor  # [tokens, k] int64
 
 
 class VocabShard(NamedTuple):
@@ -22,7 +32,28 @@ class VocabShard(NamedTuple):
 
     start: int  # first vocabulary id of the shard
     vocab_size: int  # ids of the whole vocabulary, without padding
-    group: Any  # tensor-parallel process group
+    group: Any  # tensor-parallel process group; None for a vocabulary that is not split
+
+
+class Tile(NamedTuple):
+    """The most tokens and the most vocabulary ids whose logits are alive at once."""
+
+    tokens: int
+    ids: int
+
+
+def tile_within(chunk_bytes: int, num_tokens: int, hidden_size: int) -> Tile:
+    """The tile whose logits and probabilities take up to chunk_bytes together.
+
+    It takes all tokens where it can and few ids, so that a slice of the head is read once for all
+    of them. That slice in float32 stays within half of chunk_bytes.
+
+    >>> tile_within(32 << 20, 4096, 2048)
+    Tile(tokens=4096, ids=1024)
+    """
+    budget = chunk_bytes // _BYTES_PER_LOGIT
+    tokens = max(1, min(num_tokens, budget // _MIN_TILE_IDS))
+    return Tile(tokens, max(1, budget // max(tokens, hidden_size)))
 
 
 def token_scores(
@@ -32,28 +63,124 @@ def token_scores(
     shard: VocabShard,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     with_entropy: bool = False,
+    num_top: int = 0,
 ) -> TokenScores:
-    """log softmax(hidden @ head.T / temperature) at the targets, and its entropy.
+    """log softmax(hidden @ head.T / temperature): at the targets, its entropy, its largest values.
+
+    Logits, sums and gradients are accumulated in float32 (float64 stays), whatever the dtype of
+    hidden and head. Beyond the results and the gradients of hidden and head it takes chunk_bytes of
+    memory, in bfloat16 also the gradient of hidden and a slice of the head's in float32.
 
     Args:
         hidden: [tokens, hidden]; the same on every rank of the group. Its gradient is this rank's
             part of the sum over the vocabulary; the caller reduces it over the group.
         head: [rows of this shard, hidden]; rows beyond the vocabulary are padding and are ignored.
         targets: [tokens] vocabulary ids.
+        chunk_bytes: bound on the logits and probabilities alive at once, see tile_within.
+        num_top: how many of the largest log-probs to return.
+
+    Raises:
+        ValueError: num_top is below 0 or above the size of the vocabulary.
     """
-    log_probs, entropy = _TokenScores.apply(
-        hidden, head, targets, shard, temperature, chunk_tokens, with_entropy
+    if not 0 <= num_top <= shard.vocab_size:
+        raise ValueError(f"num_top={num_top}; allowed: 0 to the {shard.vocab_size} token ids")
+    tile = tile_within(chunk_bytes, *hidden.shape)
+    scores = _TokenScores.apply(
+        hidden, head, targets, shard, temperature, tile, with_entropy, num_top
     )
-    return TokenScores(log_probs, entropy)
+    return TokenScores(*scores)
 
 
-def _logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[chunk, shard] in float32 (float64 stays), scaled by temperature."""
-    logits = hidden @ head.t()
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits if temperature == 1.0 else logits / temperature
+class _Sums(NamedTuple):
+    """Running sums over the vocabulary, each [tokens]: p is exp(logit - top)."""
+
+    top: torch.Tensor  # largest logit so far
+    total: torch.Tensor  # sum of p
+    moment: torch.Tensor  # sum of p * (logit - top); only with entropy
+    chosen: torch.Tensor  # logit of the target, 0 where another rank has it
+
+    @classmethod
+    def zeros(cls, tokens: int, dtype: torch.dtype, device: torch.device) -> _Sums:
+        # A finite floor below any logit: infinity minus itself, on a shard of padding, is nan.
+        top = torch.full((tokens,), torch.finfo(dtype).min / 4, dtype=dtype, device=device)
+        return cls(top, *(torch.zeros_like(top) for _ in range(3)))
+
+    def log_prob(self, logits: torch.Tensor) -> torch.Tensor:
+        """[tokens, ...] from logits: log softmax, measured from `top` so that large ones cancel."""
+        shape = (-1, *[1] * (logits.dim() - 1))
+        return (logits - self.top.view(shape)) - self.total.log().view(shape)
+
+    def entropy(self) -> torch.Tensor:
+        """-E[log softmax], measured from `top`."""
+        return self.total.log() - self.moment / self.total
+
+    def add(self, part: slice, logits: torch.Tensor, *, with_entropy: bool) -> None:
+        """Take in the logits [part, ids] of a tile, which are overwritten."""
+        top = torch.maximum(self.top[part], logits.amax(-1))
+        self._rescale(part, top)
+        logits -= top[:, None]
+        if with_entropy:
+            p = logits.exp()
+            self.moment[part] += torch.bmm(p[:, None, :], logits[:, :, None]).flatten()
+        else:
+            p = logits.exp_()
+        self.total[part] += p.sum(-1)
+
+    def _rescale(self, part: slice, top: torch.Tensor) -> None:
+        """Measure the sums from a larger `top`."""
+        change = self.top[part] - top
+        decay = change.exp()
+        self.moment[part] = decay * (self.moment[part] + change * self.total[part])
+        self.total[part] *= decay
+        self.top[part] = top
+
+    def reduce(self, group: Any) -> None:
+        """From the sums of this shard to those of the whole vocabulary."""
+        if not _is_split(group):
+            return
+        top = self.top.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        self._rescale(slice(None), top)
+        sums = torch.stack(self[1:])
+        dist.all_reduce(sums, group=group)
+        for mine, whole in zip(self[1:], sums, strict=True):
+            mine.copy_(whole)
+
+
+class _Top(NamedTuple):
+    """The largest logits so far and their ids, each [tokens, k]."""
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def empty(cls, k: int, like: torch.Tensor) -> _Top:
+        logits = like.new_full((len(like), k), -torch.inf)
+        return cls(logits, torch.zeros_like(logits, dtype=torch.int64))
+
+    def add(self, part: slice, logits: torch.Tensor, first_id: int) -> None:
+        """Take in the logits [part, ids] of a tile, whose ids count from first_id."""
+        k = self.ids.shape[1]
+        found, where = logits.topk(min(k, logits.shape[1]), dim=-1)
+        found = torch.cat([self.logits[part], found], dim=1)
+        ids = torch.cat([self.ids[part], where + first_id], dim=1)
+        self.logits[part], where = found.topk(k, dim=-1)
+        self.ids[part] = ids.gather(1, where)
+
+    def reduce(self, group: Any) -> None:
+        """From the largest of this shard to those of the whole vocabulary."""
+        if not _is_split(group):
+            return
+        every = []
+        for mine in self:
+            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, mine, group=group)
+            every.append(torch.cat(parts, dim=1))
+        best, where = every[0].topk(self.ids.shape[1], dim=-1)
+        self.logits.copy_(best)
+        self.ids.copy_(every[1].gather(1, where))
 
 
 class _TokenScores(torch.autograd.Function):
@@ -65,63 +192,103 @@ class _TokenScores(torch.autograd.Function):
         targets: torch.Tensor,
         shard: VocabShard,
         temperature: float,
-        chunk_tokens: int,
+        tile: Tile,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = max(0, min(head.shape[0], shard.vocab_size - shard.start))
-        local = targets - shard.start
-        mine = (local >= 0) & (local < rows)
-        local = local.clamp(0, max(rows - 1, 0))
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_z, log_probs, entropy = (hidden.new_zeros(len(targets), dtype=dtype) for _ in range(3))
-        for part in _chunks(len(targets), chunk_tokens):
-            logits = _logits(hidden[part], head[:rows], temperature)
-            top = logits.amax(-1) if rows else log_z.new_full((len(logits),), -torch.inf)
-            _reduce(top, shard.group, dist.ReduceOp.MAX)
-            chosen = (
-                logits.gather(1, local[part, None]).squeeze(1) if rows else torch.zeros_like(top)
-            )
-            sums = [chosen.masked_fill(~mine[part], 0.0)]
-            exp = (logits - top[:, None]).exp_()
-            sums.append(exp.sum(-1))
-            if with_entropy:
-                sums.append((exp * logits).sum(-1))
-            totals = torch.stack(sums)
-            _reduce(totals, shard.group, dist.ReduceOp.SUM)
-            log_z[part] = top + totals[1].log()
-            log_probs[part] = totals[0] - log_z[part]
-            if with_entropy:
-                entropy[part] = log_z[part] - totals[2] / totals[1]
-        ctx.save_for_backward(hidden, head, local, mine, log_z, entropy)
-        ctx.settings = (rows, temperature, chunk_tokens, with_entropy)
-        return log_probs, entropy
+        num_top: int,
+    ) -> tuple[torch.Tensor, ...]:
+        local, rows = targets - shard.start, _rows(head, shard)
+        sums = _Sums.zeros(len(targets), _wide(hidden.dtype), hidden.device)
+        top = _Top.empty(num_top, like=sums.top)
+        for block in _slices(rows, tile.ids):
+            for part in _slices(len(targets), tile.tokens):
+                logits = _logits(hidden[part], head[block], temperature)
+                index, mine = _inside(local[part], block)
+                sums.chosen[part] += logits.gather(1, index).masked_fill_(~mine, 0.0).squeeze(1)
+                if num_top:
+                    top.add(part, logits, shard.start + block.start)
+                sums.add(part, logits, with_entropy=with_entropy)
+        sums.reduce(shard.group)
+        top.reduce(shard.group)
+        entropy = sums.entropy() if with_entropy else torch.zeros_like(sums.top)
+        ctx.save_for_backward(hidden, head, local, sums.top, sums.total, entropy)
+        ctx.settings = (rows, temperature, tile, with_entropy)
+        top_log_probs = sums.log_prob(top.logits)
+        ctx.mark_non_differentiable(top_log_probs, top.ids)
+        return sums.log_prob(sums.chosen), entropy, top_log_probs, top.ids
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
-        """d log p_t / d z_j = [j = t] - p_j;  d H / d z_j = -p_j (log p_j + H);  z = logits / T."""
-        hidden, head, local, mine, log_z, entropy = ctx.saved_tensors
-        rows, temperature, chunk_tokens, with_entropy = ctx.settings
-        grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head)
-        for part in _chunks(len(local), chunk_tokens):
-            log_p = _logits(hidden[part], head[:rows], temperature).sub_(log_z[part, None])
-            p = log_p.exp()
-            grad = p * -grad_log_probs[part, None]
-            if with_entropy:
-                grad -= grad_entropy[part, None] * p * (log_p + entropy[part, None])
-            if rows:
-                chosen = (grad_log_probs[part] * mine[part]).unsqueeze(1)
-                grad.scatter_add_(1, local[part, None], chosen)
-            grad = (grad / temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ head[:rows]
-            grad_head[:rows].addmm_(grad.t(), hidden[part])
-        return grad_hidden, grad_head, None, None, None, None, None
+    def backward(
+        ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor, *_: torch.Tensor
+    ) -> Any:
+        """With z = logits / T: d log p_t / dz_j = [j = t] - p_j; dH / dz_j = -p_j (log p_j + H)."""
+        hidden, head, local, top, total, entropy = ctx.saved_tensors
+        rows, temperature, tile, with_entropy = ctx.settings
+        for_hidden, for_head = ctx.needs_input_grad[:2]  # a head may be frozen
+        grad_log_probs, grad_entropy = grad_log_probs / temperature, grad_entropy / temperature
+        # p is exp(z - top) / total: what is one number a token goes into the factors of exp.
+        of_log_probs, of_entropy = grad_log_probs / total, grad_entropy / total
+        entropy = entropy - total.log()
+        grad_hidden = torch.zeros_like(hidden, dtype=top.dtype) if for_hidden else None
+        grad_head = torch.zeros_like(head) if for_head else None
+        for block in _slices(rows, tile.ids):
+            grad_block = torch.zeros_like(head[block], dtype=top.dtype)
+            for part in _slices(len(local), tile.tokens):
+                grad = _logits(hidden[part], head[block], temperature).sub_(top[part, None])
+                if with_entropy:
+                    exp = grad.exp()
+                    grad.add_(entropy[part, None]).mul_(of_entropy[part, None])
+                    grad.add_(of_log_probs[part, None]).mul_(exp).neg_()
+                    del exp
+                else:
+                    grad.exp_().mul_(-of_log_probs[part, None])
+                index, mine = _inside(local[part], block)
+                grad.scatter_add_(1, index, grad_log_probs[part, None] * mine)
+                grad = grad.to(head.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] += _matmul(grad, head[block])
+                if grad_head is not None:
+                    grad_block += _matmul(grad.t(), hidden[part])
+            if grad_head is not None:
+                grad_head[block] = grad_block
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_head, *[None] * 6
 
 
-def _chunks(total: int, size: int) -> list[slice]:
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _rows(head: torch.Tensor, shard: VocabShard) -> int:
+    """How many rows of the head are ids of the vocabulary."""
+    return max(0, min(head.shape[0], shard.vocab_size - shard.start))
+
+
+def _logits(hidden: torch.Tensor, head: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[tokens, ids] in float32 (float64 stays), divided by the temperature."""
+    logits = _matmul(hidden, head.t())
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, summed and returned in float32 (float64 stays)."""
+    if a.dtype == _wide(a.dtype):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # torch.mm has no out_dtype on the CPU
+
+
+def _inside(local: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, 1] each: the target's place in the block, and whether it is there at all."""
+    mine = (local >= block.start) & (local < block.stop)
+    index = (local - block.start).clamp(0, block.stop - block.start - 1)
+    return index[:, None], mine[:, None]
+
+
+def _slices(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _reduce(tensor: torch.Tensor, group: Any, op: Any) -> None:
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(tensor, op=op, group=group)
+def _is_split(group: Any) -> bool:
+    return group is not None and dist.get_world_size(group) > 1

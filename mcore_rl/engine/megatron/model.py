@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron.moe import sequence_share, use_packed_routers
+from mcore_rl.engine.megatron.mtp import block_spec, states_with_predictions
 from mcore_rl.models.base import Family, HFConfig, padded_vocab_size
 from mcore_rl.parallel.stages import Chunk
 
@@ -26,13 +28,32 @@ class PolicyModel(GPTModel):
     `output_layer` keeps its parameters, so names and checkpoints are GPTModel's.
     """
 
-    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """[tokens / tp (sequence parallel), 1, hidden], on every stage."""
+    def _preprocess(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
+        """The padding mask [1, tokens], split over TP like the tokens, on every stage.
+
+        Megatron splits it on the first stage only (models/gpt/gpt_model.py:314).
+        """
+        prepared = super()._preprocess(*args, **kwargs)
+        if padding_mask is not None:
+            padding_mask = sequence_share(self.config, padding_mask, dim=1)
+        return (*prepared[:5], padding_mask, *prepared[6:])
+
+    def _postprocess(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """[tokens / tp (sequence parallel), 1, hidden], on every stage.
+
+        In training with multi-token prediction the states of each depth follow.
+        """
+        if self.mtp_process and self.training:
+            return states_with_predictions(self, hidden_states, inputs)
         return hidden_states
 
     @property
     def head_weight(self) -> torch.Tensor:
         """[vocabulary shard, hidden] weight of the output projection, tied or not."""
+        # The head does not call output_layer, so the hook with which DDP waits for an overlapped
+        # gather of its weight is called here (distributed/distributed_data_parallel.py:384).
+        for hook in self.output_layer._forward_pre_hooks.values():
+            hook(self.output_layer, ())
         if self.share_embeddings_and_output_weights:
             weight: torch.Tensor = self.shared_embedding_or_output_weight()
         else:
@@ -47,6 +68,7 @@ def build_chunks(
     dtype: torch.dtype,
     stages: Sequence[Chunk],
     pp_rank: int,
+    model_class: Callable[..., PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
     """The chunks of this pipeline rank, uninitialised as far as their weights matter.
 
@@ -59,9 +81,13 @@ def build_chunks(
         if stage.pp_rank != pp_rank:
             continue
         vp_stage = stage.vpp_rank if engine.layout.vpp > 1 else None
-        chunk = PolicyModel(
+        layer_spec = use_packed_routers(family.layer_spec(config, vp_stage))
+        chunk = model_class(
             config=config,
-            transformer_layer_spec=family.layer_spec(config, vp_stage),
+            transformer_layer_spec=layer_spec,
+            mtp_block_spec=(
+                block_spec(config, layer_spec, vp_stage) if stage.num_mtp_layers else None
+            ),
             vocab_size=padded_vocab_size(hf_config, engine.layout.tp),
             max_sequence_length=hf_config.get("max_position_embeddings", 0),
             pre_process=stage.has_embedding,
@@ -96,8 +122,14 @@ def _transformer_config(
     arguments |= {name: fields.pop(name) for name in list(fields) if name not in known}
     if fields.get("num_moe_experts"):
         fields |= _moe_fields(engine)
+        if fields.get("moe_router_enable_expert_bias"):
+            fields["moe_router_bias_update_rate"] = engine.moe.bias_update_rate
+    flags = device.config_flags()
+    if fields.get("rope_type") == "rope":  # of latent attention: only its YaRN has a fused kernel
+        flags["apply_rope_fusion"] = False
     config = config_class(
         **fields,
+        mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,
         **_recompute_fields(engine),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -108,6 +140,7 @@ def _transformer_config(
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        moe_token_dispatcher_type=engine.moe.dispatcher,
         sequence_parallel=layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -122,7 +155,7 @@ def _transformer_config(
         overlap_p2p_comm=layout.vpp > 1,
         # A loss is a weighted sum over tokens; see step.py for what it is divided by.
         calculate_per_token_loss=True,
-        **device.config_flags(),
+        **flags,
     )
     return config, arguments
 
@@ -131,9 +164,9 @@ def _moe_fields(engine: EngineConfig) -> dict[str, Any]:
     coef = engine.moe.aux_loss_coef
     return {
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": engine.moe.dispatcher,
         "moe_router_load_balancing_type": engine.moe.aux_loss if coef else "none",
         "moe_aux_loss_coeff": coef,
+        "moe_enable_routing_replay": engine.moe.router_replay != "off",
         "moe_grouped_gemm": True,
     }
 

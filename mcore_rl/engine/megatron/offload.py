@@ -1,13 +1,16 @@
-"""Moving a training engine's memory between its device and the host, by Megatron's own means."""
+"""A training engine's memory: what there is of it, and moving it to the host and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.engine.base import MemoryReport
 from mcore_rl.engine.megatron.device import device_name
 
 
@@ -20,34 +23,102 @@ def move(
     optimizer_state: bool,
     grad: bool,
 ) -> None:
-    """Move what is asked for to "cpu" or to the engine's device.
+    """Move what is asked for to "cpu" or to the engine's device. What is there already stays.
+
+    Gradients are dropped, not moved: they are zero when they are back. Megatron moves its own
+    buffers (distributed/param_and_grad_buffer.py:964). Its offload_to_cpu of optimizers is not
+    used: it also moves the float32 weights of a model without asking, and with a distributed
+    optimizer cuts them off from the buffer that they are a part of (optimizer/optimizer.py:344).
 
     Raises:
         ConfigError: `device` is neither.
     """
     home = device_name()
     if device not in ("cpu", home):
-        raise ConfigError(f"engine.to({device!r}): allowed: 'cpu', {home!r}")
+        allowed = ", ".join(map(repr, sorted({"cpu", home})))
+        raise ConfigError(f"engine.to({device!r}); allowed: {allowed}")
     if home == "cpu":  # host and device are one
         return
-    buffers = [
-        buffer
-        for chunk in chunks
-        if isinstance(chunk, DistributedDataParallel)
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    # Parameters live in the buffers only when the optimizer is distributed.
-    if parameters and all(buffer.param_data is None for buffer in buffers):
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.data = parameter.data.to(device)
-    for buffer in buffers:
-        if device == "cpu":
-            buffer.offload_to_cpu(move_params=parameters, move_grads=grad)
-        else:
-            buffer.reload_from_cpu(move_params=parameters, move_grads=grad)
-    if optimizer is not None and optimizer_state:
-        if device == "cpu":
-            optimizer.offload_to_cpu()
-        else:
-            optimizer.restore_from_cpu()
+    to_host = device == "cpu"
+    if grad and to_host and optimizer is not None:
+        optimizer.zero_grad()  # gradients outside of the buffers
+    if parameters:
+        buffered = {_storage(b.param_data) for b in _buffers(chunks) if b.param_data is not None}
+        _move(device, (t for t in _model_tensors(chunks) if _storage(t) not in buffered))
+    for buffer in _buffers(chunks):
+        shift = buffer.offload_to_cpu if to_host else buffer.reload_from_cpu
+        shift(move_params=parameters, move_grads=grad)
+    if optimizer_state:
+        # Counts of steps stay: torch's AdamW keeps them on the host by itself.
+        _move(device, (t for t in _optimizer_tensors(chunks, optimizer) if t.dim() > 0))
+    torch.cuda.synchronize()
+    if to_host:
+        torch.cuda.empty_cache()
+
+
+def memory_report(chunks: Sequence[Any], optimizer: Any) -> MemoryReport:
+    """Sizes of the storages of this rank, each counted once, wherever they are now."""
+    buffers = _buffers(chunks)
+    parameters = _model_tensors(chunks)
+    # While parameters are away, Megatron's buffer is empty and its copy on the host has them.
+    parameters += [b.param_data_cpu for b in buffers if _is_away(b)]
+    owned = _optimizer_tensors(chunks, optimizer)
+    gradients = [buffer.grad_data for buffer in buffers]
+    gradients += [t.grad for t in (*parameters, *owned) if t.grad is not None]
+    seen: set[int] = set()
+    sizes = [_sizes(tensors, seen) for tensors in (parameters, gradients, owned)]
+    return MemoryReport(
+        parameters_bytes=sum(sizes[0].values()),
+        gradients_bytes=sum(sizes[1].values()),
+        optimizer_state_bytes=sum(sizes[2].values()),
+        on_device_bytes=sum(size.get(device_name(), 0) for size in sizes),
+    )
+
+
+def _buffers(chunks: Sequence[Any]) -> list[Any]:
+    wrapped = (chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel))
+    return [b for chunk in wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def _is_away(buffer: Any) -> bool:
+    return buffer.param_data is not None and buffer.param_data.untyped_storage().nbytes() == 0
+
+
+def _model_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    # `buffers` of Megatron's DDP are those of gradients, so the module is asked.
+    modules = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+    return [t for module in modules for t in (*module.parameters(), *module.buffers())]
+
+
+def _optimizer_tensors(chunks: Sequence[Any], optimizer: Any) -> list[torch.Tensor]:
+    """Adam's moments and counts, and float32 weights that are no view of the model's."""
+    if optimizer is None:
+        return []
+    models = {_storage(tensor) for tensor in _model_tensors(chunks)}
+    found: list[torch.Tensor] = []
+    for part in optimizer.chained_optimizers:
+        weights = (weight for group in part.param_groups for weight in group["params"])
+        found += [weight for weight in weights if _storage(weight) not in models]
+        values = (value for state in part.state.values() for value in state.values())
+        found += [value for value in values if isinstance(value, torch.Tensor)]
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a tensor; views share it, also while it is empty."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _sizes(tensors: Iterable[torch.Tensor], seen: set[int]) -> Counter[str]:
+    """Bytes by type of device, of storages that are not in `seen` yet."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if _storage(tensor) not in seen:
+            seen.add(_storage(tensor))
+            sizes[tensor.device.type] += tensor.untyped_storage().nbytes()
+    return sizes
+
+
+def _move(device: str, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)

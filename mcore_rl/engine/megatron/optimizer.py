@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -13,10 +15,41 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import OptimizerConfig
+from mcore_rl.engine.megatron.device import device_name
+
+_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
+
+
+def check(settings: OptimizerConfig, total_steps: int) -> None:
+    """Refuse what this lane or this length of training cannot do, before anything is built.
+
+    Raises:
+        ConfigError: CPU-offloaded Adam without a GPU; a warm-up and a decay that overlap.
+    """
+    if total_steps == 0:  # inference only: there is no optimizer
+        return
+    if settings.cpu_offload and device_name() == "cpu":
+        # HybridDeviceOptimizer copies to the host what Tensor.is_cuda says is on a GPU; on the CPU
+        # that is nothing, and its gradients then have no copy to go to
+        # (optimizer/cpu_offloading/hybrid_optimizer.py:273 and :101).
+        raise ConfigError(
+            "optimizer.cpu_offload=true: without a GPU the optimizer is on the CPU as it is; "
+            "allowed: false"
+        )
+    if settings.schedule == "wsd":
+        free = total_steps - settings.warmup_steps
+        if not 1 <= settings.wsd_decay_steps <= free:
+            raise ConfigError(
+                f"optimizer.wsd_decay_steps={settings.wsd_decay_steps}: {total_steps} steps, of "
+                f"which optimizer.warmup_steps={settings.warmup_steps} warm up; allowed: 1 to "
+                f"{free}"
+            )
 
 
 def wrap_for_training(
@@ -51,8 +84,12 @@ def build_optimizer(
     settings: OptimizerConfig,
     dtype: torch.dtype,
     total_steps: int,
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam over the parameters of all chunks of this rank, and its schedule over `total_steps`."""
+) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
+    """Adam over the parameters of all chunks of this rank, and its schedule over `total_steps`.
+
+    Megatron takes FusedAdam of Transformer Engine or apex where one is importable, else torch's
+    AdamW, and decays neither biases nor tensors of one dim (optimizer/__init__.py:13 and :81).
+    """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -67,22 +104,77 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=settings.distributed,
             overlap_param_gather=settings.overlap and settings.distributed,
+            # Megatron's CPU-offloaded Adam keeps its weights in float32 by the way of the
+            # precision-aware optimizer, and only there.
+            optimizer_cpu_offload=settings.cpu_offload,
+            optimizer_offload_fraction=1.0 if settings.cpu_offload else 0.0,
+            use_precision_aware_optimizer=settings.cpu_offload,
         ),
         list(chunks),
     )
     chunks[0].config.grad_scale_func = optimizer.scale_loss
-    schedule = OptimizerParamScheduler(
+    return optimizer, build_schedule(optimizer, settings, total_steps)
+
+
+def build_schedule(
+    optimizer: Any, settings: OptimizerConfig, total_steps: int
+) -> OptimizerParamScheduler:
+    """Learning rates over `total_steps`; advanced before each step, so step 1 is the first."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=max(total_steps, settings.warmup_steps + 1),
-        lr_decay_style=settings.schedule,
+        lr_decay_style=_STYLES[settings.schedule],
+        wsd_decay_steps=settings.wsd_decay_steps,
+        lr_wsd_decay_style="linear",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
     )
-    return optimizer, schedule
+
+
+@torch.no_grad()
+def clipped_step(optimizer: ChainedOptimizer) -> float:
+    """One step; returns the norm of the gradients of all ranks before they were clipped.
+
+    ChainedOptimizer.step (optimizer/optimizer.py:1308) does the same without a look at the norm:
+    where there is no loss scale it carries a NaN into the weights.
+
+    Raises:
+        FloatingPointError: the norm is not finite. Weights and optimizer state are as they were.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the norm of the gradients is {norm}: the step was not taken")
+    for part in optimizer.chained_optimizers:
+        config, parameters = part.config, part.get_parameters()
+        if config.clip_grad > 0 and parameters:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
+    return norm
+
+
+def finish_weight_gather(chunks: Sequence[Any]) -> None:
+    """Wait until every rank has all updated weights. Collective over data-parallel ranks.
+
+    With overlap each rank has only its own shard of the update after a step; the others arrive in
+    the forward pre-hooks of the modules that use them
+    (distributed/distributed_data_parallel.py:384). Whoever reads weights without a forward pass
+    calls this first.
+    """
+    for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel) or not chunk.use_forward_hook:
+            continue
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -10,48 +11,114 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
-from mcore_rl.engine.megatron.packing import MicroBatch, pack
-from mcore_rl.parallel.balance import num_parts_within
+from mcore_rl.engine.megatron.mtp import prediction_loss
+from mcore_rl.engine.megatron.packing import MicroBatch, Split, pack, pack_sizes
+from mcore_rl.parallel.balance import (
+    SequenceCost,
+    num_parts_within,
+    partition_within,
+    sequence_cost,
+)
 
 Result = dict[str, torch.Tensor]
 # What Megatron calls on the last stage's output: (loss to differentiate, token count, result).
 LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Result]]
+# What surrounds the forward call of a chunk for a micro-batch.
+Around = Callable[[Any, MicroBatch], AbstractContextManager[None]]
 
 
 def micro_batches(
-    batch: Batch, max_tokens: int, at_least: int, device: torch.device
+    batch: Batch,
+    max_tokens: int,
+    multiple_of: int,
+    cost: SequenceCost,
+    device: torch.device,
+    *,
+    equal_sizes: bool = False,
+    num_ahead: int = 0,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches: as many on every data-parallel rank, each within the budget."""
-    num = torch.tensor(num_parts_within(batch.num_tokens.tolist(), max_tokens), device=device)
+    """This rank's micro-batches, within `max_tokens` a rank, padding included, and of like cost.
+
+    As many on every data-parallel rank, and a multiple of `multiple_of`. A sample above the budget
+    has a micro-batch of its own. With `equal_sizes` those that ranks run at the same time are
+    padded to the same number of tokens. `num_ahead` is the number of depths of multi-token
+    prediction.
+    """
+    split = Split.of_this_rank()
+    lengths = batch.num_tokens.tolist()
+    loads, budget = [split.padded(length) for length in lengths], split.budget(max_tokens)
+    num = torch.tensor(num_parts_within(loads, budget), device=device)
     group = parallel_state.get_data_parallel_group()
     dist.all_reduce(num, op=dist.ReduceOp.MAX, group=group)
-    multiple = parallel_state.get_tensor_model_parallel_world_size()
-    return pack(batch, max(int(num), at_least), multiple, device)
+    num_parts = -(-int(num) // multiple_of) * multiple_of
+    costs = [cost.of(length) for length in lengths]
+    parts = partition_within(loads, costs, budget, num_parts)
+    sizes = torch.tensor(pack_sizes(batch, parts, split), device=device)
+    if equal_sizes:
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
+    return pack(batch, parts, split, device, sizes.tolist(), num_ahead)
+
+
+def model_cost(config: TransformerConfig, vocab_size: int) -> SequenceCost:
+    """What a sequence costs a model of this config.
+
+    The low-rank projections of multi-latent attention are taken as plain ones.
+    """
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    head_dim: float = config.kv_channels
+    if isinstance(config, MLATransformerConfig):
+        groups = heads
+        head_dim = (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
+    return sequence_cost(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        attention_size=heads * head_dim,
+        key_value_size=groups * head_dim,
+        ffn_size=_active_ffn_size(config),
+        vocab_size=vocab_size,
+    )
+
+
+def _active_ffn_size(config: TransformerConfig) -> float:
+    """Columns of the MLP that a token uses, on average over the layers."""
+    if not config.num_moe_experts:
+        return config.ffn_hidden_size
+    shared = config.moe_shared_expert_intermediate_size or 0
+    active = config.moe_router_topk * config.moe_ffn_hidden_size + shared
+    layers, every = range(config.num_layers), config.moe_layer_freq
+    is_moe = every if isinstance(every, list) else [int(i % every == 0) for i in layers]
+    sizes = [active if moe else config.ffn_hidden_size for moe in is_moe]
+    return sum(sizes) / len(sizes)
 
 
 def run_micro_batches(
     chunks: Sequence[Any],
     micros: list[MicroBatch],
     make_loss: Callable[[Any, MicroBatch], LossClosure],
+    around: Around,
     *,
     forward_only: bool,
 ) -> list[Result]:
     """Drive Megatron's schedule; on the last stage, results in the order of the micro-batches."""
 
     def forward_step(data: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, LossClosure]:
-        micro = next(data)
-        output = chunk(
-            input_ids=micro.input_ids,
-            position_ids=micro.position_ids,
-            attention_mask=None,
-            packed_seq_params=micro.packed,
-        )
-        return output, make_loss(unwrap_model(chunk), micro)
+        micro, model = next(data), unwrap_model(chunk)
+        is_padding = (micro.tokens < 0)[None] if model.config.num_moe_experts else None
+        with around(model, micro):
+            output = chunk(
+                input_ids=micro.input_ids,
+                position_ids=micro.position_ids,
+                attention_mask=None,
+                packed_seq_params=micro.packed,
+                padding_mask=is_padding,
+            )
+        return output, make_loss(model, micro)
 
     results: list[Result] = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -72,15 +139,17 @@ def inference(head: Head) -> Callable[[Any, MicroBatch], LossClosure]:
 
 
 def training(
-    head: Head, loss_function: LossFunction, total_tokens: int
+    head: Head, loss_function: LossFunction, total_tokens: int, mtp_loss_coef: float = 0.0
 ) -> Callable[[Any, MicroBatch], LossClosure]:
     """The sum of loss_weights * loss over the response tokens; metrics, weighted alike.
+
+    With multi-token prediction, its loss times `mtp_loss_coef` on top; "loss" is without it.
 
     Megatron divides gradients by the number of tokens of all ranks and micro-batches, which is what
     its router losses need. Our weights already sum to one over the mini-batch, so the loss is
     multiplied by that number first.
     """
-    return partial(_loss_closure, head, loss_function, total_tokens)
+    return partial(_loss_closure, head, loss_function, total_tokens, mtp_loss_coef)
 
 
 def _score_closure(head: Head, chunk: Any, micro: MicroBatch) -> LossClosure:
@@ -93,15 +162,25 @@ def _score_closure(head: Head, chunk: Any, micro: MicroBatch) -> LossClosure:
 
 
 def _loss_closure(
-    head: Head, loss_function: LossFunction, total_tokens: int, chunk: Any, micro: MicroBatch
+    head: Head,
+    loss_function: LossFunction,
+    total_tokens: int,
+    mtp_loss_coef: float,
+    chunk: Any,
+    micro: MicroBatch,
 ) -> LossClosure:
     def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
+        output, *predictions = output.chunk(1 + len(micro.ahead))
         scores = head(chunk, output, micro)
         loss, metrics = loss_function(scores, micro.columns)
         weights = micro.columns["loss_weights"]
         total = (loss * weights).sum()
         result = {name: (value * weights).sum().detach() for name, value in metrics.items()}
         result["loss"] = total.detach()
+        if predictions:
+            mtp_loss = prediction_loss(head, chunk, predictions, micro)
+            result["mtp_loss"] = mtp_loss.detach()
+            total = total + mtp_loss_coef * mtp_loss
         tokens = torch.tensor(micro.num_tokens, dtype=torch.int, device=output.device)
         return total * total_tokens, tokens, result
 

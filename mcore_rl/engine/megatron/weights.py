@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,10 +83,23 @@ class WeightPlacement:
 
 
 def local_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What rules speak of: parameters, and the selection bias of routers, which is a buffer."""
-    tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
+    """What rules speak of: parameters, and the selection bias of routers, which is a buffer.
+
+    Adapters are left out: see computed.
+    """
+    tensors: dict[str, torch.Tensor] = {
+        n: p for n, p in chunk.named_parameters() if not n.startswith("lora.")
+    }
     tensors |= {n: b for n, b in chunk.named_buffers() if n.endswith("router.expert_bias")}
     return tensors
+
+
+@torch.no_grad()
+def computed(chunk: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A local tensor as the model computes with it: with the adapter that lora.py gave it."""
+    adapters: Any = getattr(chunk, "lora", None)
+    adapter = None if adapters is None else adapters.of(name)
+    return tensor.data if adapter is None else adapter(tensor)
 
 
 @torch.no_grad()
@@ -95,8 +109,11 @@ def load_weights(
     placement: WeightPlacement,
     at: Coordinate,
     reader: CheckpointReader,
+    zeros: Collection[str] = (),
 ) -> None:
     """Fill this rank's parameters, reading only its own slices. Vocabulary padding becomes zero.
+
+    `zeros` are tensors that the checkpoint does not have and that begin at zero.
 
     Raises:
         RuntimeError: a parameter has no rule, or a rule no parameter (a bug in a family).
@@ -115,7 +132,8 @@ def load_weights(
             raise RuntimeError(f"{name}: the model has shape {found}, its rule says {wanted}")
         tensor.zero_()
         for block in weight.rule.blocks(shard):
-            tensor[block.local_slices].copy_(reader.read(block))
+            if block.tensor.name not in zeros:
+                tensor[block.local_slices].copy_(reader.read(block))
     if names := sorted(name for tensors in unfilled for name in tensors):
         raise RuntimeError(f"no rule names {', '.join(names[:3])}; {len(names)} parameters in all")
 
@@ -142,7 +160,8 @@ def export_weights(
         whole: dict[str, torch.Tensor] = {}
         for owner, shard in placement.owners(weight):
             if world_rank == owner:
-                local = tensors[chunk.vpp_rank][placement.local_name(weight)].data
+                name = placement.local_name(weight)
+                local = computed(chunks[chunk.vpp_rank], name, tensors[chunk.vpp_rank][name])
                 if owner != 0:
                     dist.send(local.contiguous(), dst=0)
             if world_rank != 0:
@@ -154,7 +173,11 @@ def export_weights(
             for block in weight.rule.blocks(shard):
                 target = _whole(whole, block.tensor, local.dtype)
                 target[block.box.slices].copy_(local[block.local_slices])
-        yield from whole.items()
+        for tensor in weight.rule.tensors:
+            if tensor.name in whole:
+                yield tensor.name, whole[tensor.name]
+                # Tensors that share memory cannot be written to one file.
+                yield from ((name, whole[tensor.name].clone()) for name in tensor.also)
 
 
 def _whole(

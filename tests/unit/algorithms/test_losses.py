@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from mcore_rl.algorithms.losses import ppo_clip, sft
+from mcore_rl.algorithms.losses import ppo_clip, sft, value_clip
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
 
@@ -72,3 +72,32 @@ def test_metrics_carry_no_gradient_and_one_entry_a_token():
 
 def test_sft_is_the_negative_log_probability():
     assert sft(torch.tensor([-0.5, -2.0])).tolist() == [0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "loss", "clipped", "gradient"),
+    [  # the old value is 1, the clip 0.5; gradient is V - R, and none where the clip holds
+        (1.0, 3.0, 2.0, False, -2.0),  # has not moved
+        (1.25, 3.0, 1.53125, False, -1.75),  # inside the clip
+        (2.0, 3.0, 1.125, True, 0.0),  # moved 1.0 towards the return: held at 1.5
+        (0.0, 3.0, 4.5, False, -3.0),  # moved away: the clipped 0.5 is nearer, so it does not hold
+        (0.0, -1.0, 1.125, True, 0.0),  # towards it, downwards: held at 0.5
+        (2.0, 1.25, 0.28125, False, 0.75),  # past the return: 1.5 is nearer, free to come back
+    ],
+)
+def test_value_clip_matches_cases_worked_by_hand(value, target, loss, clipped, gradient):
+    values = torch.tensor([value], requires_grad=True)
+    found, metrics = value_clip(values, torch.tensor([1.0]), torch.tensor([target]), clip_range=0.5)
+    found.sum().backward()
+    assert found.item() == loss
+    assert bool(metrics["value_clipped"]) is clipped
+    assert metrics["value_error"].item() == (value - target) ** 2
+    assert values.grad.item() == pytest.approx(gradient)
+
+
+def test_value_clip_without_a_bound_is_half_the_squared_error():
+    torch.manual_seed(0)
+    values, old, target = torch.randn(3, 50)
+    found, metrics = value_clip(values, old, target, clip_range=math.inf)
+    torch.testing.assert_close(found, (values - target) ** 2 / 2)
+    assert not metrics["value_clipped"].any()

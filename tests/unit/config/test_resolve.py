@@ -8,12 +8,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import (
-    ModelSizes,
-    resolve,
-    resolve_model,
-    resolve_rollout_model,
-)
+from mcore_rl.config.resolve import resolve, resolve_rollout_model
+from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.config.schema import Layout, RLConfig, RolloutConfig
 
 
@@ -51,15 +47,8 @@ BAD = [
     ({"trainer__prompts_per_step": 0}, "trainer.prompts_per_step=0; allowed: at least 1"),
     ({"trainer__max_logprob_gap": 0.0}, "trainer.max_logprob_gap=0.0; allowed: above 0"),
     ({"actor__layout": Layout(tp=0)}, "actor.layout.tp=0; allowed: at least 1"),
-    ({"actor__layout": Layout(pp=2)}, "actor.layout.pp=2: pipeline parallelism is not supported"),
-    ({"actor__layout": Layout(cp=2)}, "actor.layout.cp=2: context parallelism is not supported"),
-    ({"actor__layout": Layout(tp=2, ep=4)}, "1 * 4 * 1 = 4 must divide the world size"),
-    ({"actor__layout": Layout(dp=3, ep=2)}, "1 * 2 * 1 = 2 must divide the world size tp * pp"),
-    ({"actor__optimizer__lr": 0.0}, "actor.optimizer.lr=0.0; allowed: above 0"),
-    ({"actor__optimizer__min_lr": 1.0}, "actor.optimizer.min_lr=1.0; allowed: 0 to"),
-    ({"actor__optimizer__schedule": "step"}, "actor.optimizer.schedule='step'; allowed"),
-    ({"actor__optimizer__beta2": 1.0}, "actor.optimizer.beta2=1.0"),
-    ({"actor__max_tokens_per_micro_batch": 0}, "actor.max_tokens_per_micro_batch=0"),
+    ({"actor__moe__router_replay": "rollout"}, "actor.moe.router_replay='rollout': servers do not"),
+    ({"algorithm__entropy_coef": -1.0}, "algorithm.entropy_coef=-1.0; allowed: at least 0"),
     ({"rollout__temperature": 0.0}, "rollout.temperature=0.0; allowed: above 0"),
     ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: training needs log-probs of the whole"),
     ({"rollout__num_servers": 0}, "rollout.num_servers=0; allowed: at least 1"),
@@ -91,36 +80,14 @@ def test_a_bad_setting_is_named(changes, message):
         resolve(config(**changes))
 
 
-SIZES = ModelSizes(
-    num_attention_heads=12, num_query_groups=4, ffn_sizes=(30,), num_experts=8, expert_ffn_size=20
-)
 DENSE = ModelSizes(
-    num_attention_heads=12, num_query_groups=4, ffn_sizes=(30,), num_experts=0, expert_ffn_size=0
+    num_attention_heads=12,
+    num_query_groups=4,
+    ffn_sizes=(30,),
+    num_experts=0,
+    expert_ffn_size=0,
+    num_layers=12,
 )
-
-
-@pytest.mark.parametrize(
-    ("layout", "sizes", "message"),
-    [
-        (Layout(tp=5), SIZES, "actor.layout.tp=5 does not divide the model's 12 attention heads"),
-        (Layout(tp=3), SIZES, "actor.layout.tp=3 does not divide the model's 4 key/value heads"),
-        (Layout(tp=4), SIZES, "actor.layout.tp=4 does not divide the model's 30 MLP columns"),
-        (Layout(ep=3), SIZES, "actor.layout.ep=3 does not divide the model's 8 experts"),
-        (
-            Layout(etp=3),
-            SIZES,
-            "actor.layout.etp=3 does not divide the model's 20 columns of an exp",
-        ),
-        (Layout(ep=2), DENSE, "actor.layout.ep=2: the model has no experts; allowed: 1"),
-    ],
-)
-def test_a_layout_that_does_not_divide_the_model_is_named(layout, sizes, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve_model("actor.layout", layout, sizes)
-
-
-def test_a_layout_that_divides_is_accepted():
-    resolve_model("actor.layout", Layout(tp=2, ep=4, etp=2), SIZES)
 
 
 def test_vllm_needs_experts_for_expert_parallelism():

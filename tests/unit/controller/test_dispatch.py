@@ -65,6 +65,17 @@ def test_marks_are_inherited_and_can_be_changed():
     }
 
 
+def test_ranks_share_the_cost_of_a_batch_and_not_its_tokens():
+    """Pairs of tokens count: the long sample weighs more than as many tokens in short ones."""
+    batch = batch_of([40_000] + [1_000] * 100)
+    parts = scatter(Dispatch.DP_COMPUTE, Mesh(Layout(dp=2)), (batch,), {})
+    tokens = [int(part.args[0].num_tokens.sum()) for part in parts]
+    assert parts[0].rows is not None and 0 in parts[0].rows
+    costs = [sum(n + n**2 / 24576 / 2 for n in part.args[0].num_tokens) for part in parts]
+    assert tokens[0] < 0.75 * tokens[1]
+    assert costs[0] == pytest.approx(costs[1], rel=0.02)
+
+
 @given(
     st.lists(st.integers(0, 50), max_size=30),
     st.sampled_from([Layout(dp=3), Layout(tp=2, dp=2), Layout(dp=4, pp=2), Layout(cp=2, dp=2)]),

@@ -10,14 +10,17 @@ from mcore_rl.config.schema import EngineConfig, ModelConfig
 from mcore_rl.engine.base import EngineSpec, create_engine
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.engine.megatron.offload import move
+from mcore_rl.engine.megatron.value_engine import ValueEngine
 
 SPEC = EngineSpec(ModelConfig(path="/nowhere"), EngineConfig(), temperature=1.0, seed=0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_megatron_engine_serves_both_lanes(device):
-    engine = create_engine("language_model", "megatron", device, SPEC)
-    assert isinstance(engine, MegatronEngine)
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("language_model", MegatronEngine), ("value_model", ValueEngine)]
+)
+def test_the_megatron_engines_serve_both_lanes(device, model_type, kind):
+    assert type(create_engine(model_type, "megatron", device, SPEC)) is kind
 
 
 def test_an_engine_that_does_not_exist_is_named_with_those_that_do():
@@ -33,5 +36,5 @@ def test_on_the_cpu_lane_moving_to_the_cpu_leaves_everything_where_it_is():
 
 
 def test_a_device_that_the_lane_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"engine.to\('cuda'\): allowed: 'cpu'"):
+    with pytest.raises(ConfigError, match=r"engine.to\('cuda'\); allowed: 'cpu'"):
         move(torch.nn.Linear(2, 2), None, "cuda", parameters=True, optimizer_state=True, grad=True)

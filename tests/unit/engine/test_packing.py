@@ -2,55 +2,153 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.megatron.packing import pack
+from mcore_rl.engine.megatron.packing import Split, pack, pack_sizes, zigzag_rows
 
 CPU = torch.device("cpu")
 
 
-def batch():
-    prompts, responses = [[5, 6], [7], [8, 9, 10]], [[1, 2, 3], [4], [11, 12]]
+def batch(prompts=((5, 6), (7,), (8, 9, 10)), responses=((1, 2, 3), (4,), (11, 12))):
     return Batch(
         {
             "prompt_ids": Jagged.of(prompts, np.int64),
             "response_ids": Jagged.of(responses, np.int64),
-            "advantages": Jagged.of([[0.1, 0.2, 0.3], [0.4], [0.5, 0.6]], np.float32),
-            "rewards": np.zeros(3, np.float32),
+            "advantages": Jagged.of([[t / 10 for t in r] for r in responses], np.float32),
+            "rewards": np.zeros(len(prompts), np.float32),
         }
     )
 
 
-def test_one_pack_lays_the_samples_end_to_end():
-    [micro] = pack(batch(), 1, multiple=4, device=CPU)
-    assert micro.input_ids.tolist() == [[5, 6, 1, 2, 3, 7, 4, 8, 9, 10, 11, 12]]
-    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]]
-    assert micro.packed.cu_seqlens_q.tolist() == [0, 5, 7, 12]
-    assert micro.targets.tolist() == [1, 2, 3, 4, 11, 12]
-    assert micro.input_ids[0, micro.hidden_rows].tolist() == [6, 1, 2, 7, 10, 11]
-    assert micro.columns["advantages"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+def test_one_pack_lays_the_samples_end_to_end_the_longest_first():
+    [micro] = pack(batch(), [[0, 1, 2]], Split(tp=4), CPU)
+    assert micro.rows == [0, 2, 1]
+    assert micro.input_ids.tolist() == [[5, 6, 1, 2, 3, 8, 9, 10, 11, 12, 7, 4]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]]
+    assert micro.packed.cu_seqlens_q.tolist() == [0, 5, 10, 12]
+    assert micro.packed.max_seqlen_q == 5
+    assert micro.targets.tolist() == [1, 2, 3, 11, 12, 4]
+    assert micro.input_ids[0, micro.hidden_rows].tolist() == [6, 1, 2, 10, 11, 7]
+    assert micro.columns["advantages"].tolist() == pytest.approx([0.1, 0.2, 0.3, 1.1, 1.2, 0.4])
+    assert micro.places.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_tail_is_padded_behind_the_last_sequence():
-    [micro] = pack(batch(), 1, multiple=8, device=CPU)
+    [micro] = pack(batch(), [[0, 1, 2]], Split(tp=8), CPU)
     assert micro.input_ids.shape == (1, 16)
-    assert micro.packed.cu_seqlens_q.tolist() == [0, 5, 7, 16]
+    assert micro.packed.cu_seqlens_q.tolist() == [0, 5, 10, 16]
     assert micro.num_tokens == 12
 
 
-def test_more_packs_than_samples_leave_packs_of_padding():
-    micros = pack(batch(), 5, multiple=2, device=CPU)
-    assert sorted(row for micro in micros for row in micro.rows) == [0, 1, 2]
-    empty = [micro for micro in micros if not micro.rows]
-    assert len(empty) == 2
-    assert all(m.num_tokens == 0 and m.input_ids.shape == (1, 2) for m in empty)
-    assert all(len(m.targets) == 0 and len(m.columns["advantages"]) == 0 for m in empty)
+def test_each_context_parallel_rank_holds_two_chunks_of_each_sequence():
+    first, second = (pack(batch(), [[0, 1, 2]], Split(cp=2, cp_rank=r), CPU)[0] for r in range(2))
+    # 5, 5 and 2 tokens are padded to 8, 8 and 4: chunks of 2, 2 and 1.
+    assert first.input_ids.tolist() == [[5, 6, 0, 0, 8, 9, 0, 0, 7, 0]]
+    assert second.input_ids.tolist() == [[1, 2, 3, 0, 10, 11, 12, 0, 4, 0]]
+    assert first.position_ids.tolist() == [[0, 1, 6, 7, 0, 1, 6, 7, 0, 3]]
+    assert second.position_ids.tolist() == [[2, 3, 4, 5, 2, 3, 4, 5, 1, 2]]
+    assert (first.num_tokens, second.num_tokens) == (5, 7)
+    for micro in (first, second):
+        assert micro.packed.cu_seqlens_q.tolist() == [0, 8, 16, 20]
+        assert micro.packed.cu_seqlens_q_padded.tolist() == [0, 8, 16, 20]
+        assert micro.packed.max_seqlen_q == 8
+        assert micro.num_response_tokens == 6
+    assert first.places.tolist() == [0, 5] and first.targets.tolist() == [1, 4]
+    assert second.places.tolist() == [1, 2, 3, 4] and second.targets.tolist() == [2, 3, 11, 12]
+    assert second.columns["advantages"].tolist() == pytest.approx([0.2, 0.3, 1.1, 1.2])
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=8)
+
+
+@given(LENGTHS, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 3, 4]))
+def test_the_ranks_of_any_split_hold_each_token_and_score_each_response_once(lengths, tp, cp):
+    ids = iter(range(1, 1000))
+    prompts = [[next(ids) for _ in range(p)] for p, _ in lengths]
+    responses = [[next(ids) for _ in range(r)] for _, r in lengths]
+    rows = list(range(len(lengths)))
+    micros = [
+        pack(batch(prompts, responses), [rows], Split(tp, cp, rank), CPU)[0] for rank in range(cp)
+    ]
+    held = torch.cat([micro.input_ids[0] for micro in micros])
+    assert sorted(held[held > 0].tolist()) == list(range(1, sum(map(sum, lengths)) + 1))
+    assert sum(micro.num_tokens for micro in micros) == sum(map(sum, lengths))
+    wanted = [token for row in micros[0].rows for token in responses[row]]
+    before = {t: u for p, r in zip(prompts, responses, strict=True) for u, t in pairwise([*p, *r])}
+    places = []
+    for micro in micros:
+        assert micro.input_ids.shape[1] % tp == 0
+        assert micro.packed.cu_seqlens_q[-1] == micro.input_ids.shape[1] * cp
+        assert all(n % (2 * cp) == 0 for n in micro.packed.cu_seqlens_q.diff().tolist() if cp > 1)
+        assert micro.targets.tolist() == [wanted[place] for place in micro.places.tolist()]
+        scoring = micro.input_ids[0, micro.hidden_rows].tolist()
+        assert scoring == [before[target] for target in micro.targets.tolist()]
+        places += micro.places.tolist()
+    assert sorted(places) == list(range(len(wanted)))
+
+
+@pytest.mark.parametrize("split", [Split(tp=2), Split(tp=2, cp=2), Split(tp=4, cp=3)])
+def test_a_pack_within_the_budget_stays_within_it_on_each_rank_when_padded(split):
+    """The budget is filled to the last token by samples of one token, and by one sample."""
+    for max_tokens in (24, 25, 31):
+        budget = split.budget(max_tokens)
+        assert max_tokens * split.cp - split.pack_multiple < budget
+        for sizes in ([1] * (budget // split.sequence_multiple), [budget]):
+            assert sum(split.padded(size) for size in sizes) <= budget
+            samples = batch([[1] * size for size in sizes], [[]] * len(sizes))
+            [micro] = pack(samples, [list(range(len(sizes)))], split, CPU)
+            assert micro.input_ids.shape[1] <= max_tokens
+
+
+def test_a_part_without_rows_is_a_pack_of_padding():
+    empty, full = pack(batch(), [[], [0, 1, 2]], Split(tp=2, cp=2, cp_rank=1), CPU)
+    assert full.rows == [0, 2, 1]
+    assert (empty.rows, empty.num_tokens, empty.num_response_tokens) == ([], 0, 0)
+    assert empty.input_ids.shape == (1, 2)
+    assert empty.packed.cu_seqlens_q.tolist() == [0, 4]
+    assert len(empty.targets) == len(empty.places) == len(empty.columns["advantages"]) == 0
+
+
+def test_zigzag_rows_cover_a_pack():
+    rows = np.concatenate([zigzag_rows([6, 12], cp=3, cp_rank=rank) for rank in range(3)])
+    assert sorted(rows.tolist()) == list(range(18))
 
 
 def test_a_column_that_does_not_run_along_the_responses_is_named():
     bad = batch().with_columns(advantages=Jagged.of([[0.1], [0.2], [0.3]], np.float32))
     with pytest.raises(ValueError, match="'advantages' does not run along the response tokens"):
-        pack(bad, 1, multiple=1, device=CPU)
+        pack(bad, [[0, 1, 2]], Split(), CPU)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="empty prompt"):
+        pack(batch([[1], []], [[2], [3]]), [[0, 1]], Split(), CPU)
+
+
+@pytest.mark.parametrize("split", [Split(), Split(tp=4), Split(cp=2, cp_rank=1)], ids=str)
+def test_a_pack_can_be_padded_further_and_knows_its_tokens(split):
+    samples, parts = batch(), [[2, 0], [1], []]
+    sizes = pack_sizes(samples, parts, split)
+    plain = pack(samples, parts, split, CPU)
+    wider = pack(samples, parts, split, CPU, [size + split.pack_multiple for size in sizes])
+    whole = np.concatenate([np.concatenate(pair) for pair in zip(*rows_of(samples), strict=True)])
+    for size, short, long in zip(sizes, plain, wider, strict=True):
+        assert short.input_ids.shape[1] * split.cp == size
+        assert (long.input_ids.shape[1] - short.input_ids.shape[1]) * split.cp == (
+            split.pack_multiple
+        )
+        for micro in (short, long):
+            real = micro.tokens >= 0
+            assert int(real.sum()) == micro.num_tokens
+            assert micro.input_ids[0, real].tolist() == whole[micro.tokens[real].numpy()].tolist()
+
+
+def rows_of(samples):
+    return samples.jagged("prompt_ids"), samples.jagged("response_ids")

@@ -2,84 +2,226 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 import mcore_rl.models  # noqa: F401
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size, rope_theta
-from mcore_rl.reshard.rules import check_cover, logical_tensors
+from mcore_rl.models import base
+from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size, rope
+from mcore_rl.reshard.rules import Weight, check_cover, logical_tensors
 
+# config.json of published models, as far as families read them, and their parameter counts: those
+# of transformers' model classes for these configs, with the selection biases of routers and without
+# layers for multi-token prediction, which transformers leaves out.
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+_QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
 QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
-    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False,
+    **_QWEN3_MOE, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "intermediate_size": 6144, "moe_intermediate_size": 768,
+}  # fmt: skip
+QWEN3_235B_A22B = {
+    **_QWEN3_MOE, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+    "intermediate_size": 12288, "moe_intermediate_size": 1536,
 }  # fmt: skip
 QWEN3_0_6B = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 3072, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+    **_QWEN3, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
     "tie_word_embeddings": True,
 }  # fmt: skip
+QWEN2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "intermediate_size": 18944, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "hidden_act": "silu", "use_sliding_window": False, "sliding_window": 131072,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "hidden_act": "silu", "sliding_window": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280, "hidden_size": 7168,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "first_k_dense_replace": 3, "moe_layer_freq": 1, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000, "attention_bias": False,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+    },
+    "hidden_act": "silu", "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 151552, "hidden_size": 5120,
+    "num_hidden_layers": 92, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-5, "rope_theta": 1000000, "rope_scaling": None,
+    "partial_rotary_factor": 0.5, "hidden_act": "silu", "attention_bias": True,
+    "use_qk_norm": True, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen2.5-7B": (QWEN2_5_7B, 7_615_616_512),
+    "Qwen3-0.6B": (QWEN3_0_6B, 596_049_920),
+    "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
+    "Qwen3-235B-A22B": (QWEN3_235B_A22B, 235_093_634_560),
+    "Llama-3.1-8B": (LLAMA_3_1_8B, 8_030_261_248),
+    "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704),
+    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
+    "GLM-4.5": (GLM_4_5, 352_797_829_024),
+}
+
+CONFIGS = [pytest.param(config, id=name) for name, (config, _) in PUBLISHED.items()]
+COUNTS = [pytest.param(*case, id=name) for name, case in PUBLISHED.items()]
+NO_MTP = {"num_nextn_predict_layers": 0}
 
 
-def parameters(config):
-    weights = family_of(config).weights(config, padded_vocab_size(config, 1))
-    total = 0
-    for tensor in logical_tensors(weights):
-        size = 1
-        for extent in tensor.shape:
-            size *= extent
-        total += size
-    return total
+def weights_of(config: dict[str, Any], count: int = 1) -> tuple[Weight, ...]:
+    return family_of(config).weights(config, padded_vocab_size(config, count))
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"), [(QWEN3_30B_A3B, 30_532_122_624), (QWEN3_0_6B, 596_049_920)]
-)
+def elements(config: dict[str, Any], prefix: str = "") -> int:
+    tensors = (t for t in logical_tensors(weights_of(config)) if t.name.startswith(prefix))
+    return sum(math.prod(tensor.shape) for tensor in tensors)
+
+
+def test_every_family_has_a_published_model_here():
+    assert {config["architectures"][0] for config, _ in PUBLISHED.values()} == set(base._FAMILIES)
+
+
+@pytest.mark.parametrize(("config", "expected"), COUNTS)
 def test_parameter_counts_are_the_published_models(config, expected):
-    assert parameters(config) == expected
+    assert elements({**config, **NO_MTP}) == expected
 
 
-@pytest.mark.parametrize("config", [QWEN3_30B_A3B, QWEN3_0_6B])
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM_4_5])
+def test_a_prediction_layer_is_a_decoder_layer_with_what_stands_around_it(config):
+    last, hidden = config["num_hidden_layers"], config["hidden_size"]
+    copies = 2 * config["vocab_size"] * hidden
+    around = 3 * hidden + 2 * hidden**2
+    decoder_layer = elements(config, f"model.layers.{last - 1}.")
+    assert elements(config, f"model.layers.{last}.") == decoder_layer + around + copies
+    assert elements(config) - elements({**config, **NO_MTP}) == decoder_layer + around + copies
+    assert family_of(config).num_mtp_layers(config) == 1
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_rules_cover_every_logical_tensor_once(config, count):
-    small = {**config, "num_hidden_layers": 2}
-    check_cover(family_of(small).weights(small, padded_vocab_size(small, count)), count)
+    small = {**config, "num_hidden_layers": 4}  # dense and expert layers
+    check_cover(weights_of(small, count), count)
 
 
 def test_dense_layers_of_a_mixed_model_have_dense_rules():
     config = {**QWEN3_30B_A3B, "num_hidden_layers": 3, "mlp_only_layers": [1]}
-    names = {w.local_name() for w in family_of(config).weights(config, 151936) if w.layer == 1}
+    names = {w.local_name() for w in weights_of(config) if w.layer == 1}
     assert "decoder.layers.1.mlp.linear_fc1.weight" in names
     assert not any("experts" in name for name in names)
     assert family_of(config).config_map(config)["moe_layer_freq"] == [1, 0, 1]
     assert model_sizes(config).ffn_sizes == (6144,)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"architectures": ["LlamaForCausalLM"]},
-            r"architectures=\['LlamaForCausalLM'\] is not",
-        ),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; allowed: 'silu'"),
-        ({"attention_bias": True}, "attention_bias=true is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
-        ({"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
-        ({"rope_theta": None}, "neither rope_theta nor"),
-    ],
-)
-def test_a_config_that_cannot_be_expressed_is_refused_by_name(change, message):
-    config = {**QWEN3_30B_A3B, **change}
+def test_sizes_of_a_model_with_latent_attention_and_shared_experts():
+    sizes = model_sizes(DEEPSEEK_V3)
+    assert (sizes.num_attention_heads, sizes.num_query_groups) == (128, 128)
+    assert sizes.ffn_sizes == (18432, 2048)
+    assert (sizes.num_experts, sizes.expert_ffn_size, sizes.num_mtp_layers) == (256, 2048, 1)
+    assert sizes.is_mla and sizes.has_router_bias and not sizes.is_tied
+
+
+def test_a_group_limit_that_chooses_every_group_is_none():
+    fields = family_of(GLM_4_5).config_map(GLM_4_5)
+    assert "moe_router_num_groups" not in fields
+    fields = family_of(DEEPSEEK_V3).config_map(DEEPSEEK_V3)
+    assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (8, 4)
+
+
+YARN = DEEPSEEK_V3["rope_scaling"]
+LLAMA3 = LLAMA_3_1_8B["rope_scaling"]
+REFUSED = [
+    (QWEN3_0_6B, {"architectures": ["BertModel"]}, r"\['BertModel'\] is not supported; allowed"),
+    (QWEN3_0_6B, {"architectures": ["GptOssForCausalLM"]}, "is not supported .its attention sinks"),
+    (QWEN3_0_6B, {"architectures": ["DeepseekV32ForCausalLM"]}, "its sparse attention"),
+    (QWEN3_0_6B, {"hidden_act": "gelu"}, "hidden_act='gelu' is not .* allowed: 'silu'"),
+    (QWEN3_0_6B, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
+    (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not .* 'default'"),
+    (QWEN3_0_6B, {"rope_theta": None}, "neither rope_theta nor"),
+    (QWEN3_0_6B, {"quantization_config": {"quant_method": "fp8"}}, "a quantization_config is not"),
+    (QWEN3_30B_A3B, {"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
+    (QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with renormalised"),
+    (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+    (QWEN2_5_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+    (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window=4096 is not .* allowed: null"),
+    (LLAMA_3_1_8B, {"attention_bias": True}, "attention_bias=true is not"),
+    (LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias=true is not"),
+    (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' .* 'llama3'"),
+    (
+        LLAMA_3_1_8B,
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}},
+        "rope_type='llama3' with low_freq_factor=2.0 is not supported; allowed: 1",
+    ),
+    (
+        LLAMA_3_1_8B,
+        {"rope_scaling": {**LLAMA3, "factor": None}},
+        r"no 'factor', which \['LlamaForCausalLM'\] needs",
+    ),
+    (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias=true is not"),
+    (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=false is not .* allowed: true"),
+    (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_key_value_heads=8 is not .* allowed: 128"),
+    (DEEPSEEK_V3, {"num_experts_per_tok": 4}, "num_experts_per_tok=4 with .* allowed: .*=8"),
+    (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax' is not .* 'sigmoid'"),
+    (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method='greedy' is not .* 'noaux_tc'"),
+    (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob=false is not .* allowed: true"),
+    (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not .* allowed: 1"),
+    (DEEPSEEK_V3, {"rope_scaling": {**YARN, "type": "linear"}}, "'linear' .* 'default', 'yarn'"),
+    (DEEPSEEK_V3, {"rope_scaling": {**YARN, "mscale": None}}, "mscale_all_dim=1.0 .* allowed: 0"),
+    (DEEPSEEK_V3, {"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0 is"),
+    (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false is not"),
+    (GLM_4_5, {"num_experts_per_tok": 1, "norm_topk_prob": None}, "norm_topk_prob=true"),
+    (GLM_4_5, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not .* 'default'"),
+]
+
+
+@pytest.mark.parametrize(("config", "change", "message"), REFUSED)
+def test_a_config_that_cannot_be_expressed_is_refused_by_name(config, change, message):
+    changed = {name: value for name, value in {**config, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
-        family_of(config).config_map(config)
+        family_of(changed).config_map(changed)
 
 
-def test_rope_theta_is_read_where_either_transformers_keeps_it():
-    assert rope_theta({"rope_theta": 5.0}) == 5.0
-    assert rope_theta({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}) == 7.0
+def test_rope_is_read_where_either_transformers_keeps_it():
+    plain = rope({"rope_theta": 5.0})
+    assert (plain["rope_type"], plain["rope_theta"]) == ("default", 5.0)
+    new = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    assert rope(new)["rope_theta"] == 7.0
+    old = {"rope_theta": 5, "rope_scaling": {"type": "yarn"}, "partial_rotary_factor": 0.5}
+    assert rope(old)["rope_type"] == "yarn"
+    assert rope(old)["partial_rotary_factor"] == 0.5

@@ -17,6 +17,7 @@ from mcore_rl.reshard.rules import (
     Weight,
     Whole,
     check_cover,
+    logical_tensors,
 )
 
 
@@ -66,6 +67,13 @@ def test_interleaved_qkv_is_megatrons_order_of_query_groups():
         np.testing.assert_array_equal(local, np.concatenate(parts))
 
 
+def test_interleaved_biases_follow_their_weights():
+    q, k, v = (LogicalTensor(n, (rows,)) for n, rows in (("q", 8), ("k", 4), ("v", 4)))
+    whole, shards = local_tensors(InterleavedQKV(q, k, v, num_groups=2), 2)
+    parts = [whole["q"][4:], whole["k"][2:], whole["v"][2:]]
+    np.testing.assert_array_equal(shards[1], np.concatenate(parts))
+
+
 def test_gate_up_keeps_the_gate_before_the_up_projection_in_each_shard():
     gate, up = LogicalTensor("g", (4, 2)), LogicalTensor("u", (4, 2))
     whole, shards = local_tensors(GateUp(gate, up), 2)
@@ -88,6 +96,18 @@ def test_cover_check_names_a_tensor_that_two_parameters_claim():
     weights = [Weight("a", Whole(tensor), stage="first"), Weight("b", Whole(tensor), stage="last")]
     with pytest.raises(ValueError, match="w is named by two parameters, b the second"):
         check_cover(weights, 1)
+
+
+def test_a_copy_is_a_tensor_of_the_checkpoint_that_no_rule_may_name_again():
+    tensor = LogicalTensor("w", (4, 2), also=("again", "and again"))
+    weights = [Weight("a", Whole(tensor), stage="embedding")]
+    names = [t.name for t in logical_tensors(weights)]
+    assert names == ["w", "again", "and again"]
+    assert {t.shape for t in logical_tensors(weights)} == {(4, 2)}
+    check_cover(weights, 1)
+    second = Weight("b", Whole(LogicalTensor("again", (4, 2))), stage="head")
+    with pytest.raises(ValueError, match="again is named by two parameters, b the second"):
+        check_cover([*weights, second], 1)
 
 
 def test_cover_check_counts_elements():

@@ -1,0 +1,217 @@
+"""Every rule between the settings of a training engine, and between them and the model. Pure.
+
+A rule that fails raises ConfigError naming the setting, its value and what is allowed. What
+Megatron would do wrong without an error is refused here, or repaired in the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.config.checks import at_least, divides, one_of, positive
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import EngineConfig, Layout, OptimizerConfig
+
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+DISPATCHERS = ("alltoall", "allgather")
+# Megatron's seq_aux_loss takes a whole pack for a sequence, which is aux_loss again.
+AUX_LOSSES = ("aux_loss", "global_aux_loss")
+ROUTER_REPLAYS = ("off", "record", "rollout")
+GRANULARITIES = ("none", "selective", "full")
+_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "mla_up_proj", *_EXPERT_MODULES)
+_AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What settings of an engine have to fit."""
+
+    num_attention_heads: int
+    num_query_groups: int
+    ffn_sizes: tuple[int, ...]  # columns of dense and shared MLPs, which tp splits
+    num_experts: int  # 0 for a dense model
+    expert_ffn_size: int
+    num_layers: int
+    num_mtp_layers: int = 0
+    has_router_bias: bool = False  # a selection bias that balances without a loss
+    is_mla: bool = False  # multi-head latent attention
+    is_tied: bool = False  # one weight for embedding and output head
+
+
+def resolve_engine(key: str, config: EngineConfig) -> None:
+    """Rules that need no model; `key` names the engine, such as actor."""
+    resolve_layout(f"{key}.layout", config.layout)
+    resolve_optimizer(f"{key}.optimizer", config.optimizer)
+    for name in ("max_tokens_per_micro_batch", "logprob_chunk_bytes", "threads_per_rank"):
+        at_least(f"{key}.{name}", getattr(config, name), 1)
+    one_of(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
+    one_of(f"{key}.moe.aux_loss", config.moe.aux_loss, AUX_LOSSES)
+    one_of(f"{key}.moe.router_replay", config.moe.router_replay, ROUTER_REPLAYS)
+    at_least(f"{key}.moe.aux_loss_coef", config.moe.aux_loss_coef, 0)
+    at_least(f"{key}.moe.bias_update_rate", config.moe.bias_update_rate, 0)
+    at_least(f"{key}.mtp_loss_coef", config.mtp_loss_coef, 0)
+    at_least(f"{key}.lora.rank", config.lora.rank, 0)
+    positive(f"{key}.lora.alpha", config.lora.alpha)
+    if config.lora.rank and not config.lora.targets:
+        raise ConfigError(
+            f"{key}.lora.targets=[] with {key}.lora.rank={config.lora.rank} adapts nothing; "
+            "allowed: at least one"
+        )
+    one_of(f"{key}.recompute.granularity", config.recompute.granularity, GRANULARITIES)
+    at_least(f"{key}.recompute.num_layers", config.recompute.num_layers, 1)
+    for module in config.recompute.modules:
+        one_of(f"{key}.recompute.modules", module, RECOMPUTE_MODULES)
+    if config.moe.dispatcher == "allgather" and config.layout.pp > 1:
+        raise ConfigError(
+            f"{key}.moe.dispatcher='allgather' with {key}.layout.pp={config.layout.pp}: packs of a "
+            "pipeline differ in length, which that dispatcher does not take; allowed: 'alltoall'"
+        )
+    if config.mtp_loss_coef:
+        _resolve_mtp(key, config)
+
+
+def _resolve_mtp(key: str, config: EngineConfig) -> None:
+    """Rules of training prediction layers."""
+    if config.lora.rank:
+        raise ConfigError(
+            f"{key}.mtp_loss_coef={config.mtp_loss_coef} with {key}.lora.rank={config.lora.rank}: "
+            "adapters leave the prediction layers frozen; allowed: one of the two at 0"
+        )
+    if config.moe.router_replay != "off":
+        raise ConfigError(
+            f"{key}.moe.router_replay={config.moe.router_replay!r} with {key}.mtp_loss_coef="
+            f"{config.mtp_loss_coef}: no experts are recorded for prediction layers; allowed: 'off'"
+        )
+    if config.layout.last_stage_layers == 0:
+        raise ConfigError(
+            f"{key}.layout.last_stage_layers=0 with {key}.mtp_loss_coef={config.mtp_loss_coef}: "
+            "prediction layers stand behind a decoder layer of their chunk; allowed: at least 1"
+        )
+    if config.recompute.granularity == "full":
+        raise ConfigError(
+            f"{key}.recompute.granularity='full' with {key}.mtp_loss_coef={config.mtp_loss_coef}: "
+            "Megatron cannot recompute prediction layers of packed sequences; allowed: 'none', "
+            "'selective'"
+        )
+
+
+def resolve_layout(key: str, layout: Layout) -> None:
+    """Rules between the axes; `key` names the layout, such as actor.layout."""
+    for axis in _AXES:
+        at_least(f"{key}.{axis}", getattr(layout, axis), 1)
+    if layout.vpp > 1 and layout.pp == 1:
+        raise ConfigError(f"{key}.vpp={layout.vpp} needs {key}.pp above 1; {key}.pp=1")
+    for name in ("first_stage_layers", "last_stage_layers"):
+        given = getattr(layout, name)
+        if given is None:
+            continue
+        at_least(f"{key}.{name}", given, 0)
+        if layout.pp == 1:
+            raise ConfigError(f"{key}.{name}={given} needs {key}.pp above 1; {key}.pp=1")
+    experts = layout.etp * layout.ep * layout.pp
+    if layout.world_size % experts:
+        raise ConfigError(
+            f"{key}: etp * ep * pp = {layout.etp} * {layout.ep} * {layout.pp} = {experts} must "
+            f"divide the world size tp * pp * cp * dp = {layout.world_size}"
+        )
+
+
+def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
+    one_of(f"{key}.schedule", config.schedule, SCHEDULES)
+    positive(f"{key}.lr", config.lr)
+    positive(f"{key}.eps", config.eps)
+    if not 0 <= config.min_lr <= config.lr:
+        raise ConfigError(f"{key}.min_lr={config.min_lr}; allowed: 0 to {key}.lr={config.lr}")
+    for name in ("warmup_steps", "weight_decay", "clip_grad"):
+        at_least(f"{key}.{name}", getattr(config, name), 0)
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ConfigError(
+                f"{key}.{name}={getattr(config, name)}; allowed: 0 up to, not including, 1"
+            )
+    if config.cpu_offload and not config.distributed:
+        raise ConfigError(
+            f"{key}.cpu_offload=true needs {key}.distributed=true; {key}.distributed=false"
+        )
+    if (config.schedule == "wsd") != (config.wsd_decay_steps > 0):
+        raise ConfigError(
+            f"{key}.wsd_decay_steps={config.wsd_decay_steps} with {key}.schedule="
+            f"{config.schedule!r}; allowed: above 0 with 'wsd', else 0"
+        )
+
+
+def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
+    """Whether a layout divides the model."""
+    divides(f"{key}.tp", layout.tp, "attention heads", sizes.num_attention_heads)
+    divides(f"{key}.tp", layout.tp, "key/value heads", sizes.num_query_groups)
+    for size in sizes.ffn_sizes:
+        divides(f"{key}.tp", layout.tp, "MLP columns", size)
+    layers_of_chunks(key, layout, sizes.num_layers)
+    if sizes.num_experts:
+        divides(f"{key}.ep", layout.ep, "experts", sizes.num_experts)
+        divides(f"{key}.etp", layout.etp, "columns of an expert", sizes.expert_ffn_size)
+    elif layout.ep > 1 or layout.etp > 1:
+        axis = "ep" if layout.ep > 1 else "etp"
+        raise ConfigError(
+            f"{key}.{axis}={getattr(layout, axis)}: the model has no experts; allowed: 1"
+        )
+
+
+def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
+    """Whether the model has what the settings of an engine speak of."""
+    if not sizes.num_experts:
+        for name, off in (("aux_loss_coef", 0), ("router_replay", "off")):
+            if getattr(config.moe, name) != off:
+                raise ConfigError(
+                    f"{key}.moe.{name}={getattr(config.moe, name)!r}: the model has no experts; "
+                    f"allowed: {off!r}"
+                )
+    if not sizes.has_router_bias and config.moe.bias_update_rate:
+        raise ConfigError(
+            f"{key}.moe.bias_update_rate={config.moe.bias_update_rate}: the routers of the model "
+            "have no selection bias; allowed: 0"
+        )
+    if config.mtp_loss_coef and not sizes.num_mtp_layers:
+        raise ConfigError(
+            f"{key}.mtp_loss_coef={config.mtp_loss_coef}: the model has no layers for multi-token "
+            "prediction; allowed: 0"
+        )
+    if config.mtp_loss_coef and sizes.is_tied and config.layout.pp > 1:
+        raise ConfigError(
+            f"{key}.mtp_loss_coef={config.mtp_loss_coef} with {key}.layout.pp={config.layout.pp}: "
+            "not supported for a model with tied embeddings; allowed: 0"
+        )
+    if config.recompute.granularity == "selective":
+        for module in config.recompute.modules:
+            _check_recompute_module(f"{key}.recompute.modules", module, sizes)
+
+
+def _check_recompute_module(key: str, module: str, sizes: ModelSizes) -> None:
+    if module == "mla_up_proj" and not sizes.is_mla:
+        raise ConfigError(f"{key} names {module!r}: the model has no latent attention")
+    if module in _EXPERT_MODULES and not sizes.num_experts:
+        raise ConfigError(f"{key} names {module!r}: the model has no experts")
+
+
+def layers_of_chunks(key: str, layout: Layout, num_layers: int) -> list[int]:
+    """How many decoder layers each of the pp * vpp chunks has, in the order of the layers.
+
+    Raises:
+        ConfigError: they do not divide.
+    """
+    num_chunks = layout.pp * layout.vpp
+    ends = (layout.first_stage_layers, layout.last_stage_layers)
+    free = num_chunks - sum(given is not None for given in ends)
+    rest = num_layers - sum(given or 0 for given in ends)
+    if rest < 0 or (rest == 0) != (free == 0) or (free and rest % free):
+        raise ConfigError(
+            f"{key}: pp * vpp = {layout.pp} * {layout.vpp} chunks with "
+            f"first_stage_layers={ends[0]}, last_stage_layers={ends[1]} leave {rest} of the "
+            f"model's {num_layers} layers for {free} equal chunks; allowed: a multiple above 0"
+        )
+    counts = [rest // free if free else 0] * num_chunks
+    for index, given in ((0, ends[0]), (num_chunks - 1, ends[1])):
+        if given is not None:
+            counts[index] = given
+    return counts

@@ -1,0 +1,59 @@
+"""The value head: a model whose last hidden states become one number a token.
+
+Its Hugging Face form is token classification with one label: `score.weight` [1, hidden] and, unless
+config.json has token_classification_bias=false, `score.bias` [1]
+(transformers/modeling_layers.py, GenericForTokenClassification).
+"""
+
+from __future__ import annotations
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.models.base import CAUSAL, CLASSIFICATION, HFConfig, family_of, field, without_mtp
+from mcore_rl.reshard.boxes import LogicalTensor
+from mcore_rl.reshard.rules import Weight, Whole
+
+_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def has_value_head(config: HFConfig) -> bool:
+    """Whether the checkpoint is one of a value model, not of a language model."""
+    return any(name.endswith(CLASSIFICATION) for name in config.get("architectures") or [])
+
+
+def has_value_bias(config: HFConfig) -> bool:
+    return bool(config.get("token_classification_bias", True))
+
+
+def value_config(config: HFConfig) -> HFConfig:
+    """config.json of the value model that starts from a checkpoint, of either kind.
+
+    The decoder is the checkpoint's. A value model has no output embedding to tie, and no layers for
+    multi-token prediction.
+
+    Raises:
+        ConfigError: the checkpoint classifies into more than one label.
+    """
+    if has_value_head(config):
+        labels = config.get("id2label") or {"0": "", "1": ""}  # absent: transformers' default, two
+        if len(labels) != 1:
+            raise ConfigError(
+                f"config.json: {config['architectures']} has {len(labels)} labels (id2label); "
+                "allowed for a value model: 1"
+            )
+    architecture = family_of(config).architecture.removesuffix(CAUSAL) + CLASSIFICATION
+    named = {"architectures": [architecture], "tie_word_embeddings": False, **_ONE_LABEL}
+    return without_mtp(config) | named
+
+
+def value_head_weights(config: HFConfig) -> tuple[Weight, ...]:
+    """Rules of the value head, whole on every rank of the last pipeline stage."""
+    weight = LogicalTensor("score.weight", (1, field(config, "hidden_size")))
+    bias = LogicalTensor("score.bias", (1,))
+    named = {"weight": weight} | ({"bias": bias} if has_value_bias(config) else {})
+    return tuple(Weight(f"output_layer.{n}", Whole(t), stage="head") for n, t in named.items())
+
+
+def value_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    """The rules of a whole value model, from its config as value_config gives it."""
+    weights = family_of(config).weights(config, padded_vocab)
+    return (*(w for w in weights if w.stage != "head"), *value_head_weights(config))

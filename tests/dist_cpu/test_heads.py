@@ -1,0 +1,280 @@
+"""Heads at every layout: scores over a split vocabulary, and value models against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import head_jobs
+import numpy as np
+import pytest
+import ranks
+import tiny_models
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from mcore_rl.config.schema import Layout
+from mcore_rl.data.batch import Batch, Jagged
+
+# (tokens, vocabulary, rows a rank): padding on the last rank, a rank of padding alone, no tokens.
+SPLITS = {"odd": (13, 131, 66), "padding": (13, 3, 4), "nothing": (0, 131, 66)}
+CHUNKS = {"tiles": 8 * 5 * 256, "whole": 1 << 20}
+ONE = {"tp1": Layout()}
+LAYOUTS = {
+    "qwen3": ONE | {"tp2": Layout(tp=2), "pp2": Layout(pp=2)},
+    "qwen3_moe": ONE
+    | {
+        "tp2": Layout(tp=2),
+        "dp2": Layout(dp=2),
+        "cp2": Layout(cp=2),
+        "pp2": Layout(pp=2),
+        "tp2ep2": Layout(tp=2, ep=2),
+    },
+}
+CASES = [(model, name) for model, layouts in LAYOUTS.items() for name in layouts]
+PARALLEL = [(model, name) for model, name in CASES if name != "tp1"]
+
+
+@dataclass
+class Runs:
+    batch: Batch
+    results: dict[str, list[dict[str, Any]]]
+    checkpoints: dict[str, Path]
+    folder: Path
+
+
+def build(name: str) -> transformers.PreTrainedModel:
+    """A value model by transformers, with weights far from the tame initial ones."""
+    config = tiny_models.configs()[name]
+    config.num_labels = 1
+    torch.manual_seed(1)
+    model = transformers.AutoModelForTokenClassification.from_config(config).float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.08)
+            elif "norm" in key:
+                parameter.uniform_(0.7, 1.3)
+            elif key.startswith("score"):
+                parameter.fill_(0.25)
+    return model
+
+
+def make_batch() -> Batch:
+    batch = tiny_models.make_batch()
+    rng = np.random.default_rng(5)
+    lengths = batch.jagged("response_ids").lengths
+    columns = {n: Jagged.of([rng.normal(0, 0.5, k) for k in lengths], np.float32) for n in "vr"}
+    return batch.select("prompt_ids", "response_ids", "loss_weights").with_columns(
+        values=columns["v"], returns=columns["r"]
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    folder = tmp_path_factory.mktemp("heads")
+    checkpoints = {name: folder / name for name in LAYOUTS}
+    for name, path in checkpoints.items():
+        build(name).save_pretrained(path)
+    language = checkpoints["language"] = tiny_models.save("qwen3", folder)
+    batch = make_batch()
+    jobs: dict[int, dict[str, Any]] = {1: {}, 2: {}}
+    for split, sizes in SPLITS.items():
+        for chunk, num_bytes in CHUNKS.items():
+            case = ranks.job(head_jobs.split_scores, *sizes, num_bytes)
+            jobs[2][f"split/{split}/{chunk}"] = case
+    for model, name in CASES:
+        layout = LAYOUTS[model][name]
+        case = ranks.job(head_jobs.value_training, checkpoints[model], layout, batch)
+        jobs[layout.world_size][f"{model}/{name}"] = case
+    for name in ("tp1", "tp2"):
+        layout = LAYOUTS["qwen3"][name]
+        bfloat16 = ranks.job(
+            head_jobs.value_training, checkpoints["qwen3_moe"], layout, batch, "bfloat16"
+        )
+        lora = ranks.job(
+            head_jobs.value_training, checkpoints["qwen3"], layout, batch, "float32", 4
+        )
+        jobs[layout.world_size] |= {f"bfloat16/{name}": bfloat16, f"lora/{name}": lora}
+    for name in ("tp1", "tp2", "cp2", "pp2"):
+        layout = LAYOUTS["qwen3_moe"][name]
+        case = ranks.job(head_jobs.top_log_probs, language, layout, batch)
+        jobs[layout.world_size][f"top/{name}"] = case
+    jobs[2]["export"] = ranks.job(head_jobs.value_export, language, Layout(tp=2), batch, folder)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for world, cases in jobs.items():
+        results |= ranks.spawn(world, cases)
+    return Runs(batch, results, checkpoints, folder)
+
+
+def by_row(by_rank: list[dict[str, Any]], name: str) -> list[torch.Tensor]:
+    """A column of the whole batch; ranks that have the same row must agree bit for bit."""
+    found: dict[int, torch.Tensor] = {}
+    for result in by_rank:
+        for row, values in result.get(name, {}).items():
+            assert torch.equal(found.setdefault(row, values), values)
+    return [found[row] for row in range(len(found))]
+
+
+def logits_by_row(model: Any, batch: Batch) -> list[torch.Tensor]:
+    """The outputs of a transformers model at the states before each response token."""
+    found = []
+    for prompt, response in zip(
+        batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True
+    ):
+        ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+        found.append(model(ids).logits[0, len(prompt) - 1 : -1])
+    return found
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_scores_over_two_ranks_equal_the_plain_softmax(runs, split, chunk):
+    tokens, vocab, rows = SPLITS[split]
+    h, w, targets, weights = head_jobs.split_problem(tokens, vocab)
+    h.requires_grad_()
+    w.requires_grad_()
+    scores = (h @ w.t() / 0.7).log_softmax(-1)
+    log_probs = scores.gather(1, targets[:, None]).squeeze(1)
+    entropy = -(scores.exp() * scores).sum(-1)
+    loss = (log_probs * weights[0] + entropy * weights[1]).sum()
+    grad_h, grad_w = torch.autograd.grad(loss, (h, w))
+    top = scores.detach().topk(min(3, vocab))
+    for found in runs.results[f"split/{split}/{chunk}"]:
+        torch.testing.assert_close(found["log_probs"], log_probs.detach())
+        torch.testing.assert_close(found["entropy"], entropy.detach())
+        torch.testing.assert_close(found["top_log_probs"], top.values)
+        assert torch.equal(found["top_ids"], top.indices)
+        torch.testing.assert_close(found["grad_hidden"], grad_h)
+        torch.testing.assert_close(found["grad_head"][:vocab], grad_w)
+        assert found["grad_head"].shape == (2 * rows, w.shape[1])
+        assert not found["grad_head"][vocab:].any()
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "cp2", "pp2"])
+def test_the_likeliest_tokens_equal_transformers(runs, layout):
+    with torch.no_grad():
+        logits = logits_by_row(tiny_models.build("qwen3"), runs.batch)
+    found = runs.results[f"top/{layout}"]
+    log_probs, ids = by_row(found, "top_log_probs"), by_row(found, "top_ids")
+    for row, scores in enumerate(logits):
+        wanted = scores.double().log_softmax(-1).topk(3)
+        assert torch.equal(ids[row], wanted.indices)
+        torch.testing.assert_close(log_probs[row].double(), wanted.values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_values_equal_transformers(runs, model, layout):
+    with torch.no_grad():
+        wanted = logits_by_row(build(model), runs.batch)
+    found = by_row(runs.results[f"{model}/{layout}"], "values")
+    for values, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(values, reference.squeeze(-1), rtol=0, atol=1e-5)
+    assert torch.cat(found).std() > 0.1
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_export_gives_back_each_tensor_of_a_value_model_bit_for_bit(runs, model, layout):
+    original = load_file(runs.checkpoints[model] / "model.safetensors")
+    first, *others = runs.results[f"{model}/{layout}"]
+    assert first["exported"].keys() == original.keys()
+    assert {"score.weight", "score.bias"} < original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(first["exported"][name], tensor), name
+    assert all(result["exported"] == {} for result in others)
+
+
+@pytest.mark.parametrize(("model", "layout"), PARALLEL)
+def test_two_steps_of_a_value_model_equal_one_rank(runs, model, layout):
+    assert_same_training(runs.results[f"{model}/{layout}"], runs.results[f"{model}/tp1"][0])
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2"])
+def test_with_adapters_the_value_head_is_still_trained(runs, layout):
+    one = runs.results["lora/tp1"][0]
+    assert_same_training(runs.results[f"lora/{layout}"], one)
+    changed = {n for n, t in one["exported"].items() if not torch.equal(t, one["trained"][n])}
+    assert {"score.weight", "score.bias"} < changed
+    assert "model.embed_tokens.weight" not in changed
+
+
+def assert_same_training(by_rank: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    assert any("loss" in result["steps"][0] for result in by_rank)
+    for result in by_rank:
+        for step, wanted in zip(result["steps"], one["steps"], strict=True):
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+            if "loss" in step:
+                assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+                assert step["value_clipped"] == pytest.approx(wanted["value_clipped"], rel=1e-6)
+    for name, tensor in one["trained"].items():
+        torch.testing.assert_close(by_rank[0]["trained"][name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+def test_the_first_step_equals_a_plain_torch_step_on_transformers(runs):
+    """Loss, gradient norm and the share of clipped values, by autograd through transformers."""
+    model = build("qwen3_moe")
+    total, clipped = torch.zeros((), dtype=torch.float64), 0.0
+    for row, logits in enumerate(logits_by_row(model, runs.batch)):
+        old, target, weights = (
+            torch.from_numpy(runs.batch.jagged(n)[row].copy()).double()
+            for n in ("values", "returns", "loss_weights")
+        )
+        values = logits.squeeze(-1).double()
+        free = (values - target) ** 2
+        held = (torch.minimum(torch.maximum(values, old - 0.3), old + 0.3) - target) ** 2
+        total = total + (weights * torch.maximum(free, held) / 2).sum()
+        clipped += float((weights * (held > free)).sum())
+    total.backward()
+    squares = sum(
+        float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None
+    )
+    step = runs.results["qwen3_moe/tp1"][0]["steps"][0]
+    assert step["loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(squares**0.5, rel=1e-4)
+    assert step["value_clipped"] == pytest.approx(clipped, rel=1e-5)
+    assert 0.05 < clipped < 0.95
+
+
+def test_the_steps_do_train_the_value_head(runs):
+    """Guards the tests above: two steps at this rate move weights far beyond their tolerance."""
+    result = runs.results["qwen3_moe/tp1"][0]
+    for name in ("score.weight", "score.bias", "model.layers.0.self_attn.q_proj.weight"):
+        assert (result["trained"][name] - result["exported"][name]).abs().max() > 5e-4, name
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2"])
+def test_bfloat16_values_stay_near_float32(runs, layout):
+    exact = torch.cat(by_row(runs.results["qwen3_moe/tp1"], "values"))
+    found = torch.cat(by_row(runs.results[f"bfloat16/{layout}"], "values"))
+    assert (found - exact).abs().mean() < 0.02 * exact.std()
+    # Sums in float32: a value is not one of the few numbers that bfloat16 has.
+    assert not torch.equal(found, found.bfloat16().float())
+
+
+def test_a_value_model_that_starts_from_a_language_model_begins_at_zero(runs):
+    for result in runs.results["export"]:
+        assert all(not values.any() for values in result["before"].values())
+
+
+def test_transformers_loads_an_exported_value_model_and_gives_the_same_values(runs):
+    model, report = transformers.AutoModelForTokenClassification.from_pretrained(
+        runs.folder / "export", output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.num_labels == 1
+    with torch.no_grad():
+        wanted = logits_by_row(model.eval(), runs.batch)
+    found = by_row(runs.results["export"], "after")
+    for values, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(values, reference.squeeze(-1), rtol=0, atol=1e-5)
+    assert torch.cat(found).abs().min() > 0
+
+
+def test_an_exported_value_model_and_a_resumed_one_have_the_same_values(runs):
+    for result in runs.results["export"]:
+        for name in ("loaded", "resumed"):
+            assert all(torch.equal(result[name][row], v) for row, v in result["after"].items())
+        trained, resumed = result["next"]
+        assert trained == resumed

@@ -1,0 +1,307 @@
+"""Adapters in the Megatron engine against transformers, plain autograd, and one rank."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lora_jobs
+import pytest
+import ranks
+import tiny_models
+import torch
+import transformers
+from lora_jobs import SCALE
+from safetensors.torch import load_file, save_file
+from torch.func import functional_call
+
+from mcore_rl.config.schema import Layout
+
+LAYOUTS = {
+    "qwen3": {
+        "one": Layout(),
+        "tp2": Layout(tp=2),
+        "dp2": Layout(dp=2),
+        "cp2": Layout(cp=2),
+        "pp2": Layout(pp=2),
+        "pp2vpp2": Layout(pp=2, vpp=2),
+    },
+    "qwen3_moe": {
+        "one": Layout(),
+        "ep2": Layout(dp=2, ep=2),
+        "tp2ep2": Layout(tp=2, ep=2),
+        "tp2etp2": Layout(tp=2, etp=2),
+        "dp2etp2": Layout(dp=2, etp=2),
+        "pp2": Layout(pp=2),
+    },
+    "deepseek_v3": {"one": Layout(), "tp2ep2": Layout(tp=2, ep=2)},
+}
+CASES = [(model, name) for model, layouts in LAYOUTS.items() for name in layouts]
+PARALLEL = [(model, name) for model, name in CASES if name != "one"]
+VARIANTS = {  # settings that change nothing: the job, its model and its layout
+    "full recompute": (lora_jobs.full_recompute, "qwen3_moe", "one"),
+    "full recompute pp2": (lora_jobs.full_recompute, "qwen3_moe", "pp2"),
+    "selective recompute": (lora_jobs.selective_recompute, "qwen3_moe", "one"),
+    "sharded overlap dp2": (lora_jobs.overlapped, "qwen3", "dp2"),
+    "sharded overlap ep2": (lora_jobs.overlapped, "qwen3_moe", "ep2"),
+}
+
+
+@dataclass
+class Runs:
+    batch: Any
+    results: dict[str, list[dict[str, Any]]]
+    checkpoints: dict[str, Path]
+
+    def one(self, model: str) -> dict[str, Any]:
+        return self.results[f"{model}/one"][0]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("lora")
+    batch = tiny_models.make_batch()
+    paths = {model: folder / model for model in LAYOUTS}
+    for model, path in paths.items():
+        lora_jobs.build(model).save_pretrained(path)
+    jobs: dict[int, dict[str, ranks.Job]] = {2: {}, 1: {}}  # 1 reads what 2 wrote
+
+    def add(name: str, function: Any, model: str, layout: Layout, *more: Any) -> None:
+        jobs[layout.world_size][name] = ranks.job(function, paths[model], layout, *more)
+
+    for model, name in CASES:
+        add(f"{model}/{name}", lora_jobs.parity, model, LAYOUTS[model][name], batch)
+    for name, (function, model, layout) in VARIANTS.items():
+        add(name, function, model, LAYOUTS[model][layout], batch)
+    moe, written = LAYOUTS["qwen3_moe"], {d: folder / d for d in ("float32", "bfloat16")}
+    for name in ("one", "ep2"):
+        add(f"experts only/{name}", lora_jobs.experts_only, "qwen3_moe", moe[name], batch)
+    alone = Layout(pp=2, first_stage_layers=0)
+    add("embedding alone", lora_jobs.steps, "qwen3", alone, batch)
+    resume, resumed = lora_jobs.resume, lora_jobs.resumed
+    for dtype, name in (("float32", "tp2etp2"), ("bfloat16", "tp2ep2")):
+        add(f"resume {dtype}", resume, "qwen3_moe", moe[name], batch, written[dtype], dtype)
+    add("resumed", resumed, "qwen3_moe", moe["one"], batch, written["float32"], "float32")
+    add("refusals", lora_jobs.refusals, "qwen3_moe", moe["one"], written["float32"])
+    add("formed", lora_jobs.formed_weights, "qwen3_moe", moe["one"], batch)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for world, cases in jobs.items():
+        results |= ranks.spawn(world, cases)
+    return Runs(batch, results, paths)
+
+
+def merged_by_hand(
+    checkpoint: Mapping[str, torch.Tensor], factors: list[dict[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """The checkpoint with W + scale * B @ A in place of each W, in float64."""
+    products = {f["tensor"]: SCALE * f["B"].double() @ f["A"].double() for f in _joined(factors)}
+    return {n: t.double() + products.get(n, 0.0) for n, t in checkpoint.items()}
+
+
+def _joined(factors: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Whole factors of each tensor, from the runs of rows that one rank cuts them into."""
+    tensors = dict.fromkeys(f["tensor"] for f in factors)
+    for tensor in tensors:
+        runs = sorted((f for f in factors if f["tensor"] == tensor), key=lambda f: f["first_row"])
+        yield runs[0] | {"B": torch.cat([run["B"] for run in runs])}
+
+
+class Adapted:
+    """A transformers model with frozen weights and trainable factors, in plain autograd."""
+
+    def __init__(
+        self, model: Any, checkpoint: Mapping[str, torch.Tensor], factors: list[dict[str, Any]]
+    ) -> None:
+        self.model = model.requires_grad_(False)
+        self.checkpoint = checkpoint
+        joined = list(_joined(factors))
+        # Tensors of one Megatron weight share their A.
+        self.a = {f["A_of"]: f["A"].clone().requires_grad_() for f in joined}
+        self.b = {f["tensor"]: f["B"].clone().requires_grad_() for f in joined}
+        self.a_of = {f["tensor"]: f["A_of"] for f in joined}
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [*self.a.values(), *self.b.values()]
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        return functional_call(self.model, self._weights(), (ids,))
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Adapted weights by the names of the model, which stacks the experts of a layer."""
+        found = {
+            tensor: self.checkpoint[tensor] + SCALE * b @ self.a[self.a_of[tensor]]
+            for tensor, b in self.b.items()
+        }
+        for name, parameter in self.model.named_parameters():
+            path, _, last = name.rpartition(".")
+            if last not in ("gate_up_proj", "down_proj"):
+                continue
+            parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+            experts = [
+                torch.cat([found.pop(f"{path}.{expert}.{part}.weight") for part in parts])
+                for expert in range(len(parameter))
+            ]
+            found[name] = torch.stack(experts)
+        return found
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_fresh_adapters_change_no_bit(runs, model, layout):
+    original = load_file(runs.checkpoints[model] / "model.safetensors")
+    for result in runs.results[f"{model}/{layout}"]:
+        assert (result["fresh"] is None) == (result["plain"] is None)
+        for found, plain in zip(result["fresh"] or [], result["plain"] or [], strict=True):
+            assert torch.equal(found, plain)
+    exported = runs.results[f"{model}/{layout}"][0]["fresh_export"]
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_export_and_log_probs_are_those_of_weights_merged_by_hand(runs, model, tmp_path):
+    one, path = runs.one(model), runs.checkpoints[model]
+    checkpoint = load_file(path / "model.safetensors")
+    wanted = merged_by_hand(checkpoint, one["factors"])
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(one["exported"][name].double(), tensor, rtol=0, atol=1e-6)
+    changed = {n for n, tensor in checkpoint.items() if not torch.equal(one["exported"][n], tensor)}
+    assert changed == {f["tensor"] for f in one["factors"]}
+    shutil.copy(path / "config.json", tmp_path)
+    tensors = {name: tensor.float() for name, tensor in wanted.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).float().eval()
+    _, log_probs, _ = tiny_models.reference_scores(merged, runs.batch)
+    reference = torch.from_numpy(log_probs)
+    torch.testing.assert_close(torch.cat(one["log_probs"]).double(), reference, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_the_first_step_equals_autograd_through_transformers(runs, model):
+    checkpoint = load_file(runs.checkpoints[model] / "model.safetensors")
+    reference = Adapted(lora_jobs.build(model), checkpoint, runs.one(model)["factors"])
+    loss, grad_norm = tiny_models.reference_step(reference, runs.batch)
+    step = runs.one(model)["steps"][0]
+    assert step["loss"] == pytest.approx(loss, rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
+
+
+def check_steps(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    for step, other in zip(found, wanted, strict=True):
+        if "loss" in step:  # on the last pipeline stage
+            assert step["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def check_weights(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("model", "layout"), PARALLEL)
+def test_scores_and_two_steps_equal_one_rank(runs, model, layout):
+    one, results = runs.one(model), runs.results[f"{model}/{layout}"]
+    for result in results:
+        rows = result["rows"] if result["log_probs"] is not None else []
+        for row, found in zip(rows, result["log_probs"] or [], strict=True):
+            torch.testing.assert_close(found, one["log_probs"][row], rtol=0, atol=1e-5)
+        check_steps(result["steps"], one["steps"])
+    assert any("loss" in step for result in results for step in result["steps"])
+    check_weights(results[0]["exported"], one["exported"])
+    check_weights(results[0]["trained"], one["trained"])
+
+
+@pytest.mark.parametrize(("model", "layout"), PARALLEL)
+@pytest.mark.parametrize("when", ["factors", "trained_factors"])
+def test_every_rank_holds_its_part_of_the_factors_of_one_rank(runs, model, layout, when):
+    """Also the copies of a factor, which only reduced gradients keep alike."""
+    whole = {f["tensor"]: f for f in _joined(runs.one(model)[when])}
+    seen = set()
+    for result in runs.results[f"{model}/{layout}"]:
+        for found in result[when]:
+            row, column = found["first_row"], found["first_input"]
+            wanted = whole[found["tensor"]]
+            a = wanted["A"][:, column : column + found["A"].shape[1]]
+            b = wanted["B"][row : row + len(found["B"])]
+            torch.testing.assert_close(found["A"], a, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found["B"], b, rtol=0, atol=1e-5)
+            seen.add(found["tensor"])
+    assert seen == whole.keys()
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_the_steps_do_train_factors(runs, model):
+    """Guards the tests above: two steps at this rate move factors far beyond their tolerance.
+
+    Those of experts that no token went to do not move.
+    """
+    one, idle = runs.one(model), []
+    for before, after in zip(one["factors"], one["trained_factors"], strict=True):
+        moves = [(after[factor] - before[factor]).abs().max() for factor in "AB"]
+        if min(moves) < 5e-4:
+            idle.append(before["tensor"])
+    assert all(".mlp.experts." in tensor for tensor in idle)
+    assert len(idle) < 0.2 * len(one["factors"])
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_only_factors_are_trained(runs, model, layout):
+    for result in runs.results[f"{model}/{layout}"]:
+        assert result["frozen_is_equal"]
+        assert result["state_numel"] == result["factor_numel"] > 0
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_settings_that_change_nothing(runs, name):
+    one = runs.one(VARIANTS[name][1])
+    for result in runs.results[name]:
+        check_steps(result["steps"], one["steps"])
+    check_weights(runs.results[name][0]["trained"], one["trained"])
+
+
+def test_experts_alone_can_have_adapters(runs):
+    one = runs.results["experts only/one"][0]
+    for result in runs.results["experts only/ep2"]:
+        check_steps(result["steps"], one["steps"])
+    check_weights(runs.results["experts only/ep2"][0]["trained"], one["trained"])
+
+
+def test_a_pipeline_stage_may_have_nothing_to_train(runs):
+    one = runs.one("qwen3")
+    for result in runs.results["embedding alone"]:
+        check_steps(result["steps"], one["steps"])
+    check_weights(runs.results["embedding alone"][0]["trained"], one["trained"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, dtype):
+    for result in runs.results[f"resume {dtype}"]:
+        assert result["resumed"]["steps"] == result["steps"][2:]
+        for name, tensor in result["trained"].items():
+            assert torch.equal(result["resumed"]["trained"][name], tensor), name
+
+
+def test_another_layout_resumes_alike(runs):
+    without_stop = runs.results["resume float32"][0]
+    check_steps(runs.results["resumed"][0]["steps"], without_stop["steps"][2:])
+    check_weights(runs.results["resumed"][0]["trained"], without_stop["trained"])
+
+
+def test_other_adapters_and_unknown_targets_are_refused(runs):
+    of_checkpoint, of_targets = runs.results["refusals"][0]["messages"]
+    assert "'alpha': 8.0" in of_checkpoint and "'alpha': 16.0" in of_checkpoint
+    assert of_targets == (
+        "lora.targets names q_proj, which this model does not have; allowed: linear_fc1, "
+        "linear_fc2, linear_proj, linear_qkv"
+    )
+
+
+def test_an_export_is_what_forward_ran_on_bit_for_bit_in_bfloat16(runs):
+    [result] = runs.results["formed"]
+    assert result["used"].keys() == result["exported"].keys() and result["used"]
+    for name, weight in result["used"].items():
+        assert weight.dtype is torch.bfloat16
+        assert torch.equal(result["exported"][name], weight), name

@@ -1,0 +1,123 @@
+"""A tiny real checkpoint of every model family, written by transformers: what the tests run on.
+
+A new family adds its config here, with the second layout to test it at, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import modeling_layers
+
+from mcore_rl.config.schema import Layout
+
+TP2 = Layout(tp=2)
+TP2_EP2 = Layout(tp=2, ep=2)
+TP2_ETP2 = Layout(tp=2, etp=2)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": tiny_models.VOCAB, "hidden_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 16384,
+    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32",
+}  # fmt: skip
+_GROUPED = {**_SHAPE, "num_key_value_heads": 2, "head_dim": 24}
+_EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.3, "mscale_all_dim": 0.7, "original_max_position_embeddings": 64,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A member of a family, and the layout to test it at besides one rank."""
+
+    config: transformers.PretrainedConfig
+    layout: Layout
+
+
+def cases() -> dict[str, Case]:
+    t = transformers
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    groups = {"n_group": 4, "topk_group": 2}
+    no_groups = {"n_group": 1, "topk_group": 1}
+    return {
+        "qwen2": Case(t.Qwen2Config(**_SHAPE, num_key_value_heads=2), TP2),
+        "qwen3": Case(t.Qwen3Config(**_GROUPED, tie_word_embeddings=True), TP2),
+        "qwen3_moe": Case(t.Qwen3MoeConfig(**_GROUPED, **moe, norm_topk_prob=True), TP2_EP2),
+        "llama": Case(t.LlamaConfig(**_GROUPED), TP2),
+        "llama_scaled": Case(t.LlamaConfig(**_GROUPED, rope_parameters=_LLAMA3), TP2),
+        "mixtral": Case(t.MixtralConfig(**_GROUPED, num_local_experts=4), TP2_EP2),
+        "deepseek_v3": Case(
+            t.DeepseekV3Config(
+                **_SHAPE, **_EXPERTS, **_LATENT, **groups, q_lora_rank=40, rope_parameters=_YARN
+            ),
+            TP2_EP2,
+        ),
+        # As in smaller models of that architecture: no latent queries, no groups, plain rotation.
+        "deepseek_v3_plain": Case(
+            t.DeepseekV3Config(**_SHAPE, **_EXPERTS, **_LATENT, **no_groups, q_lora_rank=None),
+            TP2_ETP2,
+        ),
+        "glm4_moe": Case(
+            t.Glm4MoeConfig(**_GROUPED, **_EXPERTS, attention_bias=True, use_qk_norm=True), TP2_EP2
+        ),
+        # As in the smaller model of the family: no norms of queries and keys.
+        "glm4_moe_air": Case(t.Glm4MoeConfig(**_GROUPED, **_EXPERTS, attention_bias=True), TP2_EP2),
+    }
+
+
+def save(model: Any, path: Path) -> Path:
+    model.save_pretrained(path)
+    return path
+
+
+def save_with_mtp(name: str, folder: Path) -> Path:
+    """A checkpoint with one layer of multi-token prediction, as published models have it.
+
+    transformers writes none. The layer behind the last one becomes the prediction layer's decoder
+    layer, which is what it is in published checkpoints, and what stands around it is added.
+    """
+    config = cases()[name].config
+    num_layers = config.num_hidden_layers
+    config.num_hidden_layers = num_layers + 1
+    path = save(tiny_models.build_from(config), folder / f"{name}-mtp")
+    tensors = load_file(path / "model.safetensors")
+    extra, hidden = f"model.layers.{num_layers}.", config.hidden_size
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{extra}{norm}.weight"] = torch.empty(hidden).uniform_(0.7, 1.3)
+    tensors[f"{extra}eh_proj.weight"] = torch.empty(hidden, 2 * hidden).normal_(0, 0.08)
+    tensors[f"{extra}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{extra}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((path / "config.json").read_text())
+    fields |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+def with_prediction_layer(path: Path) -> Any:
+    """transformers' reading of such a checkpoint: its MtpModel, tied to the main model."""
+    main = transformers.AutoModelForCausalLM.from_pretrained(path)
+    # It looks for the layer number of the published model.
+    main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
+    return modeling_layers.MtpModel.from_pretrained(main)

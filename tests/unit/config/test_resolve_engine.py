@@ -1,0 +1,185 @@
+"""Each kind of bad layout or engine setting has a message of its own, before anything starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_engine import (
+    ModelSizes,
+    resolve_engine,
+    resolve_layout,
+    resolve_model_engine,
+    resolve_model_layout,
+)
+from mcore_rl.config.schema import EngineConfig, Layout
+
+DENSE = ModelSizes(
+    num_attention_heads=12,
+    num_query_groups=4,
+    ffn_sizes=(30,),
+    num_experts=0,
+    expert_ffn_size=0,
+    num_layers=12,
+)
+MOE = replace(DENSE, num_experts=8, expert_ffn_size=20)
+
+BAD_LAYOUTS = [
+    (Layout(tp=0), "k.tp=0; allowed: at least 1"),
+    (Layout(pp=0), "k.pp=0; allowed: at least 1"),
+    (Layout(cp=-1), "k.cp=-1; allowed: at least 1"),
+    (Layout(dp=0), "k.dp=0; allowed: at least 1"),
+    (Layout(ep=0), "k.ep=0; allowed: at least 1"),
+    (Layout(etp=0), "k.etp=0; allowed: at least 1"),
+    (Layout(pp=2, vpp=0), "k.vpp=0; allowed: at least 1"),
+    (Layout(vpp=2), "k.vpp=2 needs k.pp above 1; k.pp=1"),
+    (Layout(first_stage_layers=3), "k.first_stage_layers=3 needs k.pp above 1; k.pp=1"),
+    (Layout(last_stage_layers=0), "k.last_stage_layers=0 needs k.pp above 1; k.pp=1"),
+    (Layout(pp=2, first_stage_layers=-1), "k.first_stage_layers=-1; allowed: at least 0"),
+    (Layout(tp=2, ep=4), "1 * 4 * 1 = 4 must divide the world size tp * pp * cp * dp = 2"),
+    (Layout(dp=3, ep=2), "1 * 2 * 1 = 2 must divide the world size tp * pp * cp * dp = 3"),
+    (Layout(tp=2, dp=3, etp=4), "4 * 1 * 1 = 4 must divide the world size tp * pp * cp * dp = 6"),
+    (Layout(pp=2, dp=3, ep=2), "1 * 2 * 2 = 4 must divide the world size tp * pp * cp * dp = 6"),
+]
+
+BAD_FOR_THE_MODEL = [
+    (Layout(tp=5), MOE, "k.tp=5 does not divide the model's 12 attention heads"),
+    (Layout(tp=3), MOE, "k.tp=3 does not divide the model's 4 key/value heads"),
+    (Layout(tp=4), MOE, "k.tp=4 does not divide the model's 30 MLP columns"),
+    (Layout(ep=3), MOE, "k.ep=3 does not divide the model's 8 experts"),
+    (Layout(etp=3), MOE, "k.etp=3 does not divide the model's 20 columns of an expert"),
+    (Layout(ep=2), DENSE, "k.ep=2: the model has no experts; allowed: 1"),
+    (Layout(etp=2), DENSE, "k.etp=2: the model has no experts; allowed: 1"),
+    (Layout(pp=5), DENSE, "leave 12 of the model's 12 layers for 5 equal chunks"),
+    (Layout(pp=4, vpp=2), DENSE, "k: pp * vpp = 4 * 2 chunks with"),
+    (Layout(pp=3, first_stage_layers=3), DENSE, "leave 9 of the model's 12 layers for 2 equal"),
+    (Layout(pp=2, first_stage_layers=12), DENSE, "leave 0 of the model's 12 layers for 1 equal"),
+    (Layout(pp=3, last_stage_layers=13), DENSE, "leave -1 of the model's 12 layers for 2 equal"),
+    (
+        Layout(pp=2, first_stage_layers=5, last_stage_layers=6),
+        DENSE,
+        "leave 1 of the model's 12 layers for 0 equal chunks",
+    ),
+]
+
+BAD_SETTINGS = [
+    ({"max_tokens_per_micro_batch": 0}, "k.max_tokens_per_micro_batch=0; allowed: at least 1"),
+    ({"optimizer.lr": 0.0}, "k.optimizer.lr=0.0; allowed: above 0"),
+    ({"optimizer.min_lr": 1.0}, "k.optimizer.min_lr=1.0; allowed: 0 to"),
+    ({"optimizer.schedule": "step"}, "k.optimizer.schedule='step'; allowed: 'constant', 'linear'"),
+    ({"optimizer.schedule": "wsd"}, "k.optimizer.wsd_decay_steps=0 with k.optimizer.schedule="),
+    ({"optimizer.wsd_decay_steps": 5}, "k.optimizer.wsd_decay_steps=5 with k.optimizer.schedule="),
+    ({"optimizer.beta2": 1.0}, "k.optimizer.beta2=1.0; allowed: 0 up to, not including, 1"),
+    ({"moe.dispatcher": "flood"}, "k.moe.dispatcher='flood'; allowed: 'alltoall', 'allgather'"),
+    ({"moe.dispatcher": "allgather", "layout.pp": 2}, "k.moe.dispatcher='allgather' with k.layout"),
+    ({"moe.aux_loss": "seq_aux_loss"}, "k.moe.aux_loss='seq_aux_loss'; allowed: 'aux_loss', 'glo"),
+    ({"moe.router_replay": "play"}, "k.moe.router_replay='play'; allowed: 'off', 'record', 'roll"),
+    ({"optimizer.cpu_offload": True}, "k.optimizer.cpu_offload=true needs k.optimizer.distributed"),
+    ({"lora.rank": 4, "lora.targets": []}, "k.lora.targets=[] with k.lora.rank=4 adapts nothing"),
+    ({"moe.aux_loss_coef": -0.1}, "k.moe.aux_loss_coef=-0.1; allowed: at least 0"),
+    ({"moe.bias_update_rate": -1.0}, "k.moe.bias_update_rate=-1.0; allowed: at least 0"),
+    ({"mtp_loss_coef": -1.0}, "k.mtp_loss_coef=-1.0; allowed: at least 0"),
+    ({"mtp_loss_coef": 0.1, "lora.rank": 4}, "k.mtp_loss_coef=0.1 with k.lora.rank=4"),
+    ({"mtp_loss_coef": 0.1, "moe.router_replay": "record"}, "k.moe.router_replay='record' with k"),
+    (
+        {"mtp_loss_coef": 0.1, "layout.pp": 2, "layout.last_stage_layers": 0},
+        "k.layout.last_stage_layers=0 with k.mtp_loss_coef=0.1",
+    ),
+    (
+        {"mtp_loss_coef": 0.1, "recompute.granularity": "full"},
+        "k.recompute.granularity='full' with k.mtp_loss_coef=0.1",
+    ),
+    ({"lora.rank": -1}, "k.lora.rank=-1; allowed: at least 0"),
+    ({"lora.alpha": 0.0}, "k.lora.alpha=0.0; allowed: above 0"),
+    ({"recompute.granularity": "some"}, "k.recompute.granularity='some'; allowed: 'none', 'sel"),
+    ({"recompute.num_layers": 0}, "k.recompute.num_layers=0; allowed: at least 1"),
+    ({"recompute.modules": ["head"]}, "k.recompute.modules='head'; allowed: 'core_attn'"),
+]
+
+SELECTIVE = {"recompute.granularity": "selective"}
+BAD_SETTINGS_FOR_THE_MODEL = [
+    ({"moe.aux_loss_coef": 0.1}, DENSE, "k.moe.aux_loss_coef=0.1: the model has no experts"),
+    ({"moe.router_replay": "record"}, DENSE, "k.moe.router_replay='record': the model has no"),
+    ({"moe.bias_update_rate": 0.1}, MOE, "k.moe.bias_update_rate=0.1: the routers of the model"),
+    ({"mtp_loss_coef": 0.1}, MOE, "k.mtp_loss_coef=0.1: the model has no layers for multi-token"),
+    (
+        {"mtp_loss_coef": 0.1, "layout.pp": 2},
+        replace(MOE, num_mtp_layers=1, is_tied=True),
+        "k.mtp_loss_coef=0.1 with k.layout.pp=2: not supported for a model with tied embeddings",
+    ),
+    (
+        SELECTIVE | {"recompute.modules": ["mla_up_proj"]},
+        MOE,
+        "k.recompute.modules names 'mla_up_proj': the model has no latent attention",
+    ),
+    (
+        SELECTIVE | {"recompute.modules": ["core_attn", "moe"]},
+        DENSE,
+        "k.recompute.modules names 'moe': the model has no experts",
+    ),
+]
+
+
+def engine(changes):
+    made = EngineConfig()
+    for key, value in changes.items():
+        *path, leaf = key.split(".")
+        target = made
+        for name in path:
+            target = getattr(target, name)
+        assert leaf in {entry.name for entry in fields(target)}
+        setattr(target, leaf, value)
+    return made
+
+
+def test_the_defaults_resolve():
+    resolve_engine("k", EngineConfig())
+    resolve_model_engine("k", EngineConfig(), DENSE)
+
+
+@pytest.mark.parametrize(("layout", "message"), BAD_LAYOUTS, ids=[m for _, m in BAD_LAYOUTS])
+def test_a_bad_layout_is_named(layout, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_layout("k", layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "message"), BAD_FOR_THE_MODEL, ids=[m for *_, m in BAD_FOR_THE_MODEL]
+)
+def test_a_layout_that_does_not_divide_the_model_is_named(layout, sizes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_model_layout("k", layout, sizes)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, ep=4, etp=2),
+        Layout(pp=4),
+        Layout(pp=3, vpp=2),
+        Layout(pp=3, first_stage_layers=2, last_stage_layers=4),
+        Layout(pp=4, first_stage_layers=0, last_stage_layers=0),
+        Layout(pp=2, first_stage_layers=5, last_stage_layers=7),
+    ],
+)
+def test_a_layout_that_divides_is_accepted(layout):
+    resolve_model_layout("k", layout, MOE)
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS, ids=[m for _, m in BAD_SETTINGS])
+def test_a_bad_engine_setting_is_named(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_engine("k", engine(changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    BAD_SETTINGS_FOR_THE_MODEL,
+    ids=[m for *_, m in BAD_SETTINGS_FOR_THE_MODEL],
+)
+def test_a_setting_that_the_model_cannot_follow_is_named(changes, sizes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_model_engine("k", engine(changes), sizes)

@@ -1,0 +1,168 @@
+"""Router replay without ranks: the column, and a router's slot under Megatron's own routing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.megatron.moe import ReplaySlot, gathers_packs, moe_layers
+from mcore_rl.engine.megatron.router_replay import checked_column
+
+RECORD, FORWARD, BACKWARD = (
+    RouterReplayAction.RECORD,
+    RouterReplayAction.REPLAY_FORWARD,
+    RouterReplayAction.REPLAY_BACKWARD,
+)
+
+
+def slot() -> ReplaySlot:
+    made = ReplaySlot(RouterReplay())
+    made.layer = 7
+    return made
+
+
+def routed(logits: torch.Tensor, replay: RouterReplay | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return topk_routing_with_score_function(logits, 2, router_replay=replay)
+
+
+def logits(num_tokens: int = 5, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_tokens, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_a_router_chose_is_taken_by_another():
+    replay, (first, second) = slot(), (logits(seed=0), logits(seed=1))
+    replay.set_router_replay_action(RECORD)
+    _, chosen = routed(first, replay)
+    recorded = replay.recorded_topk_idx
+    replay.clear()
+    replay.target_topk_idx = recorded
+    replay.set_router_replay_action(FORWARD)
+    probs, taken = routed(second, replay)
+    assert torch.equal(taken, chosen)
+    assert not torch.equal(taken, routed(second, None)[1])
+    wanted = torch.zeros_like(second).scatter(1, recorded, second.gather(1, recorded).softmax(-1))
+    assert torch.equal(probs, wanted)
+
+
+def test_recomputed_layers_take_their_targets_in_the_order_of_the_forward_passes():
+    replay, targets = slot(), [torch.tensor([[0, 1]]), torch.tensor([[2, 3]])]
+    for target in targets:
+        replay.set_target_indices(target)
+        replay.set_router_replay_action(FORWARD)
+        assert routed(logits(1), replay)[1].nonzero()[:, 1].tolist() == target[0].tolist()
+    replay.set_router_replay_action(BACKWARD)
+    for target in targets:
+        assert routed(logits(1), replay)[1].nonzero()[:, 1].tolist() == target[0].tolist()
+    with pytest.raises(RuntimeError, match="layer 7 routes more often than it has targets"):
+        routed(logits(1), replay)
+
+
+def test_a_target_is_taken_once():
+    replay = slot()
+    replay.target_topk_idx = torch.tensor([[0, 1]])
+    replay.set_router_replay_action(FORWARD)
+    routed(logits(1), replay)
+    with pytest.raises(RuntimeError, match="layer 7 routes more often than it has targets"):
+        routed(logits(1), replay)
+
+
+def test_a_recording_is_made_once():
+    replay = slot()
+    replay.set_router_replay_action(RECORD)
+    routed(logits(), replay)
+    with pytest.raises(RuntimeError, match="layer 7 routed twice"):
+        routed(logits(), replay)
+
+
+def test_targets_of_other_tokens_are_refused():
+    replay = slot()
+    replay.target_topk_idx = torch.tensor([[0, 1]])
+    replay.set_router_replay_action(FORWARD)
+    with pytest.raises(RuntimeError, match=r"routes .* \(5, 2\), its targets are \(1, 2\)"):
+        routed(logits(5), replay)
+
+
+def test_no_router_stays_in_the_list_of_all_that_were_built():
+    before = list(RouterReplay.global_router_replay_instances)
+    slot()
+    assert RouterReplay.global_router_replay_instances == before
+
+
+def column(values: np.ndarray, lengths: tuple[int, ...] = (3, 2)) -> Batch:
+    """Two samples of a prompt token each, with 2 and 1 response tokens, and the column."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Batch(
+        {
+            "prompt_ids": Jagged.of([[1], [1]], np.int64),
+            "response_ids": Jagged.of([[2, 3], [4]], np.int64),
+            "routed_experts": Jagged(values, offsets),
+        }
+    )
+
+
+def valid() -> np.ndarray:
+    """[5 tokens, 3 layers, 2 experts a token] out of 8."""
+    return np.broadcast_to(np.array([0, 7], np.int16), (5, 3, 2)).copy()
+
+
+def test_a_column_that_fits_is_taken_as_it_is():
+    assert np.array_equal(checked_column(column(valid()), 3, 8, 2), valid())
+
+
+def test_a_rank_without_samples_has_an_empty_column():
+    empty = column(valid()).take([])
+    assert checked_column(empty, 3, 8, 2).shape == (0, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths", "message"),
+    [
+        (valid()[:, :2], (3, 2), r"int16 \(2, 2\) a token; the model needs .* = \(3, 2\)"),
+        (valid()[..., 0], (3, 2), r"int16 \(3,\) a token"),
+        (valid().astype(np.float32), (3, 2), "float32"),
+        (valid() + 1, (3, 2), "holds experts 1 to 8; allowed: 0 to 7"),
+        (valid() - 1, (3, 2), "holds experts -1 to 6; allowed: 0 to 7"),
+        (np.zeros((5, 3, 2), np.int16), (3, 2), "names an expert of a token twice"),
+        (valid()[:3], (2, 1), "does not run along prompt and response tokens"),
+    ],
+    ids=["layers", "topk", "dtype", "too_large", "negative", "repeated", "lengths"],
+)
+def test_a_column_that_does_not_fit_is_refused(values, lengths, message):
+    with pytest.raises(RuntimeError, match=f"column 'routed_experts'.*{message}"):
+        checked_column(column(values, lengths), 3, 8, 2)
+
+
+def test_a_missing_column_says_where_it_comes_from():
+    bare = column(valid()).select("prompt_ids", "response_ids")
+    with pytest.raises(RuntimeError, match=r"no column 'routed_experts'.*infer_batch.*rollout"):
+        checked_column(bare, 3, 8, 2)
+
+
+def config(**fields) -> TransformerConfig:
+    return TransformerConfig(num_layers=6, hidden_size=8, num_attention_heads=2, **fields)
+
+
+def test_layers_with_experts_are_those_of_megatrons_pattern():
+    assert moe_layers(config()) == []
+    assert moe_layers(config(num_moe_experts=4)) == [0, 1, 2, 3, 4, 5]
+    assert moe_layers(config(num_moe_experts=4, moe_layer_freq=2)) == [0, 2, 4]
+    assert moe_layers(config(num_moe_experts=4, moe_layer_freq=[0, 1, 1, 0, 0, 1])) == [1, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "ep", "etp", "gathers"),
+    [("alltoall", 2, 1, False), ("allgather", 1, 1, False), ("allgather", 2, 1, True)],
+)
+def test_only_the_allgather_dispatcher_needs_packs_of_equal_size(dispatcher, ep, etp, gathers):
+    made = config(
+        num_moe_experts=4,
+        moe_token_dispatcher_type=dispatcher,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    assert gathers_packs(made) is gathers
