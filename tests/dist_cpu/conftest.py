@@ -1,8 +1,9 @@
-"""One spawn for each world size; every test reads from its results."""
+"""Ranks are started once a world size and serve every module; tests read from their results."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ MOE = DENSE | {
     "tp2dp2ep2etp2": Layout(tp=2, dp=2, ep=2, etp=2),
 }
 LAYOUTS = {"qwen3": DENSE, "qwen3_moe": MOE, "qwen3_moe_mixed": MOE}
+
+
+@pytest.fixture(scope="package", autouse=True)
+def ranks_are_dismissed() -> Iterator[None]:
+    yield
+    ranks.dismiss()
 
 
 @dataclass

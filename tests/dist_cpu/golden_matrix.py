@@ -193,10 +193,10 @@ def run(folder: Path, world_sizes: tuple[int, ...] = (1, 2, 4)) -> dict[str, lis
     """Results by rank under "model/case": one spawn a world size."""
     batch = tiny_models.make_batch()
     jobs: dict[int, dict[str, ranks.Job]] = {world: {} for world in world_sizes}
-    for model in configs():
-        path = save(model, folder)
-        for name, case in cases_of(model).items():
-            if case.layout.world_size in jobs:
+    paths = {model: save(model, folder) for model in configs()}
+    for name, case in CASES.items():  # models inside: process groups are kept for the next
+        for model, path in paths.items():
+            if case.layout.world_size in jobs and name in cases_of(model):
                 job = ranks.job(run_case, path, case, batch)
                 jobs[case.layout.world_size][f"{model}/{name}"] = job
     results: dict[str, list[ranks.Result]] = {}

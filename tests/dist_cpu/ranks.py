@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -148,33 +150,97 @@ def _run_all(jobs: Mapping[str, Job]) -> Result:
     return results
 
 
-def _rank_main(rank: int, world: int, port: int, jobs: Mapping[str, Job], folder: str) -> None:
+def _serve(rank: int, world: int, port: int, orders: Connection) -> None:
+    """A rank that runs what it is sent until one job fails or the parent hangs up."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        torch.save(_run_all(jobs), Path(folder, f"{rank}.pt"))
-    except BaseException:
-        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
-        raise
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    while (order := orders.recv()) is not None:
+        jobs, file = order
+        try:
+            torch.save(_run_all(jobs), file)
+        except BaseException:
+            orders.send(f"rank {rank}:\n{traceback.format_exc()}")
+            raise
+        orders.send(None)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class _Ranks:
+    """The processes of one world size. They stay for the next jobs: starting them takes seconds."""
+
+    def __init__(self, world: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        self.orders: list[Any] = []
+        self.processes: list[Any] = []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            arguments = (rank, world, port, theirs)
+            process = context.Process(target=_serve, args=arguments)
+            process.start()
+            theirs.close()
+            self.orders.append(mine)
+            self.processes.append(process)
+
+    def run(self, jobs: Mapping[str, Job]) -> list[Result]:
+        """By rank; raises AssertionError with what the first failing rank had to say."""
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, f"{rank}.pt") for rank in range(len(self.orders))]
+            for orders, file in zip(self.orders, files, strict=True):
+                orders.send((dict(jobs), file))
+            waiting = list(self.orders)
+            while waiting:
+                for orders in wait(waiting):
+                    assert isinstance(orders, Connection)
+                    if report := self._answer(orders):
+                        raise AssertionError(report)
+                    waiting.remove(orders)
+            return [torch.load(file, weights_only=True) for file in files]
+
+    def _answer(self, orders: Connection) -> str | None:
+        try:
+            report: str | None = orders.recv()
+        except EOFError:
+            process = self.processes[self.orders.index(orders)]
+            process.join(5)
+            return f"a rank ended without a word, exit status {process.exitcode}"
+        return report
+
+    def close(self, *, kill: bool = False) -> None:
+        for orders, process in zip(self.orders, self.processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                orders.send(None)
+        for process in self.processes:
+            process.join()
+
+
+_RANKS: dict[int, _Ranks] = {}
 
 
 def spawn(world: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
     """Run every job on `world` ranks; the results of each job by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            args = (world, port, dict(jobs), folder)
-            mp.start_processes(_rank_main, args, nprocs=world, start_method="spawn")
-        except Exception as error:
-            reports = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-            raise AssertionError("\n".join(reports)) from error
-        by_rank = [torch.load(Path(folder, f"{r}.pt"), weights_only=True) for r in range(world)]
+    if world not in _RANKS:
+        _RANKS[world] = _Ranks(world)
+    try:
+        by_rank = _RANKS[world].run(jobs)
+    except BaseException:  # the other ranks may wait for ever
+        _RANKS.pop(world).close(kill=True)
+        raise
     return {name: [results[name] for results in by_rank] for name in jobs}
+
+
+def dismiss() -> None:
+    """End the processes of every world size."""
+    while _RANKS:
+        _RANKS.popitem()[1].close()
+
+
+atexit.register(dismiss)  # or they would be waited for
 
 
 def job(function: Callable[..., Result], *args: Any) -> Job:
