@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mcore_rl.config.errors import ConfigError
-
-SUPPORTED_MEGATRON = ("0.16.1",)
+from mcore_rl.engine.megatron import versions
 
 _CPU = torch.device("cpu")
 _installed: TorchFunctionMode | None = None
@@ -33,16 +31,6 @@ def device_name() -> str:
 
 def collective_backend() -> str:
     return "nccl" if device_name() == "cuda" else "gloo"
-
-
-def check_megatron_version() -> None:
-    from megatron.core import package_info
-
-    if package_info.__version__ not in SUPPORTED_MEGATRON:
-        raise ConfigError(
-            f"megatron-core {package_info.__version__} is installed; supported: "
-            f"{', '.join(SUPPORTED_MEGATRON)}"
-        )
 
 
 def config_flags() -> dict[str, Any]:
@@ -65,7 +53,7 @@ def install(num_threads: int) -> None:
     global _installed
     torch.set_num_threads(num_threads)
     _quiet()
-    check_megatron_version()
+    versions.check_megatron_version()
     if device_name() == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return

@@ -19,6 +19,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+from mcore_rl.engine.megatron import versions
+
 
 class ReplaySlot(RouterReplay):
     """Where a router finds the experts that it has to take, and leaves those that it took.
@@ -99,8 +101,10 @@ class PackedRouter(TopKRouter):
     - router.py:207 enters every router that was ever built in a class-wide list.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(
+        self, config: TransformerConfig, pg_collection: Any = None, **options: Any
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **options)
         device = torch.cuda.current_device()
         # Sums over training tokens since clear_load, of this rank.
         load = torch.zeros(config.num_moe_experts, dtype=torch.float64, device=device)
@@ -172,7 +176,7 @@ class PackedRouter(TopKRouter):
 def use_packed_routers(layer_spec: Any) -> Any:
     """The layer spec of a chunk (TransformerBlockSubmodules) with our router in its MoE layers."""
     for layer in layer_spec.layer_specs:
-        submodules = getattr(layer.submodules.mlp, "submodules", None)
+        submodules = versions.mlp_submodules(layer)
         if isinstance(submodules, MoESubmodules):
             submodules.router = PackedRouter
     return layer_spec

@@ -40,6 +40,7 @@ from mcore_rl.checkpoint import dist as dist_checkpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
+from mcore_rl.engine.megatron import versions
 
 State = dict[str, Any]
 
@@ -168,7 +169,8 @@ def _load_moments(optimizer: ChainedOptimizer, state: State) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
+    with versions.groups_told_by_what_they_hold():
+        optimizer.load_state_dict(versions.with_empty_states(state))
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.engine.megatron import versions
 from mcore_rl.parallel.mesh import Coordinate, Mesh
 from mcore_rl.parallel.stages import Chunk
 from mcore_rl.reshard.boxes import LogicalTensor
@@ -57,7 +58,8 @@ class WeightPlacement:
         first_expert = (weight.expert or 0) // self.experts_per_rank * self.experts_per_rank
         chunk = self.chunk(weight)
         first_layer = chunk.layers.start if chunk is not None else 0
-        return weight.local_name(first_layer=first_layer, first_expert=first_expert)
+        name = weight.local_name(first_layer=first_layer, first_expert=first_expert)
+        return versions.parameter_name(name)
 
     def owners(self, weight: Weight) -> list[tuple[int, Shard]]:
         """For each shard, the lowest world rank that holds it; in shard order."""
