@@ -62,6 +62,7 @@ def check_inputs(config: RLConfig) -> Inputs:
 
 
 def _check_model(config: RLConfig) -> None:
+    family_of(read_config(config.model.path))
     with CheckpointReader(config.model.path) as reader:
         hf_config = reader.config()
         sizes = model_sizes(hf_config)

@@ -205,8 +205,8 @@ BAD_FILES: dict[str, tuple[Callable[[Place], object], list[str]]] = {
         ["model.path='model'", "*.safetensors"],
     ),
     "architecture": (
-        lambda at: at.model_config(architectures=["LlamaForCausalLM"]),
-        ["architectures=['LlamaForCausalLM']", "Qwen3MoeForCausalLM"],
+        lambda at: at.model_config(architectures=["GemmaForCausalLM"]),
+        ["architectures=['GemmaForCausalLM']", "Qwen3MoeForCausalLM"],
     ),
     "no JSON": (
         lambda at: (at.folder / "model" / "config.json").write_text("{'vocab_size': 3}"),
