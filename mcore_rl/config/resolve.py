@@ -14,6 +14,7 @@ from mcore_rl.config.resolve_engine import (
     resolve_engine,
     resolve_layout,
     resolve_optimizer,
+    resolve_schedule,
 )
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig
 
@@ -50,9 +51,13 @@ def resolve(config: RLConfig) -> None:
     _resolve_rollout(config.rollout)
     _resolve_algorithm(config.algorithm)
     _resolve_batch(config)
-    if config.warm_start.num_steps:
-        resolve_layout("warm_start.layout", config.warm_start.layout)
-        resolve_optimizer("warm_start.optimizer", config.warm_start.optimizer)
+    actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
+    resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
+    warm = config.warm_start
+    if warm.num_steps:
+        resolve_layout("warm_start.layout", warm.layout)
+        resolve_optimizer("warm_start.optimizer", warm.optimizer)
+        resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 
 def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:

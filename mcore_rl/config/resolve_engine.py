@@ -141,6 +141,17 @@ def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
         )
 
 
+def resolve_schedule(key: str, config: OptimizerConfig, total_steps: int) -> None:
+    """Whether warm-up and decay fit into a training of `total_steps` optimizer steps."""
+    if config.schedule == "wsd" and total_steps:
+        free = total_steps - config.warmup_steps
+        if not 1 <= config.wsd_decay_steps <= free:
+            raise ConfigError(
+                f"{key}.wsd_decay_steps={config.wsd_decay_steps}: {total_steps} steps, of which "
+                f"{key}.warmup_steps={config.warmup_steps} warm up; allowed: 1 to {free}"
+            )
+
+
 def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
     """Whether a layout divides the model."""
     divides(f"{key}.tp", layout.tp, "attention heads", sizes.num_attention_heads)

@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.schema import OptimizerConfig
 from mcore_rl.engine.megatron.device import device_name
 
@@ -42,14 +43,7 @@ def check(settings: OptimizerConfig, total_steps: int) -> None:
             "optimizer.cpu_offload=true: without a GPU the optimizer is on the CPU as it is; "
             "allowed: false"
         )
-    if settings.schedule == "wsd":
-        free = total_steps - settings.warmup_steps
-        if not 1 <= settings.wsd_decay_steps <= free:
-            raise ConfigError(
-                f"optimizer.wsd_decay_steps={settings.wsd_decay_steps}: {total_steps} steps, of "
-                f"which optimizer.warmup_steps={settings.warmup_steps} warm up; allowed: 1 to "
-                f"{free}"
-            )
+    resolve_schedule("optimizer", settings, total_steps)
 
 
 def wrap_for_training(

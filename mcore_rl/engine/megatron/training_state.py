@@ -37,6 +37,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.checkpoint import dist as dist_checkpoint
+from mcore_rl.checkpoint.stamp import read_stamp
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
@@ -81,7 +82,7 @@ def load(
         ConfigError: it is incomplete, of another model, or its optimizer state is of another kind.
             The weights are then as they were.
     """
-    _check(dist_checkpoint.read_stamp(path), path, _facts(spec, vocab_size))
+    _check(read_stamp(path), path, _facts(spec, vocab_size))
     with _without_steps(optimizer):
         state = dist_checkpoint.load(_sharded(chunks, optimizer, is_loading=True), path)
         for index, chunk in enumerate(chunks):

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve, resolve_rollout_model
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.config.schema import Layout, RLConfig, RolloutConfig
+from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
 
 
 def config(**changes):
@@ -30,7 +30,16 @@ def test_the_defaults_with_a_task_resolve():
     resolve(config())
 
 
+WSD = OptimizerConfig(schedule="wsd", warmup_steps=3, wsd_decay_steps=4)
 BAD = [
+    (
+        {"actor__optimizer": WSD, "trainer__num_steps": 3, "algorithm__num_mini_batches": 2},
+        "actor.optimizer.wsd_decay_steps=4: 6 steps, of which actor.optimizer.warmup_steps=3",
+    ),
+    (
+        {"warm_start__optimizer": WSD, "warm_start__num_steps": 5, "warm_start__train_file": ""},
+        "warm_start.optimizer.wsd_decay_steps=4: 5 steps, of which",
+    ),
     ({"task__name": "sudoku"}, "task.name='sudoku'; allowed: '', 'last_digit'"),
     ({"model__dtype": "fp8"}, "model.dtype='fp8'; allowed: 'float32', 'bfloat16'"),
     ({"model__path": "/m"}, "model.path='/m': task.name='last_digit' makes its own"),

@@ -1,0 +1,51 @@
+"""The stamp of a distributed checkpoint: what wrote it, and that it is complete."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.errors import ConfigError
+
+STAMP_FILE = "mcore_rl.json"  # written last: a folder of ours without it is no checkpoint
+_VERSION = "megatron_core"  # in the stamp: who wrote it
+
+
+def write_stamp(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Mark a checkpoint as complete, with what its readers have to know."""
+    stamp = {_VERSION: metadata.version("megatron-core"), **facts}
+    (folder / STAMP_FILE).write_text(json.dumps(stamp, indent=1))
+
+
+def read_stamp(path: Path) -> dict[str, Any]:
+    """The facts that a checkpoint was saved with, and the version of megatron-core that wrote it.
+
+    Raises:
+        ConfigError: `path` is no complete checkpoint, or a newer megatron-core wrote it.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint folder {path} does not exist")
+    try:
+        stamp = json.loads((path / STAMP_FILE).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not a complete checkpoint: it has no {STAMP_FILE}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path / STAMP_FILE} is not readable: {error}") from None
+    if not isinstance(stamp, dict) or not isinstance(stamp.get(_VERSION), str):
+        raise ConfigError(f"{path / STAMP_FILE} does not say which megatron-core wrote it")
+    installed = metadata.version("megatron-core")
+    # 0.19.2 reads what 0.16.1 wrote, and fails the other way round.
+    if _version(stamp[_VERSION]) > _version(installed):
+        raise ConfigError(
+            f"{path} was written by megatron-core {stamp[_VERSION]}; {installed} is installed and "
+            "reads checkpoints of its own version and older ones"
+        )
+    return stamp
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
