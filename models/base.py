@@ -27,7 +27,8 @@ class Family:
     `config_map` gives keyword arguments of Megatron's TransformerConfig, and of its GPTModel those
     that the config class has no field for (activation by its Hugging Face name under "activation").
     `layer_spec` gives Megatron's layer spec of a chunk from (TransformerConfig, chunk number of the
-    rank or None). `weights` gives the rules, with the vocabulary padded to the size handed in. All
+    rank or None). `weights` gives the rules, with the vocabulary padded to the size handed in, and
+    `vllm_weights` those of vLLM's parameters, prediction layers left out. All
     raise ConfigError for a config they cannot express. `num_mtp_layers` counts the multi-token
     prediction layers that the checkpoint holds behind its decoder layers.
     """
@@ -37,6 +38,7 @@ class Family:
     config_map: Callable[[HFConfig], dict[str, Any]]
     layer_spec: Callable[[Any, int | None], Any]
     weights: Callable[[HFConfig, int], tuple[Weight, ...]]
+    vllm_weights: Callable[[HFConfig], tuple[Weight, ...]]
     num_mtp_layers: Callable[[HFConfig], int] = lambda config: 0
 
 

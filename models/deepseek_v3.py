@@ -20,7 +20,13 @@ from mcore_rl.models.parts import (
     decoder_weights,
     dense_mlp_weights,
 )
-from mcore_rl.reshard.rules import Split, Weight, Whole
+from mcore_rl.models.vllm_parts import (
+    vllm_decoder,
+    vllm_norms,
+    vllm_shared_expert_mlp,
+    vllm_weight,
+)
+from mcore_rl.reshard.rules import Concat, Split, Weight, Whole
 
 
 def _latent_config(config: HFConfig) -> dict[str, Any]:
@@ -129,6 +135,47 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer, num_mtp_layers(config))
 
 
+def _vllm_attention(config: HFConfig, at: Place) -> Iterator[Weight]:
+    """Both down-projections in one parameter, on every rank; up-projections by head."""
+    hidden, heads = field(config, "hidden_size"), field(config, "num_attention_heads")
+    rank, rotary = field(config, "kv_lora_rank"), field(config, "qk_rope_head_dim")
+    nope, value = field(config, "qk_nope_head_dim"), field(config, "v_head_dim")
+    q_rank, q_size = config.get("q_lora_rank"), heads * (nope + rotary)
+
+    def whole(name: str, *shape: int) -> Weight:
+        return vllm_weight(
+            at, f"self_attn.{name}.weight", Whole(at.tensor(f"self_attn.{name}.weight", *shape))
+        )
+
+    def by_head(name: str, rows: int, columns: int, dim: int = 0) -> Weight:
+        name = f"self_attn.{name}.weight"
+        return vllm_weight(at, name, Split(at.tensor(name, rows, columns), dim), "tp")
+
+    kv_a = "self_attn.kv_a_proj_with_mqa.weight"
+    if q_rank is None:
+        yield whole("kv_a_proj_with_mqa", rank + rotary, hidden)
+        yield by_head("q_proj", q_size, hidden)
+    else:
+        q_a = at.tensor("self_attn.q_a_proj.weight", q_rank, hidden)
+        both = Concat((q_a, at.tensor(kv_a, rank + rotary, hidden)))
+        yield vllm_weight(at, "self_attn.fused_qkv_a_proj.weight", both)
+        yield whole("q_a_layernorm", q_rank)
+        yield by_head("q_b_proj", q_size, q_rank)
+    yield whole("kv_a_layernorm", rank)
+    yield by_head("kv_b_proj", heads * (nope + value), rank)
+    yield by_head("o_proj", hidden, heads * value, dim=1)
+
+
+def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+    yield from vllm_norms(config, at)
+    yield from _vllm_attention(config, at)
+    yield from vllm_shared_expert_mlp(config, at)
+
+
+def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return vllm_decoder(config, _vllm_layer)
+
+
 FAMILY = register(
     Family(
         "deepseek_v3",
@@ -136,6 +183,7 @@ FAMILY = register(
         config_map,
         decoder_layers,
         weights,
+        vllm_weights,
         num_mtp_layers,
     )
 )

@@ -20,6 +20,12 @@ from mcore_rl.models.parts import (
     decoder_weights,
     dense_mlp_weights,
 )
+from mcore_rl.models.vllm_parts import (
+    vllm_attention,
+    vllm_decoder,
+    vllm_norms,
+    vllm_shared_expert_mlp,
+)
 from mcore_rl.reshard.rules import Weight
 
 
@@ -47,6 +53,25 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer, num_mtp_layers(config))
 
 
+def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+    yield from vllm_norms(config, at)
+    qk_norm, qkv_bias = bool(config.get("use_qk_norm")), bool(config.get("attention_bias"))
+    yield from vllm_attention(config, at, qk_norm=qk_norm, qkv_bias=qkv_bias)
+    yield from vllm_shared_expert_mlp(config, at)
+
+
+def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return vllm_decoder(config, _vllm_layer)
+
+
 FAMILY = register(
-    Family("glm4_moe", "Glm4MoeForCausalLM", config_map, decoder_layers, weights, num_mtp_layers)
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        config_map,
+        decoder_layers,
+        weights,
+        vllm_weights,
+        num_mtp_layers,
+    )
 )

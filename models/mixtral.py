@@ -14,6 +14,13 @@ from mcore_rl.models.parts import (
     decoder_layers,
     decoder_weights,
 )
+from mcore_rl.models.vllm_parts import (
+    vllm_attention,
+    vllm_decoder,
+    vllm_experts,
+    vllm_norms,
+    vllm_router,
+)
 from mcore_rl.reshard.rules import Weight
 
 
@@ -41,4 +48,19 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer)
 
 
-FAMILY = register(Family("mixtral", "MixtralForCausalLM", config_map, decoder_layers, weights))
+def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+    yield from vllm_norms(config, at)
+    yield from vllm_attention(config, at)
+    hf, num_experts = "block_sparse_moe", field(config, "num_local_experts")
+    yield vllm_router(config, at, num_experts, hf)
+    ffn = field(config, "intermediate_size")
+    yield from vllm_experts(config, at, num_experts, ffn, hf, names=("w1", "w3", "w2"))
+
+
+def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return vllm_decoder(config, _vllm_layer)
+
+
+FAMILY = register(
+    Family("mixtral", "MixtralForCausalLM", config_map, decoder_layers, weights, vllm_weights)
+)

@@ -14,6 +14,12 @@ from mcore_rl.models.parts import (
     decoder_weights,
     dense_mlp_weights,
 )
+from mcore_rl.models.vllm_parts import (
+    vllm_attention,
+    vllm_decoder,
+    vllm_dense_mlp,
+    vllm_norms,
+)
 from mcore_rl.reshard.rules import Weight
 
 
@@ -31,4 +37,16 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer)
 
 
-FAMILY = register(Family("qwen3", "Qwen3ForCausalLM", config_map, decoder_layers, weights))
+def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+    yield from vllm_norms(config, at)
+    yield from vllm_attention(config, at, qk_norm=True)
+    yield from vllm_dense_mlp(config, at)
+
+
+def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return vllm_decoder(config, _vllm_layer)
+
+
+FAMILY = register(
+    Family("qwen3", "Qwen3ForCausalLM", config_map, decoder_layers, weights, vllm_weights)
+)

@@ -15,6 +15,14 @@ from mcore_rl.models.parts import (
     decoder_weights,
     dense_mlp_weights,
 )
+from mcore_rl.models.vllm_parts import (
+    vllm_attention,
+    vllm_decoder,
+    vllm_dense_mlp,
+    vllm_experts,
+    vllm_norms,
+    vllm_router,
+)
 from mcore_rl.reshard.rules import Weight
 
 
@@ -54,4 +62,21 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer)
 
 
-FAMILY = register(Family("qwen3_moe", "Qwen3MoeForCausalLM", config_map, decoder_layers, weights))
+def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+    yield from vllm_norms(config, at)
+    yield from vllm_attention(config, at, qk_norm=True)
+    if _is_moe(config, at.layer):
+        yield vllm_router(config, at, _num_experts(config))
+        ffn = field(config, "moe_intermediate_size")
+        yield from vllm_experts(config, at, _num_experts(config), ffn)
+    else:
+        yield from vllm_dense_mlp(config, at)
+
+
+def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return vllm_decoder(config, _vllm_layer)
+
+
+FAMILY = register(
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", config_map, decoder_layers, weights, vllm_weights)
+)

@@ -143,11 +143,77 @@ class InterleavedQKV:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter of the training engine: its name, what it is made of, and which axes place it.
+class StackedQKV:
+    """vLLM's qkv_proj: a shard's [q heads; k heads; v heads].
 
-    `name` is Megatron's, with global numbers: "{layer}" and "{expert}" stand where a rank puts its
-    local ones.
+    With fewer key/value heads than shards, each head stands on several of them
+    (model_executor/layers/linear.py:1053 of vLLM 0.32).
+    """
+
+    q: LogicalTensor
+    k: LogicalTensor
+    v: LogicalTensor
+    num_groups: int  # key/value heads
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return (self.q, self.k, self.v)
+
+    def _runs(self, shard: Shard) -> tuple[tuple[LogicalTensor, int, int], ...]:
+        """(tensor, first row, rows), in the order in which they stand."""
+        q_rows = _part(self.q.shape[0], shard, self.q.name)
+        head = self.k.shape[0] // self.num_groups
+        if self.num_groups < shard.count:
+            copies = _part(shard.count, Shard(0, self.num_groups), f"shards of {self.k.name}")
+            first, size = shard.index // copies * head, head
+        else:
+            size = _part(self.num_groups, shard, f"key/value heads of {self.k.name}") * head
+            first = shard.index * size
+        return (
+            (self.q, shard.index * q_rows, q_rows),
+            (self.k, first, size),
+            (self.v, first, size),
+        )
+
+    def local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return (sum(size for _, _, size in self._runs(shard)), *self.q.shape[1:])
+
+    def blocks(self, shard: Shard) -> tuple[Block, ...]:
+        found, local = [], 0
+        for tensor, first, size in self._runs(shard):
+            found.append(rows(tensor, first, size, local))
+            local += size
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Whole tensors one behind the other, replicated: vLLM's fused_qkv_a_proj."""
+
+    parts: tuple[LogicalTensor, ...]
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return self.parts
+
+    def local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    def blocks(self, shard: Shard) -> tuple[Block, ...]:
+        found, local = [], 0
+        for part in self.parts:
+            found.append(rows(part, 0, part.shape[0], local))
+            local += part.shape[0]
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of an engine: its name, what it is made of, and which axes place it.
+
+    `name` is the engine's, Megatron's or vLLM's: "{layer}" and "{expert}" stand where a rank puts
+    its local numbers. Where an engine stacks its experts into one parameter, "[{expert}]" at the
+    end of the name is the place in the stack.
     """
 
     name: str

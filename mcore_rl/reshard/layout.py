@@ -1,0 +1,188 @@
+"""Layouts: which rank holds which shard of which parameter. Pure.
+
+A training layout follows from the mesh and the split into pipeline chunks, a generation layout from
+the sizes that vLLM is started with. Both answer the same questions about a Weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.stages import Chunk
+from mcore_rl.reshard.rules import Stage, Weight
+
+Holders = tuple[tuple[int, ...], ...]  # for each shard, the ranks that hold it, ascending
+
+
+class Ranks(Protocol):
+    """All ranks of an engine, and where its parameters stand on them."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def holders(self, weight: Weight) -> Holders:
+        """Empty for a parameter that no rank of this layout has."""
+        ...
+
+    def local_name(self, weight: Weight) -> str:
+        """The parameter's name on the ranks that hold it."""
+        ...
+
+
+class TrainingRanks:
+    """Ranks of Megatron, in the order of parallel/mesh.py."""
+
+    def __init__(self, mesh: Mesh, chunks: Sequence[Chunk], num_experts: int) -> None:
+        self.mesh, self.chunks = mesh, tuple(chunks)
+        self.experts_per_rank = max(1, num_experts // mesh.sizes["ep"])
+        self._chunk_of_layer = {n: chunk for chunk in chunks for n in chunk.layers}
+        self._holders = cache(self._find_holders)
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    def chunk(self, weight: Weight) -> Chunk | None:
+        """The chunk that has the parameter; None for a replica that this layout does not need."""
+        if weight.layer is not None:
+            return self._chunk_of_layer[weight.layer]
+        found = next((chunk for chunk in self.chunks if _has(chunk, weight.stage)), None)
+        if found is not None and weight.replica and found.has_embedding:
+            return None
+        return found
+
+    def holders(self, weight: Weight) -> Holders:
+        chunk = self.chunk(weight)
+        if chunk is None:
+            return ()
+        ep_rank = None if weight.expert is None else weight.expert // self.experts_per_rank
+        return self._holders(weight.axis, chunk.pp_rank, ep_rank)
+
+    def local_name(self, weight: Weight) -> str:
+        """The number of the rank's model chunk, a colon, and the name inside it."""
+        chunk = self.chunk(weight)
+        assert chunk is not None  # the weight has holders
+        first_expert = (weight.expert or 0) // self.experts_per_rank * self.experts_per_rank
+        name = weight.local_name(first_layer=chunk.layers.start, first_expert=first_expert)
+        return f"{chunk.vpp_rank}:{name}"
+
+    def _find_holders(self, axis: str | None, pp_rank: int, ep_rank: int | None) -> Holders:
+        found: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.mesh.coordinate(rank)
+            if at.pp_rank == pp_rank and ep_rank in (None, at.ep_rank):
+                shard = 0 if axis is None else getattr(at, f"{axis}_rank")
+                found.setdefault(shard, []).append(rank)
+        return tuple(tuple(found[shard]) for shard in sorted(found))
+
+
+def _has(chunk: Chunk, stage: Stage | None) -> bool:
+    if stage == "final_norm":
+        return chunk.has_final_norm
+    if stage == "head":
+        return chunk.has_head
+    return chunk.num_mtp_layers > 0 if stage == "mtp" else chunk.has_embedding
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationLayout:
+    """How vLLM serves: `dp` engines side by side, each over pp * tp ranks.
+
+    With `ep` above 1 experts are whole and dealt to groups of ep ranks: the tp ranks of one engine,
+    or of ep / tp engines that run as one data-parallel deployment. With ep at 1 their columns are
+    split over tp, like those of dense layers.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "dp", "ep"):
+            if getattr(self, axis) < 1:
+                raise ConfigError(f"generate.{axis}={getattr(self, axis)}; allowed: at least 1")
+        if self.ep > 1 and (self.ep % self.tp or (self.tp * self.dp) % self.ep):
+            raise ConfigError(
+                f"generate.ep={self.ep}; allowed: 1, or a multiple of generate.tp={self.tp} that "
+                f"divides generate.tp * generate.dp = {self.tp * self.dp}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+class GenerationRanks:
+    """Ranks of vLLM: data-parallel engines outermost, tensor-parallel ranks innermost."""
+
+    def __init__(self, layout: GenerationLayout, num_layers: int, num_experts: int) -> None:
+        self.layout = layout
+        self._stage_of_layer = _stages(num_layers, layout.pp)
+        self._first_experts = _first_experts(num_experts, layout.ep)
+        self._holders = cache(self._find_holders)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def stage(self, weight: Weight) -> int:
+        """The pipeline rank that has the parameter."""
+        if weight.layer is not None:
+            return self._stage_of_layer[weight.layer]
+        return 0 if weight.stage == "embedding" else self.layout.pp - 1
+
+    def holders(self, weight: Weight) -> Holders:
+        if weight.replica and self.layout.pp == 1:
+            return ()  # a head tied to the embedding of its rank
+        owner = None if weight.expert is None else self._expert_rank(weight.expert)
+        return self._holders(weight.axis, self.stage(weight), owner)
+
+    def local_name(self, weight: Weight) -> str:
+        if weight.expert is None:
+            return weight.local_name()
+        return weight.local_name(first_expert=self._first_experts[self._expert_rank(weight.expert)])
+
+    def _expert_rank(self, expert: int) -> int:
+        return next(r for r in reversed(range(self.layout.ep)) if self._first_experts[r] <= expert)
+
+    def _find_holders(self, axis: str | None, stage: int, expert_rank: int | None) -> Holders:
+        layout, found = self.layout, dict[int, list[int]]()
+        for rank in range(layout.world_size):
+            tp_rank, pp_rank = rank % layout.tp, rank // layout.tp % layout.pp
+            engine = rank // (layout.tp * layout.pp)
+            if pp_rank != stage:
+                continue
+            if (
+                expert_rank is not None
+                and (engine * layout.tp + tp_rank) % layout.ep != expert_rank
+            ):
+                continue
+            is_split = axis == "tp" or (axis == "etp" and layout.ep == 1)
+            found.setdefault(tp_rank if is_split else 0, []).append(rank)
+        return tuple(tuple(found[shard]) for shard in sorted(found))
+
+
+def _stages(num_layers: int, pp: int) -> list[int]:
+    """The pipeline rank of each layer: what remains goes to the stages before the last.
+
+    (distributed/utils.py, get_pp_indices, of vLLM 0.32.)
+    """
+    counts, remaining = [num_layers // pp] * pp, num_layers % pp
+    for index in range(2, remaining + 2):
+        counts[-index] += 1
+    return [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+
+def _first_experts(num_experts: int, ep: int) -> list[int]:
+    """The first expert of each rank: what remains goes to the first ranks.
+
+    (model_executor/layers/fused_moe/expert_map_manager.py, determine_expert_map, "linear".)
+    """
+    base, remainder = divmod(num_experts, ep)
+    return [rank * base + min(rank, remainder) for rank in range(ep)]

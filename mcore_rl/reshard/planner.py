@@ -1,0 +1,364 @@
+"""Reshard plans: which bytes go from which training rank into which parameter of vLLM. Pure.
+
+Tensors that stand in the same way on both sides (the experts of a layer that one rank holds, say)
+make a *kind*: their boxes are cut once for all of them, and their sources are chosen once. So the
+plan of a large model is small, is made from the layouts alone, and is the same on every rank; a
+rank expands only what it sends or receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from mcore_rl.reshard.boxes import Box, LogicalTensor
+from mcore_rl.reshard.layout import Holders, Ranks
+from mcore_rl.reshard.placement import Devices
+from mcore_rl.reshard.rules import Rule, Shard, Weight
+
+Side = tuple[Ranks, Sequence[Weight]]  # an engine's ranks, and the rules of its parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One logical tensor of a kind, and the parameters that hold it, by their place in the kind."""
+
+    tensor: str
+    order: int  # place of its parameter among the rules of the generation side
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a source parameter and a target parameter have in common, and who sends it to whom."""
+
+    box: Box
+    source: int  # place among the members' sources
+    source_offset: tuple[int, ...]
+    target: int  # place among the members' targets
+    target_offset: tuple[int, ...]
+    source_of: Mapping[int, int]  # training rank, by generation rank
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Logical tensors that stand alike on both sides."""
+
+    members: tuple[Member, ...]
+    itemsize: int
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One box on its way: from a training rank's parameter into a generation rank's."""
+
+    tensor: str
+    box: Box
+    source_rank: int
+    source: str
+    source_offset: tuple[int, ...]
+    target_rank: int
+    target: str
+    target_offset: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Bytes of a plan."""
+
+    received: tuple[int, ...]  # by generation rank, from other devices
+    local: tuple[int, ...]  # by generation rank, from its own device
+    sent: tuple[int, ...]  # by training rank, to other devices
+    in_node: int  # of the received ones, those that stay inside a node
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Data: equal on all ranks that make it from the same layouts."""
+
+    kinds: tuple[Kind, ...]
+    devices: Devices
+
+    def received_by(self, generation_rank: int) -> list[Copy]:
+        """All copies into a rank's parameters, from its own device too, parameter by parameter."""
+        found = []
+        for kind in self.kinds:
+            for cut in kind.cuts:
+                source = cut.source_of.get(generation_rank)
+                if source is not None:
+                    pair = (source, generation_rank)
+                    found += [(m.order, _copy(kind, m, cut, *pair)) for m in kind.members]
+        return _in_order(found)
+
+    def sent_by(self, training_rank: int) -> list[Copy]:
+        """All copies out of a rank's parameters, in the order in which targets take them."""
+        found = []
+        for kind in self.kinds:
+            for cut in kind.cuts:
+                for target, source in cut.source_of.items():
+                    if source == training_rank:
+                        pair = (source, target)
+                        found += [(m.order, _copy(kind, m, cut, *pair)) for m in kind.members]
+        return _in_order(found)
+
+    def totals(self) -> Totals:
+        training, generation, node = (
+            self.devices.training,
+            self.devices.generation,
+            self.devices.node,
+        )
+        received, local, sent = [0] * len(generation), [0] * len(generation), [0] * len(training)
+        in_node = 0
+        for kind in self.kinds:
+            for cut in kind.cuts:
+                num_bytes = cut.box.numel * kind.itemsize * len(kind.members)
+                for target, source in cut.source_of.items():
+                    here, there = generation[target], training[source]
+                    if here == there:
+                        local[target] += num_bytes
+                        continue
+                    received[target] += num_bytes
+                    sent[source] += num_bytes
+                    in_node += num_bytes * (node(here) == node(there))
+        return Totals(tuple(received), tuple(local), tuple(sent), in_node)
+
+
+def _in_order(found: list[tuple[int, Copy]]) -> list[Copy]:
+    found.sort(key=lambda pair: (pair[0], pair[1].target_rank, pair[1].target_offset))
+    return [copy for _, copy in found]
+
+
+def _copy(kind: Kind, member: Member, cut: Cut, source: int, target: int) -> Copy:
+    return Copy(
+        tensor=member.tensor,
+        box=cut.box,
+        source_rank=source,
+        source=member.sources[cut.source],
+        source_offset=cut.source_offset,
+        target_rank=target,
+        target=member.targets[cut.target],
+        target_offset=cut.target_offset,
+        num_bytes=cut.box.numel * kind.itemsize,
+    )
+
+
+def make_plan(training: Side, generation: Side, devices: Devices, itemsize: int) -> Plan:
+    """The plan between two sides; `itemsize` is that of an element on its way, in bytes.
+
+    Weights that are kept in float32 travel in it.
+
+    Raises:
+        ValueError: the training side does not cover a tensor of the generation side exactly once.
+    """
+    kinds = [
+        _OpenKind(source.places, target.places, members, itemsize)
+        for source, target, members in _alike(training, generation)
+    ]
+    sources = _SourceChooser(devices)
+    # The largest first, so that what is left to choose evens the load out.
+    for kind in sorted(kinds, key=lambda kind: -kind.num_bytes):
+        sources.choose(kind)
+    return Plan(tuple(kind.closed() for kind in kinds), devices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one parameter holds a logical tensor, apart from the names of both."""
+
+    rule: Rule
+    position: int  # of the tensor among those of the rule
+    holders: Holders
+    float32: bool
+
+    def pieces(self) -> Iterator[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
+        """(box of the tensor, offset in the parameter, ranks) for each block of each shard."""
+        tensor = self.rule.tensors[self.position]
+        for index, ranks in enumerate(self.holders):
+            for block in self.rule.blocks(Shard(index, len(self.holders))):
+                if block.tensor is tensor:
+                    yield block.box, block.local_offset, ranks
+
+
+@dataclass(slots=True)
+class _Standing:
+    """All parameters of one side that hold a logical tensor."""
+
+    order: int  # of the first of them among the rules
+    key: tuple[object, ...] = ()  # equal for tensors that stand alike
+    places: tuple[_Place, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+def _alike(training: Side, generation: Side) -> list[tuple[_Standing, _Standing, list[Member]]]:
+    """The tensors of the generation side, those together that stand alike on both sides.
+
+    The two places are those of the first of them.
+    """
+    sources, targets = _standing(*training), _standing(*generation)
+    found: dict[tuple[object, object], tuple[_Standing, _Standing, list[Member]]] = {}
+    for name, target in targets.items():
+        source = sources.get(name)
+        if source is None:
+            raise ValueError(f"the training side has no {name}")
+        kind = found.setdefault((source.key, target.key), (source, target, []))
+        kind[2].append(Member(name, target.order, source.names, target.names))
+    return list(found.values())
+
+
+def _standing(ranks: Ranks, weights: Sequence[Weight]) -> dict[str, _Standing]:
+    """By logical tensor: where it stands."""
+    found: dict[str, _Standing] = {}
+    for order, weight in enumerate(weights):
+        holders = ranks.holders(weight)
+        if not holders:
+            continue
+        name, signature = ranks.local_name(weight), _signature(weight.rule)
+        for position, tensor in enumerate(weight.rule.tensors):
+            at = found.setdefault(tensor.name, _Standing(order))
+            # By identity: the same ranks are the same object, and may be a thousand.
+            at.key += (signature, position, id(holders), weight.float32)
+            at.places += (_Place(weight.rule, position, holders, weight.float32),)
+            at.names += (name,)
+    return found
+
+
+def _signature(rule: Rule) -> tuple[object, ...]:
+    """Type and sizes of a rule, without the names of its tensors."""
+    values = (getattr(rule, f.name) for f in fields(rule))  # type: ignore[arg-type]
+    return (type(rule), *(_nameless(value) for value in values))
+
+
+def _nameless(value: object) -> object:
+    if isinstance(value, LogicalTensor):
+        return value.shape
+    return tuple(_nameless(part) for part in value) if isinstance(value, tuple) else value
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A box that a target needs, and the source parameters that have it."""
+
+    box: Box
+    target: int
+    target_offset: tuple[int, ...]
+    target_ranks: tuple[int, ...]
+    sources: dict[int, int]  # by training rank: which of the source parameters it has
+    source_offsets: dict[int, tuple[int, ...]]  # by source parameter
+    source_of: dict[int, int] = field(default_factory=dict)
+
+
+class _OpenKind:
+    """A kind whose sources are still to be chosen."""
+
+    def __init__(
+        self,
+        sources: Sequence[_Place],
+        targets: Sequence[_Place],
+        members: list[Member],
+        itemsize: int,
+    ) -> None:
+        self.members = members
+        self.itemsize = 4 if targets[0].float32 else itemsize
+        pieces = [(n, *piece) for n, place in enumerate(sources) for piece in place.pieces()]
+        self.choices: list[_Choice] = []
+        for number, place in enumerate(targets):
+            for box, offset, ranks in place.pieces():
+                self._cut(number, box, offset, ranks, pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(c.box.numel for c in self.choices) * self.itemsize * len(self.members)
+
+    def _cut(
+        self,
+        number: int,
+        wanted: Box,
+        offset: tuple[int, ...],
+        ranks: tuple[int, ...],
+        pieces: Sequence[tuple[int, Box, tuple[int, ...], tuple[int, ...]]],
+    ) -> None:
+        """Cut one box of a target against all boxes of the sources."""
+        choices: dict[Box, _Choice] = {}
+        for source, held, source_offset, holders in pieces:
+            if (box := overlap(held, wanted)) is None:
+                continue
+            at = _moved(offset, wanted, box)
+            choice = choices.setdefault(box, _Choice(box, number, at, ranks, {}, {}))
+            choice.source_offsets[source] = _moved(source_offset, held, box)
+            for rank in holders:
+                choice.sources.setdefault(rank, source)
+        if sum(box.numel for box in choices) != wanted.numel:
+            raise ValueError(
+                f"{self.members[0].tensor}: the training side does not cover {wanted} exactly once"
+            )
+        self.choices += choices.values()
+
+    def closed(self) -> Kind:
+        cuts = []
+        for choice in self.choices:
+            for source, source_offset in choice.source_offsets.items():
+                of = {t: s for t, s in choice.source_of.items() if choice.sources[s] == source}
+                if of:
+                    cuts.append(
+                        Cut(
+                            choice.box,
+                            source,
+                            source_offset,
+                            choice.target,
+                            choice.target_offset,
+                            of,
+                        )
+                    )
+        return Kind(tuple(self.members), self.itemsize, tuple(cuts))
+
+
+class _SourceChooser:
+    """Own device first, then own node, then whoever has sent the least so far."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        self._sent = [0] * len(devices.training)
+
+    def choose(self, kind: _OpenKind) -> None:
+        for choice in kind.choices:
+            num_bytes = choice.box.numel * kind.itemsize * len(kind.members)
+            for target in choice.target_ranks:
+                source = self._source(tuple(choice.sources), target)
+                choice.source_of[target] = source
+                if self._devices.training[source] != self._devices.generation[target]:
+                    self._sent[source] += num_bytes
+
+    def _source(self, candidates: tuple[int, ...], target: int) -> int:
+        if len(candidates) == 1:
+            return candidates[0]
+        devices, here = self._devices, self._devices.generation[target]
+        near = []
+        for rank in candidates:
+            there = devices.training[rank]
+            if there == here:
+                return rank
+            if devices.node(there) == devices.node(here):
+                near.append(rank)
+        return min(near or candidates, key=self._sent.__getitem__)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes of one tensor have in common.
+
+    >>> overlap(Box((0,), (4,)), Box((3,), (4,)))
+    Box(offsets=(3,), sizes=(1,))
+    """
+    starts = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
+    ends = (
+        min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return Box(starts, sizes) if min(sizes, default=1) > 0 else None
+
+
+def _moved(offset: tuple[int, ...], whole: Box, part: Box) -> tuple[int, ...]:
+    """Where a part of a box stands when the box stands at `offset`."""
+    return tuple(at + p - w for at, p, w in zip(offset, part.offsets, whole.offsets, strict=True))

@@ -1,0 +1,226 @@
+"""Plans over random models, training layouts and generation layouts, executed on arrays."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import mcore_rl.models  # noqa: F401  (fills the registry of families)
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.schema import Layout
+from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
+from mcore_rl.reshard.placement import Devices
+from mcore_rl.reshard.planner import Plan, make_plan
+from mcore_rl.reshard.rules import Shard, Weight
+
+NUM_TRIPLES = 560
+ITEMSIZE = 2
+COMMON = {
+    "vocab_size": 67, "hidden_size": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "intermediate_size": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+}  # fmt: skip
+EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+}  # fmt: skip
+MODELS = {
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 2, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    ),
+    "llama": ("LlamaForCausalLM", {}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**EXPERTS, **LATENT, "num_nextn_predict_layers": 1}),
+    "deepseek_v3_plain": ("DeepseekV3ForCausalLM", {**EXPERTS, **LATENT, "q_lora_rank": None}),
+    "glm4_moe": ("Glm4MoeForCausalLM", {**EXPERTS, "attention_bias": True, "use_qk_norm": True}),
+}
+
+
+@dataclass
+class Case:
+    model: str
+    layout: Layout
+    generation: GenerationLayout
+    devices: Devices
+    sides: tuple[tuple[Ranks, tuple[Weight, ...]], tuple[Ranks, tuple[Weight, ...]]]
+
+    @property
+    def plan(self) -> Plan:
+        return make_plan(*self.sides, self.devices, ITEMSIZE)
+
+
+def draw(rng: random.Random) -> Case | None:
+    """A random triple; None when the layout does not fit the model."""
+    model = rng.choice(list(MODELS))
+    architecture, fields = MODELS[model]
+    config = COMMON | fields | {"architectures": [architecture]}
+    config["num_hidden_layers"] = rng.choice([2, 3, 4, 5])
+    if "kv_lora_rank" not in fields:
+        config["num_key_value_heads"] = rng.choice([1, 2, 4, 8])
+
+    def size(*choices: int) -> int:
+        return rng.choice(choices)
+
+    layout = Layout(
+        tp=size(1, 2, 4), pp=size(1, 2, 3), vpp=size(1, 1, 2), cp=size(1, 1, 2), dp=size(1, 2),
+        ep=size(1, 2, 4), etp=size(1, 1, 2),
+    )  # fmt: skip
+    if layout.pp > 1:
+        layout.first_stage_layers = rng.choice([None, None, 0, 1, 2])
+        layout.last_stage_layers = rng.choice([None, None, 0, 1])
+    sizes = model_sizes(config)
+    try:
+        resolve_layout("train", layout)
+        resolve_model_layout("train", layout, sizes)
+        generation = GenerationLayout(
+            tp=size(1, 2, 4, 8), pp=size(1, 1, 2), dp=size(1, 2), ep=size(1, 1, 2, 4, 8)
+        )
+    except ConfigError:
+        return None
+    if generation.ep > 1 and not sizes.num_experts:
+        return None
+    mtp = sizes.num_mtp_layers if layout.last_stage_layers != 0 else 0
+    chunks = split_into_chunks(layout, sizes.num_layers, rng.choice([0, mtp]))
+    training = TrainingRanks(Mesh(layout), chunks, sizes.num_experts)
+    served = GenerationRanks(generation, sizes.num_layers, sizes.num_experts)
+    family = family_of(config)
+    rules = family.weights(config, padded_vocab_size(config, layout.tp))
+    per_node = size(1, 2, 3, 8)
+    worlds = training.world_size, served.world_size
+    devices = Devices.disaggregated(*worlds, per_node)
+    if worlds[1] <= worlds[0] and rng.random() < 0.6:
+        hosts = rng.sample(range(worlds[0]), worlds[1])
+        devices = Devices.colocated(tuple(hosts), worlds[0], per_node)
+    sides = (training, rules), (served, family.vllm_weights(config))
+    return Case(model, layout, generation, devices, sides)
+
+
+def triples() -> list[Case]:
+    rng = random.Random(20)
+    drawn = (draw(rng) for _ in itertools.count())
+    return list(itertools.islice((case for case in drawn if case is not None), NUM_TRIPLES))
+
+
+CASES = triples()
+
+
+def numbered(weights: tuple[Weight, ...]) -> dict[str, np.ndarray]:
+    """Whole logical tensors in which each element has a number of its own."""
+    found, start = {}, 1
+    for tensor in (t for w in weights for t in w.rule.tensors):
+        if tensor.name not in found:
+            count = int(np.prod(tensor.shape))
+            found[tensor.name] = np.arange(start, start + count).reshape(tensor.shape)
+            start += count
+    return found
+
+
+def held(ranks: Ranks, weights: tuple[Weight, ...], whole: dict[str, np.ndarray]):
+    """By rank, its parameters with what the rules put into them; 0 is padding."""
+    found: list[dict[str, np.ndarray]] = [{} for _ in range(ranks.world_size)]
+    for weight in weights:
+        holders = ranks.holders(weight)
+        for index, members in enumerate(holders):
+            shard = Shard(index, len(holders))
+            local = np.zeros(weight.rule.local_shape(shard), np.int64)
+            for block in weight.rule.blocks(shard):
+                local[block.local_slices] = whole[block.tensor.name][block.box.slices]
+            for rank in members:
+                assert ranks.local_name(weight) not in found[rank], "two parameters of one name"
+                found[rank][ranks.local_name(weight)] = local
+    return found
+
+
+def slices(offset, box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, box.sizes, strict=True))
+
+
+def elements(parameters: dict[str, np.ndarray]) -> set[int]:
+    return {int(n) for array in parameters.values() for n in array.ravel() if n}
+
+
+def test_the_triples_cover_every_axis_and_both_modes():
+    assert len(CASES) >= 500
+    assert {case.model for case in CASES} == set(MODELS)
+    for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp"):
+        assert sum(getattr(case.layout, axis) > 1 for case in CASES) > 20, axis
+    for axis in ("tp", "pp", "dp", "ep"):
+        assert sum(getattr(case.generation, axis) > 1 for case in CASES) > 20, axis
+    assert sum(case.layout.first_stage_layers is not None for case in CASES) > 20
+    shared = [case for case in CASES if set(case.devices.training) & set(case.devices.generation)]
+    assert 100 < len(shared) < len(CASES) - 100
+
+
+@pytest.mark.parametrize("start", range(0, NUM_TRIPLES, 40))
+def test_a_plan_writes_each_element_once_and_receives_what_is_missing_and_no_more(start):
+    for case in CASES[start : start + 40]:
+        (training, rules), (served, vllm_rules) = case.sides
+        whole = numbered(vllm_rules)
+        missing = numbered(rules)
+        whole = missing | whole  # prediction layers stand on the training side only
+        sources, wanted = held(training, rules, whole), held(served, vllm_rules, whole)
+        plan = case.plan
+        totals = plan.totals()
+        sent = [0] * training.world_size
+        for rank, parameters in enumerate(wanted):
+            filled = {name: np.zeros_like(array) for name, array in parameters.items()}
+            received = 0
+            for copy in plan.received_by(rank):
+                part = sources[copy.source_rank][copy.source][slices(copy.source_offset, copy.box)]
+                target = filled[copy.target][slices(copy.target_offset, copy.box)]
+                assert not target.any(), "written twice"
+                target[...] = part
+                assert (part == whole[copy.tensor][copy.box.slices]).all()
+                if case.devices.training[copy.source_rank] != case.devices.generation[rank]:
+                    received += copy.num_bytes
+                    sent[copy.source_rank] += copy.num_bytes
+            for name, array in parameters.items():
+                np.testing.assert_array_equal(filled[name], array, err_msg=name)
+            assert received == totals.received[rank] == lower_bound(case, rank, sources, wanted)
+        assert tuple(sent) == totals.sent
+
+
+def lower_bound(case: Case, rank: int, sources, wanted) -> int:
+    """|needed| - |needed AND held|, in bytes, element by element."""
+    needed, device = elements(wanted[rank]), case.devices.generation[rank]
+    if device in case.devices.training:
+        needed -= elements(sources[case.devices.training.index(device)])
+    float32 = {
+        w.rule.tensors[0].name for w in case.sides[1][1] if w.float32
+    }  # router biases travel in float32
+    whole = numbered(case.sides[0][1]) | numbered(case.sides[1][1])
+    wide = {int(n) for name in float32 for n in whole[name].ravel()}
+    return sum(4 if n in wide else ITEMSIZE for n in needed)
+
+
+@pytest.mark.parametrize("start", range(0, NUM_TRIPLES, 140))
+def test_what_a_rank_sends_is_what_others_receive_from_it_and_every_rank_plans_alike(start):
+    for case in CASES[start : start + 140]:
+        plan = case.plan
+        assert plan == case.plan
+        received = [c for r in range(len(case.devices.generation)) for c in plan.received_by(r)]
+        sent = [c for r in range(len(case.devices.training)) for c in plan.sent_by(r)]
+        assert len(set(sent)) == len(sent)
+        assert set(sent) == set(received)
+
+
+def test_parameters_are_received_one_after_the_other():
+    for case in CASES[:100]:
+        for rank in range(len(case.devices.generation)):
+            names = [copy.target.split("[")[0] for copy in case.plan.received_by(rank)]
+            layers = [name.split(".")[2] for name in names if ".layers." in name]
+            assert layers == sorted(layers, key=int)
