@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.config.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -26,3 +31,41 @@ class Devices:
 
     def node(self, device: int) -> int:
         return device // self.per_node
+
+
+def most_overlap(overlap: NDArray[np.int64], group_size: int = 1) -> tuple[int, ...]:
+    """For each generation rank the training rank to share a device with, so that most bytes stay.
+
+    `overlap` is [generation ranks, training ranks] in bytes: Demand.overlap. The maximum-weight
+    assignment. With a `group_size`, as many generation ranks in a row (a tensor-parallel group) go
+    to as many devices in a row, in the best order: set it to keep groups inside nodes.
+
+    Raises:
+        ConfigError: there are fewer training ranks, or the groups do not divide the ranks.
+    """
+    from scipy.optimize import linear_sum_assignment  # half a second, which most users do not need
+
+    num_generation, num_training = overlap.shape
+    if num_generation > num_training:
+        raise ConfigError(
+            f"{num_generation} generation ranks on the devices of {num_training} training ranks; "
+            "allowed: at most as many"
+        )
+    for count in (num_generation, num_training):
+        if count % group_size:
+            raise ConfigError(f"groups of {group_size} do not divide {count} ranks")
+    rows, columns = num_generation // group_size, num_training // group_size
+    blocks = overlap.reshape(rows, group_size, columns, group_size).swapaxes(1, 2)
+    inner = np.empty((rows, columns, group_size), np.int64)
+    gain = np.empty((rows, columns), np.int64)
+    for row, column in np.ndindex(rows, columns):
+        block = blocks[row, column]
+        _, inner[row, column] = linear_sum_assignment(block, maximize=True)
+        gain[row, column] = block[np.arange(group_size), inner[row, column]].sum()
+    _, chosen = linear_sum_assignment(gain, maximize=True)
+    found = (
+        int(column) * group_size + int(inner[row, column, place])
+        for row, column in enumerate(chosen)
+        for place in range(group_size)
+    )
+    return tuple(found)

@@ -9,13 +9,17 @@ rank expands only what it sends or receives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mcore_rl.reshard.boxes import Box, LogicalTensor
 from mcore_rl.reshard.layout import Holders, Ranks
 from mcore_rl.reshard.placement import Devices
 from mcore_rl.reshard.rules import Rule, Shard, Weight
 
+IntArray = NDArray[np.int64]
 Side = tuple[Ranks, Sequence[Weight]]  # an engine's ranks, and the rules of its parameters
 
 
@@ -145,23 +149,57 @@ def _copy(kind: Kind, member: Member, cut: Cut, source: int, target: int) -> Cop
     )
 
 
-def make_plan(training: Side, generation: Side, devices: Devices, itemsize: int) -> Plan:
-    """The plan between two sides; `itemsize` is that of an element on its way, in bytes.
+class Demand:
+    """What the generation side needs, cut against what the training side holds.
 
-    Weights that are kept in float32 travel in it.
-
-    Raises:
-        ValueError: the training side does not cover a tensor of the generation side exactly once.
+    The largest part of making a plan, and the part that does not ask where ranks run.
     """
-    kinds = [
-        _OpenKind(source.places, target.places, members, itemsize)
-        for source, target, members in _alike(training, generation)
-    ]
-    sources = _SourceChooser(devices)
-    # The largest first, so that what is left to choose evens the load out.
-    for kind in sorted(kinds, key=lambda kind: -kind.num_bytes):
-        sources.choose(kind)
-    return Plan(tuple(kind.closed() for kind in kinds), devices)
+
+    def __init__(self, training: Side, generation: Side, itemsize: int) -> None:
+        """`itemsize` is that of an element on its way, in bytes.
+
+        Weights that are kept in float32 travel in it.
+
+        Raises:
+            ValueError: the training side does not cover a tensor of the generation side exactly
+                once.
+        """
+        self.num_training = training[0].world_size
+        self.num_generation = generation[0].world_size
+        self._kinds = [
+            _OpenKind(source.places, target.places, members, itemsize)
+            for source, target, members in _alike(training, generation)
+        ]
+
+    def needed(self) -> IntArray:
+        """[generation ranks]: bytes that each needs, padding left out."""
+        found = np.zeros(self.num_generation, np.int64)
+        for choice, num_bytes in self._choices():
+            found[list(choice.target_ranks)] += num_bytes
+        return found
+
+    def overlap(self) -> IntArray:
+        """[generation ranks, training ranks]: bytes that the one needs and the other holds."""
+        found = np.zeros((self.num_generation, self.num_training), np.int64)
+        for choice, num_bytes in self._choices():
+            found[np.ix_(choice.target_ranks, tuple(choice.sources))] += num_bytes
+        return found
+
+    def plan(self, devices: Devices) -> Plan:
+        """With a source for every box: the own device, else the own node, else the least loaded."""
+        sources = _SourceChooser(devices)
+        # The largest first, so that what is left to choose evens the load out.
+        chosen = {
+            id(kind): sources.choose(kind)
+            for kind in sorted(self._kinds, key=lambda kind: -kind.num_bytes)
+        }
+        return Plan(tuple(kind.closed(chosen[id(kind)]) for kind in self._kinds), devices)
+
+    def _choices(self) -> Iterator[tuple[_Choice, int]]:
+        """Each with its bytes in all tensors of its kind."""
+        for kind in self._kinds:
+            for choice in kind.choices:
+                yield choice, choice.box.numel * kind.itemsize * len(kind.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +285,6 @@ class _Choice:
     target_ranks: tuple[int, ...]
     sources: dict[int, int]  # by training rank: which of the source parameters it has
     source_offsets: dict[int, tuple[int, ...]]  # by source parameter
-    source_of: dict[int, int] = field(default_factory=dict)
 
 
 class _OpenKind:
@@ -296,22 +333,15 @@ class _OpenKind:
             )
         self.choices += choices.values()
 
-    def closed(self) -> Kind:
+    def closed(self, chosen: Sequence[Mapping[int, int]]) -> Kind:
+        """With the training rank that serves each generation rank, choice by choice."""
         cuts = []
-        for choice in self.choices:
-            for source, source_offset in choice.source_offsets.items():
-                of = {t: s for t, s in choice.source_of.items() if choice.sources[s] == source}
-                if of:
-                    cuts.append(
-                        Cut(
-                            choice.box,
-                            source,
-                            source_offset,
-                            choice.target,
-                            choice.target_offset,
-                            of,
-                        )
-                    )
+        for choice, source_of in zip(self.choices, chosen, strict=True):
+            for source, offset in choice.source_offsets.items():
+                served = {t: s for t, s in source_of.items() if choice.sources[s] == source}
+                if served:
+                    at = (source, offset, choice.target, choice.target_offset)
+                    cuts.append(Cut(choice.box, *at, served))
         return Kind(tuple(self.members), self.itemsize, tuple(cuts))
 
 
@@ -322,14 +352,18 @@ class _SourceChooser:
         self._devices = devices
         self._sent = [0] * len(devices.training)
 
-    def choose(self, kind: _OpenKind) -> None:
+    def choose(self, kind: _OpenKind) -> list[dict[int, int]]:
+        """For each choice of the kind, the training rank that serves each generation rank."""
+        chosen = []
         for choice in kind.choices:
             num_bytes = choice.box.numel * kind.itemsize * len(kind.members)
+            source_of = {}
             for target in choice.target_ranks:
-                source = self._source(tuple(choice.sources), target)
-                choice.source_of[target] = source
+                source = source_of[target] = self._source(tuple(choice.sources), target)
                 if self._devices.training[source] != self._devices.generation[target]:
                     self._sent[source] += num_bytes
+            chosen.append(source_of)
+        return chosen
 
     def _source(self, candidates: tuple[int, ...], target: int) -> int:
         if len(candidates) == 1:
