@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import ModelSizes
+from mcore_rl.models.fields import check_fields
 from mcore_rl.reshard.rules import Weight
 
 HFConfig = dict[str, Any]  # the contents of config.json
@@ -59,16 +61,16 @@ def register(family: Family) -> Family:
 
 
 def read_config(model_path: str | Path) -> HFConfig:
-    """The config.json of a checkpoint folder."""
+    """The config.json of a checkpoint folder, with fields of the kinds that families read.
+
+    Raises:
+        ConfigError: there is none, or it is not readable, or a field is of another kind.
+    """
     path = Path(model_path) / "config.json"
     if not path.is_file():
         raise ConfigError(f"model.path={str(model_path)!r}: there is no config.json in that folder")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a JSON {type(config).__name__}, not an object")
+    config = read_json_object(path)
+    check_fields(config)
     return config
 
 
@@ -148,10 +150,15 @@ def rope_theta(config: HFConfig) -> float:
 
 
 def head_dim(config: HFConfig) -> int:
-    return int(
-        config.get("head_dim")
-        or field(config, "hidden_size") // field(config, "num_attention_heads")
-    )
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    hidden, heads = field(config, "hidden_size"), field(config, "num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(
+            f"config.json: hidden_size={hidden} is no multiple of num_attention_heads={heads}, and "
+            "there is no head_dim"
+        )
+    return int(hidden // heads)
 
 
 def padded_vocab_size(config: HFConfig, tp: int) -> int:

@@ -33,7 +33,7 @@ def config_map(config: HFConfig) -> dict[str, Any]:
     return {
         **decoder_config(config),
         # transformers' default where the config says nothing
-        "rotary_percent": float(rope(config).get("partial_rotary_factor", 0.5)),
+        "rotary_percent": float(rope(config).get("partial_rotary_factor") or 0.5),
         "add_qkv_bias": bool(config.get("attention_bias")),
         "qk_layernorm": bool(config.get("use_qk_norm")),
         **shared_expert_config(config),

@@ -57,3 +57,15 @@ def value_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     """The rules of a whole value model, from its config as value_config gives it."""
     weights = family_of(config).weights(config, padded_vocab)
     return (*(w for w in weights if w.stage != "head"), *value_head_weights(config))
+
+
+def model_config(config: HFConfig) -> HFConfig:
+    """The config of the model, of either kind, that a checkpoint with this config.json holds."""
+    return value_config(config) if has_value_head(config) else config
+
+
+def model_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    """The rules of that model, of either kind, from its config as model_config gives it."""
+    if has_value_head(config):
+        return value_weights(config, padded_vocab)
+    return family_of(config).weights(config, padded_vocab)

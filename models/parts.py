@@ -49,11 +49,6 @@ class Place:
 
 def common_config(config: HFConfig) -> dict[str, Any]:
     """TransformerConfig arguments of every pre-norm, gated decoder; attention comes on top."""
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "config.json: a quantization_config is not supported; allowed: none, with the weights "
-            "of the checkpoint in float32 or bfloat16"
-        )
     if config.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window=true is not supported; allowed: false")
     kinds = sorted(set(config.get("layer_types") or []) - {"full_attention"})

@@ -27,7 +27,7 @@ from mcore_rl.reshard.rules import Weight
 
 
 def _is_moe(config: HFConfig, layer: int) -> bool:
-    step = config.get("decoder_sparse_step", 1)
+    step = config.get("decoder_sparse_step") or 1
     return layer not in (config.get("mlp_only_layers") or []) and (layer + 1) % step == 0
 
 

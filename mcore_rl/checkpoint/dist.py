@@ -6,18 +6,27 @@ import inspect
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
 from mcore_rl.checkpoint.stamp import write_stamp
+from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.errors import ConfigError
 
-OPTIMIZER_PREFIX = "optimizer."  # of the global names of optimizer state; all others are the model
+# How keys begin: of optimizer state (several optimizers may have prefixes of their own), of layers
+# for multi-token prediction, of decoder layers.
+_OPTIMIZER, _MTP, _LAYERS = ("optimizer.", "chained_"), "mtp.", "decoder.layers."
 
 # Of a tensor of a checkpoint: its shape, and whether rows may be missing at the end (vocabulary
 # padding, whose length follows from the layout).
@@ -48,35 +57,67 @@ def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
     dist.barrier()
 
 
-def load(state: ShardedStateDict, path: Path) -> dict[str, Any]:
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder holds a distributed checkpoint, by whichever program it was written."""
+    return all((path / name).is_file() for name in (".metadata", "metadata.json"))
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor of a checkpoint, whole, by its key."""
+    return {key: tensor.shape for key, tensor in DistReader(path).tensors.items()}
+
+
+def are_layers_stacked(keys: Iterable[str]) -> bool:
+    """Whether a checkpoint with these keys has one tensor for all decoder layers.
+
+    Which it is follows from settings of the run that saved it (transformer_block.py:822).
+    """
+    return any(
+        key.startswith(_LAYERS) and not key.removeprefix(_LAYERS).split(".")[0].isdigit()
+        for key in keys
+    )
+
+
+def load(
+    state: ShardedStateDict, path: Path, stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """The checkpoint's contents in the shards that `state` asks for. Collective over all ranks.
 
-    Call stamp.read_stamp first.
+    `stored` are its tensor_shapes.
 
     Raises:
-        ConfigError: the checkpoint is of another model. The same on every rank, before any of the
-            tensors of `state` is written to.
+        ConfigError: the checkpoint is of another model, or Megatron cannot read it, or not without
+            running code from it. The same on every rank, before any of the tensors of `state` is
+            written to.
     """
+    asked = list(nested_values(load_preprocess(state)[0]))
+    replies: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(replies, (_requested(asked), _unsafe(asked, path)))
     wanted: Shapes = {}
-    requests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(requests, _requested(state))
-    for request in requests:
+    for request, unsafe in replies:
+        if unsafe:
+            raise ConfigError(unsafe)
         wanted |= request
-    stored = dist_checkpointing.load_tensors_metadata(str(path))
-    if problems := differences({k: tuple(t.global_shape) for k, t in stored.items()}, wanted):
+    if problems := differences(stored, wanted):
         more = f"; {len(problems) - 1} more differ" if len(problems) > 1 else ""
         raise ConfigError(f"{path} is a checkpoint of another model: {problems[0]}{more}")
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
+    except (CheckpointingException, UnpicklingError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return loaded
 
 
 def differences(stored: Mapping[str, tuple[int, ...]], wanted: Shapes) -> list[str]:
     """What of the `wanted` tensors of all ranks is not in a checkpoint, and the other way round.
 
-    Optimizer state that nobody asks for is left alone: an engine for inference reads the model.
+    Optimizer state that nobody asks for is left alone: an engine for inference reads the model. So
+    are layers for multi-token prediction where the model has none: it is not trained to predict.
     """
     found = [f"it has no {key}" for key in sorted(wanted.keys() - stored.keys())]
-    unused = (key for key in stored.keys() - wanted.keys() if not key.startswith(OPTIMIZER_PREFIX))
+    predicts = any(key.startswith(_MTP) for key in wanted)
+    left_alone = _OPTIMIZER if predicts else (*_OPTIMIZER, _MTP)
+    unused = (key for key in stored.keys() - wanted.keys() if not key.startswith(left_alone))
     found += [f"the model has no {key}" for key in sorted(unused)]
     for key in sorted(wanted.keys() & stored.keys()):
         shape, padded = wanted[key]
@@ -86,13 +127,28 @@ def differences(stored: Mapping[str, tuple[int, ...]], wanted: Shapes) -> list[s
     return found
 
 
-def _requested(state: ShardedStateDict) -> Shapes:
-    tensors: Iterable[Any] = nested_values(load_preprocess(state)[0])
+def _requested(asked: Iterable[Any]) -> Shapes:
     return {
         tensor.key: (tuple(tensor.global_shape), bool(tensor.allow_shape_mismatch))
-        for tensor in tensors
+        for tensor in asked
         if isinstance(tensor, ShardedTensor)
     }
+
+
+def _unsafe(asked: Iterable[Any], path: Path) -> str | None:
+    """What of the objects that this rank asks for must not be given to Megatron: it runs pickles.
+
+    torch loads objects with weights_only=False (distributed/checkpoint/default_planner.py:389).
+    """
+    keys = {entry.unique_key for entry in asked if isinstance(entry, ShardedObject)}
+    try:
+        stored = DistReader(path)
+        stored.check_common()
+        for key in sorted(keys & stored.objects.keys()):
+            stored.check_object(key)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _save_arguments() -> dict[str, Any]:

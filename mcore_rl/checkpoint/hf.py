@@ -1,19 +1,16 @@
-"""Hugging Face checkpoints: slices read from safetensors, tensors streamed back into shards."""
+"""Hugging Face checkpoints: slices of their tensors, read from safetensors files."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from mcore_rl.checkpoint import fp8
+from mcore_rl.checkpoint.safetensors_file import Entry, SafetensorsFile
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -21,83 +18,111 @@ from mcore_rl.models.base import (
     read_config,
     without_mtp,
 )
-from mcore_rl.reshard.boxes import Block, LogicalTensor
+from mcore_rl.reshard.boxes import Block, Box, LogicalTensor
 from mcore_rl.reshard.rules import logical_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
-# What stands beside the weights and is carried along to an export.
-_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+_SINGLE_FILE = "model.safetensors"
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint folder, opened lazily; shapes come from the headers alone."""
+    """The tensors of a checkpoint folder as the model has them; holds no file open.
+
+    A weight in float8 blocks (checkpoint/fp8.py) is one tensor here: its scales have no name of
+    their own, and it is read as their product.
+
+    Raises:
+        ConfigError: the index and the files do not agree, a file is damaged, or weights are
+            quantised in another way.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._files: dict[Path, Any] = {}
-        self._where = self._locate()
+        if (self.path / "config.json").is_file():
+            found = read_config(self.path).get("quantization_config")
+            if found is not None:
+                fp8.check_quantization_config(found)
+        self._file_of = _located(self.path)
+        self._scaled = self._pairs()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.__exit__(None, None, None)
-        self._files.clear()
-
-    def _locate(self) -> dict[str, Path]:
-        index = self.path / INDEX_FILE
-        if index.is_file():
-            try:
-                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{index} is not a safetensors index: {error!r}") from error
-            for name in sorted(set(weight_map.values())):
-                if not (self.path / name).is_file():
-                    raise ConfigError(f"{index} names {name}, which is not in the folder")
-            return {tensor: self.path / name for tensor, name in weight_map.items()}
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(
-                f"model.path={str(self.path)!r}: there is no *.safetensors file in it"
-            )
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = safe_open(file, framework="pt").__enter__()
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
-        return self._files[file]
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are in float8."""
+        return bool(self._scaled)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        file = self._where[name]
-        try:
-            return tuple(self._open(file).get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise ConfigError(f"{file} has no tensor {name}, which its index names") from error
+        return self._entry(name).shape
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's shape by name."""
-        return {name: self.shape(name) for name in self._where}
+        scales = {name + fp8.SCALE_SUFFIX for name in self._scaled}
+        return {
+            name: file.entries[name].shape
+            for name, file in self._file_of.items()
+            if name not in scales
+        }
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What `read` gives: the dtype of the file, bfloat16 for float8."""
+        return torch.bfloat16 if name in self._scaled else self._entry(name).dtype
+
+    def nbytes(self, name: str) -> int:
+        """What a tensor takes in its files, with its scales."""
+        scale = name + fp8.SCALE_SUFFIX
+        scale_bytes = self._entry(scale).nbytes if name in self._scaled else 0
+        return self._entry(name).nbytes + scale_bytes
+
+    def has_checksum(self, name: str) -> bool:
+        """Whether damage of a tensor shows when it is read whole."""
+        names = [name, name + fp8.SCALE_SUFFIX] if name in self._scaled else [name]
+        return all(n in self._file_of[n].crc32s for n in names)
+
+    def stored(self) -> Iterator[tuple[str, Path, Entry]]:
+        """Every tensor of the files, scales too: its name, its file, and what it is there."""
+        for name, file in self._file_of.items():
+            yield name, file.path, file.entries[name]
 
     def config(self) -> HFConfig:
-        """config.json, without layers for multi-token prediction that the weights do not have.
+        """config.json as far as it is about the model that the tensors are.
 
-        transformers leaves them out when it saves a model and keeps their number in the config.
+        Without its quantization_config, since tensors are read as if there was none. Without layers
+        for multi-token prediction that the weights do not have: transformers leaves them out when
+        it saves a model and keeps their number in the config.
         """
         config = read_config(self.path)
+        config.pop("quantization_config", None)
         weights = family_of(config).weights(config, padded_vocab_size(config, 1))
         predicted = [w for w in weights if w.stage == "mtp" and not w.replica]
-        held = any(tensor.name in self._where for tensor in logical_tensors(predicted))
+        held = any(tensor.name in self._file_of for tensor in logical_tensors(predicted))
         return config if held else without_mtp(config)
 
-    def read(self, block: Block) -> torch.Tensor:
-        """The elements of one block, and no others, as a new tensor."""
-        part = self._open(self._where[block.tensor.name]).get_slice(block.tensor.name)
-        data: torch.Tensor = part[block.box.slices]
-        return data
+    def read(self, block: Block, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The elements of one block, and no others, as a new tensor; dtype: see `dtype`.
+
+        Raises:
+            ConfigError: the tensor is damaged.
+        """
+        out = torch.empty(block.box.sizes, dtype=dtype or self.dtype(block.tensor.name))
+        self.read_into(block, out)
+        return out
+
+    def read_into(self, block: Block, out: torch.Tensor) -> None:
+        """The elements of one block, in the dtype of `out`, which has the shape of the box.
+
+        In memory besides: the elements in the dtype of the file, where that is another one.
+        """
+        name, box = block.tensor.name, block.box
+        stored = self._entry(name).dtype
+        if name in self._scaled:
+            quantized = self._read_stored(name, box)
+            scales = self._read_stored(name + fp8.SCALE_SUFFIX, _blocks_of(box))
+            origin = (box.offsets[0], box.offsets[1])
+            fp8.dequantize_blocks(quantized, scales, out.dtype, origin, out)
+        elif stored == out.dtype:
+            self._file_of[name].read_into(name, box, out)
+        else:
+            out.copy_(self._read_stored(name, box))
 
     def check(self, expected: Iterable[LogicalTensor]) -> None:
         """Raise ConfigError unless the folder holds exactly these tensors, in these shapes."""
@@ -117,88 +142,118 @@ class CheckpointReader:
                     f"checkpoint {self.path}: tensor {name} has shape {found[name]}, "
                     f"but config.json asks for {shape}"
                 )
+            if self.dtype(name) not in _WEIGHT_DTYPES:
+                raise ConfigError(
+                    f"checkpoint {self.path}: tensor {name} has dtype {_short(self.dtype(name))}; "
+                    f"allowed: {', '.join(map(_short, _WEIGHT_DTYPES))}, or float8_e4m3fn with "
+                    f"scales of blocks"
+                )
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._file_of:
+            raise ConfigError(f"checkpoint {self.path} lacks tensor {name}")
+        return self._file_of[name].entries[name]
+
+    def _read_stored(self, name: str, box: Box) -> torch.Tensor:
+        out = torch.empty(box.sizes, dtype=self._entry(name).dtype)
+        self._file_of[name].read_into(name, box, out)
+        return out
+
+    def _pairs(self) -> frozenset[str]:
+        """The names of the weights in float8, each of which has its scales.
+
+        Raises:
+            ConfigError: one without the other, or scales that do not fit.
+        """
+        scaled: set[str] = set()
+        for name, file in self._file_of.items():
+            base = name.removesuffix(fp8.SCALE_SUFFIX)
+            if base != name:
+                if base not in self._file_of or self._entry(base).dtype != fp8.QUANTIZED:
+                    raise ConfigError(
+                        f"checkpoint {self.path}: {name} are scales, but {base} is not there in "
+                        f"{_short(fp8.QUANTIZED)}"
+                    )
+            elif file.entries[name].dtype == fp8.QUANTIZED:
+                self._check_scales(name)
+                scaled.add(name)
+        return frozenset(scaled)
+
+    def _check_scales(self, name: str) -> None:
+        scale, shape = name + fp8.SCALE_SUFFIX, self._entry(name).shape
+        if scale not in self._file_of:
+            raise ConfigError(
+                f"checkpoint {self.path}: {name} is in {_short(fp8.QUANTIZED)}, and its scales "
+                f"{scale} are not there"
+            )
+        if len(shape) != 2:
+            raise ConfigError(
+                f"checkpoint {self.path}: {name} is in {_short(fp8.QUANTIZED)} with shape {shape}; "
+                "allowed: matrices"
+            )
+        found, wanted = self._entry(scale), fp8.scale_shape(shape)
+        if found.shape != wanted or found.dtype not in fp8.SCALE_DTYPES:
+            raise ConfigError(
+                f"checkpoint {self.path}: {scale} is {_short(found.dtype)} of shape {found.shape}; "
+                f"allowed for {name}: {' or '.join(map(_short, fp8.SCALE_DTYPES))} of shape "
+                f"{wanted}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
+            )
 
 
-@contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to write into; it becomes `path` at the end, on an error nothing."""
-    if path.exists():
-        raise ConfigError(f"output folder {path} already exists; name one that does not")
-    aside = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        aside.rename(path)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+def _blocks_of(box: Box) -> Box:
+    """The blocks that a box of a weight touches, as a box of its scales."""
+    starts = tuple(offset // fp8.BLOCK for offset in box.offsets)
+    ends = (
+        -(-(offset + size) // fp8.BLOCK)
+        for offset, size in zip(box.offsets, box.sizes, strict=True)
+    )
+    return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
-def _shards(
-    tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    size_bytes = 0
-    for name, tensor in tensors:
-        if shard and size_bytes + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, size_bytes = {}, 0
-        shard[name] = tensor.detach().cpu().contiguous()
-        size_bytes += tensor.nbytes
-    if shard:
-        yield shard
+def _located(path: Path) -> dict[str, SafetensorsFile]:
+    """The file of each tensor: those of the index, else the one file, else all there are."""
+    found = {file.name: file for file in sorted(path.glob("*.safetensors")) if file.is_file()}
+    index = path / INDEX_FILE
+    weight_map = _weight_map(index) if index.is_file() else None
+    if weight_map is not None:
+        named = set(weight_map.values())
+        if absent := sorted(named - found.keys()):
+            raise ConfigError(f"{index} names {absent[0]!r}, which is not in the folder")
+        found = {name: found[name] for name in sorted(named)}
+    elif _SINGLE_FILE in found:
+        found = {_SINGLE_FILE: found[_SINGLE_FILE]}
+    if not found:
+        raise ConfigError(f"model.path={str(path)!r}: there is no *.safetensors file in it")
+    located: dict[str, SafetensorsFile] = {}
+    for file in (SafetensorsFile(file) for file in found.values()):
+        for name in file.entries:
+            if name in located:
+                raise ConfigError(f"{located[name].path} and {file.path} both hold tensor {name}")
+            located[name] = file
+    if weight_map is not None:
+        _check_index(index, weight_map, located)
+    return located
 
 
-def write_checkpoint(
-    path: str | Path,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    reference: str | Path,
-    max_shard_bytes: int = 5 << 30,
-    config_changes: Mapping[str, Any] | None = None,
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ConfigError(f"{index} is not a safetensors index: it has no weight_map of file names")
+    return weight_map
+
+
+def _check_index(
+    index: Path, weight_map: Mapping[str, str], located: Mapping[str, SafetensorsFile]
 ) -> None:
-    """Stream tensors into a new checkpoint folder, with config and tokenizer files of `reference`.
-
-    At most one shard is in memory. The folder appears under its name when it is complete.
-    `config_changes` are fields of config.json that differ from the reference's.
-
-    Raises:
-        ConfigError: `path` exists.
-    """
-    with written_aside(Path(path)) as folder:
-        files: list[tuple[Path, list[str]]] = []
-        total_bytes = 0
-        largest = torch.empty(0)  # a small tensor may be kept in float32
-        for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
-            file = folder / f"shard-{number}"
-            save_file(shard, file, metadata={"format": "pt"})
-            files.append((file, list(shard)))
-            total_bytes += sum(t.nbytes for t in shard.values())
-            largest = max(largest, *shard.values(), key=torch.Tensor.numel)
-        weight_map: dict[str, str] = {}
-        for number, (file, names) in enumerate(files, start=1):
-            final = "model.safetensors"
-            if len(files) > 1:
-                final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            file.rename(folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        _copy_companions(Path(reference), folder, largest.dtype, config_changes or {})
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=1))
+    for name, file_name in weight_map.items():
+        if name not in located or located[name].path.name != file_name:
+            raise ConfigError(
+                f"{index.parent / file_name} has no tensor {name!r}, which {index.name} names"
+            )
+    for name, file in located.items():
+        if name not in weight_map:
+            raise ConfigError(f"{file.path} has tensor {name}, which {index.name} does not name")
 
 
-def _copy_companions(
-    reference: Path, folder: Path, dtype: torch.dtype, config_changes: Mapping[str, Any]
-) -> None:
-    """Config and tokenizer files; config.json names the dtype of the tensors beside it."""
-    for pattern in _COMPANIONS:
-        for companion in reference.glob(pattern):
-            if companion.name != INDEX_FILE:
-                shutil.copyfile(companion, folder / companion.name)
-    config_file = folder / "config.json"
-    if config_file.is_file():
-        config = json.loads(config_file.read_text()) | dict(config_changes)
-        for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
-            if key in config:
-                config[key] = str(dtype).removeprefix("torch.")
-        config_file.write_text(json.dumps(config, indent=2) + "\n")
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -62,19 +62,26 @@ def check_inputs(config: RLConfig) -> Inputs:
 
 
 def _check_model(config: RLConfig) -> None:
-    family_of(read_config(config.model.path))
-    with CheckpointReader(config.model.path) as reader:
-        hf_config = reader.config()
-        sizes = model_sizes(hf_config)
-        resolve_model_layout("actor.layout", config.actor.layout, sizes)
-        resolve_model_engine("actor", config.actor, sizes)
-        if config.warm_start.num_steps:
-            resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
-        resolve_rollout_model(config.rollout, sizes)
-        weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
-        reader.check(logical_tensors(weights))
-        if config.actor.lora.rank:
-            check_targets("actor.lora", weights, config.actor.lora)
+    found = read_config(config.model.path)
+    family_of(found)
+    reader = CheckpointReader(config.model.path)
+    if reader.is_quantized or found.get("quantization_config"):
+        raise ConfigError(
+            f"model.path={config.model.path!r} is quantised, and its servers would be sent "
+            "bfloat16; allowed: float32 or bfloat16. To convert it: mcore-rl convert hf-to-mcore, "
+            "then mcore-rl convert mcore-to-hf --dtype bfloat16"
+        )
+    hf_config = reader.config()
+    sizes = model_sizes(hf_config)
+    resolve_model_layout("actor.layout", config.actor.layout, sizes)
+    resolve_model_engine("actor", config.actor, sizes)
+    if config.warm_start.num_steps:
+        resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
+    resolve_rollout_model(config.rollout, sizes)
+    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
+    reader.check(logical_tensors(weights))
+    if config.actor.lora.rank:
+        check_targets("actor.lora", weights, config.actor.lora)
 
 
 def _check_lengths(config: RLConfig) -> None:

@@ -6,9 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 # The figure class with its own Agg canvas: no display, and none of pyplot's global state.
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"  # told apart by colour-blind eyes too
 
@@ -45,6 +49,24 @@ def plot_reward_curve(
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(loc="best", framealpha=0.9)
+    _save(figure, path)
+
+
+def plot_traffic(path: Path, traffic: NDArray[np.int64]) -> None:
+    """Write a PNG heatmap of bytes [generation ranks, training ranks], on a logarithmic scale."""
+    figure = Figure(figsize=(8.0, 7.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    shown = np.ma.masked_equal(traffic / 1e6, 0)
+    image = axes.imshow(shown, norm=LogNorm(), aspect="auto", interpolation="nearest")
+    figure.colorbar(image, label="MB", format="%g")
+    axes.set_xlabel("training rank")
+    axes.set_ylabel("generation rank")
+    axes.set_title("Weights on their way")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     aside = path.with_name(f".{path.name}.partial")
     figure.savefig(aside, format="png")
     os.replace(aside, path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,6 +33,25 @@ def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float 
         _destroy_groups()
         _make_groups(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+@contextmanager
+def groups_of_one() -> Iterator[None]:
+    """Inside, this process is the only rank of a world of its own; no launcher, no network.
+
+    Raises:
+        RuntimeError: the process belongs to a world already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank already and cannot be a world of its own")
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        initialize_groups(Layout(), "gloo", seed=0)
+        yield
+    finally:
+        _destroy_groups()
+        dist.destroy_process_group()
 
 
 def _make_groups(layout: Layout) -> None:

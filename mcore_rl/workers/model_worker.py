@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_rl.checkpoint.hf import write_checkpoint
+from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, Metrics, create_engine

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.losses import value_clip
-from mcore_rl.checkpoint.hf import write_checkpoint
+from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import Columns

@@ -162,8 +162,7 @@ def test_rules_name_each_tensor_of_a_checkpoint_with_a_prediction_layer(with_mtp
     config = read_config(path)
     weights = family_of(config).weights(config, config["vocab_size"])
     assert family_of(config).num_mtp_layers(config) == 1
-    with CheckpointReader(path) as reader:
-        reader.check(logical_tensors(weights))
+    CheckpointReader(path).check(logical_tensors(weights))
     [replica] = [weight for weight in weights if weight.replica]
     assert (replica.name, replica.stage) == ("embedding.word_embeddings.weight", "mtp")
     read = tiny_families.with_prediction_layer(path)  # the checkpoint is in the published form

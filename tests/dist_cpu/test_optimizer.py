@@ -331,12 +331,12 @@ def test_on_the_cpu_lane_host_and_device_are_one(runs):
 
 
 def test_a_checkpoint_without_its_stamp_is_refused(runs, tmp_path):
-    from mcore_rl.checkpoint import dist
+    from mcore_rl.checkpoint import stamp
     from mcore_rl.config.errors import ConfigError
 
     copy = tmp_path / "copy"
     shutil.copytree(runs.folder / "moe-ep2-sharded", copy)
-    assert dist.read_stamp(copy)["optimizer"] == "sharded"
+    assert stamp.read_stamp(copy)["optimizer"] == "sharded"
     (copy / "mcore_rl.json").unlink()
     with pytest.raises(ConfigError, match="not a complete checkpoint"):
-        dist.read_stamp(copy)
+        stamp.read_stamp(copy)

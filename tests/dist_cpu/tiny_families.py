@@ -91,6 +91,28 @@ def save(model: Any, path: Path) -> Path:
     return path
 
 
+def served_config(name: str) -> transformers.PretrainedConfig:
+    """A case with heads of a size that vLLM's CPU kernels were compiled for."""
+    config = cases()[name].config
+    if config.model_type == "deepseek_v3":
+        config.kv_lora_rank, config.qk_rope_head_dim, config.head_dim = 512, 64, 64
+    elif config.model_type == "qwen2":  # its heads share the hidden size
+        config.hidden_size = 32 * config.num_attention_heads
+    else:
+        config.head_dim = 32
+    return config
+
+
+def save_served(model: Any, path: Path) -> Path:
+    """A checkpoint that vLLM reads: with what transformers leaves out of published configs."""
+    save(model, path)
+    if model.config.model_type == "deepseek_v3":
+        fields = json.loads((path / "config.json").read_text())
+        fields |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
 def save_with_mtp(name: str, folder: Path) -> Path:
     """A checkpoint with one layer of multi-token prediction, as published models have it.
 

@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from mcore_rl.engine.megatron import versions
 
 _CPU = torch.device("cpu")
-_installed: TorchFunctionMode | None = None
+_installed: _CudaMeansCpu | None = None
 
 
 def device_name() -> str:
-    """The lane: "cuda" when a GPU is visible, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """The lane: "cuda" when a GPU is visible and the CPU's was not asked for, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() and _installed is None else "cpu"
 
 
 def collective_backend() -> str:
@@ -48,21 +48,36 @@ def config_flags() -> dict[str, Any]:
     }
 
 
-def install(num_threads: int) -> None:
-    """Prepare this process for Megatron; without a GPU, put the CPU in CUDA's place."""
+def install(num_threads: int, *, on_cpu: bool = False) -> None:
+    """Prepare this process for Megatron; without a GPU, put the CPU in CUDA's place.
+
+    `on_cpu` takes the CPU lane even where there is a GPU. The process then stays in that lane.
+    """
     global _installed
     torch.set_num_threads(num_threads)
     _quiet()
     versions.check_megatron_version()
-    if device_name() == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return
     if _installed is not None:
         return
-    _patch_torch_cuda()
-    _patch_megatron()
+    if device_name() == "cuda" and not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return
     _installed = _CudaMeansCpu()
+    _patch_torch_cuda(_installed)
+    _patch_megatron()
     _installed.__enter__()
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Inside, "cuda" means torch's meta device: models have shapes and no memory. CPU lane only."""
+    if _installed is None:
+        raise RuntimeError("without_memory() before install() of the CPU lane")
+    _installed.device = torch.device("meta")
+    try:
+        yield
+    finally:
+        _installed.device = _CPU
 
 
 def _quiet() -> None:
@@ -79,6 +94,10 @@ class _CudaMeansCpu(TorchFunctionMode):
     optimizer/clip_grads.py:167 and distrib_optimizer.py:361 compare with.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = _CPU  # what "cuda" means
+
     def __torch_function__(
         self,
         func: Any,
@@ -94,7 +113,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if kwargs:
             device = kwargs.get("device")
             if device is not None and str(device).startswith("cuda"):
-                kwargs = {**kwargs, "device": _CPU}
+                kwargs = {**kwargs, "device": self.device}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
@@ -116,7 +135,7 @@ class _NullStream:
     def synchronize(self) -> None: ...
 
 
-def _patch_torch_cuda() -> None:
+def _patch_torch_cuda(mode: _CudaMeansCpu) -> None:
     null = _NullStream()
 
     @contextlib.contextmanager
@@ -124,7 +143,7 @@ def _patch_torch_cuda() -> None:
         yield
 
     replacements: dict[str, Any] = {
-        "current_device": lambda: _CPU,  # tensor_parallel/layers.py:261 and 174 more
+        "current_device": lambda: mode.device,  # tensor_parallel/layers.py:261 and 174 more
         "synchronize": lambda *_, **__: None,  # pipeline_parallel/p2p_communication.py:242
         "empty_cache": lambda: None,
         "current_stream": lambda *_, **__: null,  # transformer/moe/token_dispatcher.py:871

@@ -60,16 +60,15 @@ class MegatronEngine(BaseEngine):
         self.num_mtp_layers = family.num_mtp_layers(self.hf_config) if settings.mtp_loss_coef else 0
         num_layers = self.hf_config["num_hidden_layers"]
         stages = split_into_chunks(self.layout, num_layers, self.num_mtp_layers)
+        vocab = padded_vocab_size(self.hf_config, self.layout.tp)
         self.chunks = model.build_chunks(
-            family, self.hf_config, settings, dtype, stages, at.pp_rank, self._model_class()
+            family, self.hf_config, settings, dtype, stages, at.pp_rank, vocab, self._model_class()
         )
-        self.weights = self._weight_rules(padded_vocab_size(self.hf_config, self.layout.tp))
+        self.weights = self._weight_rules(vocab)
         num_experts = self.chunks[0].config.num_moe_experts or 1
         self.placement = weights.WeightPlacement(self.mesh, stages, num_experts)
-        with CheckpointReader(self.spec.model.path) as reader:
-            weights.load_weights(
-                self.chunks, self.weights, self.placement, at, reader, self._zeros()
-            )
+        reader = CheckpointReader(self.spec.model.path)
+        weights.load_weights(self.chunks, self.weights, self.placement, at, reader, self._zeros())
         if settings.lora.rank:
             lora.attach(
                 self.chunks, self.weights, self.placement, at, settings.lora, self.spec.seed
@@ -88,8 +87,7 @@ class MegatronEngine(BaseEngine):
     # What a value model does in another way: see value_engine.py.
 
     def _model_config(self) -> HFConfig:
-        with CheckpointReader(self.spec.model.path) as reader:
-            return reader.config()
+        return CheckpointReader(self.spec.model.path).config()
 
     def _model_class(self) -> Any:
         from mcore_rl.engine.megatron.model import PolicyModel
@@ -114,6 +112,21 @@ class MegatronEngine(BaseEngine):
             return None
         columns = {name: self._in_batch_order(batch, micros, results, name) for name in results[0]}
         return batch.with_columns(**columns, **routed)
+
+    @torch.no_grad()
+    def trace(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """What the modules of this pipeline stage put out, by Hugging Face name: see trace.py.
+
+        `batch` as for infer_batch. Ranks of the stage with the same rows get the same.
+        """
+        from mcore_rl.engine.megatron.trace import Tracing
+
+        self._finish_weights()
+        micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
+        routing = self._routing(batch, scoring=True, forward_only=True)
+        with Tracing(self.chunks) as tracing, routing:
+            self._run(micros, None, routing, forward_only=True)
+        return tracing.whole(micros, int(batch.num_tokens.sum()), self.hf_config["vocab_size"])
 
     def train_batch(self, batch: Batch, loss_function: LossFunction) -> Metrics:
         self.optimizer_zero_grad()
@@ -168,12 +181,20 @@ class MegatronEngine(BaseEngine):
         if self.is_main_rank:
             yield from self._untouched()
 
+    def local_weights(self) -> Any:
+        """This rank's part of a reshard plan, a LocalWeights: see handover.py."""
+        from mcore_rl.engine.megatron.handover import local_weights
+
+        self._finish_weights()
+        at = self.mesh.coordinate(self.world_rank)
+        return local_weights(self.chunks, self.weights, self.placement, at)
+
     def _untouched(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the checkpoint that no chunk has: prediction layers that are not trained."""
         unheld = [w for w in self.weights if not w.replica and self.placement.chunk(w) is None]
-        with CheckpointReader(self.spec.model.path) as reader:
-            for tensor in (tensor for weight in unheld for tensor in weight.rule.tensors):
-                yield tensor.name, reader.read(rows(tensor, 0, tensor.shape[0], 0))
+        reader = CheckpointReader(self.spec.model.path)
+        for tensor in (tensor for weight in unheld for tensor in weight.rule.tensors):
+            yield tensor.name, reader.read(rows(tensor, 0, tensor.shape[0], 0))
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True

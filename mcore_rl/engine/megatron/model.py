@@ -15,10 +15,14 @@ from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device, versions
 from mcore_rl.engine.megatron.moe import sequence_share, use_packed_routers
 from mcore_rl.engine.megatron.mtp import block_spec, states_with_predictions
-from mcore_rl.models.base import Family, HFConfig, padded_vocab_size
+from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.stages import Chunk
 
 _ACTIVATIONS = {"silu": F.silu}
+# Every weight is loaded, or set to zero, before it is read.
+_INIT_METHODS = dict.fromkeys(
+    ("init_method", "output_layer_init_method", "embedding_init_method"), lambda weight: weight
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -68,6 +72,7 @@ def build_chunks(
     dtype: torch.dtype,
     stages: Sequence[Chunk],
     pp_rank: int,
+    padded_vocab: int,
     model_class: Callable[..., PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
     """The chunks of this pipeline rank, uninitialised as far as their weights matter.
@@ -89,7 +94,7 @@ def build_chunks(
             mtp_block_spec=(
                 block_spec(config, layer_spec, vp_stage) if stage.num_mtp_layers else None
             ),
-            vocab_size=padded_vocab_size(hf_config, engine.layout.tp),
+            vocab_size=padded_vocab,
             max_sequence_length=hf_config.get("max_position_embeddings", 0),
             pre_process=stage.has_embedding,
             post_process=stage.has_head,
@@ -132,6 +137,7 @@ def _transformer_config(
         **fields,
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,
         **_recompute_fields(engine),
+        **_INIT_METHODS,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,

@@ -37,11 +37,12 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.checkpoint import dist as dist_checkpoint
-from mcore_rl.checkpoint.stamp import read_stamp
+from mcore_rl.checkpoint.stamp import STAMP_FILE, read_stamp
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron import versions
+from mcore_rl.engine.megatron.shards import METADATA, load_shards, shards_to_load, shards_to_save
 
 State = dict[str, Any]
 
@@ -78,15 +79,24 @@ def load(
 ) -> None:
     """Read a checkpoint that was saved in any layout. Collective over all ranks.
 
+    Without an optimizer it may be one of Megatron-LM, which has no stamp.
+
     Raises:
         ConfigError: it is incomplete, of another model, or its optimizer state is of another kind.
             The weights are then as they were.
     """
-    _check(read_stamp(path), path, _facts(spec, vocab_size))
+    is_foreign = dist_checkpoint.is_checkpoint(path) and not (path / STAMP_FILE).exists()
+    if optimizer is not None or not is_foreign:
+        _check(read_stamp(path), path, _facts(spec, vocab_size))
+    stored = dist_checkpoint.tensor_shapes(path)
+    if is_foreign:
+        _check_rows(stored, path, vocab_size)
+    is_stacked = dist_checkpoint.are_layers_stacked(stored)
     with _without_steps(optimizer):
-        state = dist_checkpoint.load(_sharded(chunks, optimizer, is_loading=True), path)
+        asked = _sharded(chunks, optimizer, is_loading=True, is_stacked=is_stacked)
+        state = dist_checkpoint.load(asked, path, stored)
         for index, chunk in enumerate(chunks):
-            chunk.load_state_dict(state[f"model{index}"])
+            load_shards(chunk, state[f"model{index}"])
         if optimizer is not None:
             _load_moments(optimizer, state["optimizer"])
     if optimizer is not None and schedule is not None:
@@ -142,24 +152,32 @@ def _check(stamp: Mapping[str, Any], path: Path, mine: Mapping[str, Any]) -> Non
     )
 
 
+def _check_rows(stored: Mapping[str, tuple[int, ...]], path: Path, vocab_size: int) -> None:
+    """What a stamp would tell: rows behind those of the vocabulary are padding of any length."""
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if stored.get(name, (vocab_size,))[0] < vocab_size:
+            raise ConfigError(
+                f"{path} is a checkpoint of another model: {name} has {stored[name][0]} rows, this "
+                f"model's vocabulary {vocab_size}"
+            )
+
+
 def _sharded(
-    chunks: Sequence[GPTModel], optimizer: ChainedOptimizer | None, *, is_loading: bool
+    chunks: Sequence[GPTModel],
+    optimizer: ChainedOptimizer | None,
+    *,
+    is_loading: bool,
+    is_stacked: bool = False,
 ) -> State:
-    """The shards that this rank writes, or asks for."""
-    metadata = {
-        # One name for a parameter's state, whichever of the chained optimizers has it.
-        "chained_optim_avoid_prefix": True,
-        # Of the sharded optimizer: whole tensors on disk, so that any layout can read them.
-        "distrib_optim_sharding_type": "fully_reshardable",
-    }
+    """The shards that this rank writes, or asks for; `is_stacked` says how they stand there."""
     state: State = {
-        f"model{index}": chunk.sharded_state_dict(metadata=metadata)
+        f"model{index}": shards_to_load(chunk, is_stacked) if is_loading else shards_to_save(chunk)
         for index, chunk in enumerate(chunks)
     }
     if optimizer is not None:
         with _without_bucket_padding(optimizer):
             state["optimizer"] = optimizer.sharded_state_dict(
-                dict(state), is_loading=is_loading, metadata=metadata
+                dict(state), is_loading=is_loading, metadata=dict(METADATA)
             )
     return state
 

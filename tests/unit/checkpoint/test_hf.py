@@ -1,36 +1,62 @@
-"""Checkpoint folders are read by slices, checked before use and never left half-written."""
+"""Checkpoint folders are read by slices and checked before use, in float8 blocks too."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from mcore_rl.checkpoint.hf import CheckpointReader, write_checkpoint
+from mcore_rl.checkpoint.fp8 import dequantize_blocks, quantization_config, quantize_blocks
+from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.boxes import Block, Box, LogicalTensor
 
 TENSORS = {"a": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5.0)}
 EXPECTED = [LogicalTensor("a", (4, 3)), LogicalTensor("b", (5,))]
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def block(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Block:
+    return Block(LogicalTensor(name, ()), Box(offsets, sizes), (0,) * len(offsets))
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
-    save_file(TENSORS, path / "model.safetensors")
+    save_file(TENSORS, path / SINGLE)
     (path / "config.json").write_text("{}")
-    (path / "tokenizer.json").write_text('{"t": 1}')
     return path
 
 
+def with_index(folder: Path, weight_map: Any) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
 def test_a_block_is_read_as_the_slice_of_its_tensor(folder):
-    with CheckpointReader(folder) as reader:
-        reader.check(EXPECTED)
-        block = Block(EXPECTED[0], Box((1, 1), (2, 2)), (0, 0))
-        assert torch.equal(reader.read(block), TENSORS["a"][1:3, 1:3])
+    reader = CheckpointReader(folder)
+    reader.check(EXPECTED)
+    found = reader.read(block("a", (1, 1), (2, 2)))
+    assert torch.equal(found, TENSORS["a"][1:3, 1:3])
+    assert (reader.dtype("a"), reader.nbytes("a"), reader.is_quantized) == (
+        torch.float32,
+        48,
+        False,
+    )
+
+
+def test_a_block_is_read_in_another_dtype_when_asked(folder):
+    reader, wanted = CheckpointReader(folder), TENSORS["a"][1:3].bfloat16()
+    assert torch.equal(reader.read(block("a", (1, 0), (2, 3)), torch.bfloat16), wanted)
+    out = torch.zeros(4, 3, dtype=torch.bfloat16)
+    reader.read_into(block("a", (1, 0), (2, 3)), out[2:])
+    assert torch.equal(out[2:], wanted)
+    assert not out[:2].any()
 
 
 @pytest.mark.parametrize(
@@ -45,8 +71,23 @@ def test_a_block_is_read_as_the_slice_of_its_tensor(folder):
     ],
 )
 def test_missing_extra_and_misshapen_tensors_are_named(folder, expected, message):
-    with CheckpointReader(folder) as reader, pytest.raises(ConfigError, match=message):
-        reader.check(expected)
+    with pytest.raises(ConfigError, match=message):
+        CheckpointReader(folder).check(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e5m2, torch.bool])
+def test_a_tensor_of_another_dtype_than_weights_have_is_named(folder, dtype):
+    save_file({"a": torch.zeros(4, 3, dtype=dtype), "b": TENSORS["b"]}, folder / SINGLE)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ConfigError, match=f"tensor a has dtype {name}; allowed: float32, bfloat16"):
+        CheckpointReader(folder).check(EXPECTED)
+
+
+def test_a_name_that_the_folder_lacks_is_an_error(folder):
+    reader = CheckpointReader(folder)
+    for call in (reader.shape, reader.dtype, reader.nbytes):
+        with pytest.raises(ConfigError, match="lacks tensor z"):
+            call("z")
 
 
 def test_an_empty_folder_is_named(tmp_path):
@@ -55,69 +96,139 @@ def test_an_empty_folder_is_named(tmp_path):
 
 
 def test_a_damaged_file_is_named(folder):
-    (folder / "model.safetensors").write_bytes(b"not a header")
+    (folder / SINGLE).write_bytes(b"not a header")
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):
         CheckpointReader(folder)
 
 
-def test_an_index_that_names_a_missing_file_is_named(folder):
-    index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"names model-00002-of-00002\.safetensors, which is not"):
+def test_shapes_of_a_checkpoint_in_parts_come_from_its_files(tmp_path):
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(4)}, tmp_path / "two.safetensors")
+    assert CheckpointReader(tmp_path).shapes() == {"a": (2, 3), "b": (4,)}
+    with_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    save_file({"c": torch.zeros(4)}, tmp_path / "three.safetensors")  # not of the checkpoint
+    assert CheckpointReader(tmp_path).shapes() == {"a": (2, 3), "b": (4,)}
+
+
+def test_the_one_file_of_a_model_is_read_and_not_what_lies_beside_it(folder):
+    save_file({"x": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert CheckpointReader(folder).shapes() == {"a": (4, 3), "b": (5,)}
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path):
+    for name in ("one", "two"):
+        save_file({"a": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=r"one\.safetensors and .*two\.\w+ both hold tensor a"):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "model-00002-of-00002.safetensors"}, "names 'model-00002-of-00002.*', which is not"),
+        ({"a": "../model/model.safetensors"}, "names '../model/model.*', which is not"),
+        ({"a": SINGLE, "b": SINGLE, "z": SINGLE}, r"model\.safetensors has no tensor 'z', which"),
+        ({"a": SINGLE}, r"model\.safetensors has tensor b, which .* does not name"),
+        ({"a": 1}, "it has no weight_map of file names"),
+        ([], "it has no weight_map of file names"),
+        ({}, "there is no .*safetensors file in it"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(folder, weight_map, message):
+    with_index(folder, weight_map)
+    with pytest.raises(ConfigError, match=message):
         CheckpointReader(folder)
 
 
-def test_shapes_of_a_checkpoint_in_parts_come_from_its_index(tmp_path):
-    save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
-    save_file({"b": torch.zeros(4)}, tmp_path / "two.safetensors")
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with CheckpointReader(tmp_path) as reader:
-        assert reader.shapes() == {"a": (2, 3), "b": (4,)}
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000])
+def test_an_index_that_is_no_json_object_is_refused(folder, text):
+    (folder / INDEX).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{INDEX} (is not valid JSON|holds a JSON list)"):
+        CheckpointReader(folder)
 
 
-def test_an_index_that_names_a_tensor_its_file_lacks_is_named(folder):
-    index = {"weight_map": {"z": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with (
-        CheckpointReader(folder) as reader,
-        pytest.raises(ConfigError, match=r"model\.safetensors has no tensor z"),
-    ):
-        reader.shapes()
+# Float8 blocks.
+
+WEIGHT, SCALES = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale_inv"
+WHOLE = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+Q, S = quantize_blocks(WHOLE)
 
 
-def test_a_written_checkpoint_reads_back_bit_for_bit_in_bounded_shards(folder, tmp_path):
-    path = tmp_path / "out"
-    write_checkpoint(path, TENSORS.items(), reference=folder, max_shard_bytes=50)
-    with CheckpointReader(path) as reader:
-        reader.check(EXPECTED)
-    files = sorted(path.glob("*.safetensors"))
-    assert [f.name for f in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
-    assert (path / "tokenizer.json").read_text() == '{"t": 1}'
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 68
+@pytest.fixture
+def quantized(tmp_path: Path) -> Path:
+    """Its scales in another file, as they may be."""
+    path = tmp_path / "quantized"
+    path.mkdir()
+    save_file({WEIGHT: Q, "norm": TENSORS["b"]}, path / "one.safetensors")
+    save_file({SCALES: S}, path / "two.safetensors")
+    config = {"quantization_config": quantization_config([WEIGHT])}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
-def test_the_config_of_an_export_names_the_dtype_of_its_tensors(folder, tmp_path):
-    (folder / "config.json").write_text('{"dtype": "float32", "vocab_size": 7}')
-    write_checkpoint(tmp_path / "out", [("a", torch.zeros(2, dtype=torch.bfloat16))], folder)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config == {"dtype": "bfloat16", "vocab_size": 7}
+def test_a_weight_in_float8_is_one_tensor(quantized):
+    reader = CheckpointReader(quantized)
+    reader.check([LogicalTensor(WEIGHT, (300, 200)), LogicalTensor("norm", (5,))])
+    assert reader.is_quantized
+    assert reader.shapes() == {WEIGHT: (300, 200), "norm": (5,)}
+    assert (reader.dtype(WEIGHT), reader.dtype("norm")) == (torch.bfloat16, torch.float32)
+    assert reader.nbytes(WEIGHT) == 300 * 200 + 4 * 3 * 2
 
 
-def test_a_stream_that_breaks_leaves_nothing(folder, tmp_path):
-    def breaking():
-        yield "a", TENSORS["a"]
-        raise RuntimeError("lost")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("offsets", "sizes"), [((0, 0), (300, 200)), ((120, 0), (60, 200)), ((131, 127), (2, 2))]
+)
+def test_a_box_of_a_weight_in_float8_is_the_slice_of_the_product(quantized, dtype, offsets, sizes):
+    wanted = dequantize_blocks(Q, S, dtype or torch.bfloat16)[Box(offsets, sizes).slices]
+    found = CheckpointReader(quantized).read(block(WEIGHT, offsets, sizes), dtype)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
 
-    with pytest.raises(RuntimeError, match="lost"):
-        write_checkpoint(tmp_path / "out", breaking(), reference=folder)
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+def test_scales_may_be_in_bfloat16(quantized):
+    save_file({SCALES: S.bfloat16()}, quantized / "two.safetensors")
+    found = CheckpointReader(quantized).read(block(WEIGHT, (0, 0), (300, 200)))
+    assert torch.equal(found, dequantize_blocks(Q, S.bfloat16(), torch.bfloat16))
 
 
-def test_an_existing_folder_is_not_overwritten(folder, tmp_path):
-    with pytest.raises(ConfigError, match="already exists"):
-        write_checkpoint(folder, TENSORS.items(), reference=folder)
-    assert torch.equal(load_file(folder / "model.safetensors")["a"], TENSORS["a"])
+@pytest.mark.parametrize(
+    ("one", "two", "message"),
+    [
+        ({WEIGHT: Q}, {"x": S}, f"{WEIGHT} is in float8_e4m3fn, and its scales {SCALES} are not"),
+        ({WEIGHT: WHOLE}, {SCALES: S}, f"{SCALES} are scales, but {WEIGHT} is not there in float8"),
+        ({"x": WHOLE}, {SCALES: S}, f"{SCALES} are scales, but {WEIGHT} is not there in float8"),
+        (
+            {WEIGHT: Q},
+            {SCALES: S[:2]},
+            r"shape \(2, 2\); allowed .* of shape \(3, 2\), one for each",
+        ),
+        (
+            {WEIGHT: Q},
+            {SCALES: S.double()},
+            "is float64 of shape .* allowed .*: float32 or bfloat16",
+        ),
+        ({WEIGHT: Q[0]}, {SCALES: S}, r"float8_e4m3fn with shape \(200,\); allowed: matrices"),
+    ],
+)
+def test_values_and_scales_that_do_not_fit_are_named(quantized, one, two, message):
+    save_file({name: t.contiguous() for name, t in one.items()}, quantized / "one.safetensors")
+    save_file({name: t.contiguous() for name, t in two.items()}, quantized / "two.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        CheckpointReader(quantized)
+
+
+def test_weights_that_are_quantised_in_another_way_are_refused(folder):
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(ConfigError, match="quant_method='gptq' is not supported; allowed: 'fp8'"):
+        CheckpointReader(folder)
+
+
+def test_the_config_of_a_quantised_model_is_that_of_the_model(quantized):
+    published = Path(__file__).parents[1] / "models" / "published" / "DeepSeek-V3.json"
+    config = json.loads(published.read_text())
+    config["quantization_config"] = quantization_config([])
+    (quantized / "config.json").write_text(json.dumps(config))
+    found = CheckpointReader(quantized).config()
+    del config["quantization_config"]
+    assert found == config | {"num_nextn_predict_layers": 0}  # the weights have none

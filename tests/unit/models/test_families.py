@@ -174,7 +174,11 @@ REFUSED = [
     (QWEN3_0_6B, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
     (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not .* 'default'"),
     (QWEN3_0_6B, {"rope_theta": None}, "neither rope_theta nor"),
-    (QWEN3_0_6B, {"quantization_config": {"quant_method": "fp8"}}, "a quantization_config is not"),
+    (
+        QWEN2_5_7B,
+        {"hidden_size": 3585},
+        "hidden_size=3585 is no multiple of num_attention_heads=28",
+    ),
     (QWEN3_30B_A3B, {"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
     (QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with renormalised"),
     (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window=true is not supported"),

@@ -1,0 +1,56 @@
+"""mcore-rl plan reshard: the bytes of a weight sync, before any GPU is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from mcore_rl.cli.options import Parser, parse_axes
+from mcore_rl.config.schema import Layout
+from mcore_rl.reshard.layout import GenerationLayout
+
+_ABOUT = """\
+Bytes that each generation rank receives, the lower bound, the busiest links, and what
+gather-then-slice would move between the same layouts. Weights are not needed."""
+
+
+def main(arguments: list[str]) -> None:
+    options = _parser().parse_args(arguments)
+    train = parse_axes("--train", options.train, Layout)
+    generate = parse_axes("--generate", options.generate, GenerationLayout)
+    from mcore_rl.tools import plan_reshard
+
+    cluster = plan_reshard.Cluster(
+        options.gpus_per_node, options.nic_gbps, options.nvlink_gbps, options.nodes
+    )
+    report, traffic = plan_reshard.plan_reshard(
+        options.model, options.mode, train, generate, cluster
+    )
+    if options.plot:
+        from mcore_rl.observability.plots import plot_traffic
+
+        plot_traffic(options.plot, traffic)
+    if options.json:
+        json.dump(report.as_json(), sys.stdout, indent=1)
+        print()
+    else:
+        plan_reshard.show(report)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="mcore-rl plan", description="What something would cost.")
+    what = parser.add_subparsers(dest="what", required=True, metavar="reshard", parser_class=Parser)
+    add = what.add_parser("reshard", description=_ABOUT).add_argument
+    add("--model", type=Path, required=True, help="Hugging Face folder, or a config.json")
+    add("--mode", default="colocated", help="colocated (the default) or disaggregated")
+    add("--train", required=True, metavar="tp=2,ep=8", help="tp pp cp dp ep etp vpp")
+    add("--generate", required=True, metavar="tp=8", help="tp pp dp ep, of vLLM")
+    add("--nodes", type=int, help="default: as many as the ranks need")
+    add("--gpus-per-node", type=int, default=8)
+    add("--nic-gbps", type=float, default=400.0, help="gigabits a second of a GPU; default: 400")
+    add("--nvlink-gbps", type=float, default=3600.0, help="the same inside a node; default: 3600")
+    add("--plot", type=Path, metavar="PNG", help="heatmap of who sends whom how much")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser

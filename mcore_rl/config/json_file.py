@@ -1,0 +1,49 @@
+"""JSON from outside, read without trust: bounded in size and depth, and always an object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.errors import ConfigError
+
+_MAX_BYTES = 100_000_000  # what the safetensors library allows a header
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    return parse_json_object(data, str(path))
+
+
+def parse_json_object(
+    data: bytes,
+    where: str,
+    from_pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict,
+) -> dict[str, Any]:
+    """The object that UTF-8 text holds; `from_pairs` makes each object in it and may refuse some.
+
+    Raises:
+        ConfigError: it is no JSON object; the message begins with `where`.
+    """
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{where} holds more than {_MAX_BYTES} bytes")
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=from_pairs)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}") from error
+    except RecursionError:  # raised by the parser for nesting, long before the stack ends
+        raise ConfigError(f"{where} is not valid JSON: it is nested too deep") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} holds a JSON {type(found).__name__}, not an object")
+    return found

@@ -1,0 +1,281 @@
+"""What a reshard would cost: the plan's bytes, its bound, and what gather-then-slice would move.
+
+Needs a config.json and two layouts; no weights, no GPU, no process group.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import mcore_rl.models  # noqa: F401  (fills the registry of families)
+from mcore_rl.config.checks import at_least, divides, one_of, positive
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.schema import Layout
+from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size, read_config
+from mcore_rl.models.fields import check_fields
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
+from mcore_rl.reshard.placement import Devices, most_overlap
+from mcore_rl.reshard.planner import Demand, Plan
+
+Traffic = NDArray[np.int64]
+MODES = ("colocated", "disaggregated")
+BUCKET_BYTES = 256 << 20  # of one of the two buckets of a rank
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Links between the devices; rates are those of one device in one direction."""
+
+    gpus_per_node: int = 8
+    nic_gbps: float = 400.0  # gigabits a second, to other nodes
+    nvlink_gbps: float = 3600.0  # gigabits a second, inside a node
+    nodes: int | None = None  # None: as many as the ranks need
+
+    def __post_init__(self) -> None:
+        at_least("--gpus-per-node", self.gpus_per_node, 1)
+        positive("--nic-gbps", self.nic_gbps)
+        positive("--nvlink-gbps", self.nvlink_gbps)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """Bytes of one generation rank."""
+
+    rank: int
+    received_bytes: int  # from other devices
+    lower_bound_bytes: int  # |needed| - |needed AND held|
+    local_bytes: int  # from its own device
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Fields ending in _bytes are sums over generation ranks unless they say otherwise."""
+
+    mode: str
+    train: Layout
+    generate: GenerationLayout
+    received_bytes: int
+    lower_bound_bytes: int
+    gather_then_slice_bytes: int  # every rank takes in every tensor that its device lacks
+    same_gpu_bytes: int
+    in_node_bytes: int
+    across_nodes_bytes: int
+    busiest_sender_rank: int  # training rank
+    busiest_sender_bytes: int
+    peak_buffer_bytes: int  # staging of the fullest rank: two buckets
+    plan_s: float
+    predicted_s: float  # by the busiest link
+    gather_then_slice_predicted_s: float
+    ranks: tuple[RankReport, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_reshard(
+    model: Path,
+    mode: str,
+    train: Layout,
+    generate: GenerationLayout,
+    cluster: Cluster,
+    itemsize: int = 2,
+) -> tuple[Report, Traffic]:
+    """The report, and the traffic [generation ranks, training ranks] in bytes.
+
+    `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight on its way.
+
+    Raises:
+        ConfigError: a layout does not fit the model, or the ranks do not fit the cluster.
+    """
+    one_of("--mode", mode, MODES)
+    config = _read(model)
+    _check(config, train, generate)
+    start = time.perf_counter()
+    demand = _demand(config, train, generate, itemsize)
+    devices = _devices(mode, demand.overlap(), cluster)
+    plan = demand.plan(devices)
+    plan_s = time.perf_counter() - start
+    traffic = _traffic(plan)
+    # A single generation rank needs the whole model, and overlaps with all that a device holds.
+    whole = _demand(config, train, GenerationLayout(), itemsize)
+    gathered = int(whole.needed()[0]) - _on_device(whole.overlap()[0], devices)
+    same_device, _ = _links(devices)
+    bound = demand.needed() - np.where(same_device, demand.overlap(), 0).sum(axis=1)
+    totals, sent = plan.totals(), np.where(same_device, 0, traffic).sum(axis=0)
+    report = Report(
+        mode=mode,
+        train=train,
+        generate=generate,
+        received_bytes=sum(totals.received),
+        lower_bound_bytes=int(bound.sum()),
+        gather_then_slice_bytes=int(gathered.sum()),
+        same_gpu_bytes=sum(totals.local),
+        in_node_bytes=totals.in_node,
+        across_nodes_bytes=sum(totals.received) - totals.in_node,
+        busiest_sender_rank=int(sent.argmax()),
+        busiest_sender_bytes=int(sent.max()),
+        peak_buffer_bytes=2 * BUCKET_BYTES,
+        plan_s=round(plan_s, 3),
+        predicted_s=_seconds(traffic, devices, cluster),
+        gather_then_slice_predicted_s=_gather_seconds(gathered, devices, cluster),
+        ranks=tuple(
+            RankReport(rank, totals.received[rank], int(bound[rank]), totals.local[rank])
+            for rank in range(len(devices.generation))
+        ),
+    )
+    return report, traffic
+
+
+def _traffic(plan: Plan) -> Traffic:
+    """[generation ranks, training ranks]: bytes from the one to the other, own device included."""
+    found = np.zeros((len(plan.devices.generation), len(plan.devices.training)), np.int64)
+    for kind in plan.kinds:
+        for cut in kind.cuts:
+            num_bytes = cut.box.numel * kind.itemsize * len(kind.members)
+            for target, source in cut.source_of.items():
+                found[target, source] += num_bytes
+    return found
+
+
+def _read(model: Path) -> HFConfig:
+    if not model.is_file():
+        config = read_config(model)
+    else:
+        config = read_json_object(model)
+        check_fields(config)
+    # Blocks of fp8 are read as the tensors that they stand for.
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
+    sizes = model_sizes(config)
+    resolve_layout("--train", train)
+    resolve_model_layout("--train", train, sizes)
+    key = "--generate tp"
+    divides(key, generate.tp, "attention heads", sizes.num_attention_heads)
+    if generate.tp > sizes.num_query_groups and not sizes.is_mla:  # each head on several ranks
+        divides("the model's key/value heads", sizes.num_query_groups, "ranks", generate.tp)
+    for size in sizes.ffn_sizes:
+        divides(key, generate.tp, "MLP columns", size)
+    if generate.ep == 1 and sizes.num_experts:
+        divides(key, generate.tp, "columns of an expert", sizes.expert_ffn_size)
+    at_least("the model's layers", sizes.num_layers, generate.pp)
+    if generate.ep > max(1, sizes.num_experts):
+        raise ConfigError(
+            f"--generate ep={generate.ep}: the model has {sizes.num_experts} experts; allowed: up "
+            f"to {max(1, sizes.num_experts)}"
+        )
+
+
+def _demand(config: HFConfig, train: Layout, generate: GenerationLayout, itemsize: int) -> Demand:
+    family, sizes = family_of(config), model_sizes(config)
+    chunks = split_into_chunks(train, sizes.num_layers)
+    training = TrainingRanks(Mesh(train), chunks, sizes.num_experts)
+    generation = GenerationRanks(generate, sizes.num_layers, sizes.num_experts)
+    # Prediction layers are not served.
+    rules = [
+        w for w in family.weights(config, padded_vocab_size(config, train.tp)) if w.stage != "mtp"
+    ]
+    return Demand((training, rules), (generation, family.vllm_weights(config)), itemsize)
+
+
+def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
+    num_generation, num_training = overlap.shape
+    if mode == "colocated":
+        hosts = most_overlap(overlap)
+        devices = Devices.colocated(hosts, num_training, cluster.gpus_per_node)
+        count = num_training
+    else:
+        devices = Devices.disaggregated(num_training, num_generation, cluster.gpus_per_node)
+        count = num_training + num_generation
+    if cluster.nodes is not None and count > cluster.nodes * cluster.gpus_per_node:
+        raise ConfigError(
+            f"--nodes={cluster.nodes} of {cluster.gpus_per_node} GPUs for {count} devices; "
+            f"allowed: at least {-(-count // cluster.gpus_per_node)}"
+        )
+    return devices
+
+
+def _on_device(held: Traffic, devices: Devices) -> Traffic:
+    """For each generation rank, what the training rank on its device holds of `held`; else 0.
+
+    `held` is [training ranks] in bytes.
+    """
+    by_device = dict(zip(devices.training, held.tolist(), strict=True))
+    return np.array([by_device.get(device, 0) for device in devices.generation], np.int64)
+
+
+def _links(devices: Devices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """[generation ranks, training ranks]: whether two ranks share a device, and whether a node."""
+    there, here = np.array(devices.training), np.array(devices.generation)[:, None]
+    return here == there, here // devices.per_node == there // devices.per_node
+
+
+def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
+    """The time of the busiest link, each of them at its rate in both directions at once."""
+    same_device, same_node = _links(devices)
+    slowest = 0.0
+    for part, gbps in (
+        (np.where(same_node & ~same_device, traffic, 0), cluster.nvlink_gbps),
+        (np.where(same_node, 0, traffic), cluster.nic_gbps),
+    ):
+        busiest = max(int(part.sum(axis=0).max()), int(part.sum(axis=1).max()))
+        slowest = max(slowest, busiest * 8e-9 / gbps)
+    return slowest
+
+
+def _gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> float:
+    """Each rank takes in what it lacks of the whole model, over the slowest link that there is."""
+    num_nodes = len({devices.node(d) for d in (*devices.training, *devices.generation)})
+    gbps = cluster.nic_gbps if num_nodes > 1 else cluster.nvlink_gbps
+    return float(gathered.max()) * 8e-9 / gbps
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print a report as a table."""
+    console = console or Console()
+    table = Table(title=f"{report.mode}: {_axes(report.train)} -> {_axes(report.generate)}")
+    table.add_column("")
+    table.add_column("planned", justify="right")
+    table.add_column("gather-then-slice", justify="right")
+    ratio = report.received_bytes / max(1, report.lower_bound_bytes)
+    for name, planned, gathered in (
+        ("received", _gb(report.received_bytes), _gb(report.gather_then_slice_bytes)),
+        ("lower bound", _gb(report.lower_bound_bytes), ""),
+        ("received / lower bound", f"{ratio:.3f}", ""),
+        ("on the same GPU", _gb(report.same_gpu_bytes), ""),
+        ("inside a node", _gb(report.in_node_bytes), ""),
+        ("across nodes", _gb(report.across_nodes_bytes), ""),
+        (f"busiest sender: {report.busiest_sender_rank}", _gb(report.busiest_sender_bytes), ""),
+        ("most a rank receives", _gb(max(rank.received_bytes for rank in report.ranks)), ""),
+        ("buffers of a rank", _gb(report.peak_buffer_bytes), ""),
+        (
+            "predicted",
+            f"{report.predicted_s:.3f} s",
+            f"{report.gather_then_slice_predicted_s:.3f} s",
+        ),
+        ("the plan itself", f"{report.plan_s:.3f} s", ""),
+    ):
+        table.add_row(name, planned, gathered)
+    console.print(table)
+
+
+def _axes(layout: Layout | GenerationLayout) -> str:
+    sizes = asdict(layout)
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, None))
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.3f} GB"

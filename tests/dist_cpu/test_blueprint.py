@@ -1,0 +1,262 @@
+"""Blueprints are what engines save, and engines load what others saved."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blueprint_jobs
+import pytest
+import ranks
+import tiny_families
+import tiny_models
+import torch
+from safetensors.torch import load_file
+
+import mcore_rl.models  # noqa: F401
+from mcore_rl.checkpoint.stored import chunks
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.engine.megatron.blueprint import Blueprint, blueprint
+from mcore_rl.models.base import padded_vocab_size, read_config
+from mcore_rl.models.heads import model_weights
+
+# The models have three layers; qwen3 is tied.
+TP2_EP2, TP2_ETP2 = Layout(tp=2, ep=2), Layout(tp=2, etp=2)
+PP2, PP2_VPP2 = Layout(pp=2, first_stage_layers=1), Layout(pp=2, vpp=2, first_stage_layers=0)
+LAYOUTS = {
+    "qwen3": {"tp2": Layout(tp=2), "pp2 vpp2": PP2_VPP2},
+    "qwen3_moe": {"tp2 ep2": TP2_EP2, "tp2 etp2": TP2_ETP2, "pp2": PP2},
+    "deepseek_v3-mtp": {
+        "tp2": Layout(tp=2),
+        "tp2 ep2": TP2_EP2,
+        "tp2 etp2": TP2_ETP2,
+        "pp2": PP2,
+        "pp2 vpp2": PP2_VPP2,
+        "tp2 pp2 ep2": Layout(tp=2, pp=2, ep=2, last_stage_layers=1),
+    },
+}
+SAVED = [
+    *(f"{model}/one" for model in (*tiny_families.cases(), "deepseek_v3-mtp", "glm4_moe-mtp")),
+    *(f"{model}/{name}" for model, layouts in LAYOUTS.items() for name in layouts),
+]
+FOREIGN = ["qwen3 stacked", "qwen3 apart", "qwen3_moe stacked", "qwen3_moe apart"]
+
+
+@dataclass
+class Saved:
+    path: Path  # of the model
+    layout: Layout
+    folder: Path  # of the checkpoint
+
+    @property
+    def has_mtp(self) -> bool:
+        return self.path.name.endswith("-mtp")
+
+    @property
+    def metadata(self) -> Any:
+        return pickle.loads((self.folder / ".metadata").read_bytes())
+
+    def object(self, key: str) -> bytes:
+        [place] = [p for index, p in self.metadata.storage_data.items() if index.fqn == key]
+        data = (self.folder / place.relative_path).read_bytes()
+        return data[place.offset : place.offset + place.length]
+
+
+class Runs:
+    def __init__(self, folder: Path) -> None:
+        self.batch = tiny_models.make_batch()
+        self.paths = {
+            name: tiny_families.save(tiny_models.build_from(case.config), folder / name)
+            for name, case in tiny_families.cases().items()
+        }
+        for name in ("deepseek_v3", "glm4_moe"):
+            self.paths[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
+        config = tiny_families.cases()["qwen3"].config
+        config.vocab_size = blueprint_jobs.FOREIGN_ROWS + 1
+        self.paths["large"] = tiny_families.save(tiny_models.build_from(config), folder / "large")
+        self.saved: dict[str, Saved] = {}
+        jobs: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
+        for case in SAVED:
+            model, layout_name = case.split("/")
+            layout = LAYOUTS.get(model, {}).get(layout_name, Layout())
+            saved = Saved(self.paths[model], layout, folder / case.replace("/", " "))
+            coef = blueprint_jobs.MTP_COEF if saved.has_mtp else 0.0
+            job = ranks.job(blueprint_jobs.save, saved.path, layout, saved.folder, coef)
+            jobs[layout.world_size][case] = job
+            self.saved[case] = saved
+        self.foreign = {case: folder / f"foreign {case}" for case in FOREIGN}
+        for case, to in self.foreign.items():
+            model, form = case.split()
+            save = blueprint_jobs.megatron_saves
+            jobs[1][case] = ranks.job(save, self.paths[model], to, form == "stacked")
+        self.results: dict[str, list[dict[str, Any]]] = {}
+        for world, cases in (*jobs.items(), *self._loads().items()):
+            self.results |= ranks.spawn(world, cases)
+
+    def _loads(self) -> dict[int, dict[str, Any]]:
+        job, load, one = ranks.job, blueprint_jobs.load, Layout()
+        found: dict[int, dict[str, Any]] = {1: {}, 2: {}}
+        for case, source in self.foreign.items():
+            path = self.paths[case.split()[0]]
+            found[2][f"tp2 of {case}"] = job(load, path, Layout(tp=2), source)
+            found[2][f"pp2 of {case}"] = job(load, path, PP2, source)
+        moe, dense = self.paths["qwen3_moe"], self.paths["qwen3"]
+        found[1]["another model"] = job(load, dense, one, self.foreign["qwen3_moe stacked"])
+        dense_stacked = self.foreign["qwen3 stacked"]
+        found[1]["a larger vocabulary"] = job(load, self.paths["large"], one, dense_stacked)
+        found[1]["training"] = job(blueprint_jobs.refused_training, dense, dense_stacked)
+        found[2]["more rows"] = job(load, moe, Layout(tp=2), self.saved["qwen3_moe/one"].folder)
+        mtp, source = self.paths["deepseek_v3-mtp"], self.saved["deepseek_v3-mtp/tp2 ep2"].folder
+        found[1]["mtp unread"] = job(load, mtp, one, source)
+        plain = self.paths["deepseek_v3"]
+        ours = self.saved["deepseek_v3/one"].folder
+        found[1]["mtp read"] = job(load, mtp, one, source, blueprint_jobs.MTP_COEF)
+        found[1]["mtp missing"] = job(load, mtp, one, ours, blueprint_jobs.MTP_COEF)
+        found[1]["plain"] = job(load, plain, one, ours)
+        return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("blueprint"))
+
+
+@pytest.fixture(scope="module")
+def blueprint_of(runs):
+    """The blueprint of a checkpoint's model, made once."""
+    made: dict[tuple[str, int], Blueprint] = {}
+
+    def make(saved: Saved) -> Blueprint:
+        config = read_config(saved.path)
+        rows = padded_vocab_size(config, saved.layout.tp)
+        if (saved.path.name, rows) not in made:
+            made[saved.path.name, rows] = blueprint(config, rows)
+        return made[saved.path.name, rows]
+
+    return make
+
+
+def same_weights(weights, path):
+    expected = load_file(path / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    return all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
+    runs, blueprint_of, case
+):
+    saved = runs.saved[case]
+    print_ = blueprint_of(saved)
+    config = read_config(saved.path)
+    rows = padded_vocab_size(config, saved.layout.tp)
+    shapes, boxes = {}, set()
+    for weight in model_weights(config, rows):
+        if weight.replica:
+            continue
+        stored = print_.parameters[weight.local_name()]
+        shapes[stored.key] = stored.shape
+        for part in chunks(weight, getattr(saved.layout, weight.axis or "pp")):
+            box = stored.box(part)
+            boxes.add((stored.key, box.offsets, box.sizes))
+    entries = saved.metadata.state_dict_metadata
+    tensors = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}
+    assert {key: tuple(entry.size) for key, entry in tensors.items()} == shapes
+    found = [
+        (key, tuple(chunk.offsets), tuple(chunk.sizes))
+        for key, entry in tensors.items()
+        for chunk in entry.chunks
+    ]
+    assert len(found) == len(set(found))
+    assert set(found) == boxes
+    # Megatron 0.19.2 keeps as an object what 0.16.1 writes to common.pt.
+    objects = {key for key in entries.keys() - tensors.keys() if not key.startswith("common_state")}
+    assert objects == print_.objects.keys()
+    assert all(saved.object(key) == data for key, data in print_.objects.items())
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_an_engine_loads_the_weights_of_a_checkpoint_of_megatron(runs, case, layout):
+    results = runs.results[f"{layout} of {case}"]
+    assert all(result["is_finite"] for result in results)
+    assert same_weights(results[0]["weights"], runs.paths[case.split()[0]])
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_blueprint_finds_the_parameters_of_a_checkpoint_of_megatron(runs, blueprint_of, case):
+    model, form = case.split()
+    folder = runs.foreign[case]
+    keys = Saved(runs.paths[model], Layout(), folder).metadata.state_dict_metadata
+    assert any(key.startswith("decoder.layers.self_attention.") for key in keys) == (
+        form == "stacked"
+    )
+    own = blueprint_of(runs.saved[f"{model}/one"])
+    found = own.parameters_in(keys)
+    assert found.keys() == own.parameters.keys()
+    assert len({(stored.key, stored.index) for stored in found.values()}) == len(found)
+    for stored in found.values():
+        size = tuple(keys[stored.key].size)
+        if stored.key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            assert size == (blueprint_jobs.FOREIGN_ROWS, *stored.shape[1:])
+        else:
+            assert size == stored.shape
+    gone = {key for key in keys if "linear_fc2" not in key}
+    with pytest.raises(ConfigError, match=r"has no decoder\.layers\..*linear_fc2\.weight"):
+        own.parameters_in(gone)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("another model", "is a checkpoint of another model: it has no decoder.layers.mlp."),
+        (
+            "a larger vocabulary",
+            "is a checkpoint of another model: embedding.word_embeddings.weight has 256 rows, this "
+            "model's vocabulary 257",
+        ),
+        ("training", "is not a complete checkpoint: it has no mcore_rl.json"),
+    ],
+)
+def test_a_checkpoint_of_megatron_is_refused_where_it_does_not_fit(runs, case, message):
+    [result] = runs.results[case]
+    assert message in result["refusal"]
+
+
+def test_rows_of_padding_that_a_checkpoint_does_not_have_hold_numbers(runs):
+    results = runs.results["more rows"]
+    assert all(result["is_finite"] for result in results)
+    assert same_weights(results[0]["weights"], runs.paths["qwen3_moe"])
+
+
+def test_prediction_layers_of_a_checkpoint_may_stay_unread_but_not_be_missing(runs):
+    assert same_weights(runs.results["mtp read"][0]["weights"], runs.paths["deepseek_v3-mtp"])
+    assert same_weights(runs.results["mtp unread"][0]["weights"], runs.paths["deepseek_v3-mtp"])
+    assert "it has no mtp.layers.0." in runs.results["mtp missing"][0]["refusal"]
+    assert same_weights(runs.results["plain"][0]["weights"], runs.paths["deepseek_v3"])
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "sharded"])
+def test_a_run_goes_on_without_the_prediction_layers_that_it_trained(runs, tmp_path, distributed):
+    path, to = runs.paths["deepseek_v3-mtp"], tmp_path / "checkpoint"
+    job = ranks.job
+    jobs = blueprint_jobs
+    results = ranks.spawn(
+        1,
+        {
+            "trained": job(jobs.train_and_save, path, runs.batch, to, distributed),
+            "with": job(jobs.moments, path, runs.batch, to, distributed),
+            "without": job(jobs.resume, path, runs.batch, to, distributed),
+        },
+    )
+    trained, resumed = results["trained"][0], results["without"][0]
+    predicted = {n for n in trained["weights"] if n.startswith("model.layers.3.")}
+    for name in trained["weights"].keys() - predicted:
+        assert torch.equal(resumed["weights"][name], trained["weights"][name]), name
+    expected = results["with"][0]["moments"]
+    assert len(resumed["moments"]) > 60
+    for name, moment in resumed["moments"].items():
+        assert torch.equal(moment, expected[name]), name

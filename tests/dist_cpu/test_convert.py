@@ -1,0 +1,264 @@
+"""Conversions of every family, and between the command and real engines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import convert_jobs
+import lora_jobs
+import pytest
+import ranks
+import tiny_families
+import tiny_models
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.jobs.convert import to_hf, to_megatron
+from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert.verify import compare
+from mcore_rl.reshard.boxes import LogicalTensor, rows
+
+ONE, SINGLE = Resources(workers=1), Layout()
+UNEVEN = Layout(pp=2, first_stage_layers=1)
+INTERLEAVED = Layout(tp=2, pp=2, vpp=2, first_stage_layers=0)
+FAMILIES = tiny_families.cases()
+
+
+def to_mcore(model: Path, output: Path, layout: Layout = SINGLE, dtype: str | None = None) -> Path:
+    to_megatron.convert(model, output, layout, dtype, ONE)
+    return output
+
+
+def back(
+    checkpoint: Path,
+    output: Path,
+    dtype: str | None = None,
+    lora: str = "merge",
+    reference: Path | None = None,
+    shard_bytes: int = 100_000,
+) -> Path:
+    to_hf.convert(checkpoint, output, reference, dtype, shard_bytes, lora, ONE)
+    return output
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """By safetensors itself."""
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def assert_same_bytes(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each family; every second one in bfloat16, with the selection bias left in float32."""
+    folder = tmp_path_factory.mktemp("convert")
+    found = {}
+    for number, (name, case) in enumerate(FAMILIES.items()):
+        found[name] = tiny_families.save(tiny_models.build_from(case.config), folder / name)
+        if number % 2:
+            in_bfloat16(found[name])
+    for name in ("deepseek_v3", "glm4_moe"):
+        found[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
+    return found
+
+
+def in_bfloat16(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = {
+        n: t if n.endswith("correction_bias") else t.bfloat16() for n, t in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+
+
+@pytest.mark.parametrize("which", ["its own", "uneven", "interleaved"])
+@pytest.mark.parametrize("name", [*FAMILIES, "deepseek_v3-mtp", "glm4_moe-mtp"])
+def test_a_family_comes_back_byte_for_byte(models, tmp_path, name, which):
+    own = FAMILIES[name.removesuffix("-mtp")].layout
+    layout = {"its own": own, "uneven": UNEVEN, "interleaved": INTERLEAVED}[which]
+    checkpoint = to_mcore(models[name], tmp_path / "checkpoint", layout)
+    again = back(checkpoint, tmp_path / "again")
+    assert_same_bytes(tensors_in(again), tensors_in(models[name]))
+    files = ("config.json", "generation_config.json")
+    for file in files:
+        assert json.loads((again / file).read_text()) == json.loads(
+            (models[name] / file).read_text()
+        )
+
+
+def test_ranks_of_the_layout_find_their_shards_as_chunks(models, tmp_path):
+    """And the vocabulary is padded for them."""
+    model = models["qwen3_moe"]
+    reader = DistReader(to_mcore(model, tmp_path / "c", Layout(tp=2, etp=2)))
+    embedding = reader.tensors["embedding.word_embeddings.weight"]
+    assert embedding.shape == (tiny_models.VOCAB + 1, 64)
+    assert [chunk.offsets for chunk in embedding.chunks] == [(0, 0), (66, 0)]
+    fc2 = next(t for key, t in reader.tensors.items() if key.endswith("experts.linear_fc2.weight"))
+    assert {chunk.sizes[-2:] for chunk in fc2.chunks} == {(64, 20)}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "mixtral"])
+def test_float8_is_written_read_and_written_as_the_same_bytes(models, tmp_path, name):
+    first = back(to_mcore(models[name], tmp_path / "a"), tmp_path / "b", "fp8")
+    assert torch.float8_e4m3fn in {t.dtype for t in tensors_in(first).values()}
+    checkpoint = to_mcore(first, tmp_path / "c", FAMILIES[name.removesuffix("-mtp")].layout)
+    assert_same_bytes(tensors_in(back(checkpoint, tmp_path / "d", "fp8")), tensors_in(first))
+    plain = back(checkpoint, tmp_path / "e")
+    reader = CheckpointReader(first)
+    wanted = {
+        n: reader.read(rows(LogicalTensor(n, s), 0, s[0], 0)) for n, s in reader.shapes().items()
+    }
+    assert_same_bytes(tensors_in(plain), wanted)
+    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+
+
+def test_float16_is_read_in_a_dtype_that_is_asked_for_and_comes_back(models, tmp_path):
+    model = tiny_models.save("qwen3", tmp_path)
+    tensors = {n: t.half() for n, t in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"--dtype=float16; allowed: float32, bfloat16"):
+        to_mcore(model, tmp_path / "refused")
+    checkpoint = to_mcore(model, tmp_path / "c", dtype="float32")
+    assert_same_bytes(tensors_in(back(checkpoint, tmp_path / "again")), tensors)
+
+
+def test_a_checkpoint_without_prediction_layers_takes_them_from_the_reference_or_says_0(
+    models, tmp_path, capsys
+):
+    full = models["deepseek_v3-mtp"]
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    kept = {n: t for n, t in tensors_in(full).items() if not n.startswith("model.layers.3.")}
+    save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
+    (plain / "config.json").write_text((full / "config.json").read_text())
+    checkpoint = to_mcore(plain, tmp_path / "c")
+    with_reference = back(checkpoint, tmp_path / "with", reference=full)
+    assert f"they come from {full}" in capsys.readouterr().out
+    assert_same_bytes(tensors_in(with_reference), tensors_in(full))
+    without = back(checkpoint, tmp_path / "without")
+    assert "config.json will say 0" in capsys.readouterr().out
+    assert_same_bytes(tensors_in(without), kept)
+    assert json.loads((without / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@dataclass
+class Runs:
+    results: dict[str, list[ranks.Result]]
+    models: dict[str, Path]
+    folder: Path
+
+
+LOADED = {  # written for one layout, read at another
+    "qwen3_moe": (Layout(tp=2, ep=2), Layout(pp=2, first_stage_layers=1)),
+    "deepseek_v3-mtp": (UNEVEN, Layout(tp=2, ep=2)),
+    "qwen3": (Layout(pp=2), Layout(tp=2)),
+}
+SAVED = {"float32": UNEVEN, "bfloat16": Layout(tp=2, ep=2)}
+ADAPTED = {
+    "qwen3": Layout(tp=2),
+    "qwen3_moe": Layout(tp=2, etp=2),
+    "deepseek_v3": Layout(tp=2, ep=2),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("engines")
+    jobs: dict[str, ranks.Job] = {}
+    for name, (written, read) in LOADED.items():
+        source = models[name] if name != "qwen3" else tiny_models.save(name, folder, seed=0)
+        other = folder / f"{name}-other"
+        other.mkdir()
+        (other / "config.json").write_text((source / "config.json").read_text())
+        noise = {n: torch.rand(t.shape).to(t.dtype) for n, t in tensors_in(source).items()}
+        save_file(noise, other / "model.safetensors", metadata={"format": "pt"})
+        checkpoint = to_mcore(source, folder / f"{name}-loaded", written, dtype="float32")
+        jobs[f"loaded {name}"] = ranks.job(convert_jobs.loaded, other, checkpoint, read)
+        models = models | {name: source}
+    for dtype, layout in SAVED.items():
+        arguments = (models["qwen3_moe"], folder / dtype, layout, dtype)
+        jobs[f"trained {dtype}"] = ranks.job(convert_jobs.trained, *arguments)
+    for name, layout in ADAPTED.items():
+        model = folder / name
+        lora_jobs.build(name).save_pretrained(model)
+        for dtype in ("float32", "bfloat16"):
+            arguments = (model, folder / f"{name}-{dtype}", layout, dtype)
+            jobs[f"adapted {name} {dtype}"] = ranks.job(convert_jobs.adapted, *arguments)
+    return Runs(ranks.spawn(2, jobs), models, folder)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_an_engine_of_another_layout_reads_what_was_converted(runs, name):
+    exported = runs.results[f"loaded {name}"][0]
+    wanted = tensors_in(runs.models[name])
+    # Prediction layers are in no engine that does not train them: see engine.md.
+    held = {n: t.float() for n, t in wanted.items() if not n.startswith("model.layers.3.")}
+    assert_same_bytes({n: exported[n] for n in held}, held)
+
+
+@pytest.mark.parametrize("dtype", SAVED)
+def test_a_checkpoint_of_a_run_converts_to_what_the_engine_exports(runs, tmp_path, dtype):
+    again = back(runs.folder / dtype, tmp_path / "hf", reference=runs.models["qwen3_moe"])
+    assert_same_bytes(tensors_in(again), runs.results[f"trained {dtype}"][0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_merged_adapters_are_what_the_engine_exports(runs, tmp_path, name, dtype):
+    checkpoint = runs.folder / f"{name}-{dtype}"
+    merged = back(checkpoint, tmp_path / "hf", reference=runs.folder / name)
+    assert_same_bytes(tensors_in(merged), runs.results[f"adapted {name} {dtype}"][0])
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_separate_adapters_by_peft_arithmetic_are_the_merged_weights(runs, tmp_path, name):
+    checkpoint = runs.folder / f"{name}-float32"
+    folder = back(checkpoint, tmp_path / "hf", lora="separate", reference=runs.folder / name)
+    base, factors = tensors_in(folder), load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert_same_bytes(base, tensors_in(runs.folder / name))
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+    adapted = dict(base)
+    for key in (key for key in factors if key.endswith(".lora_A.weight")):
+        module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        assert module.rpartition(".")[2] in config["target_modules"]
+        product = factors[key.replace("lora_A", "lora_B")].double() @ factors[key].double()
+        scale = config["lora_alpha"] / config["r"]
+        adapted[f"{module}.weight"] = base[f"{module}.weight"].double() + scale * product
+    exported = runs.results[f"adapted {name} float32"][0]
+    assert sum(not torch.equal(base[n], t) for n, t in exported.items()) == len(factors) // 2
+    for key, tensor in exported.items():
+        torch.testing.assert_close(adapted[key].float(), tensor, rtol=0, atol=1e-6)
+
+
+def test_verify_names_the_first_element_that_differs(models, tmp_path):
+    model = models["qwen3_moe"]
+    changed = {n: t.clone() for n, t in tensors_in(model).items()}
+    name = "model.layers.1.self_attn.k_proj.weight"
+    changed[name][3, 5] += 1
+    changed[name][4, 5] -= 0.5
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    (other / "config.json").write_text((model / "config.json").read_text())
+    checkpoint = to_mcore(model, tmp_path / "checkpoint", Layout(tp=2, ep=2))
+    for a, b in ((checkpoint, other), (model, other)):
+        found = compare(a, b, Console(quiet=True))
+        first = found.first_difference
+        assert (found.equal, found.num_different, first.name) == (False, 1, name)
+        assert (first.index, first.num_elements) == ([3, 5], 2)
+        assert first.max_abs == pytest.approx(1, abs=0.01)
+    assert compare(checkpoint, model, Console(quiet=True)).equal

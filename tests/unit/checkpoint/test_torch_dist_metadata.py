@@ -1,0 +1,187 @@
+"""Metadata of distributed checkpoints: what does not hold is refused before tensors are read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.reshard.boxes import Box
+
+WHOLE = torch.arange(24.0).reshape(4, 6)
+
+
+def write(folder, **tensors):
+    """A checkpoint of one file, each tensor in one chunk."""
+    with DistFile(folder / "__0_0.distcp") as file:
+        for key, tensor in tensors.items():
+            file.add_tensor(key, tensor.shape, (0,) * tensor.dim(), tensor)
+    write_metadata(folder, file.records)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def rewrite(name, data):
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def cut(name, by):
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - by)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove(".metadata"), r"\.metadata cannot be read: No such file"),
+        (remove("metadata.json"), "is not a distributed checkpoint: it has no metadata.json"),
+        (rewrite("metadata.json", b"{"), "metadata.json is not valid JSON"),
+        (rewrite("metadata.json", b"[]"), "metadata.json holds a JSON list"),
+        (
+            rewrite("metadata.json", b'{"sharded_backend": "zarr"}'),
+            "sharded_backend is 'zarr', allow",
+        ),
+        (remove("__0_0.distcp"), "is not a complete checkpoint: it has no file __0_0.distcp"),
+        (cut("__0_0.distcp", 1), r"__0_0.distcp is cut short: it has \d+ bytes of at least \d+"),
+        (rewrite(".metadata", b""), r"\.metadata is damaged, or not a checkpoint's metadata"),
+        (rewrite(".metadata", b"\x80\x04garbage"), r"\.metadata is damaged, or not a checkpoint's"),
+        (rewrite(".metadata", pickle.dumps([1])), "holds something else where Metadata should be"),
+        (
+            rewrite(".metadata", pickle.dumps({"a": 1})),
+            "holds something else where Metadata should be",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused(tmp_path, damage, message):
+    write(tmp_path, w=WHOLE)
+    damage(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        DistReader(tmp_path)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        DistReader(tmp_path / "nowhere")
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    write(tmp_path, w=WHOLE)
+    (tmp_path / "__0_0.distcp").unlink()
+    os.mkfifo(tmp_path / "__0_0.distcp")
+    with pytest.raises(ConfigError, match="has no file"):
+        DistReader(tmp_path)
+
+
+def change_metadata(folder, change):
+    path = folder / ".metadata"
+    stored = pickle.loads(path.read_bytes())
+    change(stored)
+    path.write_bytes(pickle.dumps(stored))
+
+
+def info(stored, **changes):
+    index = next(iter(stored.storage_data))
+    stored.storage_data[index] = replace(stored.storage_data[index], **changes)
+
+
+def entry(stored, **changes):
+    stored.state_dict_metadata["w"] = replace(stored.state_dict_metadata["w"], **changes)
+
+
+def first_chunk(stored, offsets, sizes):
+    stored.state_dict_metadata["w"].chunks[0] = metadata.ChunkStorageMetadata(offsets, sizes)
+
+
+def same_place(stored):
+    index = metadata.MetadataIndex("w", (1, 0))
+    stored.storage_data[index] = filesystem._StorageInfo("__0_0.distcp", 0, 10)
+    object.__setattr__(index, "offset", torch.Size((0, 0)))
+
+
+def place_of_nothing(stored):
+    index = metadata.MetadataIndex("v", (0, 0))
+    stored.storage_data[index] = filesystem._StorageInfo("__0_0.distcp", 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: info(m, relative_path="../w"), r"file of w is '../w', not a name in the folder"),
+        (lambda m: info(m, relative_path="/etc/passwd"), "not a name in the folder"),
+        (lambda m: info(m, relative_path=".."), "not a name in the folder"),
+        (lambda m: info(m, relative_path=""), "not a name in the folder"),
+        (lambda m: info(m, relative_path="a\0b"), "not a name in the folder"),
+        (lambda m: info(m, relative_path=3), "not a name in the folder"),
+        (lambda m: info(m, offset=-1), "offset of w is not a number"),
+        (lambda m: info(m, length=1 << 70), "offset of w is not a number"),
+        (lambda m: info(m, length=1.5), "offset of w is not a number"),
+        (lambda m: info(m, offset=1 << 40), "is cut short"),
+        (lambda m: info(m, length=10), "more elements than its item has bytes for"),
+        (lambda m: info(m, transform_descriptors=["zstd"]), "through an extension"),
+        (lambda m: entry(m, size=torch.Size((5, 6))), r"do not cover its shape \(5, 6\)"),
+        (lambda m: entry(m, size=[4, 6]), "size or an offset of w is not a number"),
+        (lambda m: entry(m, size=(4, True)), "size or an offset of w is not a number"),
+        (lambda m: entry(m, size=(4, 6, 1)), "other dims than its shape"),
+        (lambda m: entry(m, chunks=None), "w lacks its chunks"),
+        (lambda m: entry(m, chunks=[]), "do not cover"),
+        (lambda m: entry(m, chunks=[3]), "something else where ChunkStorageMetadata should be"),
+        (lambda m: entry(m, properties=None), "w lacks its properties"),
+        (lambda m: m.storage_data.clear(), "does not say where w is stored"),
+        (lambda m: setattr(m, "storage_data", None), "lacks state_dict_metadata or storage_data"),
+        (lambda m: setattr(m, "state_dict_metadata", []), "lacks state_dict_metadata or storage"),
+        (lambda m: m.state_dict_metadata.clear(), "an item of w is part of no tensor"),
+        (lambda m: m.state_dict_metadata.update({3: 4}), "a key is not a string"),
+        (lambda m: m.state_dict_metadata.update(v=4), "where TensorStorageMetadata should be"),
+        (lambda m: first_chunk(m, (1, 0), (4, 6)), "does not say where w is stored"),
+        (lambda m: first_chunk(m, (0, 0), (4, 5)), "do not cover"),
+        (same_place, r"w has two items at offsets \(0, 0\)"),
+        (place_of_nothing, "an item of v is part of no tensor"),
+    ],
+)
+def test_metadata_that_does_not_hold_is_refused(tmp_path, change, message):
+    write(tmp_path, w=WHOLE)
+    change_metadata(tmp_path, change)
+    with pytest.raises(ConfigError, match=message):
+        DistReader(tmp_path)
+
+
+def test_items_do_not_share_bytes(tmp_path):
+    write(tmp_path, a=torch.zeros(2), b=torch.ones(2))
+
+    def swap(stored):
+        a, b = stored.storage_data
+        stored.storage_data[a] = stored.storage_data[b]
+
+    change_metadata(tmp_path, swap)
+    with pytest.raises(ConfigError, match=r"two items of __0_0.distcp share the bytes at \d+"):
+        DistReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "message"),
+    [
+        (WHOLE.double(), "torch.float64"),
+        (WHOLE.reshape(6, 4), r"\(6, 4\)"),
+        ({"w": WHOLE}, "it is a dict, not a tensor"),
+        (WHOLE.to_sparse(), "the bytes of 2 tensors"),
+        (torch.empty(4, 6, device="meta"), "the bytes of 0 tensors"),
+        ([WHOLE, WHOLE + 1], "the bytes of 2 tensors"),
+    ],
+)
+def test_an_item_that_is_something_else_than_the_metadata_says_is_refused(
+    tmp_path, stored_as, message
+):
+    write(tmp_path, w=WHOLE)
+    torch.save(stored_as, tmp_path / "__0_0.distcp")
+    size = (tmp_path / "__0_0.distcp").stat().st_size
+    change_metadata(tmp_path, lambda stored: info(stored, length=size))
+    with pytest.raises(ConfigError, match=rf"__0_0.distcp: w is damaged .*{message}"):
+        DistReader(tmp_path).read("w", Box((0, 0), (4, 6)))

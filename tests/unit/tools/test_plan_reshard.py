@@ -1,0 +1,122 @@
+"""What `mcore-rl plan reshard` says of published models and small ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cli import plan as command
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.tools.plan_reshard import Cluster, plan_reshard
+
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 8,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+    "intermediate_size": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+}  # fmt: skip
+# By hand: embedding and head 2 * 128 * 8, the last norm 8; a layer has two norms 2 * 8, q and o
+# 2 * 8 * 8, k and v 2 * 4 * 8, the norms of q and k 2 * 2, the MLP 3 * 16 * 8.
+SPLIT, WHOLE = 2 * 128 * 8 + 2 * (2 * 64 + 2 * 32 + 3 * 128), 8 + 2 * (16 + 4)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    path = tmp_path / "dense.json"
+    path.write_text(json.dumps(DENSE))
+    return path
+
+
+def test_bytes_of_a_small_model_are_those_counted_by_hand(dense):
+    report, traffic = plan_reshard(
+        dense, "disaggregated", Layout(tp=2), GenerationLayout(tp=2), Cluster(gpus_per_node=2)
+    )
+    assert [rank.received_bytes for rank in report.ranks] == [2 * (SPLIT // 2 + WHOLE)] * 2
+    assert report.received_bytes == report.lower_bound_bytes == report.across_nodes_bytes
+    assert report.gather_then_slice_bytes == 2 * 2 * (SPLIT + WHOLE)
+    assert traffic.sum() == report.received_bytes
+    assert report.predicted_s == pytest.approx(2 * (SPLIT // 2 + WHOLE) * 8 / 400e9)
+
+
+def test_ranks_that_share_a_gpu_and_a_layout_move_nothing(dense):
+    report, _ = plan_reshard(
+        dense, "colocated", Layout(tp=2), GenerationLayout(tp=2), Cluster(gpus_per_node=2)
+    )
+    assert report.received_bytes == report.lower_bound_bytes == report.busiest_sender_bytes == 0
+    assert report.same_gpu_bytes == 2 * 2 * (SPLIT // 2 + WHOLE)
+    assert report.predicted_s == 0
+    assert report.gather_then_slice_bytes == 2 * SPLIT // 2 * 2
+
+
+def test_placement_puts_a_rank_where_its_weights_are(dense):
+    """Stage 1 of the training ranks holds what generation rank 1 of two stages needs."""
+    cluster = Cluster(gpus_per_node=4)
+    report, _ = plan_reshard(dense, "colocated", Layout(pp=2), GenerationLayout(pp=2), cluster)
+    assert report.received_bytes == 0
+
+
+def test_deepseek_v3_meets_the_bound_and_moves_a_thirtieth_of_gather_then_slice():
+    layout = Layout(pp=16, dp=16, ep=16, first_stage_layers=3, last_stage_layers=2)
+    generate = GenerationLayout(tp=32, dp=8)
+    report, _ = plan_reshard(
+        PUBLISHED / "DeepSeek-V3.json", "disaggregated", layout, generate, Cluster()
+    )
+    assert len(report.ranks) == 256
+    for rank in report.ranks:
+        assert rank.received_bytes == rank.lower_bound_bytes
+    # 671,026,419,200 parameters in bfloat16 and 58 router biases in float32.
+    whole = 2 * 671_026_419_200 + 2 * 58 * 256
+    assert report.gather_then_slice_bytes == 256 * whole
+    assert report.gather_then_slice_bytes > 30 * report.received_bytes
+
+
+def test_the_command_prints_one_json_object_and_draws_the_traffic(dense, tmp_path, capsys):
+    picture = tmp_path / "traffic.png"
+    command.main(
+        ["reshard", "--model", str(dense), "--mode", "disaggregated", "--train", "tp=2,dp=2",
+         "--generate", "tp=4", "--json", "--plot", str(picture)]
+    )  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert {"received_bytes", "lower_bound_bytes", "gather_then_slice_bytes", "peak_buffer_bytes",
+            "plan_s", "predicted_s", "ranks"} <= report.keys()  # fmt: skip
+    wanted = {"rank", "received_bytes", "lower_bound_bytes", "local_bytes"}
+    assert all(rank.keys() == wanted for rank in report["ranks"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    command.main(["reshard", "--model", str(dense), "--train", "tp=2", "--generate", "tp=2"])
+    assert "gather-then-slice" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--generate", "tp=3"], "--generate tp=3 does not divide the model's 4 attention heads"),
+        (["--generate", "tp=2,ep=2"], "--generate ep=2: the model has 0 experts; allowed: up to 1"),
+        (["--generate", "cp=2"], "--generate=cp=2: 'cp' is unknown; allowed: tp, pp, dp, ep"),
+        (["--generate", "pp=3"], "the model's layers=2; allowed: at least 3"),
+        (["--generate", "tp=0"], "generate.tp=0; allowed: at least 1"),
+        (["--train", "tp=x"], "--train=tp=x: 'tp=x'; allowed: tp=NUMBER"),
+        (["--train", "pp=4"], "--train: pp * vpp = 4 * 1 chunks"),
+        (["--mode", "both"], "--mode='both'; allowed: 'colocated', 'disaggregated'"),
+        (["--generate", "tp=4"], "4 generation ranks on the devices of 2 training ranks"),
+        (["--mode", "disaggregated", "--nodes", "1", "--gpus-per-node", "2"], "allowed: at least"),
+        (["--gpus-per-node", "0"], "--gpus-per-node=0; allowed: at least 1"),
+        (["--nic-gbps", "0"], "--nic-gbps=0.0; allowed: above 0"),
+        (["--nic-gbps", "fast"], "invalid float value: 'fast'; see mcore-rl plan"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(dense, arguments, message):
+    given = ["reshard", "--model", str(dense), "--train", "tp=2", "--generate", "tp=2", *arguments]
+    with pytest.raises(ConfigError) as raised:
+        command.main(given)
+    assert message in str(raised.value)
+
+
+def test_a_model_that_is_no_model_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text("[1]")
+    for name in ("x.json", "nothing"):
+        with pytest.raises(ConfigError):
+            plan_reshard(tmp_path / name, "colocated", Layout(), GenerationLayout(), Cluster())
