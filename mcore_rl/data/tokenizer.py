@@ -21,11 +21,31 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises ConfigError when the folder has none, or it lacks an end-of-sequence token or a chat
     template: prompts are chats and responses end.
     """
+    tokenizer = read_tokenizer(path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of model.path={str(path)!r} has no eos_token; it needs one"
+        )
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of model.path={str(path)!r} has no chat template; it needs one, "
+            f"in chat_template.jinja or tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether the folder holds a tokenizer's words."""
+    return any(Path(path, name).is_file() for name in _FILES)
+
+
+def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Any tokenizer, of a base model too. Raises ConfigError when the folder has none."""
     from transformers import AutoTokenizer  # slow to import
 
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")
-    if not any(Path(path, name).is_file() for name in _FILES):
+    if not has_tokenizer(path):
         raise ConfigError(
             f"model.path={str(path)!r} has no tokenizer; it needs one of: {', '.join(_FILES)}"
         )
@@ -37,15 +57,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"model.path={str(path)!r} has a tokenizer that does not load: {error}"
         ) from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of model.path={str(path)!r} has no eos_token; it needs one"
-        )
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"the tokenizer of model.path={str(path)!r} has no chat template; it needs one, "
-            f"in chat_template.jinja or tokenizer_config.json"
-        )
     return tokenizer
 
 

@@ -115,7 +115,7 @@ class RunOutput:
             "wall_s": round(wall_s, 1),
             "seed": self._config.seed,
             "layout": asdict(self._config.actor.layout),
-            "versions": _versions(),
+            "versions": versions(),
         }
         write_json(self.folder / "summary.json", summary)
         print_before_after("Held-out accuracy, sampled", [("GRPO", before, after)])
@@ -139,7 +139,8 @@ def _step_report(metrics: Mapping[str, float]) -> StepReport:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that results depend on."""
     found = {}
     for name in _VERSIONED:
         try:

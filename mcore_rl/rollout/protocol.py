@@ -25,6 +25,15 @@ class Completion:
     weight_versions: list[int]  # version of the weights that chose the token
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a model says of tokens, each given all before it; the lists have one entry a token."""
+
+    token_ids: list[int]
+    log_probs: list[float]  # nats, at temperature 1
+    top_ids: list[int]  # the most likely token there
+
+
 class Generator(Protocol):
     async def generate(self, prompt_ids: list[int], sampling: SamplingParams) -> list[Completion]:
         """`sampling.n` completions of one prompt."""

@@ -11,12 +11,16 @@ import itertools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.protocol import Completion, SamplingParams
+from mcore_rl.data.tokenizer import has_tokenizer
+from mcore_rl.rollout.protocol import Completion, SamplingParams, TokenScores
 from mcore_rl.weight_sync.stream import StreamEndpoint
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# vLLM's settings for log-probs of a prompt. A cached prompt would have no log-probs and no outputs.
+_SCORING = {"max_tokens": 1, "prompt_logprobs": 1, "skip_reading_prefix_cache": True}
 
 
 class VLLMServer:
@@ -42,11 +48,19 @@ class VLLMServer:
     """
 
     def __init__(
-        self, model_path: str, dtype: str, max_model_tokens: int, config: RolloutConfig, seed: int
+        self,
+        model_path: str,
+        dtype: str,
+        max_model_tokens: int,
+        config: RolloutConfig,
+        seed: int,
+        *,
+        eager: bool = False,  # what `trace` needs: no compiled graphs, as on the CPU lane anyway
     ) -> None:
         _check(model_path, dtype, config)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
+        self._eager = eager
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
@@ -64,7 +78,10 @@ class VLLMServer:
         return self._version
 
     async def start(self) -> None:
-        """Load the checkpoint; blocks the event loop until the engine runs (seconds to minutes)."""
+        """Load the checkpoint; blocks the event loop until the engine runs (seconds to minutes).
+
+        Raises ConfigError when the model's attention heads do not suit the lane.
+        """
         os.environ |= _QUIET
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._config.start_timeout_s))
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -89,8 +106,12 @@ class VLLMServer:
             logprobs_mode="processed_logprobs",  # those of the distribution sampled from
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **vllm_worker.lane_arguments(self._config, self._name, self._max_model_tokens),
+            skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
+            **vllm_worker.lane_arguments(
+                self._config, self._name, self._max_model_tokens, self._eager
+            ),
         )
+        vllm_worker.check_heads(arguments.create_model_config())
         # Workers that crash leave their memory behind, and nobody may come to close the server.
         atexit.register(vllm_worker.remove_shared_memory, self._name)
         self._engine = AsyncLLM.from_engine_args(arguments)
@@ -102,26 +123,83 @@ class VLLMServer:
 
         Raises ConfigError when prompt and response cannot fit, RuntimeError when it may not serve.
         """
-        if len(prompt_ids) + sampling.max_tokens > self._max_model_tokens:
-            raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens and rollout.max_response_tokens = "
-                f"{sampling.max_tokens} exceed the server's {self._max_model_tokens} tokens"
-            )
+        self._check_room(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
         async with self._admission() as engine:
-            output = await self._run(engine, prompt_ids, sampling)
+            output = await self._run(engine, prompt_ids, **asdict(sampling))
             return [_completion(c, self._version) for c in output.outputs]
 
-    async def _run(self, engine: AsyncLLM, prompt_ids: list[int], sampling: SamplingParams) -> Any:
+    async def score(self, token_ids: list[int]) -> TokenScores:
+        """Scores of all tokens but the first, from a prefill of them. Waits while an update runs.
+
+        Raises ConfigError when they and one token more do not fit (vLLM must generate one),
+        RuntimeError when it may not serve.
+        """
+        self._check_room(len(token_ids), 1)
+        async with self._admission() as engine:
+            output = await self._run(engine, token_ids, **_SCORING)
+            return _scores(token_ids[1:], output.prompt_logprobs[1:])
+
+    async def decode(self, prompt_ids: list[int], num_tokens: int, seed: int) -> TokenScores:
+        """Samples `num_tokens` at temperature 1, past an end of sequence too, and scores them.
+
+        Waits while an update runs. Raises ConfigError when they do not fit, RuntimeError when it
+        may not serve.
+        """
+        self._check_room(len(prompt_ids), num_tokens)
+        async with self._admission() as engine:
+            sampling = {"max_tokens": num_tokens, "seed": seed, "logprobs": 1, "ignore_eos": True}
+            (output,) = (await self._run(engine, prompt_ids, **sampling)).outputs
+            return _scores(list(output.token_ids), output.logprobs)
+
+    async def trace(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
+        """What each module puts out in a prefill of the tokens, float32 [tokens, dim] on the CPU.
+
+        Names are Hugging Face's: "model.embed_tokens", "model.norm", "lm_head" (logits of every
+        position); in layer N, after "model.layers.N.": "input_layernorm", "self_attn",
+        "post_attention_layernorm", "mlp" and, where there are experts, "mlp.gate": routing weights
+        [tokens, experts] as they multiply the experts' outputs, 0 where one was not chosen. It is
+        left out where a kernel of vLLM chooses the experts by itself.
+
+        The engine serves nothing else meanwhile: the trace waits for requests in flight, new ones
+        wait for the trace. Raises RuntimeError when the engine compiles graphs (start it with
+        `eager`) or may not serve, ConfigError as `score` does.
+        """
+        self._check_room(len(token_ids), 1)
+        async with self._alone() as engine:
+            if self._refusal:
+                raise RuntimeError(f"the vLLM server does not serve: {self._refusal}")
+            if not engine.model_config.enforce_eager:
+                raise RuntimeError("a trace sees nothing in compiled graphs: start it with eager")
+            shapes = await self._traced_shapes(engine, token_ids)
+            return {name: await _traced(engine, name, shape) for name, shape in shapes.items()}
+
+    async def _traced_shapes(self, engine: AsyncLLM, token_ids: list[int]) -> dict[str, list[int]]:
+        await engine.pause_generation(mode="wait")  # cancelled requests may still run in the engine
+        await engine.resume_generation()
+        await engine.collective_rpc("start_trace")
+        try:
+            await self._run(engine, token_ids, **_SCORING)
+        finally:
+            shapes: dict[str, list[int]] = (await engine.collective_rpc("end_trace"))[0]
+        for name, (num_rows, _) in shapes.items():
+            if num_rows != len(token_ids):
+                raise RuntimeError(f"traced {num_rows} rows of {name} for {len(token_ids)} tokens")
+        return shapes
+
+    def _check_room(self, num_prompt: int, num_new: int, setting: str = "") -> None:
+        if num_prompt + num_new > self._max_model_tokens:
+            raise ConfigError(
+                f"a prompt of {num_prompt} tokens and {setting}{num_new} exceed the server's "
+                f"{self._max_model_tokens} tokens"
+            )
+
+    async def _run(self, engine: AsyncLLM, prompt_ids: list[int], **sampling: Any) -> Any:
+        """One request; `sampling` are fields of vLLM's SamplingParams."""
         from vllm import SamplingParams as EngineSampling
         from vllm.sampling_params import RequestOutputKind
 
         parameters = EngineSampling(
-            n=sampling.n,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
-            logprobs=0,  # of the sampled token only
+            **{"logprobs": 0} | sampling,  # 0: of the sampled token only
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -154,15 +232,21 @@ class VLLMServer:
 
         Raises RuntimeError with every worker's reason when one of them did not get a complete set.
         """
+        async with self._alone() as engine:
+            self._refusal = f"its update to version {version} did not complete"
+            await self._replace(engine, endpoint, version)
+            self._version, self._refusal = version, ""
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[AsyncLLM]:
+        """Let no request in, and wait for those in flight."""
         if self._engine is None:
             raise RuntimeError(f"the vLLM server does not serve: {self._refusal}")
         async with self._update_lock:
             self._admitting.clear()
             try:
                 await self._idle.wait()
-                self._refusal = f"its update to version {version} did not complete"
-                await self._replace(self._engine, endpoint, version)
-                self._version, self._refusal = version, ""
+                yield self._engine
             finally:
                 self._admitting.set()
 
@@ -197,6 +281,18 @@ def _completion(output: Any, version: int) -> Completion:
     token_ids = list(output.token_ids)
     log_probs = [at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True)]
     return Completion(token_ids, log_probs, output.finish_reason, [version] * len(token_ids))
+
+
+def _scores(token_ids: list[int], tables: Any) -> TokenScores:
+    """`tables`: for each token vLLM's Logprob by id, of that token and of the most likely one."""
+    log_probs = [at[token].logprob for at, token in zip(tables, token_ids, strict=True)]
+    top_ids = [next(token for token, entry in at.items() if entry.rank == 1) for at in tables]
+    return TokenScores(token_ids, log_probs, top_ids)
+
+
+async def _traced(engine: AsyncLLM, name: str, shape: list[int]) -> torch.Tensor:
+    values, *_ = await engine.collective_rpc("traced_tensor", args=(name,))
+    return torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)
 
 
 def _check(model_path: str, dtype: str, config: RolloutConfig) -> None:

@@ -1,7 +1,7 @@
 """All that touches vLLM's private parts: lane settings, corrections, weight updates, the watchdog.
 
 The server process takes its settings from here. Engine and worker processes enter through
-`ServerName` as they start; workers get `WeightReceiver` (vLLM's `worker_extension_cls`) besides.
+`ServerName` as they start; workers get `WorkerExtension` (vLLM's `worker_extension_cls`) besides.
 Upstream lines are those of vLLM 0.32.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -32,7 +32,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.platforms import current_platform
 
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.vllm_trace import TraceTaker
 from mcore_rl.weight_sync.manifest import verified
 from mcore_rl.weight_sync.stream import StreamEndpoint, receive
 
@@ -57,16 +59,17 @@ class ServerName(str):
 
 
 def lane_arguments(
-    config: RolloutConfig, name: ServerName, max_model_tokens: int
+    config: RolloutConfig, name: ServerName, max_model_tokens: int, eager: bool
 ) -> dict[str, Any]:
-    """The engine arguments of this lane and of `WeightReceiver`.
+    """The engine arguments of this lane and of `WorkerExtension`. `eager`: compile no graphs.
 
     Also sets the environment that engine and worker processes inherit; it stays, for a server owns
     its process.
     """
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a forked process would unpickle no name
     arguments: dict[str, Any] = {
-        "worker_extension_cls": f"{__name__}.{WeightReceiver.__name__}",
+        "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
+        "enforce_eager": eager,
         "additional_config": {"mcore_rl_server": name},
     }
     if not current_platform.is_cpu():
@@ -88,6 +91,26 @@ def lane_arguments(
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, max_model_tokens),
     }
+
+
+def check_heads(model: ModelConfig) -> None:
+    """Raises ConfigError for attention heads that the CPU lane's kernels were not compiled for.
+
+    vLLM notices at the first request, and the engine dies of it.
+    """
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    size, name = model.get_head_size(), "head_dim"
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if model.use_mla:
+        sizes, name = CPUMLABackend.get_supported_head_sizes(), "kv_lora_rank + qk_rope_head_dim"
+    if size not in sizes:
+        raise ConfigError(
+            f"{model.model}: {name} is {size}; vLLM on a CPU takes {', '.join(map(str, sizes))}"
+        )
 
 
 def _cores_shared_out(num_workers: int) -> str:
@@ -153,9 +176,12 @@ class WeightReceiver:
         return self._weight_error
 
 
+class WorkerExtension(WeightReceiver, TraceTaker):
+    """All that `collective_rpc` may call on a worker besides vLLM's own."""
+
+
 def _reload(model: Any, config: Any, endpoint: StreamEndpoint, version: int) -> None:
-    with CheckpointReader(config.model_config.model) as checkpoint:
-        expected = checkpoint.shapes()
+    expected = CheckpointReader(config.model_config.model).shapes()
     for layer in model.modules():
         _make_reloadable(layer)
     initialize_layerwise_reload(model)

@@ -1,0 +1,188 @@
+"""What a comparison is asked for, and all that can be wrong with it, checked first of all."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.stamp import read_stamp
+from mcore_rl.config.checks import at_least, divides, one_of
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import DTYPES
+from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, ModelConfig
+from mcore_rl.engine.base import EngineSpec
+from mcore_rl.jobs.parity.by_vllm import ServerSpec, kv_cache_bytes
+from mcore_rl.jobs.parity.prompts import drawn_prompts, prompts_from_file
+from mcore_rl.models.base import (
+    HFConfig,
+    family_of,
+    field,
+    model_sizes,
+    padded_vocab_size,
+    read_config,
+)
+from mcore_rl.reshard.rules import logical_tensors
+
+HF, VLLM = "hf", "vllm"
+CONTINUATION = 16  # tokens that vLLM samples after each prompt
+# Bounds on the largest and on the mean difference of log-probs, in nats, by dtype. In float32 the
+# engines of a small model agree to 1e-5. In bfloat16 rounding gives 1 at single tokens and 0.02 on
+# average, and more where it tips a router: the mean is the sharper test.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2.0}
+MEAN_TOLERANCES = {"float32": None, "bfloat16": 0.1}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for; "" where an option is left out."""
+
+    model: str  # folder of a Hugging Face checkpoint, which Megatron loads
+    layout: Layout
+    against: tuple[str, ...]
+    dtype: str = "float32"
+    tolerance: float | None = None  # None: the one of the dtype
+    prompts: str = ""  # a file
+    reference: str = ""  # folder that the other engines load; the model's by default
+    checkpoint: str = ""  # Megatron checkpoint that is loaded over the model's weights
+    vllm_tp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request whose inputs have been read and fit together."""
+
+    request: Request
+    prompts: list[list[int]]  # token ids
+    engine: EngineSpec
+    server: ServerSpec | None  # None when vLLM takes no part
+    num_layers: int
+
+    @property
+    def reference(self) -> str:
+        return self.request.reference or self.request.model
+
+    @property
+    def tolerance(self) -> float:
+        given = self.request.tolerance
+        return TOLERANCES[self.request.dtype] if given is None else given
+
+    @property
+    def mean_tolerance(self) -> float | None:
+        return MEAN_TOLERANCES[self.request.dtype]
+
+
+def checked(request: Request) -> Plan:
+    """Read and check all inputs.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    _check_options(request)
+    model = _checked_model("--model", request.model)
+    sizes = model_sizes(model)
+    resolve_model_layout("--layout", request.layout, sizes)
+    configs = [model]
+    if request.reference:
+        configs.append(_checked_model("--reference", request.reference))
+    with_vllm = VLLM in request.against
+    if with_vllm:
+        heads = model_sizes(configs[-1]).num_attention_heads
+        divides("--vllm-tp", request.vllm_tp, "attention heads", heads)
+    prompts, longest = _prompts(request, configs, CONTINUATION + 1 if with_vllm else 0)
+    server = None
+    if with_vllm:
+        longest += CONTINUATION + 1
+        cache = kv_cache_bytes(configs[-1], longest)
+        path = request.reference or request.model
+        server = ServerSpec(path, request.dtype, longest, request.vllm_tp, cache)
+    return Plan(request, prompts, _engine_spec(request, model), server, sizes.num_layers)
+
+
+def _check_options(request: Request) -> None:
+    for name in request.against:
+        one_of("--against", name, (HF, VLLM))
+    if not request.against:
+        raise ConfigError(f"--against names no engine; allowed: {HF}, {VLLM} or both")
+    one_of("--dtype", request.dtype, DTYPES)
+    if request.tolerance is not None and not 0 <= request.tolerance < math.inf:
+        raise ConfigError(f"--tolerance={request.tolerance}; allowed: 0 or more, in nats")
+    at_least("--vllm-tp", request.vllm_tp, 1)
+    if VLLM in request.against and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"--against={VLLM}: vllm is not installed; allowed: {HF}")
+    resolve_layout("--layout", request.layout)
+    num_gpus, needed = torch.cuda.device_count(), request.layout.world_size
+    if 0 < num_gpus < needed:
+        raise ConfigError(f"--layout has {needed} ranks; this machine has {num_gpus} GPUs")
+
+
+def _checked_model(option: str, path: str) -> HFConfig:
+    """The config of a checkpoint whose family is known and whose tensors are all there."""
+    try:
+        family_of(read_config(path))
+        reader = CheckpointReader(path)
+        config = reader.config()
+        weights = family_of(config).weights(config, padded_vocab_size(config, 1))
+        reader.check(logical_tensors(weights))
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"model.path={path!r}: ")
+        raise ConfigError(f"{option} {path}: {reason}") from error
+    return config
+
+
+def _prompts(
+    request: Request, configs: list[HFConfig], num_after: int
+) -> tuple[list[list[int]], int]:
+    """(token ids, length of the longest), with room for `num_after` tokens behind each."""
+    vocab_size = min(field(config, "vocab_size") for config in configs)
+    positions = [config.get("max_position_embeddings") for config in configs]
+    longest = min(filter(None, positions), default=sys.maxsize) - num_after
+    if longest < 2:
+        raise ConfigError(
+            f"config.json: max_position_embeddings leaves {longest} tokens for a prompt; allowed: "
+            "2 or more"
+        )
+    if request.prompts:
+        prompts = prompts_from_file(request.prompts, request.model, vocab_size, longest)
+    else:
+        prompts = drawn_prompts(vocab_size, longest)
+    if not num_after and min(map(len, prompts)) < 2:
+        row = [len(ids) for ids in prompts].index(1)
+        raise ConfigError(
+            f"--prompts {request.prompts}: prompt {row} has one token, and nothing behind it to "
+            f"score; allowed: two tokens or more, or --against with {VLLM}, which continues prompts"
+        )
+    return prompts, max(map(len, prompts))
+
+
+def _engine_spec(request: Request, config: HFConfig) -> EngineSpec:
+    num_threads = len(os.sched_getaffinity(0)) // request.layout.world_size
+    lora = _lora_of_checkpoint(request, config) if request.checkpoint else LoRAConfig()
+    engine = EngineConfig(layout=request.layout, lora=lora, threads_per_rank=max(1, num_threads))
+    model = ModelConfig(path=request.model, dtype=request.dtype)
+    return EngineSpec(model, engine, temperature=1.0, seed=0, num_top_log_probs=1)
+
+
+def _lora_of_checkpoint(request: Request, config: HFConfig) -> LoRAConfig:
+    """The adapters that a Megatron checkpoint has; it must fit the model and the dtype."""
+    stamp: dict[str, Any] = read_stamp(Path(request.checkpoint))
+    if stamp.get("vocab_size") != config["vocab_size"]:
+        raise ConfigError(
+            f"--checkpoint {request.checkpoint} is of another model: its vocab_size is "
+            f"{stamp.get('vocab_size')}, that of --model is {config['vocab_size']}"
+        )
+    if stamp.get("dtype") != request.dtype:
+        raise ConfigError(
+            f"--dtype={request.dtype}: --checkpoint {request.checkpoint} was written with "
+            f"{stamp.get('dtype')!r}; allowed: the same"
+        )
+    return LoRAConfig(**stamp["lora"]) if stamp.get("lora") else LoRAConfig()

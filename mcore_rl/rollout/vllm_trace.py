@@ -1,0 +1,116 @@
+"""What the modules of a vLLM worker put out in one request, under Hugging Face's names.
+
+Modules are hooked for the length of a trace. Hooks see nothing inside a compiled graph, so that the
+engine must run eagerly. Upstream lines are those of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+_NORM = "model.norm"
+# Mixtral's expert layer has kept an older name (model_executor/models/mixtral.py:243).
+_LAYER = "input_layernorm|self_attn|post_attention_layernorm|mlp|block_sparse_moe"
+_TRACED = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({_LAYER}))")
+_EXPERTS = re.compile(r"(model\.layers\.\d+\.)(mlp|block_sparse_moe)\.experts")
+_LOGIT_ROWS = 512  # computed at once: a vocabulary's width of each must fit beside the model
+
+
+class TraceTaker:
+    """Mixed into vLLM's worker class; `collective_rpc` calls its methods on every worker.
+
+    Between `start_trace` and `end_trace` the engine may run one request only. The worker of rank 0
+    keeps the modules' outputs and answers; the others join in what is computed by all together.
+    """
+
+    model_runner: Any
+    rank: int
+
+    def start_trace(self) -> None:
+        """Keep what the modules put out from now on."""
+        self._trace = Trace()
+        for name, module in self.model_runner.get_model().named_modules():
+            if _TRACED.fullmatch(name) and (self.rank == 0 or name == _NORM):
+                self._trace.hook(name.replace("block_sparse_moe", "mlp"), module)
+            if (experts := _EXPERTS.fullmatch(name)) and self.rank == 0:
+                self._trace.hook_router(f"{experts[1]}mlp.gate", module)
+
+    def end_trace(self) -> dict[str, list[int]]:
+        """Remove the hooks. Names and shapes of what rank 0 holds for `traced_tensor`."""
+        self._traced = self._trace.end()
+        if _NORM in self._traced:
+            logits = self._all_logits(self._traced[_NORM])
+            if logits:
+                self._traced["lm_head"] = torch.cat(logits)
+        return {n: list(t.shape) for n, t in self._traced.items()} if self.rank == 0 else {}
+
+    def traced_tensor(self, name: str) -> bytes:
+        """The float32 values of a traced tensor in row-major order; the worker forgets them.
+
+        Bytes, for a tensor in an answer arrives in pieces (v1/serial_utils.py:262), and one name at
+        a time, for a message has less than 4 GiB.
+        """
+        return self._traced.pop(name).numpy().tobytes() if self.rank == 0 else b""
+
+    @torch.inference_mode()
+    def _all_logits(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Logits of every position, in pieces; of itself the engine computes the last one's only.
+
+        Empty on ranks that do not gather them.
+        """
+        runner = self.model_runner
+        pieces = hidden.to(runner.device, runner.dtype).split(_LOGIT_ROWS)
+        logits = [runner.get_model().compute_logits(piece) for piece in pieces]
+        return [_kept(piece) for piece in logits if piece is not None]
+
+
+class Trace:
+    """Hooks, and copies of what they saw: one for each step that a prompt was cut into."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._routers: list[Any] = []
+
+    def hook(self, name: str, module: torch.nn.Module) -> None:
+        def keep(_: torch.nn.Module, __: Any, output: Any) -> None:
+            # Norms that add the residual return (normed, sum).
+            self._seen[name].append(_kept(output[0] if isinstance(output, tuple) else output))
+
+        self._hooks.append(module.register_forward_hook(keep))
+
+    def hook_router(self, name: str, runner: Any) -> None:
+        """Keep routing weights as a [tokens, experts] matrix, 0 where an expert was not chosen.
+
+        The router is no module, and the gate module returns logits only. A scale that upstream
+        applies to the experts' sum (fused_moe/layer.py:435) is applied to the weights here, where
+        Megatron and transformers have it.
+        """
+        router, scale = runner.router, runner.routed_scaling_factor
+        select = router.select_experts
+
+        def select_and_keep(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, ids = select(*args, **kwargs)
+            dense = weights.new_zeros(len(ids), router.global_num_experts)
+            self._seen[name].append(_kept(dense.scatter_(1, ids.long(), weights * scale)))
+            return weights, ids
+
+        router.select_experts = select_and_keep
+        self._routers.append(router)
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """Leave the modules as they were. Each output whole: float32 [tokens, dim]."""
+        for hook in self._hooks:
+            hook.remove()
+        for router in self._routers:
+            del router.select_experts  # the wrapper; the class's own shows again
+        return {name: torch.cat(steps) for name, steps in self._seen.items()}
+
+
+def _kept(output: torch.Tensor) -> torch.Tensor:
+    """A copy: what comes next in the model works in place."""
+    return output.detach().to("cpu", torch.float32, copy=True)

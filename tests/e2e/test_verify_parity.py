@@ -1,0 +1,286 @@
+"""The three engines agree on every family that vLLM's CPU build runs, and faults are named.
+
+Megatron runs on two ranks, which serve all cases; each family has a vLLM server of its own. A fault
+is planted in a copy of a checkpoint, or in the rules, and what the copy gives under Megatron is
+compared with what the original gives elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
+
+import parity_jobs
+import ranks
+import tiny_families
+import tiny_models
+
+from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RolloutConfig
+from mcore_rl.engine.base import EngineSpec
+from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
+from mcore_rl.jobs.parity.compare import Gap, Scores, compare
+from mcore_rl.jobs.parity.modules import THRESHOLDS, differences, first_different
+from mcore_rl.jobs.parity.prompts import drawn_prompts
+from mcore_rl.jobs.parity.settings import TOLERANCES
+from mcore_rl.rollout.vllm_server import VLLMServer
+
+TP2, PP2, TP2_EP2 = Layout(tp=2), Layout(pp=2, first_stage_layers=1), Layout(tp=2, ep=2)
+FAMILIES = {
+    "llama": PP2,
+    "qwen2": TP2,
+    "qwen3": TP2,
+    "mixtral": TP2_EP2,
+    "glm4_moe": TP2_EP2,
+    "deepseek_v3": TP2_EP2,
+}  # and qwen3_moe, by the command
+OTHERS = ("hf", "vllm_prefill", "vllm_decode")
+PROMPTS = drawn_prompts(tiny_models.VOCAB, longest=34)
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
+
+
+def swap_gate_and_up(tensors: Tensors, config: Config) -> None:
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def another_rotary_base(tensors: Tensors, config: Config) -> None:
+    config["rope_parameters"]["rope_theta"] *= 10
+
+
+def permute_experts(tensors: Tensors, config: Config) -> None:
+    """Of one layer; its router stays as it is."""
+    names = [name for name in tensors if name.startswith("model.layers.1.mlp.experts.")]
+    old = {name: tensors[name] for name in names}
+    num_experts = config["n_routed_experts"]
+    for name in names:
+        *head, index, projection, kind = name.split(".")
+        other = str((int(index) + 1) % num_experts)
+        tensors[name] = old[".".join([*head, other, projection, kind])]
+
+
+def forget_the_router_bias(tensors: Tensors, config: Config) -> None:
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"].zero_()
+
+
+def reorder_query_heads(tensors: Tensors, config: Config) -> None:
+    """Queries of the first group of heads become those of the second."""
+    name = "model.layers.2.self_attn.q_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
+
+
+def another_epsilon(tensors: Tensors, config: Config) -> None:
+    config["rms_norm_eps"] *= 10
+
+
+def untie_the_head(tensors: Tensors, config: Config) -> None:
+    config["tie_word_embeddings"] = False
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+
+
+@dataclass(frozen=True)
+class Fault:
+    family: str
+    plant: Callable[[Tensors, Config], None]
+    module: str  # which it must be brought down to
+    layout: Layout
+
+
+FAULTS = [
+    Fault("qwen3", swap_gate_and_up, "model.layers.1.mlp", TP2),
+    Fault("llama", another_rotary_base, "model.layers.0.self_attn", PP2),
+    Fault("glm4_moe", permute_experts, "model.layers.1.mlp", TP2_EP2),
+    Fault("glm4_moe", forget_the_router_bias, "model.layers.1.mlp.gate", TP2_EP2),
+    Fault("qwen3", reorder_query_heads, "model.layers.2.self_attn", PP2),
+    Fault("qwen3", another_epsilon, "model.layers.0.input_layernorm", TP2),
+    Fault("qwen3", untie_the_head, "lm_head", PP2),
+]
+IN_THE_RULES = "up_before_gate"  # in every dense layer of llama
+
+
+def saved(name: str, folder: Path, seed: int = 0) -> Path:
+    config = tiny_families.served_config(name)
+    if config.model_type == "qwen2":  # its heads divide the hidden size
+        config.num_attention_heads = config.num_key_value_heads = 2
+    if config.model_type == "deepseek_v3":
+        config.rms_norm_eps = 1e-6  # what transformers has in norms of latents, whatever the config
+    return tiny_families.save_served(tiny_models.build_from(config, seed), folder / f"{name}{seed}")
+
+
+def faulty(fault: Fault, good: Path, folder: Path) -> Path:
+    path = folder / f"{fault.family}-{fault.plant.__name__}"
+    shutil.copytree(good, path)
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    fault.plant(tensors, config)
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def spec(path: Path, layout: Layout) -> EngineSpec:
+    model, engine = ModelConfig(path=str(path)), EngineConfig(layout=layout)
+    return EngineSpec(model, engine, temperature=1.0, seed=0, num_top_log_probs=1)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the other engines say of the original of a family."""
+
+    path: Path
+    sequences: list[list[int]]
+    scores: dict[str, Scores]  # by name of OTHERS
+    traces: dict[str, Tensors]  # of the longest sequence
+
+
+def reference(path: Path) -> Reference:
+    served, vllm_trace = asyncio.run(under_vllm(path))
+    sequences = served["sequences"]
+    scores = {
+        "hf": Scores(**by_transformers.score(str(path), "float32", sequences)),
+        "vllm_prefill": Scores(**served["prefill"]),
+        "vllm_decode": Scores(**served["decode"]),
+    }
+    [hf_trace] = by_transformers.trace(str(path), "float32", sequences[-1:])
+    traces = {"hf": hf_trace, "vllm_prefill": vllm_trace, "vllm_decode": vllm_trace}
+    return Reference(path, sequences, scores, traces)
+
+
+async def under_vllm(path: Path) -> tuple[dict[str, Any], Tensors]:
+    config = RolloutConfig(max_num_seqs=4, kv_cache_bytes=32 << 20)
+    server = VLLMServer(str(path), "float32", 256, config, seed=0)
+    try:
+        await server.start()
+        served = await by_vllm.scored(server, PROMPTS, num_tokens=16)
+        return served, await server.trace(served["sequences"][-1])
+    finally:
+        await server.close()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One case under Megatron, and what it is compared with."""
+
+    scores: Scores
+    trace: Tensors
+    reference: Reference
+
+    def gap(self, other: str) -> Gap:
+        return compare(self.reference.sequences, self.scores, self.reference.scores[other])
+
+    def differences(self, other: str) -> dict[str, float]:
+        return differences(self.trace, self.reference.traces[other], num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """By family, by name of a fault, and of a checkpoint that was loaded over other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    with mock.patch.dict(os.environ):  # a server owns its process, this one outlives it
+        references = {name: reference(saved(name, folder)) for name in FAMILIES}
+    checkpoint = folder / "checkpoint"
+    cases = {name: (name, spec(references[name].path, at), "") for name, at in FAMILIES.items()}
+    for fault in FAULTS:
+        path = faulty(fault, references[fault.family].path, folder)
+        cases[fault.plant.__name__] = (fault.family, spec(path, fault.layout), "")
+    cases[IN_THE_RULES] = cases["llama"]
+    other = spec(saved("qwen3", folder, seed=1), TP2)
+    cases["checkpoint"] = ("qwen3", other, str(checkpoint))
+    jobs = {"save": ranks.job(parity_jobs.save_weights, cases["qwen3"][1], checkpoint)}
+    for name, (family, *arguments) in cases.items():
+        sequences = references[family].sequences
+        for what, of in ((by_megatron.score, sequences), (by_megatron.trace, sequences[-1:])):
+            planted = [parity_jobs.with_up_before_gate] if name == IN_THE_RULES else []
+            jobs[f"{what.__name__}/{name}"] = ranks.job(*planted, what, *arguments, of)
+    found = ranks.spawn(2, jobs)
+    ranks.dismiss()
+    return {
+        name: Run(
+            by_megatron.gathered(found[f"score/{name}"]),
+            by_megatron.joined(found[f"trace/{name}"])[0],
+            references[family],
+        )
+        for name, (family, *_) in cases.items()
+    }
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("case", [*FAMILIES, "checkpoint"])
+def test_engines_agree_on_every_token_and_in_every_module(runs, case, other):
+    gap = runs[case].gap(other)
+    scored = sum(len(ids) - 1 for ids in runs[case].reference.sequences)
+    assert gap.num_tokens == (16 * len(PROMPTS) if other == "vllm_decode" else scored)
+    assert gap.max_abs < TOLERANCES["float32"] / 10
+    assert gap.argmax_agreement == 1.0
+    found = runs[case].differences(other)
+    assert {"model.embed_tokens", "model.layers.2.mlp", "lm_head"} <= set(found)
+    assert max(found.values()) < THRESHOLDS["float32"] / 10, found
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.plant.__name__)
+def test_a_fault_is_caught_and_its_module_named(runs, fault, other):
+    run = runs[fault.plant.__name__]
+    assert run.gap(other).max_abs > 5 * TOLERANCES["float32"]
+    found = run.differences(other)
+    assert first_different(found, "float32") == fault.module
+    assert found[fault.module] > 2 * THRESHOLDS["float32"]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_fault_in_the_rules_is_caught_and_its_module_named(runs, other):
+    run = runs[IN_THE_RULES]
+    assert run.gap(other).max_abs > 0.1
+    assert first_different(run.differences(other), "float32") == "model.layers.0.mlp"
+
+
+def verify(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).with_name("mcore-rl"), "verify", "parity"]
+    return subprocess.run([*command, *map(str, options)], capture_output=True, text=True)
+
+
+def test_the_command_passes_a_good_model(tmp_path):
+    path, prompts = saved("qwen3_moe", tmp_path), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [5, 6, 7]}\n{"prompt_ids": [130]}\n')
+    options = ("--model", path, "--layout", "tp=2,ep=2", "--against", "hf,vllm")
+    ended = verify(*options, "--prompts", prompts, "--json")
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["passed"] is True
+    assert (report["tolerance"], report["dtype"]) == (1e-4, "float32")
+    assert (report["layout"]["tp"], report["layout"]["ep"], report["layout"]["pp"]) == (2, 2, 1)
+    assert {"torch", "transformers", "megatron-core"} <= set(report["versions"])
+    counts = {"megatron~hf": 34, "megatron~vllm_prefill": 34, "megatron~vllm_decode": 32}
+    assert {name: pair["num_tokens"] for name, pair in report["pairs"].items()} == counts
+    for pair in report["pairs"].values():
+        assert 0 <= pair["mean_abs"] <= pair["p99_abs"] <= pair["max_abs"] < 1e-5
+        assert pair["argmax_agreement"] == 1.0
+        assert "first_differing_module" not in pair
+
+
+def test_the_command_names_the_module_of_a_fault(tmp_path):
+    fault = next(fault for fault in FAULTS if fault.plant is another_rotary_base)
+    good = saved(fault.family, tmp_path)
+    bad = faulty(fault, good, tmp_path)
+    options = ("--model", bad, "--reference", good, "--layout", "pp=2,first_stage_layers=1")
+    ended = verify(*options, "--against", "hf")
+    assert ended.returncode == 1, ended.stderr
+    assert "FAILED" in ended.stdout
+    assert f"the first module that differs is {fault.module} (" in ended.stdout

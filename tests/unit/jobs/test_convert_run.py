@@ -1,0 +1,344 @@
+"""Conversions are carried out whole or not at all, and go on where they were stopped."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.convert import memory
+from mcore_rl.jobs.convert.options import Resources, format_bytes, parse_bytes
+from mcore_rl.jobs.convert.run import Conversion, run
+from mcore_rl.jobs.failure import RunFailed
+
+# A module that processes can import by name; with importlib mode this file is none.
+UNITS = """
+import errno, os, time
+from dataclasses import dataclass
+from pathlib import Path
+from mcore_rl.config.errors import ConfigError
+
+@dataclass(frozen=True)
+class Unit:
+    name: str
+    nbytes: int = 1000
+    memory_bytes: int = 5_000_000
+    what: str = "well"
+    log: str = ""
+
+    def write(self, folder, wrote):
+        if self.log:
+            with open(self.log, "a") as log:
+                print(self.name, os.getpid(), file=log)
+        if self.what == "bad input":
+            raise ConfigError(f"tensor of {self.name} is damaged")
+        if self.what == "full":
+            raise OSError(errno.ENOSPC, "No space left on device", self.name)
+        if self.what == "full, told by a writer":
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device", self.name)
+            except OSError as error:
+                raise ConfigError(f"{self.name} cannot be written") from error
+        if self.what == "killed":
+            os.kill(os.getpid(), 9)
+        if self.what == "waits":
+            time.sleep(600)
+        aside = folder / f".{self.name}.partial"
+        aside.write_bytes(self.name.encode() * (self.nbytes // len(self.name)))
+        aside.rename(folder / self.name)
+        wrote(self.nbytes)
+        return {"of": self.name}
+
+def finish(folder, results):
+    (folder / "index").write_text(",".join(result["of"] for result in results))
+"""
+
+
+@pytest.fixture
+def units(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "convert_units.py").write_text(UNITS)
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    monkeypatch.delitem(sys.modules, "convert_units", raising=False)
+    import convert_units
+
+    return convert_units
+
+
+@pytest.fixture
+def make(units, tmp_path):
+    """make(b="killed", ...) is a conversion of the files a to f, these with something else."""
+
+    def conversion(fingerprint=None, **what):
+        log = str(tmp_path / "log")
+        found = tuple(
+            units.Unit(f"file-{name}", what=what.get(name, "well"), log=log) for name in "abcdef"
+        )
+        facts = {"--dtype": "bfloat16", **(fingerprint or {})}
+        return Conversion(tmp_path / "new" / "out", facts, found, units.finish)
+
+    return conversion
+
+
+@pytest.fixture
+def log(tmp_path):
+    def written():
+        file = tmp_path / "log"
+        lines = file.read_text().split() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return sorted(lines[::2])
+
+    return written
+
+
+def go(conversion, workers=1, **resources):
+    console = Console(width=200, record=True, quiet=False, file=open(os.devnull, "w"))
+    run(conversion, Resources(workers, **resources), console)
+    return console.export_text()
+
+
+ALL = [f"file-{name}" for name in "abcdef"]
+WHOLE = sorted([*ALL, "index"])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_conversion_is_there_whole_and_nothing_beside_it(make, tmp_path, workers):
+    printed = go(make(), workers)
+    assert names(tmp_path / "new") == ["out"]
+    assert names(tmp_path / "new" / "out") == WHOLE
+    assert (tmp_path / "new" / "out" / "index").read_text() == ",".join(ALL)
+    assert re.search(r"^at most \d+ MB of memory: ", printed)
+    assert re.search(r"6 kB in \d+\.\d s, ", printed)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("how", ["full", "full, told by a writer", "killed"])
+def test_what_is_finished_is_not_written_again(make, log, tmp_path, workers, how):
+    if workers == 1 and how == "killed":
+        pytest.skip("that would be this process: see the next test")
+    with pytest.raises(RunFailed, match="the same command goes on where this one stopped"):
+        go(make(d=how), workers)
+    work = tmp_path / "new" / ".out.partial"
+    finished = [name.removesuffix(".json") for name in names(work / "units")]
+    assert "file-a" in finished and "file-d" not in finished
+    log()
+    printed = go(make(), workers)
+    assert log() == sorted(set(ALL) - set(finished))
+    assert f"going on behind {len(finished)} kB of 6 kB" in printed
+    assert names(tmp_path / "new" / "out") == WHOLE
+
+
+def test_a_full_disk_is_said_to_be_full(make):
+    with pytest.raises(RunFailed, match=r"^no space left in .*new; the same command goes on"):
+        go(make(c="full"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_input_leaves_nothing(make, tmp_path, workers):
+    with pytest.raises(ConfigError, match="^tensor of file-d is damaged$"):
+        go(make(d="bad input"), workers)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_rest_of_another_conversion_is_not_gone_on_with(make, tmp_path):
+    with pytest.raises(RunFailed):
+        go(make(d="full"))
+    message = r"another conversion: --dtype is \"bfloat16\" there and \"float32\" here; remove"
+    with pytest.raises(ConfigError, match=message):
+        go(make({"--dtype": "float32"}))
+    assert names(tmp_path / "new") == [".out.partial"]
+    go(make())
+
+
+def test_an_output_folder_that_is_not_empty_is_left_alone(make, tmp_path):
+    out = tmp_path / "new" / "out"
+    out.mkdir(parents=True)
+    go(make())
+    before = {path: path.stat() for path in out.iterdir()}
+    with pytest.raises(ConfigError, match=r"new/out is not empty; allowed: a new or empty folder"):
+        go(make())
+    assert {path: path.stat() for path in out.iterdir()} == before
+    assert names(tmp_path / "new") == ["out"]
+
+
+def test_a_run_that_was_killed_while_it_tidied_up_is_complete(make, tmp_path):
+    with pytest.raises(RunFailed):
+        go(make(d="full"))
+    work = tmp_path / "new" / ".out.partial"
+    shutil.copytree(work, tmp_path / "kept")
+    go(make())
+    (tmp_path / "kept").rename(work)
+    shutil.rmtree(work / "output")
+    assert "out was complete" in go(make())
+    assert names(tmp_path / "new") == ["out"]
+
+
+def test_a_file_whose_end_was_lost_is_written_again(make, log, tmp_path):
+    with pytest.raises(RunFailed):
+        go(make(d="full"))
+    os.truncate(tmp_path / "new" / ".out.partial" / "output" / "file-b", 10)
+    log()
+    go(make())
+    assert log() == ["file-b", "file-d", "file-e", "file-f"]
+    assert (tmp_path / "new" / "out" / "file-b").stat().st_size == 996
+
+
+def test_a_disk_without_room_is_found_out_before_anything_is_written(make, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=5999)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match=rf"needs 6 kB, and {tmp_path} has 6 kB left"):
+        go(make())
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_turns_out_full_leaves_what_is_finished(units, tmp_path):
+    """A real file system, with room for bytes and none for files."""
+    mount = f"mount -t tmpfs -o size=8m,nr_inodes=12 none {tmp_path}/disk"
+    script = f"""
+import os, pickle, sys
+sys.path.insert(0, {str(tmp_path / "lib")!r})
+from rich.console import Console
+from mcore_rl.jobs.convert.run import run
+from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.failure import RunFailed
+conversion = pickle.load(open({str(tmp_path / "plan")!r}, "rb"))
+try:
+    run(conversion, Resources(1), Console(quiet=True))
+except RunFailed as error:
+    print(error)
+finished = len(os.listdir({str(tmp_path / "disk/.out.partial/units")!r}))
+os.system("mount -o remount,nr_inodes=100 {tmp_path}/disk")
+run(conversion, Resources(1), Console(quiet=True))
+print(finished, sorted(os.listdir({str(tmp_path / "disk/out")!r})))
+"""
+    (tmp_path / "disk").mkdir()
+    found = tuple(units.Unit(name) for name in ALL)
+    plan = Conversion(tmp_path / "disk" / "out", {}, found, units.finish)
+    (tmp_path / "plan").write_bytes(pickle.dumps(plan))
+    (tmp_path / "script.py").write_text(script)
+    inside = f"{mount} && {sys.executable} {tmp_path}/script.py"
+    done = subprocess.run(["unshare", "-Urm", "sh", "-c", inside], capture_output=True, text=True)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip("this machine lets nobody mount a file system")
+    first, second = done.stdout.splitlines()
+    assert (
+        first
+        == f"no space left in {tmp_path}/disk; the same command goes on where this one stopped"
+    )
+    finished, files = second.split(" ", 1)
+    assert 0 < int(finished) < 6
+    assert files == str(WHOLE)
+
+
+def test_two_runs_do_not_write_the_same_folder(make, tmp_path):
+    (tmp_path / "plan").write_bytes(pickle.dumps(make(b="waits")))
+    process = started(tmp_path, workers=1)
+    try:
+        wait_for((tmp_path / "log").exists)
+        with pytest.raises(ConfigError, match=r"another process is at work in .*\.out\.partial"):
+            go(make(b="waits"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def started(tmp_path: Path, workers: int) -> subprocess.Popen:
+    script = f"""
+import pickle, sys
+sys.path.insert(0, {str(tmp_path / "lib")!r})
+from mcore_rl.jobs.convert.run import run
+from mcore_rl.jobs.convert.options import Resources
+if __name__ == "__main__":
+    run(pickle.load(open({str(tmp_path / "plan")!r}, "rb")), Resources({workers}))
+"""
+    (tmp_path / "script.py").write_text(script)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, tmp_path / "script.py"], **streams)
+
+
+def wait_for(happened) -> None:
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_workers_end_with_their_parent(make, tmp_path, number):
+    (tmp_path / "plan").write_bytes(pickle.dumps(make(a="waits", b="waits")))
+    process = started(tmp_path, workers=2)
+    wait_for(
+        lambda: (tmp_path / "log").exists() and len((tmp_path / "log").read_text().split()) == 4
+    )
+    workers = [psutil.Process(int(pid)) for pid in (tmp_path / "log").read_text().split()[1::2]]
+    assert len({worker.pid for worker in workers} - {process.pid}) == 2
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode != 0
+    wait_for(lambda: not any(worker.is_running() for worker in workers))
+    if number == signal.SIGINT:
+        assert "interrupted; the same command goes on where this one stopped" in told
+
+
+GIB = 1 << 30
+
+
+def test_the_bound_grows_with_the_largest_unit_and_the_workers(monkeypatch):
+    monkeypatch.setattr(memory, "peak_bytes", lambda: 400 << 20)
+    one, two = memory.bound_bytes(1, GIB), memory.bound_bytes(2, GIB)
+    assert one == GIB + (432 << 20)
+    assert two - memory.bound_bytes(2, 0) == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("workers", "allowed", "expected"),
+    [(1, None, 1), (2, None, 2), (9, None, 3), (None, 10 * GIB, 3), (None, 3 * GIB, 1)],
+)
+def test_workers_are_those_asked_for_or_those_that_fit(monkeypatch, workers, allowed, expected):
+    monkeypatch.setattr(memory, "peak_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    found, line = memory.choose_workers([GIB, GIB, 7], Resources(workers, allowed))
+    assert found == expected
+    assert line.startswith(f"at most {format_bytes(memory.bound_bytes(expected, GIB))} of memory: ")
+
+
+def test_too_little_memory_is_refused_with_what_is_enough(monkeypatch):
+    monkeypatch.setattr(memory, "peak_bytes", lambda: 400 << 20)
+    message = r"--max-memory=1 GB is too small for 1 process; allowed: at least (\d+)MB"
+    with pytest.raises(ConfigError, match=message) as raised:
+        memory.choose_workers([GIB], Resources(None, 10**9))
+    enough = int(re.search(r"least (\d+)MB", str(raised.value))[1]) * 10**6
+    assert memory.choose_workers([GIB], Resources(None, enough))[0] == 1
+    with pytest.raises(ConfigError, match="for 2 worker processes"):
+        memory.choose_workers([GIB, GIB], Resources(2, enough))
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "5 parsecs", "0", "1.5.5GB", "9" * 30])
+def test_a_size_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match=r"--max-memory="):
+        parse_bytes("--max-memory", text)
+
+
+@pytest.mark.parametrize(("text", "size"), [("1", 1), ("2kb", 2000), ("1.5GiB", 3 << 29)])
+def test_a_size_has_a_unit_or_none(text, size):
+    assert parse_bytes("--max-memory", text) == size
+
+
+def test_workers_below_one_are_refused():
+    with pytest.raises(ConfigError, match=r"--workers=0; allowed: at least 1"):
+        Resources(workers=0)

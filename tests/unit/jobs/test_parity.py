@@ -1,0 +1,273 @@
+"""Comparing engines: statistics of differences, the first module that differs, reports, inputs."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from rich.console import Console
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout, LoRAConfig
+from mcore_rl.jobs.parity.compare import Scores, compare
+from mcore_rl.jobs.parity.modules import differences, first_different, module_names
+from mcore_rl.jobs.parity.report import Pair, Report
+from mcore_rl.jobs.parity.settings import CONTINUATION, Request, checked
+
+SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
+
+
+def test_a_gap_counts_every_token_and_names_the_worst():
+    mine = Scores([[-1.0, -2.0, -3.0], [-4.0, -5.0]], [[1, 2, 3], [4, 5]])
+    reference = Scores([[-1.0, -2.5, -3.0], [-4.0, -5.25]], [[1, 2, 0], [4, 5]])
+    gap = compare(SEQUENCES, mine, reference)
+    assert (gap.num_tokens, gap.max_abs, gap.mean_abs) == (5, 0.5, 0.15)
+    assert (gap.p50_abs, gap.p90_abs, gap.p99_abs) == (0.0, 0.5, 0.5)
+    assert gap.argmax_agreement == 0.8
+    first, second, *_ = gap.worst
+    assert (first.prompt, first.position, first.token_id) == (0, 2, 7)
+    assert (first.before_ids, first.log_prob, first.reference_log_prob) == ([5, 6], -2.0, -2.5)
+    assert (second.prompt, second.position, second.token_id) == (1, 2, 11)
+
+
+def test_percentiles_are_numpys():
+    values = np.random.default_rng(0).normal(size=1000)
+    zeros = [0] * 1000
+    gap = compare([[0] * 1001], Scores([values], [zeros]), Scores([zeros], [zeros]))
+    for share, found in ((50, gap.p50_abs), (90, gap.p90_abs), (99, gap.p99_abs)):
+        # the smallest difference that this share of the tokens does not exceed, or the next one
+        below = (np.abs(values) <= found).mean()
+        assert share / 100 <= below <= share / 100 + 0.002
+
+
+def test_a_reference_of_the_last_tokens_is_compared_at_those():
+    mine = Scores([[-1.0, -2.0, -3.0], [-4.0, -5.0]], [[1, 2, 3], [4, 5]])
+    reference = Scores([[-3.5], [-5.0]], [[3], [0]])
+    gap = compare(SEQUENCES, mine, reference)
+    assert (gap.num_tokens, gap.max_abs, gap.argmax_agreement) == (2, 0.5, 0.5)
+    assert (gap.worst[0].prompt, gap.worst[0].position) == (0, 3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_infinitely_far_and_null_in_json(value):
+    gap = compare([[1, 2]], Scores([[value]], [[0]]), Scores([[value]], [[0]]))
+    assert gap.max_abs == gap.mean_abs == gap.p99_abs == math.inf
+    shown = report(Pair(False, gap, "lm_head", {"lm_head": math.inf})).as_json()
+    [pair] = json.loads(json.dumps(shown, allow_nan=False))["pairs"].values()
+    assert pair["max_abs"] is None
+    assert pair["first_differing_module"] == "lm_head"
+
+
+def trace(**values: list[float]) -> dict[str, torch.Tensor]:
+    return {name.replace("__", "."): torch.tensor([row]) for name, row in values.items()}
+
+
+def test_modules_are_compared_in_the_order_of_the_model():
+    names = module_names(2)
+    assert names[:3] == [
+        "model.embed_tokens",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.self_attn",
+    ]
+    assert names[-3:] == ["model.layers.1.mlp", "model.norm", "lm_head"]
+    mine = trace(lm_head=[1.0], model__norm=[3.0, 4.0], model__layers__1__mlp=[1.0])
+    reference = trace(model__norm=[3.0, 4.1], lm_head=[2.0], model__embed_tokens=[1.0])
+    found = differences(mine, reference, num_layers=2)
+    assert list(found) == ["model.norm", "lm_head"]
+    assert found["model.norm"] == pytest.approx(0.1 / math.hypot(3.0, 4.1), rel=1e-5)
+    assert found["lm_head"] == pytest.approx(0.5)
+
+
+def test_the_first_module_over_the_threshold_of_the_dtype_is_named():
+    found = {"model.embed_tokens": 9e-5, "model.norm": 1e-3, "lm_head": 1.0}
+    assert first_different(found, "float32") == "model.norm"
+    assert first_different(found, "bfloat16") == "lm_head"
+    assert first_different({"model.norm": 1e-7}, "float32") is None
+
+
+@pytest.mark.parametrize("other", [[math.nan, 1.0], [1.0, 2.0, 3.0]])
+def test_another_shape_and_no_number_are_differences(other):
+    found = differences(trace(lm_head=[1.0, 1.0]), trace(lm_head=other), num_layers=1)
+    assert found == {"lm_head": math.inf}
+
+
+def report(pair: Pair, texts: dict[int, str] | None = None) -> Report:
+    return Report(
+        1e-4, None, Layout(tp=2), "float32", {"torch": "2"}, {"megatron~hf": pair}, texts or {}
+    )
+
+
+def printed(shown: Report) -> str:
+    stream = io.StringIO()
+    shown.print(Console(file=stream, width=100))
+    return stream.getvalue()
+
+
+def gap_of_one_token() -> Any:
+    return compare([[1, 2]], Scores([[-1.5]], [[2]]), Scores([[-1.0]], [[2]]))
+
+
+def test_a_report_tells_the_worst_tokens_with_what_stands_before_them():
+    shown = report(Pair(True, gap_of_one_token()), {1: "[a]", 2: "b"})
+    assert shown.passed
+    text = printed(shown)
+    assert "megatron~hf" in text
+    assert "[a][b]" in text
+    assert "-1.500000" in text
+    [pair] = shown.as_json()["pairs"].values()
+    assert pair["worst"][0]["text"] == "[a][b]"
+    assert "first_differing_module" not in pair
+
+
+def test_a_missed_pair_names_the_module_or_says_that_there_is_none():
+    parts = {"model.norm": 0.25, "lm_head": 0.5}
+    named = report(Pair(False, gap_of_one_token(), "model.norm", parts))
+    assert not named.passed
+    assert "megatron~hf: the first module that differs is model.norm (by 2.5e-01" in printed(named)
+    none = report(Pair(False, gap_of_one_token(), None, {"model.norm": 1e-6}))
+    assert "no module differs by more than 0.0001 of its output (the most is 1.0e-06)" in printed(
+        none
+    )
+    assert none.as_json()["pairs"]["megatron~hf"]["first_differing_module"] is None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer of three words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    config = transformers.Qwen3Config(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=24, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+def request(folder: Path, **options: Any) -> Request:
+    return Request(**{"model": str(folder), "layout": Layout(), "against": ("hf",), **options})
+
+
+def test_prompts_are_the_same_for_every_run_and_leave_room_for_what_follows(model):
+    drawn = checked(request(model)).prompts
+    assert drawn == checked(request(model)).prompts
+    assert len({len(ids) for ids in drawn}) == len(drawn) > 3
+    assert max(map(len, drawn)) == 55
+    plan = checked(request(model, against=("hf", "vllm")))
+    assert max(map(len, plan.prompts)) == 64 - CONTINUATION - 1
+    assert plan.server is not None
+    assert plan.server.max_model_tokens == 64
+    assert max(max(ids) for ids in drawn) < 40
+
+
+def test_prompts_of_a_file_are_tokenised(model, tmp_path):
+    text = tmp_path / "prompts.txt"
+    text.write_text("one two\n\ntwo two one\n")
+    assert checked(request(model, prompts=str(text))).prompts == [[1, 2], [2, 2, 1]]
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "two one", "answer": 3}\n{"prompt_ids": [39, 0]}\n')
+    assert checked(request(model, prompts=str(lines))).prompts == [[2, 1], [39, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (None, r"prompts.txt cannot be read"),
+        ("\n \n", r"holds no prompt"),
+        ('{"prompt_ids": [1, 2]}\nnot json', r"line 2 is not valid JSON"),
+        ('{"prompt_ids": [1, 2]}\n[3]', r"line 2 needs an object with one of"),
+        ('{"prompt": "one", "prompt_ids": [1]}', r"line 1 needs an object with one of"),
+        ('{"prompt": 3}', r'line 1: "prompt" is 3; allowed: a text'),
+        ('{"prompt_ids": [1, true]}', r'line 1: "prompt_ids" is no list of integers'),
+        ('{"prompt_ids": []}', r"line 1: the prompt has no tokens"),
+        ('\n{"prompt_ids": [1, 40]}', r"line 2: token id 40 .* allowed: 0 to 39"),
+        ('{"prompt_ids": [1, -1]}', r"line 1: token id -1"),
+        (json.dumps({"prompt_ids": [1] * 65}), r"has 65 tokens; allowed: up to 64"),
+        ('{"prompt_ids": [1, 2]}\n{"prompt_ids": [1]}', r"prompt 1 has one token"),
+    ],
+)
+def test_a_prompts_file_that_does_not_do_is_refused_by_line(model, tmp_path, lines, message):
+    file = tmp_path / "prompts.txt"
+    if lines is not None:
+        file.write_text(lines)
+    with pytest.raises(ConfigError, match=message):
+        checked(request(model, prompts=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"against": ("sglang",)}, r"--against='sglang'; allowed: 'hf', 'vllm'"),
+        ({"against": ()}, r"--against names no engine"),
+        ({"dtype": "float16"}, r"--dtype='float16'; allowed"),
+        ({"tolerance": -1.0}, r"--tolerance=-1.0; allowed"),
+        ({"tolerance": math.nan}, r"--tolerance=nan; allowed"),
+        ({"layout": Layout(tp=0)}, r"--layout.tp=0"),
+        ({"layout": Layout(tp=4)}, r"--layout.tp=4 does not divide the model's 2 key/value heads"),
+        ({"layout": Layout(pp=4)}, r"--layout"),
+        ({"layout": Layout(tp=2, ep=2)}, r"--layout.ep=2: the model has no experts"),
+        ({"model": "nowhere"}, r"--model nowhere: there is no config.json in that folder"),
+        ({"reference": "nowhere"}, r"--reference nowhere: there is no config.json"),
+        (
+            {"against": ("vllm",), "vllm_tp": 3},
+            r"--vllm-tp=3 does not divide",
+        ),
+        ({"against": ("vllm",), "vllm_tp": 0}, r"--vllm-tp=0"),
+        ({"checkpoint": "nowhere"}, r"checkpoint folder nowhere does not exist"),
+    ],
+)
+def test_a_wrong_option_is_refused(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        checked(request(model, **options))
+
+
+def test_a_reference_with_missing_tensors_is_refused(model, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match=r"--reference .*lacks tensor model.layers.2"):
+        checked(request(model, reference=str(broken)))
+
+
+def stamped(folder: Path, **facts: Any) -> str:
+    (folder / "mcore_rl.json").write_text(json.dumps({"megatron_core": "0.16.1", **facts}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"vocab_size": 41, "dtype": "float32"}, r"of another model: its vocab_size is 41"),
+        ({"vocab_size": 40, "dtype": "bfloat16"}, r"--dtype=float32: .* written with 'bfloat16'"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(model, tmp_path, facts, message):
+    with pytest.raises(ConfigError, match=message):
+        checked(request(model, checkpoint=stamped(tmp_path, **facts)))
+
+
+def test_a_checkpoint_brings_its_adapters(model, tmp_path):
+    lora = {"rank": 4, "alpha": 8.0, "targets": ["linear_proj"]}
+    path = stamped(tmp_path, vocab_size=40, dtype="float32", lora=lora)
+    assert checked(request(model, checkpoint=path)).engine.engine.lora == LoRAConfig(**lora)
+
+
+def test_bfloat16_has_tolerances_of_its_own(model):
+    plan = checked(request(model, dtype="bfloat16"))
+    assert (plan.tolerance, plan.mean_tolerance) == (2.0, 0.1)
+    plan = checked(request(model))
+    assert (plan.tolerance, plan.mean_tolerance) == (1e-4, None)
+    assert checked(request(model, tolerance=0.0)).tolerance == 0.0

@@ -1,0 +1,37 @@
+"""What a run refuses before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcore_rl.checkpoint.fp8 import quantization_config, quantize_blocks
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import ModelConfig, RLConfig
+from mcore_rl.jobs.preflight import check_inputs
+
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_model_in_float8_is_refused_with_the_way_out(tmp_path: Path, is_named, is_there):
+    """By its config or by its tensors; with neither, the next error is another one."""
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    if is_named:
+        config["quantization_config"] = quantization_config([])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight = torch.ones(4, 4)
+    quantized, scales = quantize_blocks(weight)
+    float8 = {WEIGHT: quantized, f"{WEIGHT}_scale_inv": scales}
+    save_file(float8 if is_there else {WEIGHT: weight}, tmp_path / "model.safetensors")
+    message = (
+        r"is quantised, .* mcore-rl convert hf-to-mcore, then mcore-rl convert mcore-to-hf "
+        "--dtype bfloat16"
+    )
+    with pytest.raises(ConfigError, match=message if is_named or is_there else "has no 'vocab"):
+        check_inputs(RLConfig(model=ModelConfig(path=str(tmp_path))))

@@ -1,0 +1,128 @@
+"""Processes of a job: results and failures come back, and none outlives the one that started it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
+
+# A module that processes can import by name; with importlib mode this file is none.
+JOBS = """
+import os, sys, time
+import torch
+from mcore_rl.config.errors import ConfigError
+
+def whoami():
+    import torch.distributed as dist
+    print("chatter")
+    dist.init_process_group("gloo")
+    total = torch.tensor(int(os.environ["RANK"]) + 1)
+    dist.all_reduce(total)
+    return {"rank": int(os.environ["RANK"]), "sum": total, "names": ["a"]}
+
+def stumble(how):
+    if os.environ.get("RANK", "0") == "0":
+        time.sleep(600)
+    print("last words")
+    if how == "exit":
+        os._exit(3)
+    if how == "bad input":
+        raise ConfigError("the checkpoint is of another model")
+    if how == "child":
+        print("ERROR ValueError: head_dim=24 is not supported", file=sys.stderr, flush=True)
+        raise RuntimeError("it failed. See root cause above.")
+    raise ValueError("no such weight\\nsecond line")
+
+def linger(file):
+    with open(file, "a") as log:
+        log.write(f"{os.getpid()} ")
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "rank_jobs.py").write_text(JOBS)
+    sys.path.insert(0, str(folder))
+    try:
+        import rank_jobs
+
+        yield rank_jobs
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_ranks_meet_and_answer_in_order(jobs, tmp_path, capfd):
+    found = run_on_ranks(jobs.whoami, 2, tmp_path)
+    assert [rank["rank"] for rank in found] == [0, 1]
+    assert [int(rank["sum"]) for rank in found] == [3, 3]
+    assert found[0]["names"] == ["a"]
+    assert capfd.readouterr() == ("", "")
+    assert "chatter" in (tmp_path / "rank_1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("raise", ProcessFailed, r"^rank 1: ValueError: no such weight\n(.|\n)*last words"),
+        ("exit", ProcessFailed, r"^rank 1: it ended with exit status 3\n"),
+        ("bad input", ConfigError, r"^the checkpoint is of another model$"),
+        ("child", ProcessFailed, r"^rank 1: ValueError: head_dim=24 is not supported\n"),
+    ],
+)
+def test_the_failure_of_one_rank_ends_the_others_and_is_the_error(
+    jobs, tmp_path, how, error, message
+):
+    started, before = time.monotonic(), spawned()
+    with pytest.raises(error, match=message):
+        run_on_ranks(partial(jobs.stumble, how), 2, tmp_path)
+    assert time.monotonic() - started < 60  # rank 0 would sleep for ten minutes
+    assert not spawned() - before
+
+
+def spawned() -> set[psutil.Process]:
+    """Children of this process that multiprocessing started, other tests' among them."""
+    return {p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())}
+
+
+def test_a_process_of_its_own_is_no_rank(jobs, tmp_path):
+    with pytest.raises(ProcessFailed, match=r"^transformers: ValueError: .* RANK expected"):
+        run_in_process(jobs.whoami, "transformers", tmp_path)
+
+
+def test_ranks_end_with_their_parent_even_when_it_is_killed(jobs, tmp_path):
+    pids = tmp_path / "pids"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from functools import partial\n"
+        "from pathlib import Path\n"
+        "import rank_jobs\n"
+        "from mcore_rl.jobs.ranks import run_on_ranks\n"
+        "if __name__ == '__main__':\n"
+        "    run_on_ranks(partial(rank_jobs.linger, sys.argv[2]), 2, Path(sys.argv[3]))\n"
+    )
+    folder = str(Path(jobs.__file__).parent)
+    script = tmp_path / "parent.py"
+    script.write_text(code)
+    parent = subprocess.Popen([sys.executable, script, folder, pids, tmp_path])
+    try:
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            assert parent.poll() is None
+            time.sleep(0.1)
+        ranks = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        parent.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(ranks, timeout=20)
+        assert not alive
+    finally:
+        parent.kill()
+        parent.wait()
