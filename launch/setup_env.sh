@@ -106,7 +106,12 @@ install_first_gpu() { pip install --requirement <(first_block); }
 
 install_packages_gpu() { pip install --no-build-isolation --requirement "$requirements"; }
 
-install_project() { pip install --no-deps --no-build-isolation --editable .; }
+# Compiles csrc into mcore_rl/_csrc*.so; with CUDA on the gpu lane (setup.py).
+install_project() {
+    MCORE_RL_LANE=$lane pip install --no-deps --no-build-isolation --editable .
+}
+
+is_compiled() { compgen -G 'mcore_rl/_csrc.*.so' >/dev/null; }
 
 is_fresh() { [ "$(cat "$venv/$1.stamp" 2>/dev/null)" = "$2" ]; }
 
@@ -120,7 +125,8 @@ main() {
     # A virtual environment knows its own path: a moved or copied one is made anew.
     packages_key=$({ echo "$lane" "$(python_version "$python")" "$PWD"; cat "$requirements"; } |
         sha256sum)
-    project_key=$(cat pyproject.toml setup.py | sha256sum)
+    project_key=$({ echo "$lane"; cat pyproject.toml setup.py
+        find csrc -type f -print0 | sort -z | xargs -0 cat; } | sha256sum)
 
     if ! is_fresh packages "$packages_key" || ! [ -x "$venv/bin/python" ]; then
         say "making $venv: $lane lane, $(command -v "$python") $(python_version "$python")"
@@ -136,7 +142,7 @@ main() {
         stage 'packages' "install_packages_$lane"
         echo "$packages_key" >"$venv/packages.stamp"
     fi
-    if ! is_fresh project "$project_key"; then
+    if ! is_fresh project "$project_key" || ! is_compiled; then
         stage 'mcore-rl' install_project
         echo "$project_key" >"$venv/project.stamp"
     fi

@@ -1,8 +1,10 @@
 """What is built from the repository holds the linked folders, as files."""
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -16,8 +18,8 @@ BUILD = "from setuptools import build_meta; import sys; print(build_meta.{hook}(
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the build reads, so that it leaves nothing behind in the tree."""
     copy = tmp_path_factory.mktemp("source")
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("mcore_rl", "models", "configs"):
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("csrc", "mcore_rl", "models", "configs"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
@@ -28,6 +30,7 @@ def build(hook: str, source: Path, target: Path) -> Path:
     result = subprocess.run(
         [sys.executable, "-c", BUILD.format(hook=hook), str(target)],
         cwd=source,
+        env=os.environ | {"MCORE_RL_CUDA": "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -37,13 +40,19 @@ def build(hook: str, source: Path, target: Path) -> Path:
 
 
 def expected_files() -> set[str]:
-    """Every module and every config of the tree, under the name it is imported by."""
+    """Every module and every config of the tree, as it is imported; csrc as one compiled module."""
     found = {
         str(path.relative_to(ROOT))
-        for pattern in ("mcore_rl/**/*.py", "mcore_rl/models/*.py", "mcore_rl/configs/**/*.yaml")
+        for pattern in (
+            "mcore_rl/**/*.py",
+            "mcore_rl/_csrc.pyi",
+            "mcore_rl/models/*.py",
+            "mcore_rl/configs/**/*.yaml",
+        )
         for path in ROOT.glob(pattern)
     }
     configs = ROOT / "configs"
+    found.add(f"mcore_rl/_csrc{sysconfig.get_config_var('EXT_SUFFIX')}")
     return found | {f"mcore_rl/configs/{p.relative_to(configs)}" for p in configs.rglob("*.yaml")}
 
 

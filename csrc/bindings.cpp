@@ -1,0 +1,28 @@
+// The Python face of csrc: addresses and streams as integers, so that no torch is compiled in.
+#include <pybind11/pybind11.h>
+
+#include "cuda.h"
+#include "reshard/table.h"
+
+namespace py = pybind11;
+using namespace mcore_rl;
+
+PYBIND11_MODULE(_csrc, m) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  m.attr("has_cuda") = has_cuda;
+  py::class_<Table>(m, "Table")
+      .def(py::init<int64_t, uintptr_t, int64_t>(), Free())
+      .def("run", &Table::run, Free())
+      .def("run_cuda", &Table::run_cuda, Free())
+      .def_property_readonly("num_tiles", &Table::num_tiles)
+      .def("words", [](const Table& table) {
+        const auto& words = table.words();
+        return py::bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
+      });
+  py::class_<LogitTile>(m, "LogitTile")
+      .def(py::init(&make_tile))
+      .def("forward", &logprob_forward, Free())
+      .def("backward", &logprob_backward, Free());
+  py::class_<Sums>(m, "Sums").def(py::init(&make_sums));
+  py::class_<Gradients>(m, "Gradients").def(py::init(&make_gradients));
+}

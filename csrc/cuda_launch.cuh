@@ -1,0 +1,42 @@
+// Around every kernel: the device, the size of the grid, the error.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cuda.h"
+
+namespace mcore_rl {
+
+inline void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
+
+// Makes the device of a launch the current one while it lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check_cuda(cudaGetDevice(&before_));
+    check_cuda(cudaSetDevice(device));
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+// Enough blocks of a kernel to fill the device, and no more than there is work for.
+template <typename Kernel>
+unsigned num_blocks(Kernel kernel, int threads, int device, int64_t work) {
+  int processors = 0, resident = 0;
+  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, 0));
+  return static_cast<unsigned>(std::min<int64_t>(work, int64_t{processors} * resident));
+}
+
+}  // namespace mcore_rl

@@ -1,0 +1,120 @@
+// A box on its way, and how the bytes of many are cut into tiles. The same on CPU and GPU.
+#pragma once
+
+#include "../portable.h"
+
+namespace mcore_rl {
+
+enum class Kind : int64_t {
+  copy,               // items are bytes
+  to_bfloat16,        // float32 -> bfloat16
+  to_float32,         // bfloat16 -> float32
+  quantize_float32,   // float32 -> float8 e4m3 and a scale for each block
+  quantize_bfloat16,  // bfloat16 -> the same
+};
+
+// `rows` rows of `items` items. Addresses are integers, strides are in bytes from row to row,
+// and 0 where there is one row. The scales, one float32 for each block of 128 x 128 items, are those
+// of a quantisation only.
+struct Box {
+  int64_t source, target, rows, items, source_stride, target_stride, scales, scales_stride;
+};
+constexpr int64_t kBoxWords = sizeof(Box) / sizeof(int64_t);
+
+constexpr int kBlock = 128;  // rows and columns that share a scale
+
+struct Sizes {
+  int source, target;  // bytes of an item
+  int64_t tile;        // items of a tile, in row order; 0 where a tile is a block
+};
+
+HOST_DEVICE Sizes sizes_of(Kind kind) {
+  switch (kind) {
+    case Kind::copy: return {1, 1, 8192};
+    case Kind::to_bfloat16: return {4, 2, 4096};
+    case Kind::to_float32: return {2, 4, 4096};
+    case Kind::quantize_float32: return {4, 1, 0};
+    default: return {2, 1, 0};
+  }
+}
+
+HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+HOST_DEVICE int64_t num_tiles(const Box& box, const Sizes& sizes) {
+  if (sizes.tile) return ceil_div(box.rows * box.items, sizes.tile);
+  return ceil_div(box.rows, kBlock) * ceil_div(box.items, kBlock);
+}
+
+// The boxes of a bucket and, for each and the end, the number of its first tile.
+struct Boxes {
+  const Box* boxes;
+  const int64_t* first_tile;  // [num_boxes + 1]
+  int64_t num_boxes, num_tiles;
+};
+
+// Which box holds a tile: the last whose first tile is not behind it. Empty boxes hold none.
+HOST_DEVICE int64_t box_of(const Boxes& table, int64_t tile) {
+  int64_t low = 0, high = table.num_boxes;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (table.first_tile[middle] <= tile ? low : high) = middle;
+  }
+  return low;
+}
+
+struct Place {
+  int64_t row, column;  // the column counts items, or units of several items
+};
+
+// The place `offset` columns behind `start`, row after row. offset is below 2**31.
+HOST_DEVICE Place advance(Place start, uint32_t offset, int64_t columns) {
+  const int64_t column = start.column + offset;
+  if (column < columns) return {start.row, column};
+  if (offset < columns) return {start.row + 1, column - columns};
+  // Now column < columns + offset <= 2 * offset: the division fits into 32 bits.
+  const uint32_t rows = static_cast<uint32_t>(column) / static_cast<uint32_t>(columns);
+  return {start.row + rows, column - static_cast<int64_t>(rows) * columns};
+}
+
+// A tile of a box, or some: where it starts and how many columns it has.
+struct Tile {
+  Place start;
+  uint32_t length;
+};
+
+// `count` tiles of a box from the number-th, taken as one, in units of `unit` items, which must
+// divide the box's rows. They hold fewer than 2**31 items.
+HOST_DEVICE Tile tiles_of(const Box& box, int64_t number, int64_t count, const Sizes& sizes,
+                          int unit) {
+  const int64_t begin = number * sizes.tile, most = count * sizes.tile;
+  const int64_t left = box.rows * box.items - begin;
+  const int64_t length = left < most ? left : most;
+  const int64_t columns = box.items / unit, first = begin / unit;
+  const int64_t row = first / columns;
+  return {{row, first - row * columns}, static_cast<uint32_t>(length / unit)};
+}
+
+// The largest power of two, up to 16, that divides every address and size of a box's rows.
+HOST_DEVICE int alignment_of(const Box& box) {
+  const int64_t bits =
+      box.source | box.target | box.items | box.source_stride | box.target_stride | 16;
+  return static_cast<int>(bits & -bits);
+}
+
+// Whether every four items of a box can be read and written at once, in a cast.
+HOST_DEVICE bool casts_by_four(const Box& box, const Sizes& sizes) {
+  const int64_t source = box.source | box.source_stride, target = box.target | box.target_stride;
+  return source % (4 * sizes.source) == 0 && target % (4 * sizes.target) == 0 && box.items % 4 == 0;
+}
+
+template <typename T>
+HOST_DEVICE const T* source_at(const Box& box, Place place) {
+  return reinterpret_cast<const T*>(box.source + place.row * box.source_stride) + place.column;
+}
+
+template <typename T>
+HOST_DEVICE T* target_at(const Box& box, Place place) {
+  return reinterpret_cast<T*>(box.target + place.row * box.target_stride) + place.column;
+}
+
+}  // namespace mcore_rl

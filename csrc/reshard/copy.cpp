@@ -1,0 +1,68 @@
+// Copies and casts of boxes on the CPU.
+#include <cstring>
+
+#include "../parallel.h"
+#include "convert.h"
+#include "table.h"
+
+namespace mcore_rl {
+
+VECTORIZED void cast_row(const float* source, uint16_t* target, int64_t num) {
+  for (int64_t i = 0; i < num; ++i) target[i] = to_bfloat16(source[i]);
+}
+
+VECTORIZED void cast_row(const uint16_t* source, float* target, int64_t num) {
+  for (int64_t i = 0; i < num; ++i) target[i] = to_float32(source[i]);
+}
+
+namespace {
+
+// Tiles that a thread takes at once: 128 KiB to 128 MiB of a copy, and eight runs a thread if it
+// can be. Those of one box are copied as one; long copies go around the caches.
+int64_t run_of(int64_t num_tiles, int num_threads) {
+  return std::clamp<int64_t>(num_tiles / (int64_t{8} * std::max(num_threads, 1)), 16, 16384);
+}
+
+template <typename S, typename D>
+void run_row(const Box& box, Place place, int64_t num) {
+  if constexpr (sizeof(S) == sizeof(D))
+    std::memcpy(target_at<D>(box, place), source_at<S>(box, place), num);
+  else
+    cast_row(source_at<S>(box, place), target_at<D>(box, place), num);
+}
+
+template <typename S, typename D>
+void run_tiles(const Box& box, const Tile& tile) {
+  for (uint32_t offset = 0; offset < tile.length;) {
+    const Place place = advance(tile.start, offset, box.items);
+    const int64_t num = std::min<int64_t>(box.items - place.column, tile.length - offset);
+    run_row<S, D>(box, place, num);
+    offset += static_cast<uint32_t>(num);
+  }
+}
+
+template <typename S, typename D>
+void run_all(const Boxes& table, const Sizes& sizes, int num_threads) {
+  const int64_t run = run_of(table.num_tiles, num_threads);
+  parallel_for(table.num_tiles, run, num_threads, [&](int64_t begin, int64_t end) {
+    int64_t at = box_of(table, begin);
+    for (int64_t tile = begin; tile < end;) {
+      while (tile >= table.first_tile[at + 1]) ++at;
+      const int64_t count = std::min(end, table.first_tile[at + 1]) - tile;
+      const int64_t number = tile - table.first_tile[at];
+      run_tiles<S, D>(table.boxes[at], tiles_of(table.boxes[at], number, count, sizes, 1));
+      tile += count;
+    }
+  });
+}
+
+}  // namespace
+
+void run_boxes(Kind kind, const Boxes& table, int num_threads) {
+  const Sizes sizes = sizes_of(kind);
+  if (kind == Kind::copy) run_all<char, char>(table, sizes, num_threads);
+  if (kind == Kind::to_bfloat16) run_all<float, uint16_t>(table, sizes, num_threads);
+  if (kind == Kind::to_float32) run_all<uint16_t, float>(table, sizes, num_threads);
+}
+
+}  // namespace mcore_rl

@@ -1,0 +1,264 @@
+"""Copies, casts and float8 quantisation of many boxes at once, on the CPU or a GPU.
+
+All boxes of a bucket go in one launch for each pair of dtypes, however large or small they are:
+csrc/reshard/ cuts their bytes into equal tiles. Beside each operation stands the same in plain
+torch (`reference_*`), bit-equal: it says what the operation means, and tests compare the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mcore_rl import _csrc
+
+BLOCK = 128  # rows and columns that share a scale
+_LARGEST = 448.0  # of float8 e4m3
+_SMALLEST = 2.0**-110  # blocks without a larger magnitude have scale 1
+_CASTS = {(torch.float32, torch.bfloat16): 1, (torch.bfloat16, torch.float32): 2}
+_QUANTIZATIONS = {torch.float32: 3, torch.bfloat16: 4}  # the Kind of csrc/reshard/box.h
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # source, target
+Row = tuple[int, ...]  # a Box of csrc/reshard/box.h
+
+
+class Quantized(NamedTuple):
+    """Where a weight [rows, columns] goes in float8 (DeepSeek-V3's format)."""
+
+    values: torch.Tensor  # [rows, columns] float8_e4m3fn
+    scales: torch.Tensor  # [ceil(rows / 128), ceil(columns / 128)] float32
+
+
+class BoxCopy:
+    """Copies of boxes, checked and laid out once, run as often as wanted.
+
+    It keeps the tensors alive and reads what they hold when it runs. Dtypes are equal, or float32
+    and bfloat16 either way: to bfloat16 it rounds to the nearest, ties to even, and a NaN becomes
+    0x7fc0.
+
+    Args:
+        pairs: (source, target) views of equal shape, all on one device. They may have any strides;
+            long rows without gaps are fast.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; among the pairs of equal dtypes, a target
+            overlaps a source or a target.
+    """
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self._tensors = list(pairs)
+        rows: dict[int, list[Row]] = {}
+        for number, (source, target) in enumerate(self._tensors):
+            if source.shape != target.shape:
+                raise ValueError(
+                    f"box {number}: the source is {tuple(source.shape)}, "
+                    f"the target {tuple(target.shape)}; allowed: equal shapes"
+                )
+            rows.setdefault(_kind(number, source, target), []).extend(_rows(source, target))
+        device = _device_of(tensor for pair in self._tensors for tensor in pair)
+        self._tables = [_Table(kind, found, device) for kind, found in rows.items()]
+
+    def run(self, num_threads: int | None = None) -> None:
+        """Copy: on the CPU at once, on up to num_threads; on a GPU in the current stream."""
+        for table in self._tables:
+            table.run(num_threads)
+
+
+class BoxQuantize:
+    """Weights to float8 with a scale for each block of 128 x 128, from where they stand.
+
+    Bit-equal to checkpoint/fp8.py's quantize_blocks. A source must begin and end at a block of
+    the weight whose scales are wanted. The scale of a block that holds a NaN, an infinity or a
+    magnitude too large for bfloat16 is NaN: see `check`.
+
+    Args:
+        pairs: (source [rows, columns] in float32 or bfloat16, where it goes), all on one device.
+
+    Raises:
+        ValueError: as BoxCopy.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, Quantized]]) -> None:
+        self._pairs = list(pairs)
+        rows: dict[int, list[Row]] = {}
+        for number, (source, into) in enumerate(self._pairs):
+            kind, row = _quantization(number, source, into)
+            rows.setdefault(kind, []).append(row)
+        device = _device_of(t for source, into in self._pairs for t in (source, *into))
+        self._tables = [_Table(kind, found, device) for kind, found in rows.items()]
+
+    def run(self, num_threads: int | None = None) -> None:
+        """Quantise: on the CPU at once, on up to num_threads; on a GPU in the current stream."""
+        for table in self._tables:
+            table.run(num_threads)
+
+    def check(self) -> None:
+        """Wait, and raise ValueError if a weight holds what float8 blocks cannot."""
+        for number, (_, into) in enumerate(self._pairs):
+            if not into.scales.isfinite().all():
+                raise ValueError(
+                    f"weight {number} holds NaN, infinity or values too large for bfloat16"
+                )
+
+
+def copy_boxes(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
+    """Copy each source into its target; see BoxCopy."""
+    BoxCopy(pairs).run(num_threads)
+
+
+def cast(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor as float32 or bfloat16; see BoxCopy."""
+    target = torch.empty(source.shape, dtype=dtype, device=source.device)
+    copy_boxes([(source, target)])
+    return target
+
+
+def quantize_pack(
+    pairs: Iterable[tuple[torch.Tensor, Quantized]], num_threads: int | None = None
+) -> None:
+    """Quantise each source into its place and check the result; see BoxQuantize."""
+    quantize = BoxQuantize(pairs)
+    quantize.run(num_threads)
+    quantize.check()
+
+
+def empty_quantized(source: torch.Tensor) -> Quantized:
+    """Memory for a weight [rows, columns] in float8."""
+    blocks = [math.ceil(size / BLOCK) for size in source.shape]
+    return Quantized(
+        torch.empty(source.shape, dtype=torch.float8_e4m3fn, device=source.device),
+        torch.empty(blocks, dtype=torch.float32, device=source.device),
+    )
+
+
+def reference_copy(pairs: Iterable[Pair]) -> None:
+    """What BoxCopy does. Torch's own NaN in bfloat16 depends on the instructions it runs on."""
+    for source, target in pairs:
+        target.copy_(source)
+        if source.dtype != target.dtype and target.dtype is torch.bfloat16:
+            target.masked_fill_(source.isnan(), torch.nan)
+
+
+def reference_quantize(pairs: Iterable[tuple[torch.Tensor, Quantized]]) -> None:
+    """What BoxQuantize does."""
+    for source, into in pairs:
+        for row, column in itertools.product(*(range(0, n, BLOCK) for n in source.shape)):
+            here = slice(row, row + BLOCK), slice(column, column + BLOCK)
+            block = source[here].float()
+            largest = block.abs().amax().bfloat16().float()
+            scale = torch.where(largest < _SMALLEST, 1.0, largest / _LARGEST)
+            scale = torch.where(largest.isfinite(), scale, torch.nan)
+            into.values[here] = (block / scale).to(torch.float8_e4m3fn)
+            into.scales[row // BLOCK, column // BLOCK] = scale
+
+
+class _Table:
+    """The boxes of one launch; on a GPU, with a copy of them there."""
+
+    def __init__(self, kind: int, rows: Sequence[Row], device: torch.device) -> None:
+        words = np.array(rows, dtype=np.int64).reshape(-1, 8)
+        self._table = _csrc.Table(kind, words.ctypes.data, len(words))
+        self._device = device
+        if device.type == "cuda":
+            host = torch.frombuffer(bytearray(self._table.words()), dtype=torch.int64)
+            self._words = host.to(device)  # waits, so that every stream finds it there
+
+    def run(self, num_threads: int | None) -> None:
+        if self._device.type == "cpu":
+            self._table.run(torch.get_num_threads() if num_threads is None else num_threads)
+            return
+        stream = torch.cuda.current_stream(self._device)
+        self._words.record_stream(stream)
+        self._table.run_cuda(self._device.index, stream.cuda_stream, self._words.data_ptr())
+
+
+def _kind(number: int, source: torch.Tensor, target: torch.Tensor) -> int:
+    if source.dtype == target.dtype:
+        return 0
+    kind = _CASTS.get((source.dtype, target.dtype))
+    if kind is None:
+        raise ValueError(
+            f"box {number}: from {source.dtype} to {target.dtype}; "
+            "allowed: equal dtypes, or float32 and bfloat16"
+        )
+    return kind
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+    if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
+        raise ValueError(
+            f"tensors on {', '.join(sorted(map(str, devices)))}; allowed: all on cpu or one GPU"
+        )
+    return devices.pop()
+
+
+def _rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[Row]:
+    """The boxes of two dims that a box of any number of dims consists of."""
+    if not source.numel():
+        return
+    sizes, from_strides, to_strides = _collapse(source, target)
+    unit = (source.element_size(), target.element_size())
+    item = 1 if source.dtype != target.dtype else unit[0]  # copies count bytes
+    start = (source.data_ptr(), target.data_ptr())
+    for place in itertools.product(*(range(size) for size in sizes[:-2])):
+        at = (
+            address + size * sum(i * step for i, step in zip(place, strides, strict=False))
+            for address, size, strides in zip(start, unit, (from_strides, to_strides), strict=True)
+        )
+        row_strides = from_strides[-2] * unit[0], to_strides[-2] * unit[1]
+        yield (*at, sizes[-2], sizes[-1] * item, *row_strides, 0, 0)
+
+
+def _collapse(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], ...]:
+    """(sizes, strides, strides) with neighbouring dims that are one run in both made one dim.
+
+    There are at least two dims, and the last has stride 1 in both.
+    """
+    dims: list[tuple[int, int, int]] = []
+    for size, step, to in zip(source.shape, source.stride(), target.stride(), strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1:] == (step * size, to * size):
+            dims[-1] = (dims[-1][0] * size, step, to)
+        else:
+            dims.append((size, step, to))
+    if not dims or dims[-1][1:] != (1, 1):
+        dims.append((1, 1, 1))
+    if len(dims) == 1:
+        dims.insert(0, (1, 0, 0))
+    return tuple(map(list, zip(*dims, strict=True)))
+
+
+def _quantization(number: int, source: torch.Tensor, into: Quantized) -> tuple[int, Row]:
+    kind = _QUANTIZATIONS.get(source.dtype)
+    blocks = [math.ceil(size / BLOCK) for size in source.shape]
+    fits = (
+        source.dim() == 2
+        and into.values.shape == source.shape
+        and list(into.scales.shape) == blocks
+        and into.values.dtype is torch.float8_e4m3fn
+        and into.scales.dtype is torch.float32
+    )
+    if kind is None or not fits:
+        raise ValueError(
+            f"weight {number}: {_describe(source)} into {_describe(into.values)} with scales "
+            f"{_describe(into.scales)}; allowed: [rows, columns] float32 or bfloat16 into the same "
+            "in float8_e4m3fn, with a float32 scale for each block of 128 x 128"
+        )
+    rows, columns = source.shape
+    for tensor in (source, *into):
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(f"weight {number}: {_describe(tensor)} has gaps between columns")
+    strides = source.stride(0) * source.element_size(), into.values.stride(0)
+    scales = into.scales.data_ptr(), into.scales.stride(0) * 4
+    return kind, (source.data_ptr(), into.values.data_ptr(), rows, columns, *strides, *scales)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

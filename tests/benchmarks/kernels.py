@@ -1,0 +1,228 @@
+"""How fast the kernels of csrc are, next to what a GPU or torch does in the same run.
+
+    python tests/benchmarks/kernels.py [--device cpu|cuda] [--megabytes N] [--tokens N] [--vocab N]
+
+Prints JSON; of every case the seconds of both sides (the quickest of runs that take turns), and:
+
+- copy: boxes of one size, or of all sizes mixed, from one buffer into another, in one launch. On a
+  GPU `ratio` is the share of the best device-to-device copy of as many bytes; on the CPU it is the
+  time of torch's own copies of the same boxes, one call each and in one call (`_foreach_copy_`,
+  the better of the two), divided by ours.
+- quantize: bfloat16 columns of a larger matrix to float8 in one pass, against a packed copy and a
+  quantisation of that.
+- logprob: log-probs and entropy of given logits, against plain torch in float32; on a GPU with
+  the extra memory of each. logprob_backward: the gradients, written over the logits.
+
+On a GPU the exit status is 1 where a case misses what is required of it (`required`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mcore_rl.engine.megatron.logprob_ops import LossGradients, Sums, add_tile, grad_tile_
+from mcore_rl.reshard.ops import BoxCopy, BoxQuantize, Pair, empty_quantized
+
+SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]  # bytes of a box
+REQUIRED_COPY = (0.8, 0.9)  # with boxes below 64 KiB, and without
+REQUIRED_QUANTIZE = 1.8
+REQUIRED_MEMORY = 10.0
+Case = dict[str, Any]
+
+
+def seconds(*sides: Callable[[], Any], device: str, rounds: int) -> list[float]:
+    """The quickest run of each side; they take turns."""
+    best = [float("inf")] * len(sides)
+    for _ in range(rounds + 1):  # the first is to warm up
+        for number, side in enumerate(sides):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            side()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            best[number] = min(best[number], time.perf_counter() - start)
+    return best
+
+
+def gpu_seconds(side: Callable[[], Any], repeats: int = 20) -> float:
+    """Of one run among many in a row, by the clock of the GPU; the quickest of five rows."""
+    best = float("inf")
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        side()
+        start.record()
+        for _ in range(repeats):
+            side()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1000 / repeats)
+    return best
+
+
+def boxes_of(sizes: list[int], device: str, num_bytes: int) -> list[Pair]:
+    """Boxes of these sizes in turn, in another order in the target; two rows with a gap each."""
+    generator = torch.Generator().manual_seed(0)
+    taken, total = [], 0
+    while total < num_bytes:
+        taken.append(sizes[len(taken) % len(sizes)])
+        total += taken[-1]
+    source = torch.empty(2 * total, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    starts = torch.tensor([0, *taken]).cumsum(0).tolist()
+    places = [0] * len(taken)
+    at = 0
+    for box in torch.randperm(len(taken), generator=generator).tolist():
+        places[box] = at
+        at += taken[box]
+
+    def rows(whole: torch.Tensor, start: int, size: int) -> torch.Tensor:
+        return whole[2 * start : 2 * (start + size)].view(2, size)[:, : size // 2]
+
+    return [
+        (rows(source, starts[n], size), rows(target, places[n], size))
+        for n, size in enumerate(taken)
+    ]
+
+
+def copy_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case:
+    pairs = boxes_of(sizes, device, num_bytes)
+    copied = sum(source.numel() for source, _ in pairs)
+    copy = BoxCopy(pairs)
+    copy.run()
+    assert all(torch.equal(source, target) for source, target in pairs[:: len(pairs) // 50 + 1])
+    case = {"case": f"copy {name}", "boxes": len(pairs), "bytes": copied}
+    if device == "cuda":
+        whole = torch.empty(copied, dtype=torch.uint8, device=device)
+        other = torch.empty_like(whole)
+        ours, best = gpu_seconds(copy.run), gpu_seconds(lambda: other.copy_(whole))
+        required = REQUIRED_COPY[min(sizes) >= 64 << 10]
+        return {**case, "s": ours, "device_copy_s": best, "ratio": best / ours} | {
+            "required": required,
+            "gb_per_s": 2 * copied / ours / 1e9,
+        }
+    sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
+
+    def one_by_one() -> None:
+        for source, target in pairs:
+            target.copy_(source)
+
+    ours, each, foreach = seconds(
+        copy.run,
+        one_by_one,
+        lambda: torch._foreach_copy_(targets, sources),
+        device=device,
+        rounds=20,
+    )
+    return {**case, "s": ours, "torch_s": min(each, foreach), "ratio": min(each, foreach) / ours}
+
+
+def quantize_case(device: str, num_bytes: int) -> Case:
+    columns = 2048
+    num_rows = max(128, num_bytes // 2 // columns // 128 * 128)
+    whole = torch.randn(num_rows, 2 * columns, device=device).bfloat16()
+    source = whole[:, :columns]
+    packed = torch.empty(source.shape, dtype=source.dtype, device=device)
+    into = empty_quantized(source)
+    fused = BoxQuantize([(source, into)])
+    pack, then = BoxCopy([(source, packed)]), BoxQuantize([(packed, into)])
+
+    def both() -> None:
+        pack.run()
+        then.run()
+
+    if device == "cuda":
+        ours, theirs = gpu_seconds(fused.run), gpu_seconds(both)
+    else:
+        ours, theirs = seconds(fused.run, both, device=device, rounds=20)
+    found = {"case": "quantize", "s": ours, "pack_then_quantize_s": theirs, "ratio": theirs / ours}
+    return found | {"bytes": 2 * source.numel()} | required_on(device, REQUIRED_QUANTIZE)
+
+
+def required_on(device: str, ratio: float) -> Case:
+    return {"required": ratio} if device == "cuda" else {}
+
+
+def extra_bytes(side: Callable[[], Any]) -> int:
+    """Of the GPU, at most, while a side runs."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = side()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def eager(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropy as plain torch has them."""
+    log_p = torch.log_softmax(logits.float(), -1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def logprob_cases(device: str, tokens: int, vocab: int) -> list[Case]:
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.empty(tokens, vocab, device=device, dtype=torch.bfloat16)
+    logits.normal_(std=3, generator=generator)
+    targets = torch.randint(0, vocab, (tokens,), device=device, generator=generator)
+
+    def fused() -> Sums:
+        sums = Sums.empty(tokens, device, with_entropy=True)
+        add_tile(logits, targets, 0, sums)
+        return sums
+
+    def plain() -> tuple[torch.Tensor, torch.Tensor]:
+        return eager(logits, targets)
+
+    sums, some = fused(), slice(0, 256)
+    expected = eager(logits[some], targets[some])
+    torch.testing.assert_close(sums.log_probs()[some], expected[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(sums.entropy()[some], expected[1], atol=2e-5, rtol=0)
+    ours, theirs = seconds(fused, plain, device=device, rounds=3)
+    shape = {"tokens": tokens, "vocab": vocab}
+    forward = {"case": "logprob", "s": ours, "eager_s": theirs, "ratio": theirs / ours}
+    forward |= shape | required_on(device, 1.0)
+    found: list[Case] = [forward]
+    if device == "cuda":
+        ours, theirs = extra_bytes(fused), extra_bytes(plain)
+        memory = {"extra_bytes": ours, "eager_extra_bytes": theirs, "ratio": theirs / ours}
+        found.append(
+            {"case": "logprob memory"} | memory | shape | required_on(device, REQUIRED_MEMORY)
+        )
+    ones = torch.ones_like(sums.top)
+    of = LossGradients(sums.top, sums.total, ones, sums.entropy(), ones)
+    (alone,) = seconds(lambda: grad_tile_(logits, targets, 0, of), device=device, rounds=3)
+    rate = 4 * tokens * vocab / alone / 1e9  # 2 bytes read and 2 written
+    return [*found, {"case": "logprob_backward", "s": alone, "gb_per_s": rate} | shape]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--megabytes", type=int, default=1024 if has_gpu else 128)
+    parser.add_argument("--tokens", type=int, default=32768 if has_gpu else 512)
+    parser.add_argument("--vocab", type=int, default=152064 if has_gpu else 32000)
+    given = parser.parse_args()
+    num_bytes = given.megabytes << 20
+    cases = [copy_case(f"{size >> 10} KiB", [size], given.device, num_bytes) for size in SIZES]
+    cases.append(
+        copy_case("mixed", [4 << 10, 2 << 20, 16 << 10, 256 << 10], given.device, num_bytes)
+    )
+    cases.append(quantize_case(given.device, num_bytes))
+    cases += logprob_cases(given.device, given.tokens, given.vocab)
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
+    found = {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    print(json.dumps(found | {"cases": cases}, indent=1))
+    return int(any(case["ratio"] < case["required"] for case in cases if "required" in case))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

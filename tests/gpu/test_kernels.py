@@ -1,0 +1,214 @@
+"""The CUDA kernels of csrc do what its C++ does, bit for bit where that is promised."""
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl import _csrc
+from mcore_rl.engine.megatron.logprob_ops import LossGradients, Sums, add_tile, grad_tile_
+from mcore_rl.reshard.ops import BoxCopy, BoxQuantize, Quantized, copy_boxes, empty_quantized
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+KINDS = [
+    (torch.uint8, torch.uint8),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.int64, torch.int64),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
+# Odd sizes, sizes around vectors and tiles, thin and wide rows.
+SHAPES = [(1, 1), (3, 5), (1000, 1), (7, 16), (5, 4096), (4, 8193), (33, 130), (2, 100_003), (1, 0)]
+Views = list[torch.Tensor]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).cpu()
+
+
+def random_bits(items: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.frombuffer(bytearray(rng.bytes(items * dtype.itemsize)), dtype=dtype)
+
+
+def views_of(memory: torch.Tensor, offset: int, gap: int) -> Views:
+    """Of every shape, one behind the other."""
+    found = []
+    for rows, columns in SHAPES:
+        stride = columns + gap
+        found.append(memory.as_strided((rows, columns), (stride, 1), offset))
+        offset += rows * stride
+    return found
+
+
+def test_it_was_built_with_cuda() -> None:
+    assert _csrc.has_cuda, "a GPU is here, and csrc was built without nvcc"
+
+
+@pytest.mark.parametrize("dtypes", KINDS, ids=str)
+@pytest.mark.parametrize(("offset", "gap"), [(0, 0), (0, 16), (1, 0), (2, 3), (8, 8)])
+def test_boxes_are_those_of_the_cpu_and_nothing_else_is_written(
+    dtypes: tuple[torch.dtype, torch.dtype], offset: int, gap: int
+) -> None:
+    items = sum(rows * (columns + gap) for rows, columns in SHAPES) + 64
+    source, target = (random_bits(items, dtype, seed) for seed, dtype in enumerate(dtypes))
+    on_gpu = source.cuda(), target.cuda()
+    copy_boxes(zip(*(views_of(m, offset, gap) for m in on_gpu), strict=True))
+    copy_boxes(zip(views_of(source, offset, gap), views_of(target, offset, gap), strict=True))
+    assert torch.equal(bits(on_gpu[1]), bits(target))
+
+
+@pytest.mark.parametrize("dtypes", KINDS, ids=str)
+def test_source_and_target_need_not_be_aligned_alike(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    source, target = (random_bits(100_000, dtype, 3) for dtype in dtypes)
+    for start in range(17):
+        found = []
+        for device in ("cpu", "cuda"):
+            read, written = source.to(device), target.to(device, copy=True)
+            box = read.as_strided((77, 1024 + start), (1100, 1), start)
+            copy_boxes([(box, written.as_strided(box.shape, (1103 + start, 1), 2 * start + 1))])
+            found.append(bits(written))
+        assert torch.equal(*found)
+
+
+def test_thousands_of_boxes_and_one_large_one_twice() -> None:
+    rng = np.random.default_rng(0)
+    sizes = [int(n) for n in rng.integers(1, 9000, 20_000)] + [300_000_007]
+    starts = np.cumsum([0, *sizes]).tolist()
+    source = torch.randint(0, 256, (starts[-1],), dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
+    ends = [starts[-1] - start for start in starts]
+    copy = BoxCopy(
+        (source[a : a + n], target[b - n : b])
+        for a, b, n in zip(starts[:-1], ends[:-1], sizes, strict=True)
+    )
+    for _ in range(2):
+        copy.run()
+        pieces = [source[a : a + n] for a, n in zip(starts[:-1], sizes, strict=True)]
+        assert torch.equal(target, torch.cat(pieces[::-1]))
+        source.bitwise_not_()
+
+
+def test_offsets_beyond_32_bits() -> None:
+    size = (1 << 32) + 4099
+    source = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    target = torch.ones_like(source)
+    source[-5:] = torch.arange(7, 12, dtype=torch.uint8, device="cuda")
+    copy_boxes([(source, target)])
+    assert torch.equal(target, source)
+    columns = source[: 3 << 30].view(3, 1 << 30)[:, 5 : (1 << 29) + 6]
+    target.fill_(1)
+    copy_boxes([(columns, target[: 3 << 30].view(3, 1 << 30)[:, 6 : (1 << 29) + 7])])
+    assert int(target.sum()) == size - columns.numel() + int(columns.sum())
+
+
+def test_it_runs_in_the_current_stream() -> None:
+    stream = torch.cuda.Stream()
+    source, target = torch.zeros(1 << 24, device="cuda"), torch.zeros(1 << 24, device="cuda")
+    copy = BoxCopy([(source, target)])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        source.fill_(3.0)
+        copy.run()
+        found = target.clone()
+    stream.synchronize()
+    assert (found == 3.0).all()
+
+
+def test_it_can_be_captured_and_replayed() -> None:
+    source, target = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    copy = BoxCopy([(source, target)])
+    copy.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy.run()
+    source.fill_(5.0)
+    graph.replay()
+    assert (target == 5.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 127), (300, 1000), (1024, 2048)])
+@pytest.mark.parametrize("gap", [0, 1, 8, 16])
+def test_quantisation_is_that_of_the_cpu(
+    dtype: torch.dtype, shape: tuple[int, int], gap: int
+) -> None:
+    generator = torch.Generator().manual_seed(gap)
+    whole = torch.randn(shape[0], shape[1] + gap, generator=generator)
+    whole *= torch.exp2(12 * torch.randn(whole.shape, generator=generator))
+    whole.view(-1)[-5:] = torch.tensor([0.0, -0.0, 1e-44, -1e-40, 448.0])[-whole.numel() :]
+    source = whole.to(dtype)[:, gap:]
+    values = torch.zeros(whole.shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = empty_quantized(source).scales
+    on_gpu = Quantized(values.cuda()[:, gap:], scales.cuda())
+    into = Quantized(values[:, gap:], scales)
+    moved = whole.to(dtype).cuda()[:, gap:]
+    for pair in ((source, into), (moved, on_gpu)):
+        BoxQuantize([pair]).run()
+    assert torch.equal(bits(on_gpu.scales), bits(into.scales))
+    assert torch.equal(bits(on_gpu.values), bits(into.values))
+
+
+def test_a_block_with_an_infinity_is_marked() -> None:
+    weight = torch.ones(256, 256, device="cuda")
+    weight[200, 10] = torch.inf
+    quantize = BoxQuantize([(weight, into := empty_quantized(weight))])
+    quantize.run()
+    assert into.scales.isnan().tolist() == [[False, False], [True, False]]
+    with pytest.raises(ValueError, match="weight 0 holds NaN, infinity"):
+        quantize.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ids", "width"), [(1, 1), (1000, 1000), (5001, 1001), (152_064, 40_000)])
+def test_log_probs_and_gradients_are_those_of_the_cpu(
+    dtype: torch.dtype, ids: int, width: int
+) -> None:
+    tokens, generator = 67, torch.Generator().manual_seed(ids)
+    logits = (3 * torch.randn(tokens, ids, generator=generator)).to(dtype)
+    logits[3, ::2] = -torch.inf if ids > 1 else 0.0
+    targets = torch.randint(0, ids, (tokens,), generator=generator) | 1
+    of_loss = torch.randn(2, tokens, generator=generator)
+    found = []
+    for device in ("cpu", "cuda"):
+        sums = Sums.empty(tokens, device, with_entropy=True)
+        mine, its = logits.to(device, copy=True), targets.to(device)
+        for start in range(0, ids, width):
+            add_tile(mine[:, start : start + width], its, start, sums, temperature=0.8)
+        scores = torch.stack([sums.log_probs(), sums.entropy()])
+        of = LossGradients(
+            sums.top,
+            sums.total,
+            of_loss[0].to(device),
+            scores[1].contiguous(),
+            of_loss[1].to(device),
+        )
+        for start in range(0, ids, width):
+            grad_tile_(mine[:, start : start + width], its, start, of, temperature=0.8)
+        found.append((scores.cpu(), mine.float().cpu()))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=2e-5, rtol=2e-6)
+    rtol = 1e-5 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(found[1][1], found[0][1], atol=2e-6, rtol=rtol)
+
+
+def test_what_is_no_number_shows() -> None:
+    logits = torch.zeros(3, 4000, device="cuda")
+    logits[1, 3333] = torch.nan
+    sums = Sums.empty(3, "cuda", with_entropy=True)
+    add_tile(logits, torch.zeros(3, dtype=torch.int64, device="cuda"), 0, sums)
+    assert sums.log_probs().isnan().tolist() == [False, True, False]
+    assert sums.entropy().isnan().tolist() == [False, True, False]
+
+
+def test_no_memory_is_taken_beyond_the_sums() -> None:
+    logits = torch.randn(512, 32_000, device="cuda")
+    targets = torch.zeros(512, dtype=torch.int64, device="cuda")
+    sums = Sums.empty(512, "cuda", with_entropy=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    add_tile(logits, targets, 0, sums)
+    grad_tile_(logits, targets, 0, LossGradients(sums.top, sums.total, sums.top))
+    assert torch.cuda.max_memory_allocated() == before

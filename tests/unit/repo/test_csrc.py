@@ -1,0 +1,145 @@
+"""csrc builds: with CUDA and without, and a failure is one."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+NVCC = shutil.which("nvcc")
+KERNEL = re.compile(r"Function properties for (\w+)\n\s*(\d+) bytes stack frame, (.*)")
+
+
+def build(root: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run setup.py in `root`, into `folder`."""
+    command = [sys.executable, "setup.py", "-q", "build_ext"]
+    command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "objects")]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MCORE_RL_", "CUDA_HOME"))}
+    return subprocess.run(
+        command, cwd=root, env=kept | environment, capture_output=True, text=True, check=False
+    )
+
+
+def a_copy(folder: Path, *sources: str) -> Path:
+    """What setup.py reads, with these sources only."""
+    folder.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "mcore_rl").mkdir()
+    for source in sources:
+        path = folder / "csrc" / source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "csrc" / source, path)
+    return folder
+
+
+def test_the_bindings_are_short() -> None:
+    assert len((ROOT / "csrc" / "bindings.cpp").read_text().splitlines()) < 40
+
+
+def test_no_torch_is_compiled_in() -> None:
+    found = [
+        path
+        for path in (ROOT / "csrc").rglob("*")
+        if path.is_file() and re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())
+    ]
+    assert found == []
+
+
+def test_a_failed_compile_ends_the_build_with_the_compilers_message(tmp_path: Path) -> None:
+    root = a_copy(tmp_path / "root", "no_cuda.cpp", "cuda.h")  # without the headers it names
+    result = build(root, tmp_path, MCORE_RL_CUDA="0")
+    assert result.returncode != 0
+    assert "logprob/logprob.h: No such file" in result.stderr
+
+
+def test_cuda_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path) -> None:
+    root = a_copy(tmp_path / "root", "no_cuda.cpp")
+    result = build(root, tmp_path, MCORE_RL_CUDA="1", CUDA_HOME=str(tmp_path))
+    assert result.returncode != 0
+    assert f"MCORE_RL_CUDA is 1, but there is no nvcc in {tmp_path}/bin" in result.stderr
+    result = build(root, tmp_path, MCORE_RL_CUDA="yes")
+    assert "MCORE_RL_CUDA is 'yes'; allowed: 0, 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"MCORE_RL_CUDA": "0"}, "without CUDA, as asked for"),
+        ({"MCORE_RL_LANE": "cpu"}, "without CUDA, as asked for"),
+        ({"CUDA_HOME": "/nowhere"}, "without CUDA: nvcc not found"),
+    ],
+)
+def test_a_build_without_cuda_says_so_in_one_line(
+    environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    root = a_copy(tmp_path / "root", "portable.h")  # nothing to compile
+    result = build(root, tmp_path, **environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [f"mcore_rl._csrc: {said}"]
+
+
+USE = """
+import importlib.util, sys
+import numpy as np
+spec = importlib.util.spec_from_file_location("_csrc", sys.argv[1])
+csrc = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(csrc)
+assert csrc.has_cuda
+source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+box = np.array([source.ctypes.data, target.ctypes.data, 1, 100, 0, 0, 0, 0])
+table = csrc.Table(0, box.ctypes.data, 1)
+table.run(2)
+assert (source == target).all()
+try:
+    table.run_cuda(0, 0, 8)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
+def test_kernels_compile_for_both_gpus_without_spills_and_load_without_any(tmp_path: Path) -> None:
+    result = build(ROOT, tmp_path, MCORE_RL_CUDA="1", NVCC_APPEND_FLAGS="-Xptxas -v")
+    assert result.returncode == 0, result.stderr
+    for architecture in ("sm_90", "sm_100"):
+        assert result.stdout.count(f"for '{architecture}'") >= 9, result.stdout
+    kernels = [found for found in KERNEL.findall(result.stdout) if "kernel" in found[0]]
+    assert len(kernels) == 2 * (3 + 2 + 4)  # copies and casts, quantisations, log-probs
+    assert {frame for _, frame, _ in kernels} == {"0"}
+    assert {spills for _, _, spills in kernels} == {"0 bytes spill stores, 0 bytes spill loads"}
+
+    (module,) = (tmp_path / "lib" / "mcore_rl").glob("_csrc*.so")
+    command = [sys.executable, "-c", USE, str(module)]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    used = subprocess.run(command, env=hidden, capture_output=True, text=True, check=False)
+    assert used.returncode == 0, used.stderr
+    assert used.stdout.startswith("CUDA: ")
+
+
+MODULE = """#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_csrc"};
+PyMODINIT_FUNC PyInit__csrc() { return PyModule_Create(&module); }
+"""
+
+
+def test_an_editable_install_puts_the_module_into_the_tree(tmp_path: Path) -> None:
+    root = a_copy(tmp_path / "root", "portable.h")
+    (root / "csrc" / "module.cpp").write_text(MODULE)
+    code = "from setuptools import build_meta as b; import sys; b.build_editable(sys.argv[1])"
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=root,
+        env=os.environ | {"MCORE_RL_CUDA": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    (module,) = (root / "mcore_rl").glob("_csrc*.so")
+    assert module.name == f"_csrc{sysconfig.get_config_var('EXT_SUFFIX')}"
