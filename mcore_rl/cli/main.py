@@ -10,7 +10,13 @@ from collections.abc import Callable
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
 
-_COMMANDS = {"rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]"}
+_COMMANDS = {
+    "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
+    "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
+    "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",
+    "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",
+    "verify": "whether the engines agree: mcore-rl verify parity --model DIR --layout tp=2 ...",
+}
 
 
 def main() -> int:
@@ -27,19 +33,19 @@ def main() -> int:
 def _run(name: str, arguments: list[str]) -> int:
     """The exit status: 2 for bad input, 1 for a run that had to stop, 128 + n for signal n."""
     try:
-        command: Callable[[list[str]], None] = importlib.import_module(f"mcore_rl.cli.{name}").main
-        command(arguments)
+        command: Callable[[list[str]], int | None]
+        command = importlib.import_module(f"mcore_rl.cli.{name}").main
+        return command(arguments) or 0
     except ConfigError as error:
         return _say(name, str(error), 2)
     except RunFailed as error:
         return _say(name, str(error), 1)
-    except KeyboardInterrupt:
-        return _say(name, "interrupted", 128 + signal.SIGINT)
+    except KeyboardInterrupt as error:
+        return _say(name, str(error) or "interrupted", 128 + signal.SIGINT)
     except SystemExit as error:
         if error.code != 128 + signal.SIGTERM:
             raise
         return _say(name, "terminated", 128 + signal.SIGTERM)
-    return 0
 
 
 def _say(name: str, message: str, status: int) -> int:

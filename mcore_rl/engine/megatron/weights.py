@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,33 +13,23 @@ from mcore_rl.engine.megatron import versions
 from mcore_rl.parallel.mesh import Coordinate, Mesh
 from mcore_rl.parallel.stages import Chunk
 from mcore_rl.reshard.boxes import LogicalTensor
+from mcore_rl.reshard.layout import TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
 
 
 class WeightPlacement:
-    """Which rank holds which shard of which parameter, and in which chunk."""
+    """Which rank holds which shard of which parameter, and in which chunk: for a rank's own use.
+
+    TrainingRanks, which plans are made from, with names as the installed Megatron has them.
+    """
 
     def __init__(self, mesh: Mesh, stages: Sequence[Chunk], num_experts: int) -> None:
         self.mesh = mesh
-        self.stages = stages
-        self.experts_per_rank = max(1, num_experts // mesh.sizes["ep"])
-        self._chunk_of_layer = {n: chunk for chunk in stages for n in chunk.layers}
-        self._owners = cache(self._find_owners)
+        self.ranks = TrainingRanks(mesh, stages, num_experts)
 
     def chunk(self, weight: Weight) -> Chunk | None:
         """The chunk that has the parameter; None for a replica that this layout does not need."""
-        if weight.layer is not None:
-            return self._chunk_of_layer[weight.layer]
-        has = {
-            "embedding": lambda chunk: chunk.has_embedding,
-            "final_norm": lambda chunk: chunk.has_final_norm,
-            "head": lambda chunk: chunk.has_head,
-            "mtp": lambda chunk: chunk.num_mtp_layers > 0,
-        }[weight.stage or "embedding"]
-        found = next((chunk for chunk in self.stages if has(chunk)), None)
-        if found is not None and weight.replica and found.has_embedding:
-            return None
-        return found
+        return self.ranks.chunk(weight)
 
     def shard(self, weight: Weight, at: Coordinate) -> Shard:
         if weight.axis is None:
@@ -51,37 +40,22 @@ class WeightPlacement:
         chunk = self.chunk(weight)
         if chunk is None or chunk.pp_rank != at.pp_rank:
             return False
-        return weight.expert is None or weight.expert // self.experts_per_rank == at.ep_rank
+        return weight.expert is None or weight.expert // self.ranks.experts_per_rank == at.ep_rank
 
     def local_name(self, weight: Weight) -> str:
         """The parameter's name inside its chunk."""
-        first_expert = (weight.expert or 0) // self.experts_per_rank * self.experts_per_rank
-        chunk = self.chunk(weight)
-        first_layer = chunk.layers.start if chunk is not None else 0
-        name = weight.local_name(first_layer=first_layer, first_expert=first_expert)
-        return versions.parameter_name(name)
+        return parameter_of(self.ranks.local_name(weight))[1]
 
     def owners(self, weight: Weight) -> list[tuple[int, Shard]]:
         """For each shard, the lowest world rank that holds it; in shard order."""
-        chunk = self.chunk(weight)
-        if chunk is None:
-            return []
-        ep_rank = None if weight.expert is None else weight.expert // self.experts_per_rank
-        return self._owners(weight.axis, chunk.pp_rank, ep_rank)
+        holders = self.ranks.holders(weight)
+        return [(ranks[0], Shard(index, len(holders))) for index, ranks in enumerate(holders)]
 
-    def _find_owners(
-        self, axis: str | None, pp_rank: int, ep_rank: int | None
-    ) -> list[tuple[int, Shard]]:
-        coordinates = {"pp_rank": pp_rank}
-        if ep_rank is not None:
-            coordinates["ep_rank"] = ep_rank
-        if axis is None:
-            return [(self.mesh.ranks(**coordinates)[0], Shard(0, 1))]
-        size = self.mesh.sizes[axis]
-        return [
-            (self.mesh.ranks(**coordinates, **{f"{axis}_rank": index})[0], Shard(index, size))
-            for index in range(size)
-        ]
+
+def parameter_of(name: str) -> tuple[int, str]:
+    """The chunk and the name inside it, from one that a plan uses ("chunk:name")."""
+    chunk, _, inner = name.partition(":")
+    return int(chunk), versions.parameter_name(inner)
 
 
 def local_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -96,11 +70,16 @@ def local_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def adapter_of(chunk: torch.nn.Module, name: str) -> Any:
+    """The adapter that lora.py gave a parameter of a chunk, or None."""
+    adapters: Any = getattr(chunk, "lora", None)
+    return None if adapters is None else adapters.of(name)
+
+
 @torch.no_grad()
 def computed(chunk: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A local tensor as the model computes with it: with the adapter that lora.py gave it."""
-    adapters: Any = getattr(chunk, "lora", None)
-    adapter = None if adapters is None else adapters.of(name)
+    """A local tensor as the model computes with it: with its adapter, if it has one."""
+    adapter = adapter_of(chunk, name)
     return tensor.data if adapter is None else adapter(tensor)
 
 

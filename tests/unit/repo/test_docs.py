@@ -144,7 +144,7 @@ def commands_of(page: Path) -> list[list[str]]:
             if "launch/quickstart.sh" in words:
                 quickstart = words[words.index("launch/quickstart.sh") + 1 :]
                 found.append(["recipe=quickstart", *quickstart])
-            elif any(word.endswith("mcore-rl") for word in words):
+            elif "rl" in words and any(word.endswith("mcore-rl") for word in words):
                 found.append(words[words.index("rl") + 1 :])
     return found
 

@@ -1,0 +1,53 @@
+"""mcore-rl convert: checkpoints between Hugging Face and Megatron, looked into and compared."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mcore_rl.cli.options import Parser, parse_axes
+from mcore_rl.config.schema import Layout
+
+
+def main(arguments: list[str]) -> int:
+    options = vars(_parser().parse_args(arguments))
+    command = options.pop("command")
+    if "layout" in options:
+        options["layout"] = parse_axes("--layout", options["layout"], Layout)
+    from mcore_rl.jobs.convert.commands import COMMANDS  # imports torch: not for a wrong option
+
+    return COMMANDS[command](**options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="mcore-rl convert", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    to_mcore = commands.add_parser("hf-to-mcore", help="a Hugging Face folder for Megatron")
+    to_hf = commands.add_parser("mcore-to-hf", help="a Megatron checkpoint for Hugging Face")
+    inspect = commands.add_parser("inspect", help="what is in a folder of either kind")
+    verify = commands.add_parser("verify", help="whether two folders hold the same weights")
+    _folder(to_mcore, "--model", "Hugging Face folder")
+    to_mcore.add_argument("--layout", default="", metavar="tp=2,ep=2", help="of the ranks to come")
+    to_mcore.add_argument("--dtype", help="float32 or bfloat16; default: that of the weights")
+    _folder(to_hf, "--checkpoint", "Megatron folder")
+    _folder(to_hf, "--reference", "Hugging Face folder of the same model", required=False)
+    to_hf.add_argument("--dtype", help="float32, bfloat16 or fp8; default: that of the weights")
+    to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
+    to_hf.add_argument("--lora", default="merge", metavar="merge|separate", help="default: merge")
+    for command in (to_mcore, to_hf):
+        _folder(command, "--output", "new or empty folder")
+        command.add_argument("--workers", type=int, metavar="N", help="processes that convert")
+        command.add_argument("--max-memory", metavar="SIZE", help="of all processes together")
+        command.add_argument("--bridge", metavar="megatron-bridge", help="for other families")
+    inspect.add_argument("folder", type=Path, metavar="DIR")
+    verify.add_argument("a", type=Path, metavar="DIR")
+    verify.add_argument("b", type=Path, metavar="DIR")
+    for command in (inspect, verify):
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _folder(
+    parser: argparse.ArgumentParser, name: str, meaning: str, *, required: bool = True
+) -> None:
+    parser.add_argument(name, type=Path, required=required, metavar="DIR", help=meaning)

@@ -1,0 +1,159 @@
+"""A Megatron checkpoint as a model: its config, and where each of its parameters stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.stamp import STAMP_FILE, read_stamp
+from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.checkpoint.torch_dist_metadata import BACKEND_FILE, DistTensor
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.jobs.convert.plan import Adapter, Parameter, num_shards
+from mcore_rl.models.base import HFConfig, read_config, without_mtp
+from mcore_rl.models.heads import model_config, model_weights
+from mcore_rl.reshard.rules import Weight
+
+COMPANIONS = "hf"  # folder of a checkpoint with config and tokenizer of its model
+_LATEST = "latest_checkpointed_iteration.txt"
+_EMBEDDING = "embedding.word_embeddings.weight"
+# Of the optimizer, as the engine and as Megatron-LM name it; and adapters, which are asked for.
+_NOT_THE_MODEL = re.compile(r"(optimizer|chained_\d+)\.|lora\.")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFolder:
+    """A checkpoint's model. `config` is what a Hugging Face folder of its weights should say."""
+
+    path: Path
+    companions: Path  # folder with config.json, tokenizer files and perhaps weights
+    config: HFConfig
+    weights: tuple[Weight, ...]  # the rules of the model as it is to be written
+    parameters: tuple[Parameter, ...]  # what the checkpoint holds of them
+    stamp: Mapping[str, Any]  # empty for a checkpoint of Megatron-LM
+    config_changes: HFConfig  # fields of config.json that differ from the companions'
+    notes: tuple[str, ...]
+
+    def hf_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """Of a tensor in the Hugging Face folder that this was converted from, else as stored."""
+        known = self.stamp.get("hf_dtypes")
+        if known is None:
+            return stored
+        dtype: torch.dtype = getattr(torch, known["others"].get(name, known["most"]))
+        return dtype
+
+    @property
+    def lora(self) -> Mapping[str, Any] | None:
+        """Rank, alpha and targets of the adapters in it."""
+        return self.stamp.get("lora")
+
+
+def is_megatron(path: Path) -> bool:
+    return (path / BACKEND_FILE).is_file() or (path / _LATEST).is_file()
+
+
+def checkpoint_in(path: Path) -> Path:
+    """The checkpoint folder itself, where Megatron-LM keeps several under one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    latest = path / _LATEST
+    if (path / BACKEND_FILE).is_file() or not latest.is_file():
+        return path
+    text = latest.read_text().strip()
+    name = f"iter_{int(text):07d}" if text.isdecimal() else text
+    if not (path / name / BACKEND_FILE).is_file():
+        raise ConfigError(f"{latest} says {text!r}, and {path / name} is no distributed checkpoint")
+    return path / name
+
+
+def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
+    """Read what a checkpoint is, and check it as a whole against the rules of its family.
+
+    Raises:
+        ConfigError: it is damaged, of another model, or does not say which model it is of.
+    """
+    path = checkpoint_in(path)
+    stamp = read_stamp(path) if (path / STAMP_FILE).exists() else {}
+    companions = reference or path / COMPANIONS
+    if not (companions / "config.json").is_file():
+        raise ConfigError(
+            f"{path} does not say which model it is of; name a Hugging Face folder of that model "
+            "with --reference"
+        )
+    tensors = DistReader(path).tensors
+    if _EMBEDDING not in tensors:
+        raise ConfigError(f"checkpoint {path} lacks tensor {_EMBEDDING}")
+    padded = tensors[_EMBEDDING].shape[0]
+    config = model_config(_unquantized(read_config(companions)))
+    notes: list[str] = []
+    held, changes = config, {}
+    if not any(key.startswith("mtp.") for key in tensors):
+        held = without_mtp(config)
+        if held != config and not _has_predictions(companions):
+            notes.append("the checkpoint has no prediction layers: config.json will say 0 of them")
+            changes = {name: n for name, n in held.items() if config[name] != n}
+            config = held
+        elif held != config:
+            notes.append(f"the checkpoint has no prediction layers: they come from {companions}")
+    weights = model_weights(config, padded)
+    parameters = _parameters(path, tensors, held, padded, weights, stamp)
+    return MegatronFolder(
+        path, companions, config, weights, parameters, stamp, changes, tuple(notes)
+    )
+
+
+def _parameters(
+    path: Path,
+    tensors: Mapping[str, DistTensor],
+    held: HFConfig,
+    padded: int,
+    weights: Sequence[Weight],
+    stamp: Mapping[str, Any],
+) -> tuple[Parameter, ...]:
+    from mcore_rl.engine.megatron.blueprint import blueprint  # imports Megatron
+
+    stored = blueprint(held, padded).parameters_in(tensors)
+    used = {place.key for place in stored.values()}
+    for place in stored.values():
+        if tensors[place.key].shape != place.shape:
+            raise ConfigError(
+                f"checkpoint {path}: {place.key} has shape {tensors[place.key].shape}, but "
+                f"config.json asks for {place.shape}"
+            )
+    extra = sorted(key for key in tensors.keys() - used if not _NOT_THE_MODEL.match(key))
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise ConfigError(f"checkpoint {path} holds unexpected tensor {extra[0]}{more}")
+    layout, lora = Layout(**stamp.get("layout", {})), stamp.get("lora")
+    found = []
+    for weight in weights:
+        name = weight.local_name()
+        if weight.replica or name not in stored:
+            continue
+        adapter = None
+        if lora and f"lora.{name}.A" in tensors:
+            adapter = Adapter(lora["alpha"] / lora["rank"], num_shards(weight, layout))
+        found.append(Parameter(weight, stored[name], tensors[stored[name].key].dtype, adapter))
+    return tuple(found)
+
+
+def _unquantized(config: HFConfig) -> HFConfig:
+    """The config of the same model with plain weights."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def _has_predictions(folder: Path) -> bool:
+    """Whether a Hugging Face folder has weights, those of prediction layers among them."""
+    if not any(folder.glob("*.safetensors")):
+        return False
+    config = CheckpointReader(folder).config()
+    return without_mtp(config) != config

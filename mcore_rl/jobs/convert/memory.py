@@ -1,0 +1,59 @@
+"""How much memory a conversion takes at most, told before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.convert.options import Resources, format_bytes
+
+# Measured: a process that has imported torch and our readers, and what an allocator keeps.
+_WORKER_BYTES = 288 << 20
+_TRACKER_BYTES = 16 << 20  # the process that multiprocessing keeps beside its workers
+_SLACK_BYTES = 32 << 20
+_MOST_WORKERS = 4  # when the user does not say: more seldom helps one disk
+
+
+def choose_workers(memory_bytes: Sequence[int], resources: Resources) -> tuple[int, str]:
+    """The number of processes for units that take `memory_bytes` each, and a line on memory.
+
+    Raises:
+        ConfigError: less memory is allowed than it takes.
+    """
+    largest = max(memory_bytes, default=0)
+    most = resources.workers or min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = max(1, min(most, len(memory_bytes)))
+    allowed = resources.max_memory_bytes
+    if resources.workers is None and allowed is not None:
+        while workers > 1 and bound_bytes(workers, largest) > allowed:
+            workers -= 1
+    bound = bound_bytes(workers, largest)
+    if allowed is not None and bound > allowed:
+        raise ConfigError(
+            f"--max-memory={format_bytes(allowed)} is too small for {_processes(workers)}; "
+            f"allowed: at least {-(-bound // 10**6)}MB"
+        )
+    buffers = f"buffers of {format_bytes(largest)}"
+    return (
+        workers,
+        f"at most {format_bytes(bound)} of memory: {_processes(workers)}, {buffers} each",
+    )
+
+
+def bound_bytes(workers: int, largest: int) -> int:
+    """Of all processes together: what this one has taken so far, and what is to come."""
+    so_far = peak_bytes() + _SLACK_BYTES
+    if workers == 1:
+        return so_far + largest
+    return so_far + _TRACKER_BYTES + workers * (_WORKER_BYTES + largest)
+
+
+def peak_bytes() -> int:
+    """The most resident memory that this process has had."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+
+def _processes(workers: int) -> str:
+    return "1 process" if workers == 1 else f"{workers} worker processes"

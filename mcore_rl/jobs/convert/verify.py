@@ -1,0 +1,194 @@
+"""mcore-rl convert verify: whether two folders, of either kind, hold the same weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rich.console import Console
+
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.jobs.convert.megatron_folder import is_megatron, open_megatron
+from mcore_rl.jobs.convert.options import format_bytes
+from mcore_rl.jobs.convert.plan import short
+from mcore_rl.jobs.convert.progress import ByteProgress
+from mcore_rl.jobs.convert.sources import MegatronTensors
+from mcore_rl.reshard.boxes import LogicalTensor, rows
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_LISTED = 20  # names of each kind in a report
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Difference:
+    """The first element that differs of a tensor, and by how much any does."""
+
+    name: str
+    index: list[int]
+    a: float
+    b: float
+    max_abs: float  # NaN where only one of the two is
+    num_elements: int  # that differ
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What two folders have in common."""
+
+    a: str
+    b: str
+    num_tensors: int = 0  # that both have
+    num_bytes: int = 0  # compared, of the narrower side
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    num_different: int = 0
+    first_difference: Difference | None = None
+    # Dtypes that the two sides keep the same tensors in, with how many: compared in the narrower.
+    dtypes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        return not (self.only_in_a or self.only_in_b or self.misshapen or self.num_different)
+
+
+class Side(Protocol):
+    """The tensors of a folder, by Hugging Face names."""
+
+    forms: Mapping[str, Form]  # in the order in which reading them is cheapest
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class _HFSide:
+    def __init__(self, path: Path) -> None:
+        self._reader = CheckpointReader(path)
+        shapes = self._reader.shapes()
+        self.forms: Mapping[str, Form] = {
+            name: Form(shape, self._reader.dtype(name)) for name, shape in shapes.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        shape = self.forms[name].shape
+        return self._reader.read(rows(LogicalTensor(name, shape), 0, shape[0], 0))
+
+
+class _MegatronSide:
+    def __init__(self, path: Path, reference: Path | None) -> None:
+        folder = open_megatron(path, reference)
+        self._tensors = MegatronTensors(DistReader(folder.path), folder.parameters)
+        self.forms: Mapping[str, Form] = {
+            name: Form(tensor.shape, parameter.dtype)
+            for parameter in folder.parameters
+            for tensor in parameter.weight.rule.tensors
+            for name in (tensor.name, *tensor.also)
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors.read(name)
+
+
+def verify(a: Path, b: Path, *, as_json: bool) -> bool:
+    """Compare two folders and print a report; whether they are equal.
+
+    Raises:
+        ConfigError: one of the two is no checkpoint, or is damaged.
+    """
+    found = compare(a, b, Console(stderr=True))
+    if as_json:
+        print(json.dumps({"equal": found.equal, **asdict(found)}, indent=1))
+    else:
+        print("\n".join(report(found)))
+    return found.equal
+
+
+def compare(a: Path, b: Path, console: Console) -> Comparison:
+    """Compare every tensor, one at a time."""
+    torch.set_num_threads(1)
+    left, right = _opened(a, b), _opened(b, a)
+    found = Comparison(str(a), str(b))
+    found.only_in_a = sorted(left.forms.keys() - right.forms.keys())
+    found.only_in_b = sorted(right.forms.keys() - left.forms.keys())
+    common = [name for name in left.forms if name in right.forms]
+    total = sum(math.prod(left.forms[name].shape) for name in common)
+    with ByteProgress("comparing", total * 2, console=console) as progress:
+        for name in common:
+            one, other = left.forms[name], right.forms[name]
+            if one.shape != other.shape:
+                found.misshapen.append(name)
+                continue
+            _note_dtypes(found, one.dtype, other.dtype)
+            difference = _difference(name, left.read(name), right.read(name))
+            found.num_tensors += 1
+            found.num_bytes += math.prod(one.shape) * _narrower(one.dtype, other.dtype).itemsize
+            if difference is not None:
+                found.num_different += 1
+                found.first_difference = found.first_difference or difference
+            progress.add(math.prod(one.shape) * 2)
+    return found
+
+
+def _opened(path: Path, other: Path) -> Side:
+    """A folder; where it does not say which model it is of, the other one does."""
+    if not is_megatron(path):
+        return _HFSide(path)
+    return _MegatronSide(path, None if is_megatron(other) else other)
+
+
+def _note_dtypes(found: Comparison, a: torch.dtype, b: torch.dtype) -> None:
+    if a != b:
+        pair = f"{short(a)} and {short(b)}"
+        found.dtypes[pair] = found.dtypes.get(pair, 0) + 1
+
+
+def _narrower(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return min(a, b, key=lambda dtype: dtype.itemsize)
+
+
+def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+    """Where the bits of two tensors differ, in the narrower of their dtypes; None: nowhere."""
+    dtype = _narrower(a.dtype, b.dtype)
+    a, b = (t.to(dtype).contiguous() for t in (a, b))
+    as_bits = _BITS[dtype.itemsize]
+    if torch.equal(a.view(as_bits), b.view(as_bits)):
+        return None
+    differs = (a.view(as_bits) != b.view(as_bits)).nonzero()
+    index = differs[0].tolist()
+    pairs = (side[tuple(differs.T)].float() for side in (a, b))
+    largest = (next(pairs) - next(pairs)).abs().max()
+    one, other = (side[tuple(index)].item() for side in (a, b))
+    return Difference(name, index, one, other, float(largest), len(differs))
+
+
+def report(found: Comparison) -> Iterator[str]:
+    """The comparison in lines for a terminal."""
+    for pair, count in found.dtypes.items():
+        yield f"{count} tensors are {pair}: compared in the narrower"
+    for what, names in (
+        (f"only in {found.a}", found.only_in_a),
+        (f"only in {found.b}", found.only_in_b),
+        ("of different shapes", found.misshapen),
+    ):
+        if names:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            yield f"{what}: {', '.join(names[:_LISTED])}{more}"
+    if found.first_difference is not None:
+        first = found.first_difference
+        yield (
+            f"{found.num_different} tensors differ; the first is {first.name}: {first.a} and "
+            f"{first.b} at {first.index}, {first.num_elements} elements by up to {first.max_abs:g}"
+        )
+    compared = f"{found.num_tensors} tensors, {format_bytes(found.num_bytes)}"
+    yield f"{'equal' if found.equal else 'DIFFERENT'}: {compared} compared"

@@ -1,0 +1,263 @@
+"""What `bench reshard` lets run against each other, as one rank of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.config.schema import Layout
+from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.reshard import ops
+from mcore_rl.reshard.boxes import Block
+from mcore_rl.reshard.buckets import schedule
+from mcore_rl.reshard.executor import Exchange, LocalWeights
+from mcore_rl.reshard.layout import GenerationRanks, Ranks, TrainingRanks
+from mcore_rl.reshard.placement import Devices, most_overlap
+from mcore_rl.reshard.planner import Demand, Side
+from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.transport import GroupTransport
+
+if TYPE_CHECKING:
+    from mcore_rl.tools.bench_reshard import Candidate, Settings
+
+DTYPE = torch.bfloat16
+Parameters = dict[str, torch.Tensor]
+_TIMEOUT_S = 300.0
+
+
+class PlannedExchange:
+    """Ours: plan and schedule are made once, buckets are placed as they come."""
+
+    def __init__(self, training: Side, target: Side, is_placed: bool, bucket_bytes: int) -> None:
+        """`is_placed`: generation ranks go where most bytes stay, not where they are numbered."""
+        start = time.perf_counter()
+        device = dist.get_rank()
+        demand = Demand(training, target, DTYPE.itemsize)
+        world = training[0].world_size
+        hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
+        plan = demand.plan(Devices.colocated(hosts, world, world))
+        # Two buckets' worth of memory in all: two halves on their way in, two on their way out.
+        half = bucket_bytes // 2
+        rounds = schedule(plan, device, half)
+        self.schedule_s = time.perf_counter() - start
+        self.rank = hosts.index(device)  # of this device, on the target side
+        self.received_bytes = plan.totals().received[self.rank]
+        group = dist.group.WORLD
+        assert group is not None  # the default group has been made
+        transport = GroupTransport(group, _TIMEOUT_S)
+        self._exchange = Exchange(rounds, half, DTYPE, transport, _allocate)
+
+    def run(self, weights: Parameters, parameters: Parameters) -> None:
+        for bucket in self._exchange.run(LocalWeights(weights)):
+            ops.copy_boxes(
+                (box.data, _box(parameters[box.target], box.offset, box.data.shape))
+                for box in bucket
+            )
+
+
+def _allocate(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _box(tensor: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
+
+
+class GatherThenSlice:
+    """Every parameter whole on every rank, one at a time, then cut: what most systems do.
+
+    As verl does from Megatron (utils/megatron_utils.py, per_tensor_generator): a shard goes from
+    its pipeline stage to the others, shards of a parameter are gathered over tensor-parallel
+    ranks, and experts over expert-parallel ranks.
+    """
+
+    def __init__(
+        self, training: TrainingRanks, weights: Sequence[Weight], target: Side, rank: int
+    ) -> None:
+        """`rank` is this device's on the target side."""
+        self._ranks, self._device = training, dist.get_rank()
+        self._at = training.mesh.coordinate(self._device)
+        self._groups = {axis: self._group(axis) for axis in ("pp", "tp", "ep", "etp")}
+        units: dict[tuple[str, int | None, int | None], list[Weight]] = {}
+        for weight in weights:
+            if training.holders(weight):
+                expert = weight.expert
+                place = None if expert is None else expert % training.experts_per_rank
+                units.setdefault((weight.name, weight.layer, place), []).append(weight)
+        self._units = list(units.values())
+        self._wanted: dict[str, list[tuple[Block, str]]] = {}  # by tensor
+        for weight, shard in held(*target, rank):
+            for block in weight.rule.blocks(shard):
+                wanted = block, target[0].local_name(weight)
+                self._wanted.setdefault(block.tensor.name, []).append(wanted)
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        """That of this rank; all ranks make all groups."""
+        found: dist.ProcessGroup | None = None
+        for ranks in self._ranks.mesh.groups(axis):
+            group = dist.new_group(ranks)
+            found = group if self._device in ranks else found
+        assert found is not None  # every rank is in a group of every axis
+        return found
+
+    @property
+    def received_bytes(self) -> int:
+        """All that this rank does not hold."""
+        found = 0
+        for weight in (weight for unit in self._units for weight in unit):
+            holders = self._ranks.holders(weight)
+            shape = weight.rule.local_shape(Shard(0, len(holders)))
+            num_missing = sum(self._device not in members for members in holders)
+            found += num_missing * torch.Size(shape).numel() * DTYPE.itemsize
+        return found
+
+    def run(self, local: Parameters, parameters: Parameters) -> None:
+        for unit in self._units:
+            for weight, shards in zip(unit, self._gathered(unit, local), strict=True):
+                whole = {t.name: torch.empty(t.shape, dtype=DTYPE) for t in weight.rule.tensors}
+                for index, tensor in enumerate(shards):
+                    for block in weight.rule.blocks(Shard(index, len(shards))):
+                        part = tensor[block.local_slices]
+                        whole[block.tensor.name][block.box.slices] = part
+                for name, tensor in whole.items():
+                    for block, parameter in self._wanted.get(name, ()):
+                        parameters[parameter][block.local_slices] = tensor[block.box.slices]
+
+    def _gathered(self, unit: list[Weight], local: Parameters) -> list[list[torch.Tensor]]:
+        """All shards of each parameter of a unit: one, or one expert of each expert rank."""
+        mine = unit[self._at.ep_rank] if unit[0].expert is not None else unit[0]
+        chunk, mesh = self._ranks.chunk(mine), self._ranks.mesh
+        assert chunk is not None  # it has holders
+        num_shards = len(self._ranks.holders(mine))
+        if chunk.pp_rank == self._at.pp_rank:
+            tensor = local[self._ranks.local_name(mine)]
+        else:
+            tensor = torch.empty(mine.rule.local_shape(Shard(0, num_shards)), dtype=DTYPE)
+        if mesh.sizes["pp"] > 1:
+            stages = mesh.group_of(self._device, "pp")
+            dist.broadcast(tensor, src=stages[chunk.pp_rank], group=self._groups["pp"])
+        shards = [tensor]
+        if mine.axis is not None and num_shards > 1:
+            shards = _all_gather(tensor, num_shards, self._groups[mine.axis])
+        if mine.expert is None or mesh.sizes["ep"] == 1:
+            return [shards]
+        by_shard = [_all_gather(s, mesh.sizes["ep"], self._groups["ep"]) for s in shards]
+        return [list(of_expert) for of_expert in zip(*by_shard, strict=True)]
+
+
+def _all_gather(tensor: torch.Tensor, count: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(count)]
+    dist.all_gather(found, tensor, group=group)
+    return found
+
+
+def held(ranks: Ranks, weights: Sequence[Weight], rank: int) -> list[tuple[Weight, Shard]]:
+    """The parameters of a rank, and which shard of each."""
+    found = []
+    for weight in weights:
+        holders = ranks.holders(weight)
+        for index, members in enumerate(holders):
+            if rank in members:
+                found.append((weight, Shard(index, len(holders))))
+    return found
+
+
+def _empty(side: Side, rank: int) -> Parameters:
+    ranks, weights = side
+    return {
+        ranks.local_name(weight): torch.zeros(weight.rule.local_shape(shard), dtype=DTYPE)
+        for weight, shard in held(ranks, weights, rank)
+    }
+
+
+def _random(side: Side, rank: int) -> Parameters:
+    """Ranks that hold the same shard hold the same numbers."""
+    ranks, weights = side
+    found = {}
+    for number, (weight, shard) in enumerate(held(ranks, weights, rank)):
+        generator = torch.Generator().manual_seed(number * 1009 + shard.index)
+        tensor = torch.empty(weight.rule.local_shape(shard), dtype=DTYPE)
+        found[ranks.local_name(weight)] = tensor.uniform_(-1, 1, generator=generator)
+    return found
+
+
+def _training(config: HFConfig, layout: Layout) -> tuple[TrainingRanks, tuple[Weight, ...]]:
+    sizes = model_sizes(config)
+    chunks = split_into_chunks(layout, sizes.num_layers)
+    rules = family_of(config).weights(config, padded_vocab_size(config, layout.tp))
+    return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), rules
+
+
+class _Case:
+    """Candidates that write into the same parameters."""
+
+    parameters: Parameters
+    _first: Parameters | None = None
+
+    def check(self, name: str) -> None:
+        """Raises RunFailed unless a candidate has left the bits that the first one left."""
+        if self._first is None:
+            self._first = {key: tensor.clone() for key, tensor in self.parameters.items()}
+        for key, tensor in self.parameters.items():
+            if not torch.equal(tensor, self._first[key]):
+                raise RunFailed(f"{name}: {key} differs from what the first candidate left")
+            tensor.zero_()
+
+
+class IntoVLLM(_Case):
+    def __init__(self, settings: Settings) -> None:
+        config = settings.config()
+        training = _training(config, settings.train)
+        sizes = model_sizes(config)
+        served = GenerationRanks(settings.generate, sizes.num_layers, sizes.num_experts)
+        target: Side = served, family_of(config).vllm_weights(config)
+        self.exchange = PlannedExchange(training, target, True, settings.bucket_bytes)
+        self.gather = GatherThenSlice(*training, target, self.exchange.rank)
+        self.weights = _random(training, dist.get_rank())
+        self.parameters = _empty(target, self.exchange.rank)
+        tensors = [t for w in training[1] if not w.replica for t in w.rule.tensors]
+        self.model_bytes = sum(torch.Size(t.shape).numel() for t in tensors) * DTYPE.itemsize
+
+    def candidates(self) -> dict[str, Candidate]:
+        return {
+            "exchange": (self._with(self.exchange.run), self.exchange.received_bytes),
+            "gather": (self._with(self.gather.run), self.gather.received_bytes),
+        }
+
+    def _with(self, run: Callable[[Parameters, Parameters], None]) -> Callable[[], None]:
+        return lambda: run(self.weights, self.parameters)
+
+
+class IntoMegatron(_Case):
+    """Where Megatron's modules are needed: they replace what "cuda" means in this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        from mcore_rl.engine.megatron import device
+
+        device.install(num_threads=1, on_cpu=True)
+        from mcore_rl.engine.megatron.refit_baseline import MegatronRefit
+
+        config, rank = settings.config(), dist.get_rank()
+        layouts = settings.train, settings.target
+        self.refit = MegatronRefit(config, *layouts, DTYPE, rank)
+        self.weights, self.parameters = self.refit.parameters()
+        sides = [_training(config, layout) for layout in layouts]
+        self.exchange = PlannedExchange(sides[0], sides[1], False, settings.bucket_bytes)
+        for name, tensor in _random(sides[0], rank).items():
+            self.weights[name].copy_(tensor)
+        for tensor in self.parameters.values():
+            tensor.zero_()
+
+    def candidates(self) -> dict[str, Candidate]:
+        received = self.exchange.received_bytes
+        return {
+            "exchange": (lambda: self.exchange.run(self.weights, self.parameters), received),
+            "megatron": (self.refit.run, received),
+        }

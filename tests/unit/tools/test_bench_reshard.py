@@ -1,0 +1,48 @@
+"""The benchmark of weight exchanges: what it refuses, and one small run of all candidates."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from mcore_rl.cli import main as cli
+from mcore_rl.cli.bench import main
+from mcore_rl.config.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train", "tp=2"], "--train has 2, --generate has 4, --target has 4 ranks"),
+        (["--train", "tp=2,pp=2,vpp=2", "--layers", "8"], "vpp=2; allowed: 1"),
+        (["--train", "tp=3"], "3"),
+        (["--generate", "tp=4,ep=3"], "generate.ep=3"),
+        (["--target", "zp=4"], "'zp' is unknown"),
+        (["--layers", "0"], "--layers"),
+        (["--bucket-mib", "0"], "--bucket-mib"),
+        (["--repetitions", "0"], "--repetitions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_rank_starts(arguments, message):
+    with pytest.raises(ConfigError, match=message.replace("'", ".")):
+        main(["reshard", *arguments])
+
+
+def test_a_small_run_reports_every_candidate(monkeypatch, capsys):
+    arguments = ["--layers", "2", "--repetitions", "1", "--bucket-mib", "1", "--json"]
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "bench", "reshard", *arguments])
+    assert cli.main() == 0
+    report = json.loads(capsys.readouterr().out)
+    for case, other in (("into_vllm", "gather"), ("into_megatron", "megatron")):
+        assert set(report[case]) == {"exchange", other}
+        for timing in report[case].values():
+            assert 0 < timing["fastest_s"] <= timing["median_s"]
+    into_vllm = report["into_vllm"]
+    # Each of four ranks has a quarter, and the norms of its layers.
+    assert 2.99 * report["model_bytes"] < into_vllm["gather"]["network_bytes"]
+    assert into_vllm["gather"]["network_bytes"] < 3 * report["model_bytes"]
+    assert 0 < into_vllm["exchange"]["network_bytes"] < into_vllm["gather"]["network_bytes"] / 4
+    ratio = into_vllm["gather"]["median_s"] / into_vllm["exchange"]["median_s"]
+    assert report["times_faster_than_gather"] == pytest.approx(ratio)
