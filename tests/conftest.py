@@ -24,6 +24,7 @@ settings.load_profile("mcore_rl")
 TESTS = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, one worker takes all tests of a folder whose tests share processes."""
     for item in items:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +21,21 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
+from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
+from mcore_rl.engine.megatron.blueprint import other_form
 from mcore_rl.jobs.convert import to_hf, to_megatron
+from mcore_rl.jobs.convert.megatron_folder import open_megatron
 from mcore_rl.jobs.convert.options import Resources
 from mcore_rl.jobs.convert.verify import compare
-from mcore_rl.reshard.boxes import LogicalTensor, rows
+from mcore_rl.reshard.boxes import Box, LogicalTensor, rows
 
 ONE, SINGLE = Resources(workers=1), Layout()
 UNEVEN = Layout(pp=2, first_stage_layers=1)
 INTERLEAVED = Layout(tp=2, pp=2, vpp=2, first_stage_layers=0)
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FAMILIES = tiny_families.cases()
 
 
@@ -129,7 +137,7 @@ def test_float16_is_read_in_a_dtype_that_is_asked_for_and_comes_back(models, tmp
     model = tiny_models.save("qwen3", tmp_path)
     tensors = {n: t.half() for n, t in load_file(model / "model.safetensors").items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"--dtype=float16; allowed: float32, bfloat16"):
+    with pytest.raises(ConfigError, match=r"are in float16, .* --dtype with float32 or bfloat16"):
         to_mcore(model, tmp_path / "refused")
     checkpoint = to_mcore(model, tmp_path / "c", dtype="float32")
     assert_same_bytes(tensors_in(back(checkpoint, tmp_path / "again")), tensors)
@@ -152,6 +160,30 @@ def test_a_checkpoint_without_prediction_layers_takes_them_from_the_reference_or
     assert "config.json will say 0" in capsys.readouterr().out
     assert_same_bytes(tensors_in(without), kept)
     assert json.loads((without / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models, tmp_path, name):
+    """The other form than ours, with optimizer state, in a folder of several iterations."""
+    model, ours = models[name], to_mcore(models[name], tmp_path / "ours", Layout(tp=2))
+    folder = open_megatron(ours, None)
+    theirs, reader = tmp_path / "theirs" / "iter_0000007", DistReader(ours)
+    theirs.mkdir(parents=True)
+    (theirs.parent / "latest_checkpointed_iteration.txt").write_text("7\n")
+    with DistFile(theirs / "__0_0.distcp") as file:
+        for parameter in folder.parameters:
+            whole = Box((0,) * len(parameter.shape), parameter.shape)
+            tensor = reader.read(parameter.stored.key, parameter.stored.box(whole))
+            place = other_form(parameter.stored, 3) or parameter.stored
+            box = place.box(whole)
+            file.add_tensor(place.key, place.shape, box.offsets, tensor.view(box.sizes))
+        for key in ("optimizer.state.exp_avg.x", "chained_1.optimizer.state.exp_avg.x"):
+            file.add_tensor(key, (3,), (0,), torch.zeros(3))
+    write_metadata(theirs, file.records)
+    with pytest.raises(ConfigError, match=r"does not say which model it is of; .* --reference"):
+        back(theirs.parent, tmp_path / "refused")
+    again = back(theirs.parent, tmp_path / "again", reference=model)
+    assert_same_bytes(tensors_in(again), tensors_in(model))
 
 
 @dataclass
@@ -262,3 +294,25 @@ def test_verify_names_the_first_element_that_differs(models, tmp_path):
         assert (first.index, first.num_elements) == ([3, 5], 2)
         assert first.max_abs == pytest.approx(1, abs=0.01)
     assert compare(checkpoint, model, Console(quiet=True)).equal
+
+
+def test_the_commands_of_the_page_do_what_it_says(runs, tmp_path, monkeypatch, capsys):
+    """In its order, in a folder where those names are."""
+    page = Path(__file__).parents[2] / "docs" / "conversion.md"
+    lines = [line for block in BLOCK.findall(page.read_text()) for line in block.splitlines()]
+    assert len(lines) > 10
+    sources = {"model": runs.models["qwen3_moe"], "base": runs.folder / "qwen3"}
+    sources |= {"adapted": runs.folder / "qwen3-float32", "trained": runs.folder / "float32"}
+    for name, source in sources.items():
+        (tmp_path / name).symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        status, told = main(), capsys.readouterr()
+        if "--bridge" in line:
+            assert (status, 'pip install "mcore-rl[bridge]"' in told.err) == (2, True)
+        else:
+            assert (status, told.err) == (0, ""), line
+        if "--json" in line:
+            assert json.loads(told.out).get("equal", True)
+    assert_same_bytes(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "model"))

@@ -18,6 +18,7 @@ from mcore_rl.checkpoint.integrity import require_finite
 from mcore_rl.checkpoint.stored import chunks
 from mcore_rl.checkpoint.torch_dist_writer import DistFile
 from mcore_rl.config.schema import Layout
+from mcore_rl.jobs.convert.memory import READ_ENTRY_BYTES
 from mcore_rl.jobs.convert.plan import WHOLE, Parameter, num_shards, runs
 from mcore_rl.jobs.convert.streams import Buffer, one_ahead
 from mcore_rl.reshard.boxes import rows
@@ -69,6 +70,7 @@ def plan_units(
     stored: Mapping[str, torch.dtype],
 ) -> Iterator[DistUnit]:
     """The files of a checkpoint; `stored` is the dtype of each tensor in the files of `model`."""
+    index_bytes = READ_ENTRY_BYTES * len(stored)
     for number, run_of in enumerate(runs(parameters)):
         scratch = max(_scratch_bytes(p, num_shards(p.weight, layout)) for p in run_of)
         casts = max(_cast_bytes(p, stored) for p in run_of)
@@ -79,7 +81,7 @@ def plan_units(
             parameters=run_of,
             objects={} if number else objects,
             scratch_bytes=scratch,
-            memory_bytes=2 * (max(p.nbytes for p in run_of) + scratch) + casts,
+            memory_bytes=2 * (max(p.nbytes for p in run_of) + scratch) + casts + index_bytes,
         )
 
 

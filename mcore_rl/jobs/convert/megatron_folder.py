@@ -38,6 +38,7 @@ class MegatronFolder:
     weights: tuple[Weight, ...]  # the rules of the model as it is to be written
     parameters: tuple[Parameter, ...]  # what the checkpoint holds of them
     stamp: Mapping[str, Any]  # empty for a checkpoint of Megatron-LM
+    num_chunks: int  # all that its index names
     config_changes: HFConfig  # fields of config.json that differ from the companions'
     notes: tuple[str, ...]
 
@@ -106,8 +107,9 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
             notes.append(f"the checkpoint has no prediction layers: they come from {companions}")
     weights = model_weights(config, padded)
     parameters = _parameters(path, tensors, held, padded, weights, stamp)
+    num_chunks = sum(len(tensor.chunks) for tensor in tensors.values())
     return MegatronFolder(
-        path, companions, config, weights, parameters, stamp, changes, tuple(notes)
+        path, companions, config, weights, parameters, stamp, num_chunks, changes, tuple(notes)
     )
 
 

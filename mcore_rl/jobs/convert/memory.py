@@ -12,11 +12,18 @@ from mcore_rl.jobs.convert.options import Resources, format_bytes
 _WORKER_BYTES = 288 << 20
 _TRACKER_BYTES = 16 << 20  # the process that multiprocessing keeps beside its workers
 _SLACK_BYTES = 32 << 20
+# Measured, with 60,000 of each: a tensor or chunk that the index of a folder names, to a reader of
+# it, and one chunk of a checkpoint while its index is written.
+READ_ENTRY_BYTES, WRITTEN_ENTRY_BYTES = 2048, 4096
 _MOST_WORKERS = 4  # when the user does not say: more seldom helps one disk
 
 
-def choose_workers(memory_bytes: Sequence[int], resources: Resources) -> tuple[int, str]:
+def choose_workers(
+    memory_bytes: Sequence[int], resources: Resources, at_the_end_bytes: int = 0
+) -> tuple[int, str]:
     """The number of processes for units that take `memory_bytes` each, and a line on memory.
+
+    `at_the_end_bytes` is what this process takes when all units are written.
 
     Raises:
         ConfigError: less memory is allowed than it takes.
@@ -26,9 +33,9 @@ def choose_workers(memory_bytes: Sequence[int], resources: Resources) -> tuple[i
     workers = max(1, min(most, len(memory_bytes)))
     allowed = resources.max_memory_bytes
     if resources.workers is None and allowed is not None:
-        while workers > 1 and bound_bytes(workers, largest) > allowed:
+        while workers > 1 and bound_bytes(workers, largest, at_the_end_bytes) > allowed:
             workers -= 1
-    bound = bound_bytes(workers, largest)
+    bound = bound_bytes(workers, largest, at_the_end_bytes)
     if allowed is not None and bound > allowed:
         raise ConfigError(
             f"--max-memory={format_bytes(allowed)} is too small for {_processes(workers)}; "
@@ -41,9 +48,9 @@ def choose_workers(memory_bytes: Sequence[int], resources: Resources) -> tuple[i
     )
 
 
-def bound_bytes(workers: int, largest: int) -> int:
+def bound_bytes(workers: int, largest: int, at_the_end: int = 0) -> int:
     """Of all processes together: what this one has taken so far, and what is to come."""
-    so_far = peak_bytes() + _SLACK_BYTES
+    so_far = peak_bytes() + _SLACK_BYTES + at_the_end
     if workers == 1:
         return so_far + largest
     return so_far + _TRACKER_BYTES + workers * (_WORKER_BYTES + largest)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -23,28 +22,6 @@ class Resources:
     def __post_init__(self) -> None:
         if self.workers is not None:
             at_least("--workers", self.workers, 1)
-
-
-def parse_layout(text: str) -> Layout:
-    """A layout from its axes, such as "tp=2,pp=4,ep=8"; what is left out is 1.
-
-    >>> parse_layout("tp=2,pp=4,first_stage_layers=3")
-    Layout(tp=2, pp=4, cp=1, dp=1, ep=1, etp=1, vpp=1, first_stage_layers=3, last_stage_layers=None)
-
-    Raises:
-        ConfigError: an axis that there is not, or a value that is no whole number.
-    """
-    allowed = [field.name for field in fields(Layout)]
-    found: dict[str, int] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = part.partition("=")
-        if name not in allowed or name in found:
-            what = "given twice" if name in found else "unknown"
-            raise ConfigError(f"--layout={text}: {name!r} is {what}; allowed: {', '.join(allowed)}")
-        if not re.fullmatch(r"[0-9]{1,6}", value):
-            raise ConfigError(f"--layout={text}: {part!r}; allowed: {name}=NUMBER")
-        found[name] = int(value)
-    return Layout(**found)
 
 
 def parse_bytes(option: str, text: str) -> int:

@@ -26,7 +26,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class Conversion:
     units: Sequence[Unit]
     # Gets the folder, and what each unit returned in the order of the units.
     finish: Callable[[Path, list[Any]], None]
-    notes: Sequence[str] = field(default=())  # lines that a user should see first
+    notes: Sequence[str] = ()  # lines that a user should see first
+    finish_bytes: int = 0  # of memory that `finish` takes
 
 
 def run(conversion: Conversion, resources: Resources, console: Console | None = None) -> None:
@@ -70,7 +71,8 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
         return
     todo = [unit for unit in conversion.units if not _is_written(work, unit)]
     _check_space(conversion.output, todo)
-    workers, bound = choose_workers([unit.memory_bytes for unit in todo], resources)
+    units = [unit.memory_bytes for unit in todo]
+    workers, bound = choose_workers(units, resources, conversion.finish_bytes)
     for line in (*conversion.notes, bound):
         _say(console, line)
     with _claimed(work, conversion.fingerprint), _told_in_one_line(work):

@@ -25,6 +25,7 @@ from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.checks import one_of
 from mcore_rl.jobs.convert.adapters import write_adapters
 from mcore_rl.jobs.convert.megatron_folder import MegatronFolder, open_megatron
+from mcore_rl.jobs.convert.memory import READ_ENTRY_BYTES
 from mcore_rl.jobs.convert.options import Resources
 from mcore_rl.jobs.convert.plan import Parameter, files_of, main_dtype, named_dtype, versions
 from mcore_rl.jobs.convert.run import Conversion, run
@@ -183,7 +184,7 @@ def _unit(folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan
         checkpoint=folder.path,
         parameters=parameters,
         companions=folder.companions,
-        memory_bytes=reading + 2 * max(own),
+        memory_bytes=reading + 2 * max(own) + READ_ENTRY_BYTES * folder.num_chunks,
     )
 
 

@@ -14,18 +14,21 @@ import torch
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.hf_writer import copy_companions
 from mcore_rl.checkpoint.stamp import write_stamp
+from mcore_rl.checkpoint.stored import chunks
 from mcore_rl.checkpoint.torch_dist_writer import Record, write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert.dist_units import plan_units
 from mcore_rl.jobs.convert.megatron_folder import COMPANIONS
+from mcore_rl.jobs.convert.memory import WRITTEN_ENTRY_BYTES
 from mcore_rl.jobs.convert.options import Resources
 from mcore_rl.jobs.convert.plan import (
     Parameter,
     files_of,
     main_dtype,
     named_dtype,
+    num_shards,
     short,
     versions,
 )
@@ -68,7 +71,7 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
     dtypes = {name: reader.dtype(name) for name in shapes}
     stored = {name: entry.dtype for name, _, entry in reader.stored()}
     most = main_dtype((dtypes[name], math.prod(shape)) for name, shape in shapes.items())
-    target = named_dtype("--dtype", DTYPES, dtype or short(most))
+    target = _target(model, dtype, most)
     check_repeats(reader, weights)
     from mcore_rl.engine.megatron.blueprint import blueprint  # imports Megatron
 
@@ -78,6 +81,7 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
         for w in weights
         if not w.replica
     ]
+    num_chunks = sum(len(chunks(p.weight, num_shards(p.weight, layout))) for p in parameters)
     facts = {
         "layout": asdict(layout),
         "dtype": short(target),
@@ -93,7 +97,17 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
         units=tuple(plan_units(model, layout, parameters, found.objects, stored)),
         finish=partial(_finish, model=model, facts=facts),
         notes=_rounded(parameters, dtypes),
+        finish_bytes=WRITTEN_ENTRY_BYTES * num_chunks,
     )
+
+
+def _target(model: Path, asked: str | None, most: torch.dtype) -> torch.dtype:
+    if asked is None and most not in DTYPES.values():
+        raise ConfigError(
+            f"the weights of {model} are in {short(most)}, which the engine does not compute in; "
+            f"allowed: --dtype with {' or '.join(DTYPES)}"
+        )
+    return named_dtype("--dtype", DTYPES, asked or short(most))
 
 
 def check_repeats(reader: CheckpointReader, weights: Sequence[Weight]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -106,7 +107,8 @@ def verify(a: Path, b: Path, *, as_json: bool) -> bool:
     Raises:
         ConfigError: one of the two is no checkpoint, or is damaged.
     """
-    found = compare(a, b, Console(stderr=True))
+    # The bar stands on a terminal only, apart from the report.
+    found = compare(a, b, Console(stderr=True, quiet=not sys.stderr.isatty()))
     if as_json:
         print(json.dumps({"equal": found.equal, **asdict(found)}, indent=1))
     else:

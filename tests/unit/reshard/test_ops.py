@@ -1,4 +1,7 @@
-"""Copies, casts and quantisation of boxes: what torch does, bit for bit, and nothing beyond."""
+"""Copies, casts and quantisation of boxes: what torch does, bit for bit, and nothing beyond.
+
+Long because: every operation is held against its reference, and every fault of a table is refused.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,0 +1,149 @@
+"""Conversions that are killed at any moment, and their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import transformers
+from rich.console import Console
+
+from mcore_rl.config.schema import Layout
+from mcore_rl.jobs.convert import to_hf, to_megatron
+from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert.run import run
+
+
+class Conversions:
+    """Conversions of a model of 150 MB, each in a session of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        script = Path(__file__).with_name("convert_server.py")
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._server = subprocess.Popen([sys.executable, script], **streams)
+
+    def start(self, name: str, output: Path, workers: int) -> int:
+        """The id of its session; what it prints goes to the file output.txt."""
+        line = [str(self.folder / name), str(output), workers, f"{output}.txt"]
+        print(json.dumps(line), file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
+    def close(self) -> None:
+        self._server.stdin.close()
+        self._server.wait()
+
+
+def living(session: int) -> list[int]:
+    """Processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            is_member = session in (process.pid, os.getsid(process.pid))
+            if is_member and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversions]:
+    folder = tmp_path_factory.mktemp("larger")
+    config = transformers.Qwen3Config(
+        vocab_size=8192, hidden_size=512, num_hidden_layers=20, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, intermediate_size=1536, tie_word_embeddings=False,
+        dtype="bfloat16",
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / "hf")
+    there = to_megatron.plan(folder / "hf", folder / "mcore", Layout(tp=2), None)
+    run(there, Resources(workers=1), Console(quiet=True))
+    back = to_hf.plan(folder / "mcore", folder / "again", None, None, 20_000_000, "merge")
+    run(back, Resources(workers=1), Console(quiet=True))
+    (folder / "hf-to-mcore").write_bytes(pickle.dumps(there))
+    (folder / "mcore-to-hf").write_bytes(pickle.dumps(back))
+    started = Conversions(folder)
+    yield started
+    started.close()
+
+
+OUTPUTS = {"hf-to-mcore": "mcore", "mcore-to-hf": "again"}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"), [("hf-to-mcore", 1), ("hf-to-mcore", 2), ("mcore-to-hf", 1)]
+)
+def test_killed_at_random_moments_it_comes_to_the_same_bytes(conversions, tmp_path, name, workers):
+    """Seven times each, and no process outlives the one that was killed."""
+    out, rng = tmp_path / "out", random.Random(workers)
+    wanted = contents(conversions.folder / OUTPUTS[name])
+
+    def finish() -> float:
+        started = time.monotonic()
+        session = conversions.start(name, out, workers)
+        wait_until(lambda: not living(session))
+        assert contents(out) == wanted
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.txt"]
+        shutil.rmtree(out)
+        return time.monotonic() - started
+
+    whole_s, kills = finish(), 0
+    while kills < 7:
+        session = conversions.start(name, out, workers)
+        time.sleep(rng.uniform(0, whole_s))
+        with contextlib.suppress(ProcessLookupError):  # it was faster
+            os.kill(session, signal.SIGKILL)
+            kills += 1
+        wait_until(lambda session=session: not living(session))
+        if out.exists():
+            assert contents(out) == wanted
+            if not (tmp_path / ".out.partial").exists():
+                shutil.rmtree(out)
+    finish()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_memory_stays_under_what_is_printed(conversions, tmp_path, name, workers):
+    """The largest resident memory of each process, whenever it had it, all summed up."""
+    out = tmp_path / "out"
+    peaks: dict[int, int] = {}
+    session = conversions.start(name, out, workers)
+    while pids := living(session):
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                if found := re.search(r"VmHWM:\s+(\d+)", status):
+                    peaks[pid] = int(found[1]) * 1024
+    printed = Path(f"{out}.txt").read_text()
+    size, unit = re.search(r"at most ([\d.]+) (MB|GB) of memory", printed).groups()
+    bound = float(size) * {"MB": 1e6, "GB": 1e9}[unit]
+    assert sum(peaks.values()) <= bound * 1.005  # three digits are printed
+    assert sum(peaks.values()) > bound * 0.6
