@@ -1,9 +1,7 @@
 """Settings of every test run, made before torch, Ray or vLLM is imported."""
 
 import os
-from pathlib import Path
 
-import pytest
 from hypothesis import settings
 
 ENVIRONMENT = {
@@ -20,14 +18,3 @@ for name, value in ENVIRONMENT.items():
 # The same examples in every run; no deadline, since the machine may be shared.
 settings.register_profile("mcore_rl", derandomize=True, deadline=None)
 settings.load_profile("mcore_rl")
-
-TESTS = Path(__file__).parent
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, one worker takes all tests of a folder whose tests share processes."""
-    for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        if folder in ("dist_cpu", "e2e"):
-            item.add_marker(pytest.mark.xdist_group(folder))

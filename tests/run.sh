@@ -3,7 +3,6 @@
 #
 #   bash tests/run.sh
 #   bash tests/run.sh -k advantages -x
-#   bash tests/run.sh -n 0 --pdb            in one process; otherwise two share the tests
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
@@ -41,7 +40,7 @@ if command -v shellcheck >/dev/null; then
 fi
 
 start=$SECONDS
-python -m pytest -n 2 --dist loadgroup "$@"
+python -m pytest "$@"
 record 'pytest' $? "$start"
 
 printf '\n'
