@@ -3,12 +3,15 @@
     python tests/benchmarks/conversion.py [--gigabytes 2] [--rounds 3]
 
 A synthetic checkpoint in bfloat16 is copied (shutil.copytree), converted to Megatron's format and
-back, with one worker and with two. All files are in the page cache. The runs alternate, and medians
-are compared. `share_of_copy` is the time of the copy over the time of the conversion, from its
-first byte to the folder under its name; starting Python is left out (`start_s`). `peak_bytes` sums
-the largest resident memory of every process of the command, whenever each had it.
+back, with one worker and with two. What is read is in the page cache, and the memory for what is
+written is equally cold for a copy and for a conversion (`PAUSE_S`). The runs alternate, and medians
+are compared. `share_of_copy` is the time of the copy over the time of the conversion, which is what
+the command prints: from its first byte to the folder under its name, with every process started.
+Starting Python is left out (`start_s`).
+`peak_bytes` sums the largest resident memory of every process of the command, whenever it had it.
 
-Exit status 1 when a conversion is slower than half of the copy, or takes more memory than it said.
+Exit status 1 when a conversion of a gigabyte or more is slower than half of the copy, or any takes
+more memory than it said.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
@@ -37,6 +39,9 @@ from mcore_rl.models.base import family_of
 from mcore_rl.reshard.rules import logical_tensors
 
 REQUIRED_SHARE = 0.5
+# A virtual machine gives freed memory back to its host after 2 s (page reporting), and touching it
+# again is four times slower. A copy right after a deletion would not pay that, as a conversion does.
+PAUSE_S = 4.0
 LAYER_BYTES = 2 * (32 * (3 * 1024 * 384) + 1024 * 4096 + 2 * 1024 * 512 + 4096 * 1024)
 COMMAND = Path(sys.executable).with_name("mcore-rl")
 SIZES = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -103,20 +108,23 @@ class Watched:
 
 def _watch(process: subprocess.Popen[str], peaks: dict[int, int]) -> None:
     """The largest resident memory of the process and of each that it starts, by its id."""
-    root = psutil.Process(process.pid)
     while process.poll() is None:
-        try:
-            family = [root, *root.children(recursive=True)]
-        except psutil.Error:
-            return
-        for member in family:
+        for pid in _family(process.pid):
             try:
-                status = Path(f"/proc/{member.pid}/status").read_text()
+                status = Path(f"/proc/{pid}/status").read_text()
             except OSError:
                 continue
             if found := re.search(r"VmHWM:\s+(\d+) kB", status):
-                peaks[member.pid] = int(found[1]) * 1024
+                peaks[pid] = int(found[1]) * 1024
         time.sleep(0.02)
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(member for child in children for member in _family(int(child)))]
 
 
 def copied(source: Path, target: Path) -> float:
@@ -155,6 +163,7 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
 
 def _discarded(folder: Path, run: Callable[[Path], Any]) -> Any:
     os.sync()  # what the run before left to be written does not slow down this one
+    time.sleep(PAUSE_S)
     try:
         return run(folder / "out")
     finally:
@@ -166,7 +175,7 @@ def _summary(runs: list[Watched], copy_s: float) -> dict[str, Any]:
     return {
         "convert_s": convert_s,
         "convert_s_all": [run.convert_s for run in runs],
-        "start_s": round(statistics.median(run.wall_s for run in runs) - convert_s, 1),
+        "start_s": round(statistics.median(run.wall_s - run.convert_s for run in runs), 1),
         "share_of_copy": round(copy_s / convert_s, 2),
         "peak_bytes": max(run.peak_bytes for run in runs),
         "bound_bytes": int(min(run.bound_bytes for run in runs)),
@@ -184,7 +193,8 @@ def main() -> int:
             found = measure(Path(folder), gigabytes, options.rounds)
         print(json.dumps(found, indent=1), flush=True)
         for run in (value for value in found.values() if isinstance(value, dict)):
-            failed |= run["share_of_copy"] < REQUIRED_SHARE
+            if gigabytes >= 1:  # below, filling the buffers for the first time is most of it
+                failed |= run["share_of_copy"] < REQUIRED_SHARE
             failed |= run["peak_bytes"] > run["bound_bytes"]
     return 1 if failed else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from mcore_rl.checkpoint import fp8
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.integrity import require_finite
 from mcore_rl.checkpoint.stored import chunks
-from mcore_rl.checkpoint.torch_dist_writer import DistFile
+from mcore_rl.checkpoint.torch_dist_writer import DistFile, Record
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert.memory import READ_ENTRY_BYTES
 from mcore_rl.jobs.convert.plan import WHOLE, Parameter, num_shards, runs
 from mcore_rl.jobs.convert.streams import Buffer, one_ahead
 from mcore_rl.reshard.boxes import rows
+
+_RECORD = [field.name for field in fields(Record)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +42,23 @@ class DistUnit:
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.parameters) + sum(map(len, self.objects.values()))
 
-    def write(self, folder: Path, wrote: Callable[[int], None]) -> list[dict[str, Any]]:
+    def write(
+        self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        if "reader" not in kept:
+            kept["reader"] = CheckpointReader(self.model)
         scratch = Buffer(self.scratch_bytes)
         with DistFile(folder / self.name, self.nbytes) as file:
-            for parameter, whole in one_ahead(self._read()):
+            for parameter, whole in one_ahead(self._read(kept["reader"])):
                 count = num_shards(parameter.weight, self.layout)
                 _add_chunks(parameter, count, whole, scratch, file)
                 wrote(parameter.nbytes)
             for key, data in self.objects.items():
                 file.add_object(key, data)
-        return [asdict(record) for record in file.records]
+        return [{name: getattr(record, name) for name in _RECORD} for record in file.records]
 
-    def _read(self) -> Iterator[tuple[Parameter, Buffer]]:
+    def _read(self, reader: CheckpointReader) -> Iterator[tuple[Parameter, Buffer]]:
         """Each parameter, whole. A buffer is used again for the one after the next."""
-        reader = CheckpointReader(self.model)
         largest = max(parameter.nbytes for parameter in self.parameters)
         buffers = cycle([Buffer(largest), Buffer(largest)])
         scratch = Buffer(self.scratch_bytes)

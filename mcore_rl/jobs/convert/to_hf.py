@@ -140,16 +140,19 @@ class HFUnit:
     def nbytes(self) -> int:
         return self.shard.nbytes
 
-    def write(self, folder: Path, wrote: Callable[[int], None]) -> None:
+    def write(self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]) -> None:
+        if "reader" not in kept:
+            kept["reader"] = DistReader(self.checkpoint)
+
         def told() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in one_ahead(self._read()):
+            for name, tensor in one_ahead(self._read(kept["reader"])):
                 yield name, tensor
                 wrote(tensor.nbytes)
 
         write_shard(folder, self.shard, told())
 
-    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        held = MegatronTensors(DistReader(self.checkpoint), self.parameters)
+    def _read(self, reader: DistReader) -> Iterator[tuple[str, torch.Tensor]]:
+        held = MegatronTensors(reader, self.parameters)
         others: CheckpointReader | None = None
         quantized: dict[str, torch.Tensor] = {}  # the last, by name: a weight and its scales
         for name in self.names:

@@ -41,10 +41,11 @@ class Unit(Protocol):
         """That writing it takes at most."""
         ...
 
-    def write(self, folder: Path, wrote: Callable[[int], None]) -> Any:
+    def write(self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]) -> Any:
         """Write the file, aside and then renamed, telling how many bytes have been written.
 
-        Returns what JSON can hold.
+        `kept` is for what the units of one process share, such as an open reader. Returns what JSON
+        can hold.
         """
         ...
 
@@ -70,8 +71,9 @@ def writer(workers: int, folder: Path) -> Iterator[Writer]:
 
 
 def _done_here(folder: Path, units: Sequence[Unit], wrote: Wrote) -> Iterator[Done]:
+    kept: dict[str, Any] = {}
     for unit in units:
-        yield unit, _written(unit, folder, wrote)
+        yield unit, _written(unit, folder, wrote, kept)
 
 
 def _dealt_out(pipes: list[Connection], units: Sequence[Unit], wrote: Wrote) -> Iterator[Done]:
@@ -136,21 +138,22 @@ def _serve(pipe: Connection, folder: Path) -> None:
     """A worker process: it writes what it is sent until it is killed or its parent is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    kept: dict[str, Any] = {}
     with suppress(EOFError, BrokenPipeError):  # the parent has gone
         pipe.send(None)  # ready
         while True:
             unit: Unit = pipe.recv()
             try:
-                answer = _written(unit, folder, lambda count: pipe.send(("wrote", count)))
+                answer = _written(unit, folder, lambda count: pipe.send(("wrote", count)), kept)
             except (ConfigError, OSError) as error:
                 pipe.send(("error", error))
             else:
                 pipe.send(("done", answer))
 
 
-def _written(unit: Unit, folder: Path, wrote: Wrote) -> Any:
+def _written(unit: Unit, folder: Path, wrote: Wrote, kept: dict[str, Any]) -> Any:
     try:
-        return unit.write(folder, wrote)
+        return unit.write(folder, wrote, kept)
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):  # a full disk, say, is no bad input
             raise error.__cause__ from None
