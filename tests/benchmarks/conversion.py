@@ -40,7 +40,7 @@ from mcore_rl.reshard.rules import logical_tensors
 
 REQUIRED_SHARE = 0.5
 # A virtual machine gives freed memory back to its host after 2 s (page reporting), and touching it
-# again is four times slower. A copy right after a deletion would not pay that, as a conversion does.
+# again is four times slower. A copy right after a deletion, unlike a conversion, pays none of it.
 PAUSE_S = 4.0
 LAYER_BYTES = 2 * (32 * (3 * 1024 * 384) + 1024 * 4096 + 2 * 1024 * 512 + 4096 * 1024)
 COMMAND = Path(sys.executable).with_name("mcore-rl")
