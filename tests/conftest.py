@@ -1,5 +1,6 @@
 """Settings of every test run, made before torch, Ray or vLLM is imported."""
 
+import gc
 import os
 
 from hypothesis import settings
@@ -18,3 +19,9 @@ for name, value in ENVIRONMENT.items():
 # The same examples in every run; no deadline, since the machine may be shared.
 settings.register_profile("mcore_rl", derandomize=True, deadline=None)
 settings.load_profile("mcore_rl")
+
+
+def pytest_collection_finish() -> None:
+    """Hide what has been imported from the garbage collector, which would look at it for ever."""
+    gc.collect()
+    gc.freeze()

@@ -19,7 +19,8 @@ from mcore_rl.config.resolve_engine import (
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig
 
 DTYPES = ("float32", "bfloat16")
-WEIGHT_SYNC_METHODS = ("full_export",)
+WEIGHT_SYNC_METHODS = ("reshard", "full_export")
+VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
 
 
@@ -28,6 +29,7 @@ def resolve(config: RLConfig) -> None:
     one_of("task.name", config.task.name, TASKS)
     one_of("model.dtype", config.model.dtype, DTYPES)
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
+    one_of("weight_sync.verify", config.weight_sync.verify, VERIFY)
     at_least("seed", config.seed, 0)
     at_least("trainer.num_steps", config.trainer.num_steps, 0)
     at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
@@ -49,6 +51,7 @@ def resolve(config: RLConfig) -> None:
             "allowed: 'off', 'record'"
         )
     _resolve_rollout(config.rollout)
+    _resolve_weight_sync(config)
     _resolve_algorithm(config.algorithm)
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
@@ -79,6 +82,22 @@ def _resolve_files(config: RLConfig) -> None:
             )
         if not config.task.name and not value:
             raise ConfigError(f"{key}='' names nothing; it is needed when task.name is empty")
+
+
+def _resolve_weight_sync(config: RLConfig) -> None:
+    bucket_bytes = config.weight_sync.bucket_bytes
+    if bucket_bytes < 16 or bucket_bytes % 16:
+        raise ConfigError(
+            f"weight_sync.bucket_bytes={bucket_bytes}; allowed: multiples of 16, at least one"
+        )
+    num_workers = config.rollout.num_servers * config.rollout.tp
+    num_ranks = config.actor.layout.world_size
+    if config.weight_sync.method == "reshard" and num_workers > num_ranks:
+        raise ConfigError(
+            f"weight_sync.method='reshard': rollout.num_servers * rollout.tp = {num_workers} "
+            f"workers of servers share the devices of actor.layout's {num_ranks} ranks; allowed: "
+            "at most as many workers, or weight_sync.method='full_export'"
+        )
 
 
 def _resolve_rollout(config: RolloutConfig) -> None:

@@ -155,8 +155,12 @@ class AlgorithmConfig:
 
 @dataclass
 class WeightSyncConfig:
-    method: str = "full_export"  # stream every tensor in Hugging Face form to every server
-    bind_address: str = "127.0.0.1"  # where the sender listens
+    # "reshard" moves to each worker of a server the shards that it needs, and needs a training rank
+    # for each on the same device; "full_export" streams every tensor to every worker.
+    method: str = "reshard"
+    verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
+    bucket_bytes: int = 64 << 20  # of one of two buckets; weights move through them
+    bind_address: str = "127.0.0.1"  # where the sender of a full export listens
     timeout_s: float = 600.0  # how long either side waits for the other's next move
 
 

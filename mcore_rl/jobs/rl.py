@@ -23,11 +23,12 @@ from mcore_rl.engine.megatron.device import device_name
 from mcore_rl.jobs.failure import told_in_one_line
 from mcore_rl.jobs.output import RunOutput, claimed
 from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
 from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
-from mcore_rl.weight_sync.sync import FullExportSync
+from mcore_rl.weight_sync.sync import FullExportSync, ReshardSync, WeightSync
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
 from mcore_rl.workers.rollout_pool import RolloutPool
@@ -120,7 +121,7 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
                 frozen = _frozen(config.actor)
                 reference = stack.enter_context(_model(config, frozen, "reference", None, 0))
         rollout = RolloutPool(servers, config.rollout, config.seed)
-        sync = FullExportSync(actor, servers, config.weight_sync, config.rollout)
+        sync = _weight_sync(config, actor, servers)
         with waiting("evaluating"):
             output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
         trainer = SyncTrainer(config, actor, reference, rollout, sync)
@@ -132,6 +133,14 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
             actor.export(str(output.folder / "checkpoint"))
+
+
+def _weight_sync(config: RLConfig, actor: WorkerGroup, servers: WorkerGroup) -> WeightSync:
+    settings, rollout = config.weight_sync, config.rollout
+    if settings.method == "full_export":
+        return FullExportSync(actor, servers, settings, rollout)
+    model = read_config(config.model.path)
+    return ReshardSync(actor, servers, settings, rollout, model, config.model.dtype)
 
 
 def _frozen(engine: EngineConfig) -> EngineConfig:

@@ -7,10 +7,12 @@ once. It needs no collective. While a bucket is with its consumer, the next one 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,6 +21,11 @@ from mcore_rl.reshard.buckets import ALIGNMENT, Landing, Message, Part, Round, S
 from mcore_rl.reshard.transport import Pending, Transfer, Transport
 
 Allocate = Callable[[int], torch.Tensor]  # bytes -> [bytes] uint8 on the device
+IsChecked = Callable[[str], bool]  # by the name of a generation rank's parameter
+
+
+def unchecked(_: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,8 @@ class Arrival:
     target: str
     offset: tuple[int, ...]
     data: torch.Tensor  # a view into the bucket
+    source_rank: int  # training rank
+    crc32: int | None = None  # of the box where it stood before; None: not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +61,17 @@ class Bucket:
     memory: torch.Tensor  # [bytes] uint8
     landings: tuple[Landing, ...]
     dtype: torch.dtype
+    is_checked: IsChecked
+    checksums: dict[int, torch.Tensor]  # by training rank: of the parts of its message
 
     def __iter__(self) -> Iterator[Arrival]:
         for landing in self.landings:
+            source = landing.message.source_rank
+            expected = iter(self.checksums[source].tolist() if source in self.checksums else ())
             for part in landing.message.parts:
                 data = _view(self.memory, landing.offset, part, self.dtype)
-                yield Arrival(part.target, part.target_offset, data)
+                crc32 = next(expected) if self.is_checked(part.target) else None
+                yield Arrival(part.target, part.target_offset, data, source, crc32)
 
 
 class Exchange:
@@ -78,15 +92,24 @@ class Exchange:
         Args:
             rounds: of buckets.schedule, with the same `bucket_bytes`.
             dtype: of weights on their way. Those kept in float32 travel in that.
-            allocate: called at the beginning of each run: for the outbox, unless there is nothing
-                to send; for the two buckets, unless there is nothing to receive. Where another
-                process reads the buckets, the memory that it shares.
+            allocate: called at the beginning of each run for the outbox, unless there is nothing to
+                send.
         """
         self._rounds, self._bucket_bytes = rounds, bucket_bytes
         self._dtype, self._transport, self._allocate = dtype, transport, allocate
 
-    def run(self, weights: LocalWeights) -> Iterator[Bucket]:
+    def run(
+        self,
+        weights: LocalWeights,
+        allocate_bucket: Allocate,
+        is_checked: IsChecked = unchecked,
+    ) -> Iterator[Bucket]:
         """Send what others lack, and yield what this device's generation rank needs.
+
+        `allocate_bucket` is called for the two buckets, unless there is nothing to receive: where
+        another process reads them, it gives memory that both share. Boxes of the parameters that
+        `is_checked` names come with the CRC32 of what they were made from; all devices must be
+        given the same.
 
         The iterator must be exhausted, on devices without a generation rank too, where it is empty.
         Peers of a device that stops early run into their timeouts.
@@ -95,22 +118,24 @@ class Exchange:
             ReshardError: a peer is gone, or made no move in the transport's time.
             KeyError: the rules name a parameter that `weights` lack.
         """
-        buckets, outbox = self._buckets(), self._outbox()
-        arriving: list[Pending] = []
+        buckets, outbox = self._buckets(allocate_bucket), self._outbox()
+        before = None
         for index, current in enumerate(self._rounds):
-            begun = self._begin(current, buckets[index % 2], outbox, weights)
-            if index:
-                yield from self._arrived(index - 1, arriving, buckets)
-            arriving = begun
-        if self._rounds:
-            yield from self._arrived(len(self._rounds) - 1, arriving, buckets)
+            memory = buckets[index % 2][: current.num_bytes]
+            bucket = Bucket(index, memory, current.landings, self._dtype, is_checked, {})
+            begun = bucket, self._begin(current, bucket, outbox, weights)
+            if before is not None:
+                yield from _arrived(*before)
+            before = begun
+        if before is not None:
+            yield from _arrived(*before)
         outbox.wait()
 
-    def _buckets(self) -> list[torch.Tensor]:
+    def _buckets(self, allocate: Allocate) -> list[torch.Tensor]:
         sizes = [0, 0]
         for index, current in enumerate(self._rounds):
             sizes[index % 2] = max(sizes[index % 2], current.num_bytes)
-        return [self._allocate(size) if size else torch.empty(0) for size in sizes]
+        return [allocate(size) if size else torch.empty(0) for size in sizes]
 
     def _outbox(self) -> _Outbox:
         steps = [step for current in self._rounds for step in current.steps]
@@ -119,70 +144,96 @@ class Exchange:
         return _Outbox(self._allocate(size) if size else torch.empty(0))
 
     def _begin(
-        self, current: Round, memory: torch.Tensor, outbox: _Outbox, weights: LocalWeights
+        self, current: Round, bucket: Bucket, outbox: _Outbox, weights: LocalWeights
     ) -> list[Pending]:
         """Begin all transfers of a round; the messages into its bucket that are on their way."""
         arriving: list[Pending] = []
-        receives = [self._receive(step, memory) for step in current.steps]
+        receives = [self._receive(step, bucket) for step in current.steps]
         if not self._transport.is_ordered:  # peers need not wait until we have sent
-            arriving += self._transport.start([one for one in receives if one is not None])
+            arriving += self._transport.start([one for some in receives for one in some])
         for step, receive in zip(current.steps, receives, strict=True):
-            transfers = []
-            if self._transport.is_ordered and receive is not None:
-                transfers.append(receive)
+            transfers = list(receive) if self._transport.is_ordered else []
             if step.send is not None:
                 peer, message = step.send
                 data = outbox.room(message.num_bytes)
-                self._pack(message, data, weights)
+                checksums = self._pack(message, data, weights, bucket.is_checked)
                 transfers.append(Transfer(peer, data, message.bucket, is_send=True))
+                if checksums:
+                    data = torch.tensor(checksums, device=data.device).view(torch.uint8)
+                    transfers.append(Transfer(peer, data, message.bucket, True, is_checksums=True))
             for transfer, pending in zip(transfers, self._transport.start(transfers), strict=True):
                 if transfer.is_send:
-                    outbox.leaving(transfer.data, pending)
+                    outbox.leaving(transfer, pending)
                 else:
                     arriving.append(pending)
         for landing in current.own:
-            self._pack(landing.message, memory[landing.offset :], weights)
+            memory = bucket.memory[landing.offset :]
+            checksums = self._pack(landing.message, memory, weights, bucket.is_checked)
+            bucket.checksums[landing.message.source_rank] = torch.tensor(checksums)
         return arriving
 
-    def _receive(self, step: Step, memory: torch.Tensor) -> Transfer | None:
+    def _receive(self, step: Step, bucket: Bucket) -> list[Transfer]:
         if step.receive is None:
-            return None
+            return []
         peer, landing = step.receive
         message = landing.message
-        data = memory[landing.offset : landing.offset + message.num_bytes]
-        return Transfer(peer, data, message.bucket, is_send=False)
+        data = bucket.memory[landing.offset : landing.offset + message.num_bytes]
+        transfers = [Transfer(peer, data, message.bucket, is_send=False)]
+        if num_checked := sum(bucket.is_checked(part.target) for part in message.parts):
+            checksums = torch.empty(num_checked, dtype=torch.int64, device=data.device)
+            bucket.checksums[message.source_rank] = checksums
+            data = checksums.view(torch.uint8)
+            transfers.append(Transfer(peer, data, message.bucket, False, is_checksums=True))
+        return transfers
 
-    def _pack(self, message: Message, memory: torch.Tensor, weights: LocalWeights) -> None:
-        """Cast and copy the parts of a message, one behind the other."""
-        stored = []
-        for name, parts in itertools.groupby(message.parts, key=lambda part: part.source):
-            if name in weights.formed:
-                formed = weights.formed[name]()
-                with plain_torch():
-                    ops.copy_boxes(self._pairs(formed, parts, memory))
-            else:
-                with plain_torch():
-                    stored += self._pairs(weights.stored[name], parts, memory)
+    def _pack(
+        self,
+        message: Message,
+        memory: torch.Tensor,
+        weights: LocalWeights,
+        is_checked: IsChecked,
+    ) -> list[int]:
+        """Cast and copy the parts of a message, one behind the other; checksums of the sources."""
+        stored: list[ops.Pair] = []
+        checksums: list[int] = []
+        for name, group in itertools.groupby(message.parts, key=lambda part: part.source):
+            parts = list(group)
+            is_formed = name in weights.formed
+            tensor = weights.formed[name]() if is_formed else weights.stored[name]
+            with plain_torch():
+                pairs = self._pairs(tensor, parts, memory)
+                for part, (source, target) in zip(parts, pairs, strict=True):
+                    if is_checked(part.target):
+                        checksums.append(crc32_of(source, target.dtype))
+                if is_formed:
+                    ops.copy_boxes(pairs)
+                else:
+                    stored += pairs
         with plain_torch():
             ops.copy_boxes(stored)
+        return checksums
 
     def _pairs(
-        self, tensor: torch.Tensor, parts: Iterator[Part], memory: torch.Tensor
+        self, tensor: torch.Tensor, parts: Sequence[Part], memory: torch.Tensor
     ) -> list[ops.Pair]:
         return [
             (_box(tensor, part.source_offset, part.sizes), _view(memory, 0, part, self._dtype))
             for part in parts
         ]
 
-    def _arrived(
-        self, index: int, arriving: list[Pending], buckets: list[torch.Tensor]
-    ) -> Iterator[Bucket]:
-        current = self._rounds[index]
-        for pending in arriving:
-            pending.wait()
-        if current.num_bytes:
-            memory = buckets[index % 2][: current.num_bytes]
-            yield Bucket(index, memory, current.landings, self._dtype)
+
+def _arrived(bucket: Bucket, arriving: list[Pending]) -> Iterator[Bucket]:
+    for pending in arriving:
+        pending.wait()
+    if bucket.memory.numel():
+        yield bucket
+
+
+def crc32_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Of the elements in `dtype`, row by row; in memory besides, a copy of them."""
+    flat = tensor.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8)
+    memory: Any = flat.cpu().numpy()
+    return zlib.crc32(memory)
 
 
 def plain_torch() -> AbstractContextManager[None]:
@@ -211,9 +262,12 @@ class _Outbox:
         self._end = _aligned(stop)
         return self._memory[start:stop]
 
-    def leaving(self, data: torch.Tensor, pending: Pending) -> None:
-        start = data.data_ptr() - self._memory.data_ptr()
-        self._leaving.append((start, start + data.numel(), pending))
+    def leaving(self, transfer: Transfer, pending: Pending) -> None:
+        start, end = 0, 0  # of checksums, which have memory of their own
+        if not transfer.is_checksums:
+            start = transfer.data.data_ptr() - self._memory.data_ptr()
+            end = start + transfer.data.numel()
+        self._leaving.append((start, end, pending))
 
     def wait(self) -> None:
         while self._leaving:

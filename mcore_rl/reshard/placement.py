@@ -33,15 +33,19 @@ class Devices:
         return device // self.per_node
 
 
-def most_overlap(overlap: NDArray[np.int64], group_size: int = 1) -> tuple[int, ...]:
+def most_overlap(
+    overlap: NDArray[np.int64], group_size: int = 1, allowed: NDArray[np.bool_] | None = None
+) -> tuple[int, ...]:
     """For each generation rank the training rank to share a device with, so that most bytes stay.
 
     `overlap` is [generation ranks, training ranks] in bytes: Demand.overlap. The maximum-weight
     assignment. With a `group_size`, as many generation ranks in a row (a tensor-parallel group) go
-    to as many devices in a row, in the best order: set it to keep groups inside nodes.
+    to as many devices in a row, in the best order: set it to keep groups inside nodes. `allowed`,
+    [generation ranks, training ranks], leaves pairs out.
 
     Raises:
-        ConfigError: there are fewer training ranks, or the groups do not divide the ranks.
+        ConfigError: there are fewer training ranks, or the groups do not divide the ranks, or there
+            is no assignment of allowed pairs.
     """
     from scipy.optimize import linear_sum_assignment  # half a second, which most users do not need
 
@@ -51,6 +55,8 @@ def most_overlap(overlap: NDArray[np.int64], group_size: int = 1) -> tuple[int, 
             f"{num_generation} generation ranks on the devices of {num_training} training ranks; "
             "allowed: at most as many"
         )
+    if allowed is not None:
+        overlap = np.where(allowed, overlap, -1 - overlap.sum())
     for count in (num_generation, num_training):
         if count % group_size:
             raise ConfigError(f"groups of {group_size} do not divide {count} ranks")
@@ -68,4 +74,11 @@ def most_overlap(overlap: NDArray[np.int64], group_size: int = 1) -> tuple[int, 
         for row, column in enumerate(chosen)
         for place in range(group_size)
     )
-    return tuple(found)
+    hosts = tuple(found)
+    for rank, host in enumerate(hosts):
+        if allowed is not None and not allowed[rank, host]:
+            raise ConfigError(
+                f"generation rank {rank} runs where there are fewer training ranks than generation "
+                "ranks; allowed: a training rank for each"
+            )
+    return hosts

@@ -23,6 +23,7 @@ class Transfer:
     data: torch.Tensor  # [bytes] uint8, contiguous
     bucket: int
     is_send: bool
+    is_checksums: bool = False  # of the message of the same bucket, and not counted as weights
 
 
 class Pending(Protocol):
@@ -69,10 +70,12 @@ class GroupTransport:
                     call,
                     transfer.data,
                     group=self._group,
-                    tag=transfer.bucket,
+                    tag=2 * transfer.bucket + transfer.is_checksums,
                     group_peer=transfer.peer,
                 )
             )
+            if transfer.is_checksums:
+                continue
             if transfer.is_send:
                 self.sent_bytes += transfer.data.numel()
             else:

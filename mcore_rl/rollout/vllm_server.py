@@ -9,7 +9,7 @@ import asyncio
 import atexit
 import itertools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +21,8 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.rollout.protocol import Completion, SamplingParams, TokenScores
+from mcore_rl.weight_sync.announced import Announced
+from mcore_rl.weight_sync.colocated import ShardEndpoint
 from mcore_rl.weight_sync.stream import StreamEndpoint
 
 if TYPE_CHECKING:
@@ -232,9 +234,26 @@ class VLLMServer:
 
         Raises RuntimeError with every worker's reason when one of them did not get a complete set.
         """
+        fields = (endpoint.host, endpoint.port, endpoint.token, endpoint.timeout_s, version)
+        await self._update("receive_weights", fields, version)
+
+    async def receive_shards(self, endpoints: Sequence[ShardEndpoint], version: int) -> None:
+        """Replace all weights by shards: `endpoints` of the workers, in their order.
+
+        Raises RuntimeError as `update_weights` does.
+        """
+        fields = [(e.name, e.token, e.timeout_s, e.generation_rank) for e in endpoints]
+        await self._update("receive_shards", (fields, version), version)
+
+    async def weight_layout(self) -> list[Announced]:
+        """What each worker says about its parameters. Waits while an update runs."""
+        async with self._alone() as engine:
+            return [Announced.from_json(w) for w in await engine.collective_rpc("weight_layout")]
+
+    async def _update(self, method: str, arguments: tuple[Any, ...], version: int) -> None:
         async with self._alone() as engine:
             self._refusal = f"its update to version {version} did not complete"
-            await self._replace(engine, endpoint, version)
+            await self._replace(engine, method, arguments, version)
             self._version, self._refusal = version, ""
 
     @asynccontextmanager
@@ -250,10 +269,11 @@ class VLLMServer:
             finally:
                 self._admitting.set()
 
-    async def _replace(self, engine: AsyncLLM, endpoint: StreamEndpoint, version: int) -> None:
+    async def _replace(
+        self, engine: AsyncLLM, method: str, arguments: tuple[Any, ...], version: int
+    ) -> None:
         await engine.pause_generation(mode="wait")  # cancelled requests may still run in the engine
-        fields = (endpoint.host, endpoint.port, endpoint.token, endpoint.timeout_s, version)
-        await engine.collective_rpc("receive_weights", args=fields)
+        await engine.collective_rpc(method, args=arguments)
         errors = await engine.collective_rpc("weight_error")
         if any(errors):
             reasons = "; ".join(f"worker {i}: {e}" for i, e in enumerate(errors) if e)

@@ -1,4 +1,4 @@
-"""All that touches vLLM's private parts: lane settings, corrections, weight updates, the watchdog.
+"""Settings of a lane, corrections of vLLM, the watchdog: how processes of vLLM become ours.
 
 The server process takes its settings from here. Engine and worker processes enter through
 `ServerName` as they start; workers get `WorkerExtension` (vLLM's `worker_extension_cls`) besides.
@@ -18,25 +18,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm.config import ModelConfig, set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _place_kernel_tensors,
-    get_layerwise_info,
-)
+from vllm.config import ModelConfig
 from vllm.platforms import current_platform
 
-from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.vllm_trace import TraceTaker
-from mcore_rl.weight_sync.manifest import verified
-from mcore_rl.weight_sync.stream import StreamEndpoint, receive
+from mcore_rl.rollout.vllm_weights import WeightReceiver
 
 
 class ServerName(str):
@@ -149,71 +137,8 @@ def _remove_rendezvous() -> None:
         Path(tempfile.gettempdir(), name).unlink(missing_ok=True)
 
 
-class WeightReceiver:
-    """Mixed into vLLM's worker class; `collective_rpc` calls its methods on every worker."""
-
-    model_runner: Any
-    vllm_config: Any
-
-    def receive_weights(
-        self, host: str, port: int, token: str, timeout_s: float, version: int
-    ) -> None:
-        """Replace all weights by those of a stream. Never raises: `weight_error` tells.
-
-        An exception here would leave the other workers' answers in the queue, to be read as those
-        of the next call (v1/executor/multiproc_executor.py:433).
-        """
-        self._weight_error: str | None = None
-        try:
-            endpoint = StreamEndpoint(host, port, token, timeout_s)
-            with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                _reload(self.model_runner.get_model(), self.vllm_config, endpoint, version)
-        except Exception as error:  # noqa: BLE001 (kept, and asked for afterwards)
-            self._weight_error = f"{type(error).__name__}: {error}"
-
-    def weight_error(self) -> str | None:
-        """What went wrong in the last `receive_weights` of this worker."""
-        return self._weight_error
-
-
 class WorkerExtension(WeightReceiver, TraceTaker):
     """All that `collective_rpc` may call on a worker besides vLLM's own."""
-
-
-def _reload(model: Any, config: Any, endpoint: StreamEndpoint, version: int) -> None:
-    expected = CheckpointReader(config.model_config.model).shapes()
-    for layer in model.modules():
-        _make_reloadable(layer)
-    initialize_layerwise_reload(model)
-    with contextlib.closing(receive(endpoint, version)) as tensors:
-        model.load_weights(verified(tensors, expected))
-    finalize_layerwise_reload(model, config.model_config)
-    if current_platform.is_cpu():
-        _repack_output_heads(model)
-
-
-def _make_reloadable(layer: torch.nn.Module) -> None:
-    info = get_layerwise_info(layer)
-    if info.can_load() and info.kernel_tensors is not None:
-        # An update that broke off: initialize_layerwise_reload would skip this half-filled layer
-        # (model_executor/model_loader/reload/layerwise.py:103).
-        _place_kernel_tensors(layer, info)
-        info.reset()
-    method: Any = getattr(layer, "quant_method", None)
-    if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
-        # With a kernel in place a reload skips the CPU expert prepack, and the experts' output is
-        # garbage (model_executor/layers/fused_moe/unquantized_fused_moe_method.py:187).
-        method.moe_kernel = None
-
-
-def _repack_output_heads(model: torch.nn.Module) -> None:
-    """A head tied to the embedding gets no weights of its own, so its oneDNN pack would stay old.
-
-    (model_executor/model_loader/reload/layerwise.py:271 puts its tensors back, unpacked.)
-    """
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):
-            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _route_local_experts() -> None:

@@ -55,7 +55,7 @@ class PlannedExchange:
         self._exchange = Exchange(rounds, half, DTYPE, transport, _allocate)
 
     def run(self, weights: Parameters, parameters: Parameters) -> None:
-        for bucket in self._exchange.run(LocalWeights(weights)):
+        for bucket in self._exchange.run(LocalWeights(weights), _allocate):
             with plain_torch():
                 ops.copy_boxes(
                     (box.data, _box(parameters[box.target], box.offset, box.data.shape))

@@ -5,12 +5,51 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mcore_rl.config.schema import RolloutConfig, WeightSyncConfig
+from mcore_rl.models.base import HFConfig
+from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.weight_sync.announced import Announced, check_announced
+from mcore_rl.weight_sync.shards import Places, by_generation_rank, generation_side
 from mcore_rl.weight_sync.stream import StreamEndpoint
 
 
 class WeightSync(Protocol):
     def push(self, version: int) -> None:
         """Return when every server generates with this version; raise when one does not."""
+
+
+class ReshardSync:
+    """To each worker of every server the shards that it needs, from the ranks that hold them.
+
+    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker, on the same devices.
+
+    Raises:
+        ConfigError: vLLM lays the model out in another way than the rules say, or there are more
+            workers of servers than training ranks to share their devices with.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        servers: Any,
+        config: WeightSyncConfig,
+        rollout: RolloutConfig,
+        model: HFConfig,
+        dtype: str,
+    ) -> None:
+        self._actor, self._servers, self._timeout_s = actor, servers, config.timeout_s
+        layout = generation_layout(rollout)
+        announced: list[Announced] = [w for server in servers.weight_layout() for w in server]
+        ranks, (_, weights) = generation_side(model, layout)
+        check_announced(announced, ranks, weights, dtype)
+        sites, hosts = zip(*actor.site(), strict=True)
+        places = Places(sites, tuple(w.site for w in announced), hosts.count(hosts[0]))
+        endpoints = actor.open_shard_route(layout, places, config)
+        self._endpoints = by_generation_rank(endpoints)
+
+    def push(self, version: int) -> None:
+        sending = self._actor.send_shards.submit(version)
+        self._servers.receive_shards(self._endpoints, version)
+        sending.result(self._timeout_s)
 
 
 class FullExportSync:
@@ -32,3 +71,10 @@ class FullExportSync:
         sending = self._actor.send_weights.submit(version)
         self._servers.update_weights(self._endpoint, version)
         sending.result(self._timeout_s)
+
+
+def generation_layout(rollout: RolloutConfig) -> GenerationLayout:
+    """Servers are engines side by side; with `ep` each deals its experts to its own workers."""
+    return GenerationLayout(
+        tp=rollout.tp, dp=rollout.num_servers, ep=rollout.tp if rollout.ep else 1
+    )

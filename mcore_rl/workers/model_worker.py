@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
+from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, Metrics, create_engine
+from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.weight_sync.colocated import ShardEndpoint
+from mcore_rl.weight_sync.shards import Places, ShardRoute, generation_side, plan_colocated
+from mcore_rl.weight_sync.shared_memory import site_of
 from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
 
 
@@ -30,8 +40,9 @@ class ModelWorker:
 
         self._spec = spec
         self._loss_function = loss_function
-        self._engine = create_engine(model_type, "megatron", device_name(), spec)
+        self._engine: Any = create_engine(model_type, "megatron", device_name(), spec)
         self._sender: StreamSender | None = None
+        self._route: ShardRoute | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
@@ -71,6 +82,29 @@ class ModelWorker:
         else:
             for _ in tensors:  # drives this rank's part of the export
                 raise RuntimeError("weights surfaced on a rank without an open stream")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def site(self) -> tuple[str, str]:
+        """What shares memory with this rank, and its host."""
+        return site_of(self._engine.device), socket.gethostname()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_shard_route(
+        self, layout: GenerationLayout, places: Places, config: WeightSyncConfig
+    ) -> ShardEndpoint | None:
+        """Where `send_shards` will serve the generation rank on this device, if there is one."""
+        _, generation = generation_side(self._engine.hf_config, layout)
+        dtype = getattr(torch, self._spec.model.dtype)
+        plan = plan_colocated(self._engine.training_side(), generation, places, dtype.itemsize)
+        group = dist.distributed_c10d._get_default_group()
+        self._route = ShardRoute(plan, group, self._engine.device, dtype, config)
+        return self._route.endpoint
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_shards(self, version: int) -> None:
+        """Exchange shards with the other ranks and hand the generation rank's own to it."""
+        assert self._route is not None  # open_shard_route came first
+        self._route.send(self._engine.local_weights(), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, path: str) -> None:

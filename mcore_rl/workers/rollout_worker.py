@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from mcore_rl.rewards.base import get_reward
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.weight_sync.announced import Announced
+from mcore_rl.weight_sync.colocated import ShardEndpoint
 from mcore_rl.weight_sync.stream import StreamEndpoint
 
 T = TypeVar("T")
@@ -72,6 +75,18 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, endpoint: StreamEndpoint, version: int) -> None:
         self._wait(self._server.update_weights(endpoint, version))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_layout(self) -> list[Announced]:
+        """What each vLLM worker of this server says about its parameters."""
+        return self._wait(self._server.weight_layout())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_shards(self, endpoints: Sequence[ShardEndpoint], version: int) -> None:
+        """Takes this server's part of the endpoints, which are those of all generation ranks."""
+        tp = self._spec.rollout.tp
+        first = int(os.environ["RANK"]) * tp  # of the group's ranks, each a server
+        self._wait(self._server.receive_shards(endpoints[first : first + tp], version))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:

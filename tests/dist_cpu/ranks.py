@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import tempfile
@@ -26,6 +27,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec
+from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.workers.policy_loss import PolicyLoss
 
@@ -150,10 +152,32 @@ def _run_all(jobs: Mapping[str, Job]) -> Result:
     return results
 
 
+def _import_engine() -> None:
+    """All that engines import, out of sight of the garbage collector, which runs at each layout.
+
+    It would look at a million objects of torch, Megatron and transformers each time.
+    """
+    gc.disable()
+    device.install(1)
+    from mcore_rl.engine.megatron import (  # noqa: F401
+        lora,
+        model,
+        optimizer,
+        router_replay,
+        step,
+        training_state,
+        weights,
+    )
+
+    gc.freeze()
+    gc.enable()
+
+
 def _serve(rank: int, world: int, port: int, orders: Connection) -> None:
     """A rank that runs what it is sent until one job fails or the parent hangs up."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _import_engine()
     while (order := orders.recv()) is not None:
         jobs, file = order
         try:

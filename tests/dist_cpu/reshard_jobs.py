@@ -22,7 +22,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Exchange, LocalWeights
+from mcore_rl.reshard.executor import Exchange, LocalWeights, crc32_of
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.placement import Devices
 from mcore_rl.reshard.planner import Demand, Plan, Side
@@ -79,13 +79,16 @@ class Memory:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN in all dtypes
 
 
-def sync(exchange: Exchange, weights: LocalWeights, served: Side, rank: int | None) -> Result:
-    """What arrives, in parameters that are NaN before."""
+def sync(
+    exchange: Exchange, memory: Memory, weights: LocalWeights, served: Side, rank: int | None
+) -> Result:
+    """What arrives, in parameters that are NaN before, with every checksum right."""
     found = {}
     if rank is not None:
         found = filled(served, rank, lambda block: torch.tensor(torch.nan))
-    for bucket in exchange.run(weights):
+    for bucket in exchange.run(weights, memory.allocate, lambda name: True):
         for box in bucket:
+            assert box.crc32 == crc32_of(box.data, box.data.dtype), box
             at = zip(box.offset, box.data.shape, strict=True)
             target = found[box.target]
             if box.data.dtype != target.dtype and not target.isfinite().any():
@@ -156,7 +159,8 @@ def colocated(
         for name, (plan, served, exchange, transport, memory) in runs.items():
             transport.sent_bytes = transport.received_bytes = 0
             rank = _rank_of(dist.get_rank(), plan.devices.generation)
-            found[name]["syncs"].append(sync(exchange, engine.local_weights(), served, rank))
+            weights = engine.local_weights()
+            found[name]["syncs"].append(sync(exchange, memory, weights, served, rank))
             found[name] |= _report(plan, transport, memory)
         found["exported"].append(dict(engine.get_per_tensor_param()))
         with torch.no_grad():
@@ -187,7 +191,7 @@ def disaggregated(
         if trainer is not None:
             weights.stored.update(filled(training, trainer, reader.read))
         rank = _rank_of(dist.get_rank(), devices.generation)
-        arrived = sync(exchange, weights, served, rank)
+        arrived = sync(exchange, memory, weights, served, rank)
         found[name] = {"syncs": [arrived], **_report(plan, transport, memory)}
     return found
 
@@ -206,7 +210,7 @@ def random_model(
     plan = Demand(training, served, 4).plan(Devices.colocated(tuple(range(world)), world, world))
     exchange, transport, memory = _exchange(plan, "float32", bucket_bytes, is_ordered)
     stored = filled(training, rank, lambda block: torch.zeros(block.box.sizes))
-    sync(exchange, LocalWeights(stored), served, rank)
+    sync(exchange, memory, LocalWeights(stored), served, rank)
     return _report(plan, transport, memory)
 
 
@@ -240,7 +244,7 @@ def _lonely(transport: GroupTransport) -> None:
     memory = Memory()
     exchange = Exchange(rounds, BUCKET_BYTES, torch.float32, transport, memory.allocate)
     stored = filled(training, 0, lambda block: torch.zeros(block.box.sizes))
-    sync(exchange, LocalWeights(stored), served, 0)
+    sync(exchange, memory, LocalWeights(stored), served, 0)
 
 
 def tiny_dense(num_layers: int = 2) -> dict[str, Any]:

@@ -130,7 +130,14 @@ BAD_SETTINGS = {
         {"algorithm.num_mini_batches": "7"},
         ["algorithm.num_mini_batches=7", "trainer.prompts_per_step=64"],
     ),
-    "heads of a server": ({"rollout.tp": "3"}, ["rollout.tp=3", "4 attention heads"]),
+    "heads of a server": (
+        {"rollout.tp": "3", "weight_sync.method": "full_export"},
+        ["rollout.tp=3", "4 attention heads"],
+    ),
+    "more workers of servers than training ranks": (
+        {"rollout.tp": "4"},
+        ["rollout.num_servers * rollout.tp = 4", "weight_sync.method='full_export'"],
+    ),
     "layout of the warm start": (
         WARM_START | {"warm_start.layout.tp": "4"},
         ["warm_start.layout.tp=4", "2 key/value heads"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,14 +57,15 @@ def install(num_threads: int, *, on_cpu: bool = False) -> None:
     global _installed
     torch.set_num_threads(num_threads)
     _quiet()
-    versions.check_megatron_version()
     if _installed is not None:
         return
     if device_name() == "cuda" and not on_cpu:
+        versions.check_megatron_version()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return
     _installed = _CudaMeansCpu()
     _patch_torch_cuda(_installed)
+    versions.check_megatron_version()  # imports Megatron
     _patch_megatron()
     _installed.__enter__()
 
@@ -158,10 +160,17 @@ def _patch_torch_cuda(mode: _CudaMeansCpu) -> None:
     }
     for name, replacement in replacements.items():
         _replace(torch.cuda, name, replacement)
-    # jit_fuser is torch.compile, which buys nothing at this size and costs a compiler. The variable
-    # spares its import, the stance holds where it has been imported.
+    # jit_fuser is torch.compile (megatron/core/jit.py:20), which buys nothing at this size, costs a
+    # compiler, and half of the time that importing Megatron takes.
+    _replace(torch, "compile", _not_compiled)
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    torch.compiler.set_stance("force_eager")
+    if "megatron.core.jit" in sys.modules:
+        torch.compiler.set_stance("force_eager")
+
+
+def _not_compiled(model: Any = None, **_: Any) -> Any:
+    """torch.compile, as a function and as a decorator with arguments, without compiling."""
+    return model if model is not None else lambda function: function
 
 
 def _replace(module: Any, name: str, replacement: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def inspect(path: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(found), indent=1))
     else:
-        _print(found, Console())
+        _print(found, Console(width=None if sys.stdout.isatty() else 200))
 
 
 def facts_of(path: Path) -> FolderFacts:

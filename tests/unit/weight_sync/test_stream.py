@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.weight_sync.stream import StreamError, StreamSender, receive
+from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.stream import StreamSender, receive
 
 
 def _weights() -> dict[str, torch.Tensor]:
@@ -195,7 +196,7 @@ def test_a_broken_stream_never_passes_for_a_whole_one(payload, message):
 
 
 def test_a_silent_stranger_does_not_keep_the_receivers_out(pool, monkeypatch):
-    monkeypatch.setattr("mcore_rl.weight_sync.stream._HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mcore_rl.weight_sync.connection.HANDSHAKE_TIMEOUT_S", 0.2)
     with _sender() as sender:
         address = (sender.endpoint.host, sender.endpoint.port)
         with socket.create_connection(address):

@@ -1,0 +1,143 @@
+"""Framed messages between two processes, for every route that weights take.
+
+A frame is a length (4 bytes, big endian) and a JSON header; a header may announce raw bytes that
+follow. Nothing is pickled, so a peer can send wrong numbers but never code. Every update begins
+
+    receiver: hello (token, version)    sender: welcome (version)    receiver: ready
+
+Every wait has a timeout and either side's death shows at the other as a `StreamError` that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+_MAX_HEADER_BYTES = 1 << 20  # of a stranger's, too
+HANDSHAKE_TIMEOUT_S = 10.0  # a stranger that connects and stays silent must not block the others
+
+
+class StreamError(RuntimeError):
+    """Weights that did not arrive whole; the message says what is missing or wrong."""
+
+
+class Connection:
+    """A socket that speaks frames; every failure becomes a StreamError that names its peer."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.peer = peer
+        self.sock = sock
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self.sock.settimeout(timeout_s)
+
+    def send(
+        self, header: dict[str, Any], body: memoryview | None = None, doing: str = "sending"
+    ) -> None:
+        encoded = json.dumps(header).encode()
+        try:
+            self.sock.sendall(struct.pack(">I", len(encoded)) + encoded)
+            if body is not None:
+                self.sock.sendall(body)
+        except OSError as error:
+            raise self._failure(doing, error) from error
+
+    def read_header(self, doing: str, limit_bytes: int = _MAX_HEADER_BYTES) -> dict[str, Any]:
+        prefix = bytearray(4)
+        self.read_into(memoryview(prefix), doing)
+        (length,) = struct.unpack(">I", prefix)
+        if length > limit_bytes:
+            raise StreamError(
+                f"{self.peer}: a header of {length} bytes is not part of this protocol"
+            )
+        encoded = bytearray(length)
+        self.read_into(memoryview(encoded), doing)
+        try:
+            header = json.loads(encoded)
+        except ValueError:
+            header = None
+        if not isinstance(header, dict) or "kind" not in header:
+            raise StreamError(f"{self.peer}: not a header of this protocol")
+        return header
+
+    def read_expected(self, kind: str, doing: str) -> dict[str, Any]:
+        header = self.read_header(doing)
+        if header["kind"] != kind:
+            raise StreamError(f"{self.peer} refused: {reason(header)}")
+        return header
+
+    def read_into(self, view: memoryview, doing: str) -> None:
+        try:
+            while view.nbytes:
+                received = self.sock.recv_into(view)
+                if received == 0:
+                    raise StreamError(f"{self.peer} closed the connection: {doing}")
+                view = view[received:]
+        except OSError as error:
+            raise self._failure(doing, error) from error
+
+    def tell_failure(self, reason: str) -> None:
+        """Best effort: the peer may be gone, or in the middle of a tensor that will not come."""
+        with contextlib.suppress(StreamError, OSError):
+            self.set_timeout(1.0)
+            self.send({"kind": "failed", "reason": reason})
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _failure(self, doing: str, error: OSError) -> StreamError:
+        if isinstance(error, TimeoutError):
+            return StreamError(f"{self.peer} made no move for {self.sock.gettimeout()} s: {doing}")
+        return StreamError(f"{self.peer} went away ({error}): {doing}")
+
+
+def accept(listener: socket.socket, deadline: float) -> tuple[socket.socket, Any]:
+    """The next connection, and where it comes from.
+
+    Raises TimeoutError when none comes before time.monotonic() reaches `deadline`.
+    """
+    listener.settimeout(max(0.001, deadline - time.monotonic()))
+    return listener.accept()
+
+
+def admit(connection: Connection, token: str, version: int, timeout_s: float) -> bool:
+    """The sender's part of the handshake.
+
+    Whether the peer holds the token, wants this version and is still there. Otherwise it has been
+    told why not, and the connection is closed.
+    """
+    connection.set_timeout(min(HANDSHAKE_TIMEOUT_S, timeout_s))
+    try:
+        hello = connection.read_header("waiting for hello")
+        if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
+            raise StreamError("wrong token")
+        if hello.get("version") != version:
+            raise StreamError(f"this sends version {version}, not {hello.get('version')}")
+        connection.send({"kind": "welcome", "version": version})
+        # A connection that died while it waited in the queue ends here.
+        connection.read_expected("ready", "waiting for ready")
+    except StreamError as error:
+        connection.tell_failure(str(error))
+        connection.close()
+        return False
+    connection.set_timeout(timeout_s)
+    return True
+
+
+def greet(connection: Connection, token: str, version: int) -> None:
+    """The receiver's part of the handshake; raises StreamError when the sender refuses."""
+    connection.send({"kind": "hello", "token": token, "version": version})
+    connection.read_expected("welcome", "waiting for the sender's welcome")
+    connection.send({"kind": "ready"})
+
+
+def reason(header: dict[str, Any]) -> str:
+    """Why the other side gave up, from its last header."""
+    return str(header.get("reason", f"an unexpected {header['kind']!r} frame"))

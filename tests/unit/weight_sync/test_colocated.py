@@ -1,0 +1,165 @@
+"""Buckets through shared memory and a socket, between a sender and a receiver in two threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.reshard.buckets import Landing, Message, Part
+from mcore_rl.reshard.executor import Bucket, crc32_of
+from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
+from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.shared_memory import SharedBuckets, shared_buckets, site_of
+
+CPU = torch.device("cpu")
+
+
+def matrix(number: int) -> torch.Tensor:
+    return torch.arange(number, number + 12, dtype=torch.float32).view(3, 4)
+
+
+def buckets(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
+    """Bucket n holds matrix(n), twice: as float32 and, from another rank, as bfloat16."""
+    memories = [memory.allocate(128) for _ in range(2)]
+    for index in range(count):
+        used, source = memories[index % 2], matrix(index)
+        used[:48].view(torch.float32).view(3, 4).copy_(source)
+        used[48:72].view(torch.bfloat16).view(3, 4).copy_(source)
+        landings, checksums = [], {}
+        for rank, (start, dtype) in enumerate([(0, torch.float32), (48, torch.bfloat16)]):
+            part = Part("s", (0, 0), f"w{rank}", (index, 0), (3, 4), dtype.itemsize, 0)
+            message = Message(index, rank, 0, (part,), part.num_bytes)
+            landings.append(Landing(message, start))
+            checksums[rank] = torch.tensor([crc32_of(source, dtype)])
+        bucket = used, tuple(landings), torch.bfloat16, lambda name: True, checksums
+        yield Bucket(index, *bucket)
+
+
+class Sending:
+    """A sender at work in a thread; `outcome` waits for its end."""
+
+    def __init__(self, count: int, version: int = 7, source: Callable[..., Any] = buckets) -> None:
+        self.sender = ShardSender(generation_rank=3, timeout_s=5)
+        self.memory = shared_buckets(CPU)
+        self.taken = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(source, count, version))
+        self._thread.start()
+
+    def _run(self, source: Callable[..., Any], count: int, version: int) -> None:
+        def counted() -> Iterator[Bucket]:
+            for bucket in source(self.memory, count):
+                self.taken += 1
+                yield bucket
+
+        try:
+            self.sender.send(counted(), self.memory, version)
+        except BaseException as error:  # noqa: BLE001 (looked at by the test)
+            self._error = error
+
+    def outcome(self) -> BaseException | None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.sender.close()
+        return self._error
+
+
+def received(endpoint: ShardEndpoint, version: int = 7) -> list[list[tuple[Any, ...]]]:
+    with contextlib.closing(receive_shards(endpoint, version, CPU)) as arriving:
+        return [
+            [(p.target, p.offset, p.data.clone(), p.source_rank, p.crc32) for p in pieces]
+            for pieces in arriving
+        ]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_every_box_arrives_in_its_dtype_with_its_checksum(count):
+    before = set(Path("/dev/shm").iterdir())
+    sending = Sending(count)
+    found = received(sending.sender.endpoint)
+    assert sending.outcome() is None
+    assert len(found) == count
+    for index, pieces in enumerate(found):
+        for rank, (target, offset, data, source_rank, crc32) in enumerate(pieces):
+            wanted = matrix(index).to((torch.float32, torch.bfloat16)[rank])
+            assert (target, offset, source_rank) == (f"w{rank}", (index, 0), rank)
+            assert data.dtype == wanted.dtype
+            assert torch.equal(data, wanted)
+            assert crc32 == crc32_of(wanted, wanted.dtype)
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_descriptors_are_closed():
+    for _ in range(2):  # the second time, nothing is opened for the first time
+        before = len(os.listdir("/proc/self/fd"))
+        sending = Sending(3)
+        received(sending.sender.endpoint)
+        assert sending.outcome() is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_who_shows_no_token_or_wants_another_version_gets_nothing():
+    sending = Sending(1)
+    endpoint = sending.sender.endpoint
+    with pytest.raises(StreamError, match="refused: wrong token"):
+        received(replace(endpoint, token="guess"))
+    with pytest.raises(StreamError, match="this sends version 7, not 8"):
+        received(endpoint, version=8)
+    assert len(received(endpoint)) == 1
+    assert sending.outcome() is None
+    assert endpoint.token not in repr(endpoint)
+
+
+def test_a_receiver_that_stops_is_an_error_after_all_buckets_were_taken():
+    """The other ranks' exchanges wait for this one's."""
+    sending = Sending(5)
+    arriving = receive_shards(sending.sender.endpoint, 7, CPU)
+    next(arriving)
+    arriving.close()
+    error = sending.outcome()
+    assert isinstance(error, StreamError)
+    assert "generation rank 3 refused: the receiver stopped" in str(error)
+    assert sending.taken == 5
+
+
+def test_an_exchange_that_fails_is_told_to_the_receiver():
+    def failing(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
+        yield from buckets(memory, count)
+        raise RuntimeError("rank 1 is gone")
+
+    sending = Sending(2, source=failing)
+    with pytest.raises(StreamError, match=r"broke off after 2 buckets: .*rank 1 is gone"):
+        received(sending.sender.endpoint)
+    assert str(sending.outcome()) == "rank 1 is gone"
+
+
+def test_a_receiver_that_does_not_come_and_a_sender_that_is_not_there():
+    sender = ShardSender(generation_rank=3, timeout_s=0.1)
+    with pytest.raises(StreamError, match="generation rank 3 did not come within"):
+        sender.send(iter(()), shared_buckets(CPU), 1)
+    sender.close()
+    with pytest.raises(StreamError, match="cannot reach the trainer on this device"):
+        received(sender.endpoint)
+
+
+def test_a_connection_that_says_nothing_does_not_block_the_receiver(monkeypatch):
+    monkeypatch.setattr("mcore_rl.weight_sync.connection.HANDSHAKE_TIMEOUT_S", 0.2)
+    sending = Sending(1)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(f"\0{sending.sender.endpoint.name}")
+        assert len(received(sending.sender.endpoint)) == 1
+    assert sending.outcome() is None
+
+
+def test_processes_of_a_host_share_a_site():
+    assert site_of(CPU) == site_of(CPU)
+    assert "network" in site_of(CPU)
