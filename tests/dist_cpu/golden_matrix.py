@@ -186,7 +186,9 @@ def _by_row(rows: list[int], scored: Batch) -> dict[int, list[float]]:
 
 
 def cases_of(model: str) -> dict[str, Case]:
-    return {n: c for n, c in CASES.items() if model != "dense" or not c.needs_experts}
+    """All, without those of experts for the dense model, and on four ranks for `moe`."""
+    most = {"dense": 0, "moe": 2, "deepseek": 4}[model]
+    return {n: c for n, c in CASES.items() if not c.needs_experts or c.layout.world_size <= most}
 
 
 def run(folder: Path, world_sizes: tuple[int, ...] = (1, 2, 4)) -> dict[str, list[ranks.Result]]:

@@ -29,7 +29,7 @@ from mcore_rl.jobs.convert.run import run
 
 
 class Conversions:
-    """Conversions of a model of 150 MB, each in a session of its own."""
+    """Conversions of a model of 110 MB, each in a session of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversions]:
     folder = tmp_path_factory.mktemp("larger")
     config = transformers.Qwen3Config(
-        vocab_size=8192, hidden_size=512, num_hidden_layers=20, num_attention_heads=8,
+        vocab_size=8192, hidden_size=512, num_hidden_layers=12, num_attention_heads=8,
         num_key_value_heads=2, head_dim=64, intermediate_size=1536, tie_word_embeddings=False,
         dtype="bfloat16",
     )  # fmt: skip
