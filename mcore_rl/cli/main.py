@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.observability.garbage import long_lived
 
 _COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
@@ -34,7 +35,8 @@ def _run(name: str, arguments: list[str]) -> int:
     """The exit status: 2 for bad input, 1 for a run that had to stop, 128 + n for signal n."""
     try:
         command: Callable[[list[str]], int | None]
-        command = importlib.import_module(f"mcore_rl.cli.{name}").main
+        with long_lived():
+            command = importlib.import_module(f"mcore_rl.cli.{name}").main
         return command(arguments) or 0
     except ConfigError as error:
         return _say(name, str(error), 2)

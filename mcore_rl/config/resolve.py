@@ -19,7 +19,7 @@ from mcore_rl.config.resolve_engine import (
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig
 
 DTYPES = ("float32", "bfloat16")
-WEIGHT_SYNC_METHODS = ("reshard", "full_export")
+WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
 
@@ -92,11 +92,11 @@ def _resolve_weight_sync(config: RLConfig) -> None:
         )
     num_workers = config.rollout.num_servers * config.rollout.tp
     num_ranks = config.actor.layout.world_size
-    if config.weight_sync.method == "reshard" and num_workers > num_ranks:
+    if config.weight_sync.method == "colocated" and num_workers > num_ranks:
         raise ConfigError(
-            f"weight_sync.method='reshard': rollout.num_servers * rollout.tp = {num_workers} "
+            f"weight_sync.method='colocated': rollout.num_servers * rollout.tp = {num_workers} "
             f"workers of servers share the devices of actor.layout's {num_ranks} ranks; allowed: "
-            "at most as many workers, or weight_sync.method='full_export'"
+            "at most as many workers, or weight_sync.method='disaggregated'"
         )
 
 

@@ -155,12 +155,13 @@ class AlgorithmConfig:
 
 @dataclass
 class WeightSyncConfig:
-    # "reshard" moves to each worker of a server the shards that it needs, and needs a training rank
-    # for each on the same device; "full_export" streams every tensor to every worker.
-    method: str = "reshard"
+    # "colocated" and "disaggregated" move to each worker of a server the shards that it needs: from
+    # a training rank on the same device, or over a process group of both sides. "full_export" sends
+    # every tensor to every worker.
+    method: str = "colocated"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
     bucket_bytes: int = 64 << 20  # of one of two buckets; weights move through them
-    bind_address: str = "127.0.0.1"  # where the sender of a full export listens
+    bind_address: str = "127.0.0.1"  # where rank 0 of the trainer listens, unless colocated
     timeout_s: float = 600.0  # how long either side waits for the other's next move
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.observability.garbage import long_lived
 
 
 class FailureKind(IntEnum):
@@ -71,7 +72,8 @@ class RankHost:
         worker_class, args, kwargs = recipe
 
         def make() -> Birth:
-            self._worker = worker_class(*args, **kwargs)
+            with long_lived():
+                self._worker = worker_class(*args, **kwargs)
             return Birth(os.getpid(), os.path.realpath("/proc/self/fd/2"))
 
         return _guarded(make)

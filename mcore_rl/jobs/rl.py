@@ -28,7 +28,12 @@ from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
 from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
-from mcore_rl.weight_sync.sync import FullExportSync, ReshardSync, WeightSync
+from mcore_rl.weight_sync.sync import (
+    ColocatedSync,
+    DisaggregatedSync,
+    FullExportSync,
+    WeightSync,
+)
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
 from mcore_rl.workers.rollout_pool import RolloutPool
@@ -139,8 +144,9 @@ def _weight_sync(config: RLConfig, actor: WorkerGroup, servers: WorkerGroup) -> 
     settings, rollout = config.weight_sync, config.rollout
     if settings.method == "full_export":
         return FullExportSync(actor, servers, settings, rollout)
+    route = ColocatedSync if settings.method == "colocated" else DisaggregatedSync
     model = read_config(config.model.path)
-    return ReshardSync(actor, servers, settings, rollout, model, config.model.dtype)
+    return route(actor, servers, settings, rollout, model, config.model.dtype)
 
 
 def _frozen(engine: EngineConfig) -> EngineConfig:

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 
 class ReshardError(RuntimeError):
@@ -46,6 +45,9 @@ class Transport(Protocol):
         """Begin transfers that must go on side by side."""
 
 
+Group = Any  # a dist.ProcessGroup, or a bare ProcessGroupGloo or ProcessGroupNCCL
+
+
 class GroupTransport:
     """Over gloo or NCCL. The group's ranks are the devices of the plan.
 
@@ -53,42 +55,41 @@ class GroupTransport:
     not blocked, and the group's watchdog stands in for the timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, group: Group, timeout_s: float) -> None:
         """All ranks of the group must call it together: NCCL connects them here."""
-        self.rank = dist.get_rank(group)
-        self.is_ordered = dist.get_backend(group) != "gloo"
+        self._group = group
+        self._timeout = timedelta(seconds=timeout_s)
+        self.rank = self._group.rank()
+        self._is_nccl = self._group.name() == "nccl"
+        self.is_ordered = self._is_nccl
         self.sent_bytes = self.received_bytes = 0
-        self._group, self._timeout = group, timedelta(seconds=timeout_s)
-        dist.barrier(group=group)
+        self._group.barrier().wait()
 
     def start(self, transfers: Sequence[Transfer]) -> Sequence[Pending]:
-        operations: list[dist.P2POp] = []
-        for transfer in transfers:
-            call = dist.isend if transfer.is_send else dist.irecv
-            operations.append(
-                dist.P2POp(
-                    call,
-                    transfer.data,
-                    group=self._group,
-                    tag=2 * transfer.bucket + transfer.is_checksums,
-                    group_peer=transfer.peer,
-                )
-            )
-            if transfer.is_checksums:
-                continue
-            if transfer.is_send:
-                self.sent_bytes += transfer.data.numel()
-            else:
-                self.received_bytes += transfer.data.numel()
-        if not operations:
+        if not transfers:
             return []
+        for transfer in transfers:
+            if transfer.is_send and not transfer.is_checksums:
+                self.sent_bytes += transfer.data.numel()
+            elif not transfer.is_checksums:
+                self.received_bytes += transfer.data.numel()
         try:
-            works = dist.batch_isend_irecv(operations)
+            works = self._together(transfers) if self._is_nccl else [*map(self._begin, transfers)]
         except RuntimeError as error:
             raise self.failure(transfers[0], error) from error
-        if len(works) != len(operations):  # NCCL: one for all of them
-            works = works * len(operations)
         return [_Work(self, *pair) for pair in zip(transfers, works, strict=True)]
+
+    def _begin(self, transfer: Transfer) -> Any:
+        begin = self._group.send if transfer.is_send else self._group.recv
+        return begin([transfer.data], transfer.peer, 2 * transfer.bucket + transfer.is_checksums)
+
+    def _together(self, transfers: Sequence[Transfer]) -> list[Any]:
+        """As one operation of NCCL, as torch's batch_isend_irecv does it (distributed_c10d.py)."""
+        device = transfers[0].data.device
+        self._group._start_coalescing(device)
+        for transfer in transfers:
+            self._begin(transfer)
+        return [self._group._end_coalescing(device)] * len(transfers)
 
     def wait(self, transfer: Transfer, work: Any) -> None:
         try:

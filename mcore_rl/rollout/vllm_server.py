@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import json
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,9 +21,11 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import has_tokenizer
+from mcore_rl.observability.garbage import long_lived
 from mcore_rl.rollout.protocol import Completion, SamplingParams, TokenScores
 from mcore_rl.weight_sync.announced import Announced
 from mcore_rl.weight_sync.colocated import ShardEndpoint
+from mcore_rl.weight_sync.disaggregated import GroupEndpoint, GroupPlan
 from mcore_rl.weight_sync.stream import StreamEndpoint
 
 if TYPE_CHECKING:
@@ -86,10 +89,11 @@ class VLLMServer:
         """
         os.environ |= _QUIET
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._config.start_timeout_s))
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with long_lived():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        from mcore_rl.rollout import vllm_worker
+            from mcore_rl.rollout import vllm_worker
 
         self._name = vllm_worker.ServerName.new()
         arguments = AsyncEngineArgs(
@@ -245,6 +249,24 @@ class VLLMServer:
         fields = [(e.name, e.token, e.timeout_s, e.generation_rank) for e in endpoints]
         await self._update("receive_shards", (fields, version), version)
 
+    async def join_group(self, endpoint: GroupEndpoint, plan: GroupPlan, first_worker: int) -> None:
+        """Make the workers ranks of the weights' group; the first is generation rank
+        `first_worker`. Returns when all ranks have joined.
+
+        Raises RuntimeError with the reason of every worker that could not.
+        """
+        async with self._alone() as engine:
+            arguments = (asdict(endpoint), plan.to_dict(), first_worker)
+            await engine.collective_rpc("join_group", args=(json.dumps(arguments),))
+            await self._check_workers(engine, "joining the weights' group")
+
+    async def receive_from_group(self, version: int) -> None:
+        """Replace all weights by shards from the group that the workers have joined.
+
+        Raises RuntimeError as `update_weights` does.
+        """
+        await self._update("receive_from_group", (version,), version)
+
     async def weight_layout(self) -> list[Announced]:
         """What each worker says about its parameters. Waits while an update runs."""
         async with self._alone() as engine:
@@ -274,15 +296,18 @@ class VLLMServer:
     ) -> None:
         await engine.pause_generation(mode="wait")  # cancelled requests may still run in the engine
         await engine.collective_rpc(method, args=arguments)
-        errors = await engine.collective_rpc("weight_error")
-        if any(errors):
-            reasons = "; ".join(f"worker {i}: {e}" for i, e in enumerate(errors) if e)
-            raise RuntimeError(f"weight update to version {version} failed: {reasons}")
+        await self._check_workers(engine, f"weight update to version {version}")
         if not await engine.reset_prefix_cache():
             raise RuntimeError(
                 f"weight update to version {version}: the prefix cache is still in use"
             )
         await engine.resume_generation()
+
+    async def _check_workers(self, engine: AsyncLLM, what: str) -> None:
+        errors = await engine.collective_rpc("weight_error")
+        if any(errors):
+            reasons = "; ".join(f"worker {i}: {e}" for i, e in enumerate(errors) if e)
+            raise RuntimeError(f"{what} failed: {reasons}")
 
     async def close(self) -> None:
         """End the engine and its processes; safe to call twice."""

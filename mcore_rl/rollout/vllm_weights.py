@@ -10,7 +10,8 @@ belong, so that no full tensor is ever formed, and one module at a time is in me
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.reshard.executor import Arrival, crc32_of
 from mcore_rl.weight_sync.announced import Announced
 from mcore_rl.weight_sync.colocated import ShardEndpoint, receive_shards
+from mcore_rl.weight_sync.disaggregated import GroupEndpoint, GroupEngine, GroupPlan
 from mcore_rl.weight_sync.manifest import verified
 from mcore_rl.weight_sync.shared_memory import site_of
 from mcore_rl.weight_sync.stream import StreamEndpoint, receive
@@ -77,12 +79,38 @@ class WeightReceiver:
         Never raises, as receive_weights.
         """
         endpoint = ShardEndpoint(*endpoints[self.rank])
-        with (
-            self._errors_kept(),
-            contextlib.closing(receive_shards(endpoint, version, self.device)) as buckets,
-            self._reloading() as model,
-        ):
-            writer = _ShardWriter(model, endpoint.generation_rank)
+        with self._errors_kept():
+            buckets = receive_shards(endpoint, version, self.device)
+            self._write_shards(buckets, endpoint.generation_rank)
+
+    def join_group(self, text: str) -> None:
+        """Become a rank of the weights' group; JSON of endpoint, plan, first worker of the server.
+
+        Never raises, as receive_weights.
+        """
+        endpoint, fields, first_worker = json.loads(text)
+        plan = GroupPlan.from_dict(fields)
+        self._generation_rank = first_worker + self.rank
+        with self._errors_kept():
+            self._group = GroupEngine(
+                GroupEndpoint(**endpoint),
+                plan,
+                CheckpointReader(self.vllm_config.model_config.model).config(),
+                plan.training.world_size + self._generation_rank,
+                self.device,
+            )
+
+    def receive_from_group(self, version: int) -> None:
+        """Replace all weights by the shards of this rank. Never raises, as receive_weights."""
+        with self._errors_kept():
+            buckets = self._group.receive_weights(version)
+            self._write_shards(buckets, self._generation_rank)
+
+    def _write_shards(
+        self, buckets: Generator[list[Arrival], None, None], generation_rank: int
+    ) -> None:
+        with contextlib.closing(buckets), self._reloading() as model:
+            writer = _ShardWriter(model, generation_rank)
             for pieces in buckets:
                 writer.write(pieces)
             writer.finish()
@@ -185,21 +213,25 @@ class _ShardWriter:
         self._modules = dict(model.named_modules())
 
     def write(self, pieces: Iterable[Arrival]) -> None:
-        """All pieces of a bucket, at once: modules that they complete come before others."""
+        """All pieces of a bucket: of a module that has begun, of those that they complete, others.
+
+        So one module has begun and is not complete, at any time.
+        """
         by_module: dict[str, list[Arrival]] = {}
         for piece in pieces:
             by_module.setdefault(_split(piece.target)[0], []).append(piece)
-        for prefix in sorted(by_module, key=lambda prefix: self._left(prefix, by_module[prefix])):
+        for prefix in sorted(by_module, key=lambda prefix: self._turn(prefix, by_module[prefix])):
             for piece in by_module[prefix]:
                 self._place(piece)
 
-    def _left(self, prefix: str, pieces: list[Arrival]) -> int:
-        """How many elements a module will lack after these pieces."""
+    def _turn(self, prefix: str, pieces: list[Arrival]) -> tuple[bool, int]:
+        """Whether a module has yet to begin, and how many elements it will lack."""
         layer = self._modules.get(prefix)
         if layer is None:
             raise ValueError(f"{pieces[0].target}: vLLM has no such module")
+        info = get_layerwise_info(layer)
         counted = (p.data.numel() for p in pieces if _split(p.target)[1] not in SKIP_LOAD_TENSORS)
-        return get_layer_size(layer) - get_layerwise_info(layer).load_numel - sum(counted)
+        return info.load_numel == 0, get_layer_size(layer) - info.load_numel - sum(counted)
 
     def _place(self, piece: Arrival) -> None:
         prefix, name, index = _split(piece.target)

@@ -42,9 +42,11 @@ def check_announced(
     """Raise ConfigError for the first difference between workers, by rank, and the rules."""
     if len(announced) != ranks.world_size:
         raise ConfigError(f"{len(announced)} vLLM workers for {ranks.world_size} generation ranks")
+    tied = {weight.name for weight in weights if weight.replica and not ranks.holders(weight)}
     for rank, worker in enumerate(announced):
         parameters, experts = expected(ranks, weights, rank, dtype)
-        _compare(f"vLLM worker {rank}", "shape and dtype", worker.parameters, parameters)
+        own = {name: what for name, what in worker.parameters.items() if name not in tied}
+        _compare(f"vLLM worker {rank}", "shape and dtype", own, parameters)
         found = {name: rows for name, rows in worker.experts.items() if name in experts}
         if found:  # vLLM keeps no list where every rank has all experts
             _compare(f"vLLM worker {rank}", "experts", found, experts)

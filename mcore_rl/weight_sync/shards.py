@@ -1,4 +1,4 @@
-"""A training rank's part in moving shards to servers: plan, exchange, hand-over."""
+"""Plans between a training engine and servers, and a training rank's part on shared devices."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
-from mcore_rl.config.schema import WeightSyncConfig
-from mcore_rl.models.base import HFConfig, family_of, model_sizes
+from mcore_rl.config.schema import Layout, WeightSyncConfig
+from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Exchange, LocalWeights
-from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks
+from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
 from mcore_rl.reshard.planner import Demand, Plan, Side
-from mcore_rl.reshard.transport import GroupTransport
+from mcore_rl.reshard.transport import Group, GroupTransport
 from mcore_rl.weight_sync.checksums import is_checked
 from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender
 from mcore_rl.weight_sync.shared_memory import shared_buckets
@@ -30,6 +31,14 @@ class Places:
     training: tuple[str, ...]
     generation: tuple[str, ...]
     ranks_per_node: int  # training ranks of one host
+
+
+def training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side:
+    """What an engine of Megatron is to a plan. `config` is that of a CheckpointReader."""
+    sizes = model_sizes(config)
+    chunks = split_into_chunks(layout, sizes.num_layers, num_mtp_layers)
+    weights = family_of(config).weights(config, padded_vocab_size(config, layout.tp))
+    return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), weights
 
 
 def generation_side(config: HFConfig, layout: GenerationLayout) -> tuple[GenerationRanks, Side]:
@@ -51,26 +60,33 @@ def plan_colocated(training: Side, generation: Side, places: Places, itemsize: i
     return demand.plan(devices)
 
 
+def plan_disaggregated(training: Side, generation: Side, itemsize: int) -> Plan:
+    """Generation ranks on devices of their own, behind those of the training ranks."""
+    num_training = training[0].world_size
+    # Which of them are close to each other is not known here; those of one side are taken to be.
+    devices = Devices.disaggregated(num_training, generation[0].world_size, num_training)
+    return Demand(training, generation, itemsize).plan(devices)
+
+
 class ShardRoute:
     """All ranks of the training world make theirs together, and send together."""
 
     def __init__(
         self,
         plan: Plan,
-        group: dist.ProcessGroup,
+        group: Group,
         device: torch.device,
         dtype: torch.dtype,
         config: WeightSyncConfig,
     ) -> None:
-        rank = dist.get_rank(group)
         self._verify, self._device = config.verify, device
         half = config.bucket_bytes // 32 * 16  # as much again is for what leaves
-        rounds = schedule(plan, rank, half)
         transport = GroupTransport(group, config.timeout_s)
+        rounds = schedule(plan, transport.rank, half)
         self._exchange = Exchange(rounds, half, dtype, transport, self._allocate)
         self._sender: ShardSender | None = None
-        if rank in plan.devices.generation:
-            generation_rank = plan.devices.generation.index(rank)
+        if transport.rank in plan.devices.generation:
+            generation_rank = plan.devices.generation.index(transport.rank)
             self._sender = ShardSender(generation_rank, config.timeout_s)
 
     @property

@@ -17,10 +17,10 @@ class WeightSync(Protocol):
         """Return when every server generates with this version; raise when one does not."""
 
 
-class ReshardSync:
-    """To each worker of every server the shards that it needs, from the ranks that hold them.
+class ColocatedSync:
+    """To each worker of every server its shards, from the training rank on the same device.
 
-    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker, on the same devices.
+    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker.
 
     Raises:
         ConfigError: vLLM lays the model out in another way than the rules say, or there are more
@@ -38,9 +38,7 @@ class ReshardSync:
     ) -> None:
         self._actor, self._servers, self._timeout_s = actor, servers, config.timeout_s
         layout = generation_layout(rollout)
-        announced: list[Announced] = [w for server in servers.weight_layout() for w in server]
-        ranks, (_, weights) = generation_side(model, layout)
-        check_announced(announced, ranks, weights, dtype)
+        announced = _announced(servers, layout, model, dtype)
         sites, hosts = zip(*actor.site(), strict=True)
         places = Places(sites, tuple(w.site for w in announced), hosts.count(hosts[0]))
         endpoints = actor.open_shard_route(layout, places, config)
@@ -49,6 +47,36 @@ class ReshardSync:
     def push(self, version: int) -> None:
         sending = self._actor.send_shards.submit(version)
         self._servers.receive_shards(self._endpoints, version)
+        sending.result(self._timeout_s)
+
+
+class DisaggregatedSync:
+    """To each worker of every server its shards, over a process group of both sides.
+
+    Raises:
+        ConfigError: vLLM lays the model out in another way than the rules say.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        servers: Any,
+        config: WeightSyncConfig,
+        rollout: RolloutConfig,
+        model: HFConfig,
+        dtype: str,
+    ) -> None:
+        self._actor, self._servers, self._timeout_s = actor, servers, config.timeout_s
+        layout = generation_layout(rollout)
+        _announced(servers, layout, model, dtype)
+        endpoint, plan = actor.open_group(layout, config)
+        joining = actor.join_group.submit(endpoint, plan)
+        servers.join_group(endpoint, plan)
+        joining.result(self._timeout_s)
+
+    def push(self, version: int) -> None:
+        sending = self._actor.send_to_group.submit(version)
+        self._servers.receive_from_group(version)
         sending.result(self._timeout_s)
 
 
@@ -71,6 +99,16 @@ class FullExportSync:
         sending = self._actor.send_weights.submit(version)
         self._servers.update_weights(self._endpoint, version)
         sending.result(self._timeout_s)
+
+
+def _announced(
+    servers: Any, layout: GenerationLayout, model: HFConfig, dtype: str
+) -> list[Announced]:
+    """What all workers say, after a comparison with the rules."""
+    announced: list[Announced] = [w for server in servers.weight_layout() for w in server]
+    ranks, (_, weights) = generation_side(model, layout)
+    check_announced(announced, ranks, weights, dtype)
+    return announced
 
 
 def generation_layout(rollout: RolloutConfig) -> GenerationLayout:

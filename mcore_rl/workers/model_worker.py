@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,19 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, Metrics, create_engine
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.colocated import ShardEndpoint
-from mcore_rl.weight_sync.shards import Places, ShardRoute, generation_side, plan_colocated
+from mcore_rl.weight_sync.disaggregated import (
+    GroupEndpoint,
+    GroupEngine,
+    GroupPlan,
+    MeetingPoint,
+)
+from mcore_rl.weight_sync.shards import (
+    Places,
+    ShardRoute,
+    generation_side,
+    plan_colocated,
+    training_side,
+)
 from mcore_rl.weight_sync.shared_memory import site_of
 from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
 
@@ -43,6 +56,8 @@ class ModelWorker:
         self._engine: Any = create_engine(model_type, "megatron", device_name(), spec)
         self._sender: StreamSender | None = None
         self._route: ShardRoute | None = None
+        self._meeting_point: MeetingPoint | None = None
+        self._group: GroupEngine | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
@@ -93,12 +108,37 @@ class ModelWorker:
         self, layout: GenerationLayout, places: Places, config: WeightSyncConfig
     ) -> ShardEndpoint | None:
         """Where `send_shards` will serve the generation rank on this device, if there is one."""
-        _, generation = generation_side(self._engine.hf_config, layout)
-        dtype = getattr(torch, self._spec.model.dtype)
-        plan = plan_colocated(self._engine.training_side(), generation, places, dtype.itemsize)
-        group = dist.distributed_c10d._get_default_group()
-        self._route = ShardRoute(plan, group, self._engine.device, dtype, config)
+        engine, dtype = self._engine, getattr(torch, self._spec.model.dtype)
+        training = training_side(engine.hf_config, engine.layout, engine.num_mtp_layers)
+        _, generation = generation_side(engine.hf_config, layout)
+        plan = plan_colocated(training, generation, places, dtype.itemsize)
+        self._route = ShardRoute(plan, dist.group.WORLD, engine.device, dtype, config)
         return self._route.endpoint
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_group(
+        self, layout: GenerationLayout, config: WeightSyncConfig
+    ) -> tuple[GroupEndpoint, GroupPlan]:
+        """What the ranks of both sides join the weights' group with; stays open."""
+        token = secrets.token_hex(32)
+        self._meeting_point = MeetingPoint(config.bind_address, token, config.timeout_s)
+        engine, dtype = self._engine, self._spec.model.dtype
+        plan = GroupPlan(engine.layout, engine.num_mtp_layers, layout, dtype, config)
+        return self._meeting_point.endpoint, plan
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_group(self, endpoint: GroupEndpoint, plan: GroupPlan) -> None:
+        """Returns when all training ranks and all workers of servers have joined."""
+        engine = self._engine
+        self._group = GroupEngine(
+            endpoint, plan, engine.hf_config, engine.world_rank, engine.device
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_to_group(self, version: int) -> None:
+        """This rank's part of a version of the weights."""
+        assert self._group is not None  # join_group came first
+        self._group.send_weights(self._engine.local_weights(), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_shards(self, version: int) -> None:

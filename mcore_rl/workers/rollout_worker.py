@@ -20,6 +20,7 @@ from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.announced import Announced
 from mcore_rl.weight_sync.colocated import ShardEndpoint
+from mcore_rl.weight_sync.disaggregated import GroupEndpoint, GroupPlan
 from mcore_rl.weight_sync.stream import StreamEndpoint
 
 T = TypeVar("T")
@@ -84,9 +85,22 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_shards(self, endpoints: Sequence[ShardEndpoint], version: int) -> None:
         """Takes this server's part of the endpoints, which are those of all generation ranks."""
-        tp = self._spec.rollout.tp
-        first = int(os.environ["RANK"]) * tp  # of the group's ranks, each a server
+        first, tp = self._first_worker, self._spec.rollout.tp
         self._wait(self._server.receive_shards(endpoints[first : first + tp], version))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_group(self, endpoint: GroupEndpoint, plan: GroupPlan) -> None:
+        """Returns when all training ranks and all workers of servers have joined."""
+        self._wait(self._server.join_group(endpoint, plan, self._first_worker))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_from_group(self, version: int) -> None:
+        self._wait(self._server.receive_from_group(version))
+
+    @property
+    def _first_worker(self) -> int:
+        """Among the vLLM workers of all servers: each rank of this group is a server."""
+        return int(os.environ["RANK"]) * self._spec.rollout.tp
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:

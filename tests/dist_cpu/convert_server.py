@@ -1,7 +1,8 @@
 """A process that starts conversions in processes of their own, on demand: importing takes seconds.
 
-A line of its input, [plan, output, workers, report], starts one; a line of its output is its id. It
-leads a session, which all that it starts belong to. What it printed goes to the file `report`.
+It says when it is ready. Then a line of its input, [plan, output, workers, report], starts one; a
+line of its output is its id. It leads a session, which all that it starts belong to. What it
+printed goes to the file `report`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def convert(plan: str, output: str, workers: int, report: str) -> None:
 
 def serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    print("ready", flush=True)
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import socket
 import tempfile
@@ -29,6 +28,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
+from mcore_rl.observability.garbage import long_lived
 from mcore_rl.workers.policy_loss import PolicyLoss
 
 Result = dict[str, Any]  # tensors, numbers and containers of them: what torch.load takes safely
@@ -153,24 +153,18 @@ def _run_all(jobs: Mapping[str, Job]) -> Result:
 
 
 def _import_engine() -> None:
-    """All that engines import, out of sight of the garbage collector, which runs at each layout.
-
-    It would look at a million objects of torch, Megatron and transformers each time.
-    """
-    gc.disable()
-    device.install(1)
-    from mcore_rl.engine.megatron import (  # noqa: F401
-        lora,
-        model,
-        optimizer,
-        router_replay,
-        step,
-        training_state,
-        weights,
-    )
-
-    gc.freeze()
-    gc.enable()
+    """All that engines import, out of sight of the garbage collector, which runs at each layout."""
+    with long_lived():
+        device.install(1)
+        from mcore_rl.engine.megatron import (  # noqa: F401
+            lora,
+            model,
+            optimizer,
+            router_replay,
+            step,
+            training_state,
+            weights,
+        )
 
 
 def _serve(rank: int, world: int, port: int, orders: Connection) -> None:

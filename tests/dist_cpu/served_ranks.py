@@ -43,6 +43,7 @@ def serve(
 
 def _run(order: Order, rank: int, world: int, port: int, folder: Path) -> list[str]:
     at = (rank, world, port)
+    most_begun = _watch_modules()
     workers = {name: _worker(order.path, ep, *at) for name, ep in order.servers.items()}
     complaints, states = [], {}
     for sync in order.syncs:
@@ -54,12 +55,34 @@ def _run(order: Order, rank: int, world: int, port: int, folder: Path) -> list[s
                     complaints.append(f"{sync}-{name}, version {version}, rank {rank}: {error}")
         for name, worker in workers.items():
             states[sync, name] = {n: tensor.clone() for n, tensor in _tensors(worker).items()}
+    complaints += [f"{order.syncs[0]}: {n} modules at a time" for n in most_begun if n > 1]
     for name, ep in order.servers.items():
         wanted = _tensors(_worker(order.exported, ep, *at))
         for sync in order.syncs:
             about = f"{sync}-{name}, rank {rank}"
             complaints += [f"{about}: {line}" for line in _differences(states[sync, name], wanted)]
     return complaints
+
+
+def _watch_modules() -> list[int]:
+    """Filled with how many modules have begun and are not complete, each time that one begins."""
+    from mcore_rl.rollout import vllm_weights
+
+    begun: set[Any] = set()
+    found: list[int] = []
+    materialize, process = vllm_weights.materialize_layer, vllm_weights._layerwise_process
+
+    def begin(layer: Any, info: Any) -> None:
+        begun.add(layer)
+        found.append(len(begun))
+        materialize(layer, info)
+
+    def finish(layer: Any, info: Any) -> None:
+        process(layer, info)
+        begun.discard(layer)
+
+    vllm_weights.materialize_layer, vllm_weights._layerwise_process = begin, finish
+    return found
 
 
 def _differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:

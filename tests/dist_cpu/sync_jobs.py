@@ -15,7 +15,13 @@ from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.shards import Places, ShardRoute, generation_side, plan_colocated
+from mcore_rl.weight_sync.shards import (
+    Places,
+    ShardRoute,
+    generation_side,
+    plan_colocated,
+    training_side,
+)
 
 BUCKET_BYTES = 32 << 10  # rows of the tiny models are cut, and there are some dozen buckets
 
@@ -35,9 +41,9 @@ def serve_syncs(
     for name, layout in servers.items():
         places = Places(("here",) * world, ("here",) * layout.world_size, world)
         _, generation = generation_side(engine.hf_config, layout)
-        plan = plan_colocated(engine.training_side(), generation, places, 4)
-        group = dist.group.WORLD
-        route = ShardRoute(plan, group, engine.device, torch.float32, settings)
+        training = training_side(engine.hf_config, engine.layout, engine.num_mtp_layers)
+        plan = plan_colocated(training, generation, places, 4)
+        route = ShardRoute(plan, dist.group.WORLD, engine.device, torch.float32, settings)
         routes[name] = route
         if endpoint := route.endpoint:
             file = folder / f"{key}-{name}-{endpoint.generation_rank}.json"

@@ -36,6 +36,7 @@ class Conversions:
         script = Path(__file__).with_name("convert_server.py")
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._server = subprocess.Popen([sys.executable, script], **streams)
+        assert self._server.stdout.readline() == "ready\n"  # or waiting would count as converting
 
     def start(self, name: str, output: Path, workers: int) -> int:
         """The id of its session; what it prints goes to the file output.txt."""

@@ -136,7 +136,7 @@ BAD_SETTINGS = {
     ),
     "more workers of servers than training ranks": (
         {"rollout.tp": "4"},
-        ["rollout.num_servers * rollout.tp = 4", "weight_sync.method='full_export'"],
+        ["rollout.num_servers * rollout.tp = 4", "weight_sync.method='disaggregated'"],
     ),
     "layout of the warm start": (
         WARM_START | {"warm_start.layout.tp": "4"},

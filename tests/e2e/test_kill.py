@@ -10,7 +10,10 @@ from safetensors import safe_open
 
 STEPS = ("trainer.num_steps=1000", "trainer.prompts_per_step=16", "trainer.eval_samples=16")
 WARM_START = (*STEPS, "warm_start.num_steps=1000")
-TRAINING = (*STEPS, "warm_start.num_steps=0", "actor.layout.tp=1", "actor.layout.ep=1")
+TRAINING = (
+    *STEPS, "warm_start.num_steps=0", "actor.layout.tp=1", "actor.layout.ep=1",
+    "weight_sync.method=full_export",
+)  # fmt: skip
 
 
 def metrics(job) -> list[dict]:

@@ -26,7 +26,10 @@ def run(start_job):
 
 @pytest.fixture(scope="module")
 def shuffled(run, start_job):
-    """From the warm start of `run`, as from a user's own model and data, with shuffled rewards."""
+    """From the warm start of `run`, as from a user's own model and data, with shuffled rewards.
+
+    And with another way for the weights.
+    """
     task = run.output / "task"
     job = start_job(
         "task.name=''",
@@ -36,6 +39,7 @@ def shuffled(run, start_job):
         "warm_start.num_steps=0",
         "reward.shuffle=true",
         "algorithm.kl_coef=0.001",
+        "weight_sync.method=disaggregated",
         "actor.layout.tp=1",
         "actor.layout.dp=2",
         "actor.layout.ep=2",

@@ -423,14 +423,16 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
 
 
 _PARALLEL_SERVER = """
-import asyncio, json, sys
+import asyncio, json, subprocess, sys, tempfile
+from pathlib import Path
 from safetensors.torch import load_file
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.weight_sync.disaggregated import GroupEndpoint, GroupPlan
 from mcore_rl.weight_sync.stream import StreamSender
 
-async def main(start, new):
+async def main(start, new, trainer):
     config = RolloutConfig(tp=2, ep=True, max_num_seqs=8, kv_cache_bytes=32 << 20)
     server = VLLMServer(start, "float32", 256, config, seed=0)
     await server.start()
@@ -438,11 +440,27 @@ async def main(start, new):
         weights = load_file(new + "/model.safetensors").items()
         send = asyncio.to_thread(sender.send, weights, 1)
         await asyncio.gather(send, server.update_weights(sender.endpoint, 1))
-    prompt = [1, *range(10, 40)]
-    (answer,) = await server.generate(prompt, SamplingParams(max_tokens=24))
-    print(json.dumps([answer.token_ids, answer.log_probs, answer.finish_reason,
-                      answer.weight_versions]), flush=True)
+    print(json.dumps(await answer(server)), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(folder, "meeting")
+        ranks = [
+            subprocess.Popen([sys.executable, trainer, str(rank), "2", new, meeting, *"234"])
+            for rank in range(2)
+        ]
+        while not meeting.exists():
+            await asyncio.sleep(0.05)
+        endpoint, plan = json.loads(meeting.read_text())
+        await server.join_group(GroupEndpoint(**endpoint), GroupPlan.from_dict(plan), 0)
+        for version in (2, 3, 4):
+            await server.receive_from_group(version)
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    print(json.dumps(await answer(server)), flush=True)
     await asyncio.sleep(600)
+
+async def answer(server):
+    prompt = [1, *range(10, 40)]
+    (found,) = await server.generate(prompt, SamplingParams(max_tokens=24, seed=3))
+    return [found.token_ids, found.log_probs, found.finish_reason, found.weight_versions]
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -451,7 +469,8 @@ asyncio.run(main(*sys.argv[1:]))
 @contextlib.contextmanager
 def _parallel_server(moe: list[Model]) -> Iterator[subprocess.Popen[str]]:
     """A server with two workers as the leader of a session of its own; killed at the end."""
-    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path]
+    trainer = str(Path(__file__).with_name("shard_trainer.py"))
+    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path, trainer]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with process:
         try:
@@ -480,17 +499,19 @@ def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -
     pytest.fail(f"still there after {within_s:g} s: {left}")
 
 
-def test_two_expert_parallel_workers_take_an_update_and_die_with_a_killed_server(moe):
+def test_two_expert_parallel_workers_take_updates_and_die_with_a_killed_server(moe):
     with _parallel_server(moe) as process:
-        answer = next(line for line in process.stdout if line.startswith("[["))
-        completion = Completion(*json.loads(answer))
+        answers = (json.loads(line) for line in process.stdout if line.startswith("[["))
+        streamed, sharded = (Completion(*next(answers)) for _ in range(2))
         family = _session(process.pid)
         memory = _shared_memory(family)
         for tracker in family:  # Ray kills an actor's children, and with them who would tidy up
             if "resource_tracker" in " ".join(tracker.cmdline()):
                 tracker.kill()
-    assert moe[1].gap(_PROMPT, completion) < 1e-4
-    assert set(completion.weight_versions) == {1}
+    assert moe[1].gap(_PROMPT, streamed) < 1e-4
+    assert set(streamed.weight_versions) == {1}
+    assert set(sharded.weight_versions) == {4}
+    assert (sharded.token_ids, sharded.log_probs) == (streamed.token_ids, streamed.log_probs)
     assert len(family) >= 4
     kinds = (f"mcore_rl_{process.pid}-", "psm_", "sem.mp-")
     assert all(any(f.name.startswith(kind) for f in memory) for kind in kinds)

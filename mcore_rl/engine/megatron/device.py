@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mcore_rl.engine.megatron import versions
+from mcore_rl.observability.garbage import long_lived
 
 _CPU = torch.device("cpu")
 _installed: _CudaMeansCpu | None = None
@@ -65,8 +66,9 @@ def install(num_threads: int, *, on_cpu: bool = False) -> None:
         return
     _installed = _CudaMeansCpu()
     _patch_torch_cuda(_installed)
-    versions.check_megatron_version()  # imports Megatron
-    _patch_megatron()
+    with long_lived():
+        versions.check_megatron_version()  # imports Megatron
+        _patch_megatron()
     _installed.__enter__()
 
 

@@ -181,10 +181,6 @@ class MegatronEngine(BaseEngine):
         if self.is_main_rank:
             yield from self._untouched()
 
-    def training_side(self) -> Any:
-        """What this engine is to a reshard plan, a Side: its ranks and the rules of its weights."""
-        return self.placement.ranks, self.weights
-
     def local_weights(self) -> Any:
         """This rank's part of a reshard plan, a LocalWeights: see handover.py."""
         from mcore_rl.engine.megatron.handover import local_weights

@@ -1,0 +1,105 @@
+"""Shards into a real vLLM server: it generates as after a full export, and refuses what is wrong.
+
+test_verify_parity.py does the first for the other families; every parameter, for real trainers of
+every layout, is compared in dist_cpu/test_shard_sync.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import shards
+import tiny_families
+import tiny_models
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.weight_sync import colocated, shared_memory
+
+Served = tuple[VLLMServer, shards.Trainer, Callable[..., Any]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with experts, its trainer, and the way to run on the server's loop."""
+    folder, paths = tmp_path_factory.mktemp("models"), []
+    for seed in (0, 1):
+        model = tiny_models.build_from(tiny_families.served_config("qwen3_moe"), seed=seed)
+        paths.append(tiny_families.save_served(model, folder / str(seed)))
+    config = RolloutConfig(max_num_seqs=16, kv_cache_bytes=32 << 20)
+    server = VLLMServer(str(paths[0]), "float32", 256, config, seed=0)
+    with mock.patch.dict(os.environ), asyncio.Runner() as runner:  # a server owns its process
+        runner.run(server.start())
+        try:
+            yield server, shards.Trainer(paths), runner.run
+        finally:
+            runner.run(server.close())
+
+
+@pytest.fixture(scope="module")
+def both_ways(served: Served) -> dict[str, Any]:
+    server, trainer, run = served
+    found: dict[str, Any] = run(shards.both_ways(server, trainer))
+    return found
+
+
+def test_a_server_generates_token_for_token_as_after_a_full_export(served, both_ways):
+    shards.assert_both_ways_agree(both_ways, served[1])
+
+
+def refuses_until_a_whole_update(served: Served, both_ways: dict[str, Any]) -> None:
+    server, trainer, run = served
+    with pytest.raises(RuntimeError, match="did not complete"):
+        run(shards.answers(server))
+    assert run(shards.take_shards(server, trainer, 1, trainer.route())) == [None, None]
+    shards.assert_equal(run(shards.answers(server)), both_ways["export"])
+
+
+def test_a_bit_that_flips_is_caught_with_its_tensor_and_ranks(served, both_ways, monkeypatch):
+    server, trainer, run = served
+    flipped = []
+
+    def flip(memory: Any) -> None:
+        if not flipped:
+            byte = os.pread(memory.descriptors[0], 1, 100)
+            flipped.append(os.pwrite(memory.descriptors[0], bytes([byte[0] ^ 1]), 100))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory._FileBuckets, "finish_writes", flip)
+        _, outcome = run(shards.take_shards(server, trainer, 1, trainer.route()))
+    assert flipped
+    assert isinstance(outcome, RuntimeError)
+    assert "from training rank 0: the checksum on generation rank 0 is" in str(outcome)
+    assert "model." in str(outcome)
+    refuses_until_a_whole_update(served, both_ways)
+
+
+def test_a_box_that_does_not_come_is_an_error_that_names_its_module(served, both_ways, monkeypatch):
+    server, trainer, run = served
+    described, lost = colocated._described, []
+
+    def losing(piece: Any, memory: torch.Tensor) -> list[Any]:
+        entry: list[Any] = described(piece, memory)
+        if entry[0] == "model.layers.1.self_attn.o_proj.weight" and not lost:
+            lost.append(entry)
+            entry[2] = [1, *entry[2][1:]]  # one row of it
+        return entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(colocated, "_described", losing)
+        _, outcome = run(shards.take_shards(server, trainer, 1, trainer.route(verify="off")))
+    assert lost
+    assert "did not get all weights: ['model.layers.1.self_attn.o_proj']" in str(outcome)
+    refuses_until_a_whole_update(served, both_ways)
