@@ -86,9 +86,9 @@ def _resolve_files(config: RLConfig) -> None:
 
 def _resolve_weight_sync(config: RLConfig) -> None:
     bucket_bytes = config.weight_sync.bucket_bytes
-    if bucket_bytes < 16 or bucket_bytes % 16:
+    if bucket_bytes < 32 or bucket_bytes % 32:  # two halves, each of aligned boxes
         raise ConfigError(
-            f"weight_sync.bucket_bytes={bucket_bytes}; allowed: multiples of 16, at least one"
+            f"weight_sync.bucket_bytes={bucket_bytes}; allowed: multiples of 32, at least one"
         )
     num_workers = config.rollout.num_servers * config.rollout.tp
     num_ranks = config.actor.layout.world_size

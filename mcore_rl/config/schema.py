@@ -160,7 +160,7 @@ class WeightSyncConfig:
     # every tensor to every worker.
     method: str = "colocated"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
-    bucket_bytes: int = 64 << 20  # of one of two buckets; weights move through them
+    bucket_bytes: int = 64 << 20  # a rank stages twice as much of weights on their way
     bind_address: str = "127.0.0.1"  # where rank 0 of the trainer listens, unless colocated
     timeout_s: float = 600.0  # how long either side waits for the other's next move
 

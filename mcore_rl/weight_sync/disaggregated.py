@@ -121,7 +121,7 @@ class GroupEngine:
         rounds = schedule(
             plan_disaggregated(training, generation, dtype.itemsize),
             rank,
-            half := settings.bucket_bytes // 32 * 16,  # as much again is for what leaves
+            half := settings.bucket_bytes // 2,  # as much again is for what leaves
         )
         try:
             self._group = _joined(endpoint, rank, plan.world_size, device)

@@ -80,7 +80,7 @@ class ShardRoute:
         config: WeightSyncConfig,
     ) -> None:
         self._verify, self._device = config.verify, device
-        half = config.bucket_bytes // 32 * 16  # as much again is for what leaves
+        half = config.bucket_bytes // 2  # as much again is for what leaves
         transport = GroupTransport(group, config.timeout_s)
         rounds = schedule(plan, transport.rank, half)
         self._exchange = Exchange(rounds, half, dtype, transport, self._allocate)

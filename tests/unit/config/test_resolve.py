@@ -46,7 +46,7 @@ BAD = [
     ({"task__name": ""}, "model.path='' names nothing"),
     ({"weight_sync__method": "pigeon"}, "weight_sync.method='pigeon'; allowed: 'colocated'"),
     ({"weight_sync__verify": "some"}, "weight_sync.verify='some'; allowed: 'off', 'sampled'"),
-    ({"weight_sync__bucket_bytes": 24}, "weight_sync.bucket_bytes=24; allowed: multiples of 16"),
+    ({"weight_sync__bucket_bytes": 48}, "weight_sync.bucket_bytes=48; allowed: multiples of 32"),
     (
         {"rollout__num_servers": 3},
         "weight_sync.method='colocated': rollout.num_servers * rollout.tp = 3 workers of servers",
