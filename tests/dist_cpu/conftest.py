@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,13 @@ MOE = DENSE | {
 LAYOUTS = {"qwen3": DENSE, "qwen3_moe": MOE, "qwen3_moe_mixed": MOE}
 
 
-@pytest.fixture(scope="package", autouse=True)
-def ranks_are_dismissed() -> Iterator[None]:
-    yield
-    ranks.dismiss()
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the ranks with the last test here. Their groups' threads poll, which slows others down.
+
+    (A fixture of the package would end with the session: the folder is no package to pytest.)
+    """
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        ranks.dismiss()
 
 
 @dataclass
