@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 from mcore_rl.config.schema import RolloutConfig, WeightSyncConfig
@@ -17,41 +18,10 @@ class WeightSync(Protocol):
         """Return when every server generates with this version; raise when one does not."""
 
 
-class ColocatedSync:
-    """To each worker of every server its shards, from the training rank on the same device.
+class _ShardSync(ABC):
+    """To each worker of every server the shards that it needs, and no others.
 
     `actor` and `servers` are worker groups of ModelWorker and RolloutWorker.
-
-    Raises:
-        ConfigError: vLLM lays the model out in another way than the rules say, or there are more
-            workers of servers than training ranks to share their devices with.
-    """
-
-    def __init__(
-        self,
-        actor: Any,
-        servers: Any,
-        config: WeightSyncConfig,
-        rollout: RolloutConfig,
-        model: HFConfig,
-        dtype: str,
-    ) -> None:
-        self._actor, self._servers, self._timeout_s = actor, servers, config.timeout_s
-        layout = generation_layout(rollout)
-        announced = _announced(servers, layout, model, dtype)
-        sites, hosts = zip(*actor.site(), strict=True)
-        places = Places(sites, tuple(w.site for w in announced), hosts.count(hosts[0]))
-        endpoints = actor.open_shard_route(layout, places, config)
-        self._endpoints = by_generation_rank(endpoints)
-
-    def push(self, version: int) -> None:
-        sending = self._actor.send_shards.submit(version)
-        self._servers.receive_shards(self._endpoints, version)
-        sending.result(self._timeout_s)
-
-
-class DisaggregatedSync:
-    """To each worker of every server its shards, over a process group of both sides.
 
     Raises:
         ConfigError: vLLM lays the model out in another way than the rules say.
@@ -68,10 +38,52 @@ class DisaggregatedSync:
     ) -> None:
         self._actor, self._servers, self._timeout_s = actor, servers, config.timeout_s
         layout = generation_layout(rollout)
-        _announced(servers, layout, model, dtype)
-        endpoint, plan = actor.open_group(layout, config)
-        joining = actor.join_group.submit(endpoint, plan)
-        servers.join_group(endpoint, plan)
+        self._connect(layout, _announced(servers, layout, model, dtype), config)
+
+    @abstractmethod
+    def _connect(
+        self, layout: GenerationLayout, announced: list[Announced], config: WeightSyncConfig
+    ) -> None:
+        """Make the route, once, between all ranks of both sides."""
+
+
+class ColocatedSync(_ShardSync):
+    """To each worker of every server its shards, from the training rank on the same device.
+
+    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker.
+
+    Raises:
+        ConfigError: vLLM lays the model out in another way than the rules say, or there are more
+            workers of servers than training ranks to share their devices with.
+    """
+
+    def _connect(
+        self, layout: GenerationLayout, announced: list[Announced], config: WeightSyncConfig
+    ) -> None:
+        sites, hosts = zip(*self._actor.site(), strict=True)
+        places = Places(sites, tuple(w.site for w in announced), hosts.count(hosts[0]))
+        endpoints = self._actor.open_shard_route(layout, places, config)
+        self._endpoints = by_generation_rank(endpoints)
+
+    def push(self, version: int) -> None:
+        sending = self._actor.send_shards.submit(version)
+        self._servers.receive_shards(self._endpoints, version)
+        sending.result(self._timeout_s)
+
+
+class DisaggregatedSync(_ShardSync):
+    """To each worker of every server its shards, over a process group of both sides.
+
+    Raises:
+        ConfigError: vLLM lays the model out in another way than the rules say.
+    """
+
+    def _connect(
+        self, layout: GenerationLayout, announced: list[Announced], config: WeightSyncConfig
+    ) -> None:
+        endpoint, plan = self._actor.open_group(layout, config)
+        joining = self._actor.join_group.submit(endpoint, plan)
+        self._servers.join_group(endpoint, plan)
         joining.result(self._timeout_s)
 
     def push(self, version: int) -> None:

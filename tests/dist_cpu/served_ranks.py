@@ -55,7 +55,8 @@ def _run(order: Order, rank: int, world: int, port: int, folder: Path) -> list[s
                     complaints.append(f"{sync}-{name}, version {version}, rank {rank}: {error}")
         for name, worker in workers.items():
             states[sync, name] = {n: tensor.clone() for n, tensor in _tensors(worker).items()}
-    complaints += [f"{order.syncs[0]}: {n} modules at a time" for n in most_begun if n > 1]
+    complaints += [f"modules: {order.path.name}, {n} at a time" for n in most_begun if n != 1]
+    complaints += [] if most_begun else [f"modules: {order.path.name}, none was watched"]
     for name, ep in order.servers.items():
         wanted = _tensors(_worker(order.exported, ep, *at))
         for sync in order.syncs:

@@ -121,3 +121,7 @@ def test_every_parameter_is_that_of_a_model_loaded_from_the_export(
     about = f"{family}-{layout}-{server},"
     assert [line for line in complaints if line.startswith(about)] == []
     assert [line for line in complaints if line.startswith("vLLM rank")] == []
+
+
+def test_one_module_is_in_memory_twice_at_any_time(complaints):
+    assert [line for line in complaints if line.startswith("modules:")] == []
