@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -238,6 +240,20 @@ def memory(path: Path, layout: Layout, batch: Batch, dtype: str, **optimizer: An
     engine.train_batch(share, ranks.LOSS)
     start["buffers_bytes"] = sum(b.numel() * b.element_size() for b in buffers)
     return {"start": start, "stepped": stepped, "away": away, "refusal": refusal}
+
+
+def closed(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> Result:
+    """What is left of a closed engine that has trained."""
+    engine = engine_of(path, layout, **optimizer)
+    engine.train_batch(mine(engine, batch), ranks.LOSS)
+    watched = {
+        "parameter": weakref.ref(next(engine.chunks[0].parameters())),
+        "gradient buffers": weakref.ref(engine.wrapped[0]),
+        "optimizer": weakref.ref(engine.optimizer),
+    }
+    engine.close()
+    gc.collect()
+    return {"left": [name for name, reference in watched.items() if reference() is not None]}
 
 
 def saved_before_the_first_step(path: Path, layout: Layout, batch: Batch, to: Path) -> Result:

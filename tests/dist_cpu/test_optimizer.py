@@ -47,6 +47,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "mixed/pp2/sharded": ("mixed", SHARDED, ["pp2", "ep2"]),
     "four/pp2vpp2/sharded": ("four", SHARDED, ["pp2vpp2", "pp2", "pp2vpp2dp2"]),
 }
+CLOSED = {"plain": {}, "sharded": SHARDED, "buckets": BUCKETS}
 RESUMES = [(name, target) for name, case in CHECKPOINTS.items() for target in case[2]]
 SAME = [(name, target) for name, target in RESUMES if name.split("/")[1] == target]
 OTHER = [case for case in RESUMES if case not in SAME]
@@ -100,6 +101,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for layout in ("tp1", "dp2"):
             case = f"memory/{layout}/{dtype}"
             add(case, jobs.memory, "moe", layout, batch, dtype, distributed=layout == "dp2")
+    for name, settings in CLOSED.items():
+        add(f"closed/{name}", jobs.closed, "moe", "dp2", batch, **settings)
     add("nan", jobs.not_a_number, "moe", "dp2", batch)
     add("early", jobs.saved_before_the_first_step, "moe", "dp2", batch, folder / "early")
     todo[1]["adam"] = jobs.partial(jobs.adam, models["moe"], batch)
@@ -271,6 +274,11 @@ def test_clipping_bounds_the_norm_over_all_ranks(runs, layout):
     norm = sum(float(u.double().square().sum()) for u in result["update"].values()) ** 0.5
     assert norm == pytest.approx(0.5 * CLIP, rel=0.01)
     assert_same_weights(result["update"], one["update"], atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_nothing_is_left_of_a_closed_engine(runs, name):
+    assert [result["left"] for result in runs[f"closed/{name}"]] == [[], []]
 
 
 def test_gradients_that_are_not_finite_stop_the_step_and_leave_the_weights(runs):

@@ -212,11 +212,10 @@ class MegatronEngine(BaseEngine):
         )
 
     def close(self) -> None:
-        for chunk in self.wrapped:
-            # Dispatchers keep their last tensors, whose graph holds DDP by its hooks, and DDP the
-            # model: a cycle inside autograd, where no collector looks.
-            if chunk not in self.chunks:
-                chunk.module = None
+        if self.optimizer is not None:
+            from mcore_rl.engine.megatron.optimizer import unwrap
+
+            unwrap(self.wrapped)
         self.chunks, self.wrapped, self.optimizer, self.schedule = [], [], None, None
 
     def memory_report(self) -> MemoryReport:

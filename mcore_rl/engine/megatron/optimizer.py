@@ -73,6 +73,20 @@ def wrap_for_training(
     return wrapped
 
 
+def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Let go of models that train no more: nothing else would free their memory.
+
+    Dispatchers keep their last tensors, whose graph holds DDP by its hooks, and DDP the model: a
+    cycle inside autograd, where no collector looks. Config and modules lead into it, too.
+    """
+    for chunk in wrapped:
+        if chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        for function in ("no_sync_func", "grad_sync_func", "grad_scale_func"):
+            setattr(chunk.config, function, None)
+        chunk.module = None
+
+
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel],
     settings: OptimizerConfig,
