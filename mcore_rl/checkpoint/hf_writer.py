@@ -113,32 +113,56 @@ def _header(entries: Mapping[str, Entry], crc32s: Mapping[str, int], start: int)
 def write_shard(
     folder: Path, shard: ShardPlan, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write one file from a stream of its tensors in any order; the same bytes in every order.
+    """Write one file from a stream of its tensors; raises as `writing_shard` does."""
+    with writing_shard(folder, shard) as writer:
+        for name, tensor in tensors:
+            writer.write(name, tensor)
+
+
+@contextmanager
+def writing_shard(folder: Path, shard: ShardPlan) -> Iterator[ShardWriter]:
+    """One file, whose tensors are written in any order; the same bytes in every order.
 
     The file appears under its name when it is complete.
 
     Raises:
         ConfigError: the file cannot be written (a full disk).
-        ValueError: the stream has other tensors than the plan.
+        ValueError: other tensors came than those planned.
     """
-    crc32s: dict[str, int] = {}
-    start = min((entry.offset for entry in shard.entries.values()), default=0)
     with _file_aside(folder / shard.file) as fd:
-        if start + shard.nbytes:  # a full disk shows now, and writing is half as fast again
-            os.posix_fallocate(fd, 0, start + shard.nbytes)
-        for name, tensor in tensors:
-            entry = shard.entries.get(name)
-            if entry is None or name in crc32s:
-                raise ValueError(f"{shard.file}: {name} is not planned, or came before")
-            if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
-                raise ValueError(
-                    f"{name}: {tensor.dtype} {tuple(tensor.shape)} was planned as {entry.dtype} "
-                    f"{entry.shape}"
-                )
-            crc32s[name] = _write(fd, bytes_of(tensor.detach().cpu().contiguous()), entry.offset)
-        if missing := shard.entries.keys() - crc32s.keys():
-            raise ValueError(f"{shard.file}: {min(missing)} is planned and did not come")
-        _write(fd, memoryview(_header(shard.entries, crc32s, start)), 0)
+        writer = ShardWriter(shard, fd)
+        yield writer
+        writer.finish()
+
+
+class ShardWriter:
+    """A file being written: see `writing_shard`."""
+
+    def __init__(self, shard: ShardPlan, fd: int) -> None:
+        self._shard, self._fd = shard, fd
+        self._crc32s: dict[str, int] = {}
+        self._start = min((entry.offset for entry in shard.entries.values()), default=0)
+        if size := self._start + shard.nbytes:  # a full disk shows now, and writing is faster
+            os.posix_fallocate(fd, 0, size)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        entry = self._shard.entries.get(name)
+        if entry is None or name in self._crc32s:
+            raise ValueError(f"{self._shard.file}: {name} is not planned, or came before")
+        if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+            raise ValueError(
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} was planned as {entry.dtype} "
+                f"{entry.shape}"
+            )
+        memory = bytes_of(tensor.detach().cpu().contiguous())
+        self._crc32s[name] = _write(self._fd, memory, entry.offset)
+
+    def finish(self) -> None:
+        """The header, once every tensor has been written."""
+        entries = self._shard.entries
+        if missing := entries.keys() - self._crc32s.keys():
+            raise ValueError(f"{self._shard.file}: {min(missing)} is planned and did not come")
+        _write(self._fd, memoryview(_header(entries, self._crc32s, self._start)), 0)
 
 
 def _write(fd: int, memory: memoryview, offset: int) -> int:

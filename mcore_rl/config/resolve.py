@@ -20,6 +20,7 @@ from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig
 
 DTYPES = ("float32", "bfloat16")
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
+TRANSPORTS = ("process_group", "disk")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
 
@@ -29,6 +30,7 @@ def resolve(config: RLConfig) -> None:
     one_of("task.name", config.task.name, TASKS)
     one_of("model.dtype", config.model.dtype, DTYPES)
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
+    one_of("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
     one_of("weight_sync.verify", config.weight_sync.verify, VERIFY)
     at_least("seed", config.seed, 0)
     at_least("trainer.num_steps", config.trainer.num_steps, 0)

@@ -156,12 +156,15 @@ class AlgorithmConfig:
 @dataclass
 class WeightSyncConfig:
     # "colocated" and "disaggregated" move to each worker of a server the shards that it needs: from
-    # a training rank on the same device, or over a process group of both sides. "full_export" sends
-    # every tensor to every worker.
+    # a training rank on the same device, or from ranks elsewhere. "full_export" sends every tensor
+    # to every worker.
     method: str = "colocated"
+    # Of "disaggregated". "process_group": gloo, or NCCL with GPUs. "disk": files under output_dir,
+    # on a file system that all machines share.
+    transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
     bucket_bytes: int = 64 << 20  # a rank stages twice as much of weights on their way
-    bind_address: str = "127.0.0.1"  # where rank 0 of the trainer listens, unless colocated
+    bind_address: str = "127.0.0.1"  # where rank 0 of the trainer listens, where it does
     timeout_s: float = 600.0  # how long either side waits for the other's next move
 
 

@@ -28,12 +28,7 @@ from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
 from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
-from mcore_rl.weight_sync.sync import (
-    ColocatedSync,
-    DisaggregatedSync,
-    FullExportSync,
-    WeightSync,
-)
+from mcore_rl.weight_sync.sync import connect
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
 from mcore_rl.workers.rollout_pool import RolloutPool
@@ -126,7 +121,7 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
                 frozen = _frozen(config.actor)
                 reference = stack.enter_context(_model(config, frozen, "reference", None, 0))
         rollout = RolloutPool(servers, config.rollout, config.seed)
-        sync = _weight_sync(config, actor, servers)
+        sync = connect(config, read_config(config.model.path), actor, servers)
         with waiting("evaluating"):
             output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
         trainer = SyncTrainer(config, actor, reference, rollout, sync)
@@ -138,15 +133,6 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
             actor.export(str(output.folder / "checkpoint"))
-
-
-def _weight_sync(config: RLConfig, actor: WorkerGroup, servers: WorkerGroup) -> WeightSync:
-    settings, rollout = config.weight_sync, config.rollout
-    if settings.method == "full_export":
-        return FullExportSync(actor, servers, settings, rollout)
-    route = ColocatedSync if settings.method == "colocated" else DisaggregatedSync
-    model = read_config(config.model.path)
-    return route(actor, servers, settings, rollout, model, config.model.dtype)
 
 
 def _frozen(engine: EngineConfig) -> EngineConfig:

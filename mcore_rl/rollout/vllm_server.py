@@ -24,8 +24,9 @@ from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.observability.garbage import long_lived
 from mcore_rl.rollout.protocol import Completion, SamplingParams, TokenScores
 from mcore_rl.weight_sync.announced import Announced
+from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
 from mcore_rl.weight_sync.colocated import ShardEndpoint
-from mcore_rl.weight_sync.disaggregated import GroupEndpoint, GroupPlan
+from mcore_rl.weight_sync.disaggregated import Endpoint
 from mcore_rl.weight_sync.stream import StreamEndpoint
 
 if TYPE_CHECKING:
@@ -249,23 +250,25 @@ class VLLMServer:
         fields = [(e.name, e.token, e.timeout_s, e.generation_rank) for e in endpoints]
         await self._update("receive_shards", (fields, version), version)
 
-    async def join_group(self, endpoint: GroupEndpoint, plan: GroupPlan, first_worker: int) -> None:
-        """Make the workers ranks of the weights' group; the first is generation rank
-        `first_worker`. Returns when all ranks have joined.
+    async def join_checkpoint_engine(
+        self, endpoint: Endpoint, plan: RoutePlan, first_worker: int
+    ) -> None:
+        """Make each worker's end of the route; the first is generation rank `first_worker`.
+        Returns when all ranks of both sides are in reach of each other.
 
         Raises RuntimeError with the reason of every worker that could not.
         """
         async with self._alone() as engine:
             arguments = (asdict(endpoint), plan.to_dict(), first_worker)
-            await engine.collective_rpc("join_group", args=(json.dumps(arguments),))
-            await self._check_workers(engine, "joining the weights' group")
+            await engine.collective_rpc("join_checkpoint_engine", args=(json.dumps(arguments),))
+            await self._check_workers(engine, "joining the trainer")
 
-    async def receive_from_group(self, version: int) -> None:
-        """Replace all weights by shards from the group that the workers have joined.
+    async def receive_checkpoint(self, version: int) -> None:
+        """Replace all weights by shards, by the route that the workers have joined.
 
         Raises RuntimeError as `update_weights` does.
         """
-        await self._update("receive_from_group", (version,), version)
+        await self._update("receive_checkpoint", (version,), version)
 
     async def weight_layout(self) -> list[Announced]:
         """What each worker says about its parameters. Waits while an update runs."""

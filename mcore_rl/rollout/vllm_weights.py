@@ -41,8 +41,9 @@ from vllm.platforms import current_platform
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.reshard.executor import Arrival, crc32_of
 from mcore_rl.weight_sync.announced import Announced
+from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
 from mcore_rl.weight_sync.colocated import ShardEndpoint, receive_shards
-from mcore_rl.weight_sync.disaggregated import GroupEndpoint, GroupEngine, GroupPlan
+from mcore_rl.weight_sync.disaggregated import checkpoint_engine, endpoint_of
 from mcore_rl.weight_sync.manifest import verified
 from mcore_rl.weight_sync.shared_memory import site_of
 from mcore_rl.weight_sync.stream import StreamEndpoint, receive
@@ -83,27 +84,27 @@ class WeightReceiver:
             buckets = receive_shards(endpoint, version, self.device)
             self._write_shards(buckets, endpoint.generation_rank)
 
-    def join_group(self, text: str) -> None:
-        """Become a rank of the weights' group; JSON of endpoint, plan, first worker of the server.
+    def join_checkpoint_engine(self, text: str) -> None:
+        """Make this worker's end; JSON of endpoint, plan, first worker of the server.
 
         Never raises, as receive_weights.
         """
-        endpoint, fields, first_worker = json.loads(text)
-        plan = GroupPlan.from_dict(fields)
+        fields, plan_fields, first_worker = json.loads(text)
+        plan = RoutePlan.from_dict(plan_fields)
         self._generation_rank = first_worker + self.rank
         with self._errors_kept():
-            self._group = GroupEngine(
-                GroupEndpoint(**endpoint),
+            self._checkpoint_engine = checkpoint_engine(
+                endpoint_of(plan, fields),
                 plan,
                 CheckpointReader(self.vllm_config.model_config.model).config(),
                 plan.training.world_size + self._generation_rank,
                 self.device,
             )
 
-    def receive_from_group(self, version: int) -> None:
+    def receive_checkpoint(self, version: int) -> None:
         """Replace all weights by the shards of this rank. Never raises, as receive_weights."""
         with self._errors_kept():
-            buckets = self._group.receive_weights(version)
+            buckets = self._checkpoint_engine.receive_weights(version)
             self._write_shards(buckets, self._generation_rank)
 
     def _write_shards(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from mcore_rl.config.schema import RolloutConfig, WeightSyncConfig
+from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.announced import Announced, check_announced
@@ -18,51 +19,27 @@ class WeightSync(Protocol):
         """Return when every server generates with this version; raise when one does not."""
 
 
-class _ShardSync(ABC):
-    """To each worker of every server the shards that it needs, and no others.
-
-    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker.
-
-    Raises:
-        ConfigError: vLLM lays the model out in another way than the rules say.
-    """
+class ColocatedSync:
+    """To each worker of every server its shards, from the training rank on the same device."""
 
     def __init__(
         self,
         actor: Any,
         servers: Any,
+        layout: GenerationLayout,
+        sites: Sequence[str],
         config: WeightSyncConfig,
-        rollout: RolloutConfig,
-        model: HFConfig,
-        dtype: str,
     ) -> None:
+        """`sites`: where each worker of the servers is.
+
+        Raises:
+            ConfigError: there are more workers of servers than training ranks to share their
+                devices with.
+        """
         self._actor, self._servers, self._timeout_s = actor, servers, config.timeout_s
-        layout = generation_layout(rollout)
-        self._connect(layout, _announced(servers, layout, model, dtype), config)
-
-    @abstractmethod
-    def _connect(
-        self, layout: GenerationLayout, announced: list[Announced], config: WeightSyncConfig
-    ) -> None:
-        """Make the route, once, between all ranks of both sides."""
-
-
-class ColocatedSync(_ShardSync):
-    """To each worker of every server its shards, from the training rank on the same device.
-
-    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker.
-
-    Raises:
-        ConfigError: vLLM lays the model out in another way than the rules say, or there are more
-            workers of servers than training ranks to share their devices with.
-    """
-
-    def _connect(
-        self, layout: GenerationLayout, announced: list[Announced], config: WeightSyncConfig
-    ) -> None:
-        sites, hosts = zip(*self._actor.site(), strict=True)
-        places = Places(sites, tuple(w.site for w in announced), hosts.count(hosts[0]))
-        endpoints = self._actor.open_shard_route(layout, places, config)
+        training, hosts = zip(*actor.site(), strict=True)
+        places = Places(training, tuple(sites), hosts.count(hosts[0]))
+        endpoints = actor.open_shard_route(layout, places, config)
         self._endpoints = by_generation_rank(endpoints)
 
     def push(self, version: int) -> None:
@@ -71,24 +48,31 @@ class ColocatedSync(_ShardSync):
         sending.result(self._timeout_s)
 
 
-class DisaggregatedSync(_ShardSync):
-    """To each worker of every server its shards, over a process group of both sides.
+class DisaggregatedSync:
+    """To each worker of every server its shards, by a CheckpointEngine of both sides."""
 
-    Raises:
-        ConfigError: vLLM lays the model out in another way than the rules say.
-    """
-
-    def _connect(
-        self, layout: GenerationLayout, announced: list[Announced], config: WeightSyncConfig
+    def __init__(
+        self,
+        actor: Any,
+        servers: Any,
+        layout: GenerationLayout,
+        config: WeightSyncConfig,
+        folder: Path,
     ) -> None:
-        endpoint, plan = self._actor.open_group(layout, config)
-        joining = self._actor.join_group.submit(endpoint, plan)
-        self._servers.join_group(endpoint, plan)
+        """`folder` is for the files of weight_sync.transport="disk".
+
+        Raises:
+            StreamError: not all ranks of both sides came in time.
+        """
+        self._actor, self._servers, self._timeout_s = actor, servers, config.timeout_s
+        endpoint, plan = actor.open_checkpoint_engine(layout, config, folder)
+        joining = actor.join_checkpoint_engine.submit(endpoint, plan)
+        servers.join_checkpoint_engine(endpoint, plan)
         joining.result(self._timeout_s)
 
     def push(self, version: int) -> None:
-        sending = self._actor.send_to_group.submit(version)
-        self._servers.receive_from_group(version)
+        sending = self._actor.send_checkpoint.submit(version)
+        self._servers.receive_checkpoint(version)
         sending.result(self._timeout_s)
 
 
@@ -111,6 +95,27 @@ class FullExportSync:
         sending = self._actor.send_weights.submit(version)
         self._servers.update_weights(self._endpoint, version)
         sending.result(self._timeout_s)
+
+
+def connect(config: RLConfig, model: HFConfig, actor: Any, servers: Any) -> WeightSync:
+    """The route that config.weight_sync names, made once between all ranks of both sides.
+
+    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker.
+
+    Raises:
+        ConfigError: vLLM lays the model out in another way than the rules say, or as ColocatedSync.
+    """
+    settings, rollout = config.weight_sync, config.rollout
+    if settings.method == "full_export":
+        return FullExportSync(actor, servers, settings, rollout)
+    layout = generation_layout(rollout)
+    announced = _announced(servers, layout, model, config.model.dtype)
+    if settings.method == "colocated":
+        sites = [worker.site for worker in announced]
+        return ColocatedSync(actor, servers, layout, sites, settings)
+    # The guard of a job removes what is called so, however the job ends.
+    folder = Path(config.output_dir).absolute() / ".weights.partial"
+    return DisaggregatedSync(actor, servers, layout, settings, folder)
 
 
 def _announced(

@@ -16,13 +16,11 @@ from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, Metrics, create_engine
 from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.colocated import ShardEndpoint
-from mcore_rl.weight_sync.disaggregated import (
-    GroupEndpoint,
-    GroupEngine,
-    GroupPlan,
-    MeetingPoint,
-)
+from mcore_rl.weight_sync.disaggregated import Endpoint, checkpoint_engine
+from mcore_rl.weight_sync.disk import FolderEndpoint
+from mcore_rl.weight_sync.group import MeetingPoint
 from mcore_rl.weight_sync.shards import (
     Places,
     ShardRoute,
@@ -57,7 +55,7 @@ class ModelWorker:
         self._sender: StreamSender | None = None
         self._route: ShardRoute | None = None
         self._meeting_point: MeetingPoint | None = None
-        self._group: GroupEngine | None = None
+        self._checkpoint_engine: CheckpointEngine | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
@@ -116,29 +114,32 @@ class ModelWorker:
         return self._route.endpoint
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_group(
-        self, layout: GenerationLayout, config: WeightSyncConfig
-    ) -> tuple[GroupEndpoint, GroupPlan]:
-        """What the ranks of both sides join the weights' group with; stays open."""
+    def open_checkpoint_engine(
+        self, layout: GenerationLayout, config: WeightSyncConfig, folder: Path
+    ) -> tuple[Endpoint, RoutePlan]:
+        """What the ranks of both sides make their CheckpointEngine from; stays open."""
+        engine, dtype = self._engine, self._spec.model.dtype
+        plan = RoutePlan(engine.layout, engine.num_mtp_layers, layout, dtype, config)
+        if config.transport == "disk":
+            folder.mkdir()
+            return FolderEndpoint(str(folder), config.timeout_s), plan
         token = secrets.token_hex(32)
         self._meeting_point = MeetingPoint(config.bind_address, token, config.timeout_s)
-        engine, dtype = self._engine, self._spec.model.dtype
-        plan = GroupPlan(engine.layout, engine.num_mtp_layers, layout, dtype, config)
         return self._meeting_point.endpoint, plan
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def join_group(self, endpoint: GroupEndpoint, plan: GroupPlan) -> None:
-        """Returns when all training ranks and all workers of servers have joined."""
+    def join_checkpoint_engine(self, endpoint: Endpoint, plan: RoutePlan) -> None:
+        """Returns when all training ranks and all workers of servers are in reach of each other."""
         engine = self._engine
-        self._group = GroupEngine(
+        self._checkpoint_engine = checkpoint_engine(
             endpoint, plan, engine.hf_config, engine.world_rank, engine.device
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_to_group(self, version: int) -> None:
+    def send_checkpoint(self, version: int) -> None:
         """This rank's part of a version of the weights."""
-        assert self._group is not None  # join_group came first
-        self._group.send_weights(self._engine.local_weights(), version)
+        assert self._checkpoint_engine is not None  # join_checkpoint_engine came first
+        self._checkpoint_engine.send_weights(self._engine.local_weights(), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_shards(self, version: int) -> None:

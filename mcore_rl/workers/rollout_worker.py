@@ -19,8 +19,9 @@ from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.announced import Announced
+from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
 from mcore_rl.weight_sync.colocated import ShardEndpoint
-from mcore_rl.weight_sync.disaggregated import GroupEndpoint, GroupPlan
+from mcore_rl.weight_sync.disaggregated import Endpoint
 from mcore_rl.weight_sync.stream import StreamEndpoint
 
 T = TypeVar("T")
@@ -89,13 +90,13 @@ class RolloutWorker:
         self._wait(self._server.receive_shards(endpoints[first : first + tp], version))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def join_group(self, endpoint: GroupEndpoint, plan: GroupPlan) -> None:
-        """Returns when all training ranks and all workers of servers have joined."""
-        self._wait(self._server.join_group(endpoint, plan, self._first_worker))
+    def join_checkpoint_engine(self, endpoint: Endpoint, plan: RoutePlan) -> None:
+        """Returns when all training ranks and all workers of servers are in reach of each other."""
+        self._wait(self._server.join_checkpoint_engine(endpoint, plan, self._first_worker))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_from_group(self, version: int) -> None:
-        self._wait(self._server.receive_from_group(version))
+    def receive_checkpoint(self, version: int) -> None:
+        self._wait(self._server.receive_checkpoint(version))
 
     @property
     def _first_worker(self) -> int:

@@ -1,0 +1,111 @@
+"""A CheckpointEngine over a process group of training ranks and vLLM workers.
+
+The group is one of its own beside those of Megatron and vLLM. Its ranks meet in a store on training
+rank 0, under keys that begin with a secret token.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from mcore_rl.models.base import HFConfig
+from mcore_rl.reshard.executor import IsChecked
+from mcore_rl.reshard.transport import Group, GroupTransport, Transport
+from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
+from mcore_rl.weight_sync.connection import StreamError
+
+c10d: Any = torch.distributed  # whose stores and groups have no type stubs
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEndpoint:
+    """Where the ranks of a group meet; plain fields, so that it crosses any process boundary."""
+
+    host: str
+    port: int
+    token: str = field(repr=False)  # who knows it may join: keep it out of logs
+    timeout_s: float
+
+
+class MeetingPoint:
+    """The store that ranks meet in. It stays while the group lives."""
+
+    def __init__(self, bind_address: str, token: str, timeout_s: float) -> None:
+        listener = socket.create_server((bind_address, 0))
+        host, port = listener.getsockname()[:2]
+        self._store = c10d.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+        self.endpoint = GroupEndpoint(host, port, token, timeout_s)
+
+
+class GroupEngine(CheckpointEngine):
+    """Over gloo or NCCL: device d of the plan is rank d of the group."""
+
+    def __init__(
+        self,
+        endpoint: GroupEndpoint,
+        plan: RoutePlan,
+        model: HFConfig,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """Returns when all ranks of both sides have joined.
+
+        Raises:
+            ConfigError: the layouts do not fit the model, or buckets are too small.
+            StreamError: not all ranks came in time.
+        """
+        super().__init__(plan, model, rank, device)
+        try:
+            self._group = _joined(endpoint, rank, plan.world_size, device)
+            self._group_transport = GroupTransport(self._group, plan.settings.timeout_s)
+        except RuntimeError as error:
+            raise StreamError(f"rank {rank} of the weights' group: {error}") from error
+
+    @contextmanager
+    def _transport(self, version: int, checked: IsChecked) -> Iterator[Transport]:
+        self._agree(version)
+        yield self._group_transport
+
+    def _agree(self, version: int) -> None:
+        """Raises StreamError unless every rank is at the same version."""
+        mine = torch.tensor([version], dtype=torch.int64, device=self._device)
+        found = [torch.empty_like(mine) for _ in range(self._group.size())]
+        try:
+            self._group.allgather([found], [mine]).wait()
+        except RuntimeError as error:
+            raise StreamError(f"version {version}, rank {self._rank}: {error}") from error
+        versions = [int(tensor) for tensor in found]
+        if len(set(versions)) > 1:
+            raise StreamError(f"ranks of the weights' group are at versions {versions}")
+
+
+def _joined(endpoint: GroupEndpoint, rank: int, world_size: int, device: torch.device) -> Group:
+    timeout = timedelta(seconds=endpoint.timeout_s)
+    address = (endpoint.host, endpoint.port)
+    store = c10d.TCPStore(*address, is_master=False, timeout=timeout)
+    keys = c10d.PrefixStore(endpoint.token, store)
+    if device.type == "cuda":
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return c10d.ProcessGroupNCCL(keys, rank, world_size, options)
+    with closing(socket.create_connection(address, endpoint.timeout_s)) as probe:
+        own_address = probe.getsockname()[0]  # by which the others can reach this process
+    settings = c10d.ProcessGroupGloo._Options()
+    settings._devices = [c10d.ProcessGroupGloo.create_device(hostname=own_address)]
+    settings._timeout = timeout
+    return c10d.ProcessGroupGloo(keys, rank, world_size, settings)
