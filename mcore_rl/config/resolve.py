@@ -20,7 +20,7 @@ from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig
 
 DTYPES = ("float32", "bfloat16")
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
-TRANSPORTS = ("process_group", "disk")
+TRANSPORTS = ("process_group", "nixl", "disk")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
 

@@ -159,8 +159,8 @@ class WeightSyncConfig:
     # a training rank on the same device, or from ranks elsewhere. "full_export" sends every tensor
     # to every worker.
     method: str = "colocated"
-    # Of "disaggregated". "process_group": gloo, or NCCL with GPUs. "disk": files under output_dir,
-    # on a file system that all machines share.
+    # Of "disaggregated". "process_group": gloo, or NCCL with GPUs. "nixl": NVIDIA's NIXL, where it
+    # is installed. "disk": files under output_dir, on a file system that all machines share.
     transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
     bucket_bytes: int = 64 << 20  # a rank stages twice as much of weights on their way

@@ -27,6 +27,7 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.base import get_reward
+from mcore_rl.weight_sync.nixl import nixl_api
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +50,8 @@ def check_inputs(config: RLConfig) -> Inputs:
     ):
         registry[name]
     get_reward(config.reward.name)
+    if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
+        nixl_api()
     _check_model(config)
     _check_lengths(config)
     tokenizer = load_tokenizer(config.model.path)

@@ -11,17 +11,25 @@ import torch
 from mcore_rl.models.base import HFConfig
 from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.disk import DiskEngine, FolderEndpoint
-from mcore_rl.weight_sync.group import GroupEndpoint, GroupEngine
+from mcore_rl.weight_sync.group import GroupEngine
+from mcore_rl.weight_sync.meeting import MeetingEndpoint
+from mcore_rl.weight_sync.nixl import NixlEngine
 
-Endpoint = GroupEndpoint | FolderEndpoint
-_ENDPOINTS: Mapping[str, type[Endpoint]] = MappingProxyType(
-    {"process_group": GroupEndpoint, "disk": FolderEndpoint}
+Endpoint = MeetingEndpoint | FolderEndpoint
+# By weight_sync.transport.
+_TRANSPORTS: Mapping[str, tuple[type[Endpoint], Any]] = MappingProxyType(
+    {
+        "process_group": (MeetingEndpoint, GroupEngine),
+        "nixl": (MeetingEndpoint, NixlEngine),
+        "disk": (FolderEndpoint, DiskEngine),
+    }
 )
 
 
 def endpoint_of(plan: RoutePlan, fields: Mapping[str, Any]) -> Endpoint:
     """An endpoint from its fields, as dataclasses.asdict gives them."""
-    return _ENDPOINTS[plan.settings.transport](**fields)
+    endpoint, _ = _TRANSPORTS[plan.settings.transport]
+    return endpoint(**fields)
 
 
 def checkpoint_engine(
@@ -30,10 +38,10 @@ def checkpoint_engine(
     """One rank's end; may return when all ranks have made theirs.
 
     Raises:
-        ConfigError: the layouts do not fit the model, buckets are too small, or a folder that
-            machines should share is not on this one.
+        ConfigError: the layouts do not fit the model, buckets are too small, a folder that machines
+            should share is not on this one, or the package of the transport is not installed.
         StreamError: not all ranks came in time.
     """
-    if isinstance(endpoint, FolderEndpoint):
-        return DiskEngine(endpoint, plan, model, rank, device)
-    return GroupEngine(endpoint, plan, model, rank, device)
+    _, engine = _TRANSPORTS[plan.settings.transport]
+    made: CheckpointEngine = engine(endpoint, plan, model, rank, device)
+    return made

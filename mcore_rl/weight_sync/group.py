@@ -1,7 +1,6 @@
 """A CheckpointEngine over a process group of training ranks and vLLM workers.
 
-The group is one of its own beside those of Megatron and vLLM. Its ranks meet in a store on training
-rank 0, under keys that begin with a secret token.
+The group is one of its own beside those of Megatron and vLLM.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,35 +19,9 @@ from mcore_rl.reshard.executor import IsChecked
 from mcore_rl.reshard.transport import Group, GroupTransport, Transport
 from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.meeting import MeetingEndpoint, keys_of
 
-c10d: Any = torch.distributed  # whose stores and groups have no type stubs
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEndpoint:
-    """Where the ranks of a group meet; plain fields, so that it crosses any process boundary."""
-
-    host: str
-    port: int
-    token: str = field(repr=False)  # who knows it may join: keep it out of logs
-    timeout_s: float
-
-
-class MeetingPoint:
-    """The store that ranks meet in. It stays while the group lives."""
-
-    def __init__(self, bind_address: str, token: str, timeout_s: float) -> None:
-        listener = socket.create_server((bind_address, 0))
-        host, port = listener.getsockname()[:2]
-        self._store = c10d.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
-        )
-        self.endpoint = GroupEndpoint(host, port, token, timeout_s)
+c10d: Any = torch.distributed  # whose groups have no type stubs
 
 
 class GroupEngine(CheckpointEngine):
@@ -57,7 +29,7 @@ class GroupEngine(CheckpointEngine):
 
     def __init__(
         self,
-        endpoint: GroupEndpoint,
+        endpoint: MeetingEndpoint,
         plan: RoutePlan,
         model: HFConfig,
         rank: int,
@@ -94,15 +66,14 @@ class GroupEngine(CheckpointEngine):
             raise StreamError(f"ranks of the weights' group are at versions {versions}")
 
 
-def _joined(endpoint: GroupEndpoint, rank: int, world_size: int, device: torch.device) -> Group:
+def _joined(endpoint: MeetingEndpoint, rank: int, world_size: int, device: torch.device) -> Group:
     timeout = timedelta(seconds=endpoint.timeout_s)
-    address = (endpoint.host, endpoint.port)
-    store = c10d.TCPStore(*address, is_master=False, timeout=timeout)
-    keys = c10d.PrefixStore(endpoint.token, store)
+    keys = keys_of(endpoint)
     if device.type == "cuda":
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return c10d.ProcessGroupNCCL(keys, rank, world_size, options)
+    address = (endpoint.host, endpoint.port)
     with closing(socket.create_connection(address, endpoint.timeout_s)) as probe:
         own_address = probe.getsockname()[0]  # by which the others can reach this process
     settings = c10d.ProcessGroupGloo._Options()

@@ -20,7 +20,7 @@ from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.colocated import ShardEndpoint
 from mcore_rl.weight_sync.disaggregated import Endpoint, checkpoint_engine
 from mcore_rl.weight_sync.disk import FolderEndpoint
-from mcore_rl.weight_sync.group import MeetingPoint
+from mcore_rl.weight_sync.meeting import MeetingPoint
 from mcore_rl.weight_sync.shards import (
     Places,
     ShardRoute,

@@ -3,7 +3,7 @@
     python shard_trainer.py RANK WORLD CHECKPOINT FOLDER VERSION...
 
 The ranks split the model over tp. For each transport rank 0 writes a file into FOLDER: an endpoint
-and a plan. The first carries two versions, the second the rest.
+and a plan, and carries two versions.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
 from mcore_rl.weight_sync.disaggregated import checkpoint_engine, endpoint_of
 from mcore_rl.weight_sync.disk import FolderEndpoint
-from mcore_rl.weight_sync.group import MeetingPoint
+from mcore_rl.weight_sync.meeting import MeetingPoint
 
-TRANSPORTS = ("process_group", "disk")
+TRANSPORTS = ("process_group", "nixl", "disk")
 _MEETINGS = []  # which stay while their groups live
 
 
 def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[int]) -> None:
     """Every transport carries all of its versions before the next begins."""
     reader = CheckpointReader(checkpoint)
-    for transport, its_versions in zip(TRANSPORTS, (versions[:2], versions[2:]), strict=True):
+    for number, transport in enumerate(TRANSPORTS):
         file = folder / f"{transport}.json"
         if rank == 0:
             write(file, transport, world)
@@ -49,7 +49,7 @@ def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[i
         weights = LocalWeights(reshard_jobs.filled(training, rank, reader.read))
         endpoint, device = endpoint_of(plan, fields), torch.device("cpu")
         engine = checkpoint_engine(endpoint, plan, reader.config(), rank, device)
-        for version in its_versions:
+        for version in versions[2 * number : 2 * number + 2]:
             engine.send_weights(weights, version)
 
 

@@ -138,6 +138,10 @@ BAD_SETTINGS = {
         {"rollout.tp": "4"},
         ["rollout.num_servers * rollout.tp = 4", "weight_sync.method='disaggregated'"],
     ),
+    "transport": (
+        {"weight_sync.transport": "carrier_pigeon"},
+        ["weight_sync.transport='carrier_pigeon'", "process_group, nixl, disk"],
+    ),
     "layout of the warm start": (
         WARM_START | {"warm_start.layout.tp": "4"},
         ["warm_start.layout.tp=4", "2 key/value heads"],

@@ -444,10 +444,10 @@ async def main(start, new, trainer):
     print(json.dumps(await answer(server)), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            subprocess.Popen([sys.executable, trainer, str(rank), "2", new, folder, *"23456"])
+            subprocess.Popen([sys.executable, trainer, str(rank), "2", new, folder, *"234567"])
             for rank in range(2)
         ]
-        for transport, versions in (("process_group", (2, 3)), ("disk", (4, 5, 6))):
+        for transport, versions in (("process_group", (2, 3)), ("nixl", (4, 5)), ("disk", (6, 7))):
             meeting = Path(folder, transport + ".json")
             while not meeting.exists():
                 await asyncio.sleep(0.05)
@@ -505,7 +505,7 @@ def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -
 def test_two_expert_parallel_workers_take_updates_and_die_with_a_killed_server(moe):
     with _parallel_server(moe) as process:
         answers = (json.loads(line) for line in process.stdout if line.startswith("[["))
-        streamed, *sharded = (Completion(*next(answers)) for _ in range(3))
+        streamed, *sharded = (Completion(*next(answers)) for _ in range(4))
         family = _session(process.pid)
         memory = _shared_memory(family)
         for tracker in family:  # Ray kills an actor's children, and with them who would tidy up
@@ -513,7 +513,7 @@ def test_two_expert_parallel_workers_take_updates_and_die_with_a_killed_server(m
                 tracker.kill()
     assert moe[1].gap(_PROMPT, streamed) < 1e-4
     assert set(streamed.weight_versions) == {1}
-    for found, last in zip(sharded, (3, 6), strict=True):  # over a process group, through files
+    for found, last in zip(sharded, (3, 5, 7), strict=True):  # by each transport
         assert set(found.weight_versions) == {last}
         assert (found.token_ids, found.log_probs) == (streamed.token_ids, streamed.log_probs)
     assert len(family) >= 4

@@ -1,108 +1,49 @@
-"""Shards through files: what is in them, who waits for whom, and what is refused.
-
-Real servers take versions this way in e2e/test_rollout_server.py.
-"""
+"""Shards through files: what is in them, who waits for whom, and what is refused."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "dist_cpu"))
+sys.path.insert(0, str(Path(__file__).parent))
 
-import reshard_jobs
-import tiny_families
-import tiny_models
+import routes
 
-from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, WeightSyncConfig
-from mcore_rl.reshard.executor import LocalWeights
-from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
 from mcore_rl.weight_sync.connection import StreamError
-from mcore_rl.weight_sync.disaggregated import checkpoint_engine, endpoint_of
-from mcore_rl.weight_sync.disk import FolderEndpoint
-
-TRAINING, GENERATION = Layout(tp=2), GenerationLayout(tp=2)
-CPU = torch.device("cpu")
-
-
-class Route:
-    """Two ranks of either side in one process: on disk nobody has to be there at the same time."""
-
-    def __init__(self, checkpoint: Path, folder: Path, timeout_s: float) -> None:
-        settings = WeightSyncConfig(
-            transport="disk", bucket_bytes=16 << 10, verify="full", timeout_s=timeout_s
-        )
-        plan = RoutePlan(TRAINING, 0, GENERATION, "float32", settings)
-        reader = CheckpointReader(checkpoint)
-        training, self.served = reshard_jobs.sides(reader.config(), TRAINING, GENERATION)
-        self.read = reader.read
-        self.weights = [
-            LocalWeights(reshard_jobs.filled(training, rank, reader.read)) for rank in range(2)
-        ]
-        fields = {"path": str(folder), "timeout_s": timeout_s}
-        endpoint = endpoint_of(RoutePlan.from_dict(plan.to_dict()), fields)
-        assert endpoint == FolderEndpoint(str(folder), timeout_s)
-        self.engines = [
-            checkpoint_engine(endpoint, plan, reader.config(), rank, CPU) for rank in range(4)
-        ]
-
-    def send(self, version: int) -> None:
-        for rank, weights in enumerate(self.weights):
-            self.engines[rank].send_weights(weights, version)
-
-    def receive(self, version: int, rank: int) -> dict[str, torch.Tensor]:
-        """All parameters of a generation rank, NaN where nothing came."""
-        found = reshard_jobs.filled(self.served, rank, lambda block: torch.tensor(torch.nan))
-        for boxes in self.engines[2 + rank].receive_weights(version):
-            for box in boxes:
-                slices = tuple(
-                    slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True)
-                )
-                found[box.target][slices] = box.data
-        return found
 
 
 @pytest.fixture
-def route(tmp_path: Path) -> Iterator[Any]:
-    checkpoint = tiny_families.save_served(
-        tiny_models.build_from(tiny_families.served_config("qwen3_moe")), tmp_path / "model"
-    )
-    folder = tmp_path / "weights"
+def route(tmp_path: Path) -> Callable[..., routes.Route]:
+    """Nobody has to be there at the same time: ranks can send and receive one after the other."""
+    checkpoint, folder = routes.save_model(tmp_path / "model"), tmp_path / "weights"
     folder.mkdir()
-    return lambda timeout_s=5.0: Route(checkpoint, folder, timeout_s)
+    return lambda timeout_s=5.0: routes.Route(checkpoint, folder, "disk", timeout_s)
 
 
-def test_two_versions_arrive_whole_and_the_files_of_the_first_go_when_both_ranks_have_it(
-    route, tmp_path
-):
+def send(sides: routes.Route, version: int) -> None:
+    for rank in range(2):
+        sides.send(version, rank)
+
+
+def test_the_files_of_a_version_go_when_both_ranks_have_it_and_the_next_is_sent(route, tmp_path):
     sides = route()
     for version in (1, 2):
-        sides.send(version)
+        send(sides, version)
         for rank in range(2):
-            wanted = reshard_jobs.filled(sides.served, rank, sides.read)
-            found = sides.receive(version, rank)
-            assert found.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                torch.testing.assert_close(
-                    found[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name
-                )
+            sides.receive(version, rank)
         sent = sorted(file.name for file in (tmp_path / "weights").glob("*.safetensors"))
         assert sent == [f"version-{version}-from-{rank}.safetensors" for rank in range(2)]
 
 
 def test_the_files_hold_each_byte_that_is_missing_once(route, tmp_path):
     sides = route()
-    sides.send(1)
-    wanted = [reshard_jobs.filled(sides.served, rank, sides.read) for rank in range(2)]
+    send(sides, 1)
+    wanted = [sides.wanted(rank) for rank in range(2)]
     files = [load_file(file) for file in (tmp_path / "weights").glob("*.safetensors")]
     sent = sum(t.numel() for file in files for n, t in file.items() if not n.endswith("crc32"))
     tensors = [tensor for rank in wanted for tensor in rank.values()]
@@ -116,7 +57,7 @@ def test_a_version_that_does_not_come_is_named_with_its_file(route):
 
 def test_a_file_with_a_flipped_bit_is_refused(route, tmp_path):
     sides = route()
-    sides.send(1)
+    send(sides, 1)
     for file in (tmp_path / "weights").glob("*.safetensors"):
         held = bytearray(file.read_bytes())
         held[-1] ^= 1
@@ -128,10 +69,10 @@ def test_a_file_with_a_flipped_bit_is_refused(route, tmp_path):
 
 def test_a_version_that_a_server_has_not_taken_stands_and_stops_the_next(route, tmp_path):
     sides = route(0.1)
-    sides.send(1)
+    send(sides, 1)
     sides.receive(1, 0)
     with pytest.raises(StreamError, match="version 1 was not taken by generation rank 1"):
-        sides.send(2)
+        send(sides, 2)
     assert len(list((tmp_path / "weights").glob("version-1-*"))) == 2
 
 

@@ -1,0 +1,189 @@
+"""A CheckpointEngine over NIXL: a receiver reads its messages out of the sender's memory.
+
+NIXL takes the way that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU memory
+too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the sender
+when that is done. Checksums travel in the notification. Each rank finds in the store of a
+MeetingPoint how to reach the others. NIXL itself asks nobody for a token: it belongs into a network
+that can be trusted, as NCCL does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.models.base import HFConfig
+from mcore_rl.reshard.executor import IsChecked
+from mcore_rl.reshard.transport import Pending, Transfer, Transport
+from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
+from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.meeting import MeetingEndpoint, keys_of
+
+_POLL_S = 0.0005
+Notices = dict[tuple[int, int, int], dict[str, Any]]  # by version, peer and bucket
+
+
+class NixlEngine(CheckpointEngine):
+    """Its staging memory, twice the size of a bucket, is registered once and kept."""
+
+    def __init__(
+        self,
+        endpoint: MeetingEndpoint,
+        plan: RoutePlan,
+        model: HFConfig,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """Returns when all ranks have told how to reach them.
+
+        Raises:
+            ConfigError: NIXL is not installed, the layouts do not fit the model, or buckets are
+                too small.
+            StreamError: not all ranks came in time.
+        """
+        super().__init__(plan, model, rank, device)
+        api = nixl_api()
+        self._agent = api.nixl_agent(str(rank), api.nixl_agent_config(backends=["UCX"]))
+        self._staging = torch.empty(2 * self._half, dtype=torch.uint8, device=device)
+        self._agent.register_memory(self._staging)
+        self._used = 0  # of the staging memory, by the current version
+        self._notices: Notices = {}
+        self._timeout_s = plan.settings.timeout_s
+        try:
+            self._meet(endpoint, plan.world_size)
+        except RuntimeError as error:
+            raise StreamError(f"rank {rank} of the weights' route: {error}") from error
+
+    def _meet(self, endpoint: MeetingEndpoint, world_size: int) -> None:
+        keys = keys_of(endpoint)
+        keys.set(f"agent-{self._rank}", self._agent.get_agent_metadata())
+        for peer in range(world_size):
+            if peer != self._rank:
+                self._agent.add_remote_agent(keys.get(f"agent-{peer}"))
+
+    @contextmanager
+    def _transport(self, version: int, checked: IsChecked) -> Iterator[Transport]:
+        self._used = 0
+        for key in [key for key in self._notices if key[0] < version]:
+            del self._notices[key]
+        yield _NixlTransport(self._agent, version, self._notices, self._timeout_s)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        start, self._used = self._used, self._used + num_bytes
+        return self._staging[start : self._used]
+
+
+def nixl_api() -> Any:
+    """NIXL's Python interface. Raises ConfigError when it is not installed."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    try:
+        import nixl._api
+    except ImportError as error:
+        raise ConfigError(
+            f"weight_sync.transport='nixl': its package cannot be imported ({error}); to install "
+            "it: pip install 'mcore-rl[nixl]'"
+        ) from error
+    return nixl._api
+
+
+class _NixlTransport:
+    """Messages of one version."""
+
+    is_ordered = False
+
+    def __init__(self, agent: Any, version: int, notices: Notices, timeout_s: float) -> None:
+        """`notices` are those that have come, also of the next version: a peer may be ahead."""
+        self._agent, self._version, self._timeout_s = agent, version, timeout_s
+        self._notices = notices
+        self.sent_bytes = self.received_bytes = 0
+
+    def start(self, transfers: Sequence[Transfer]) -> Sequence[Pending]:
+        sends = (transfer for transfer in transfers if transfer.is_send)
+        for (peer, bucket), parts in itertools.groupby(sends, lambda t: (t.peer, t.bucket)):
+            self._offer(peer, bucket, list(parts))
+        return [_Transfer(self, transfer) for transfer in transfers]
+
+    def _offer(self, peer: int, bucket: int, parts: Sequence[Transfer]) -> None:
+        """Tell the receiver of a message where it can be read, and the checksums in it."""
+        [data] = (part.data for part in parts if not part.is_checksums)
+        crc32s = [part.data.view(torch.int64).tolist() for part in parts if part.is_checksums]
+        notice = {
+            "version": self._version,
+            "bucket": bucket,
+            "address": data.data_ptr(),
+            "device": max(data.get_device(), 0),
+            "crc32s": crc32s[0] if crc32s else [],
+        }
+        _finish_work_on(data.device)
+        self._agent.send_notif(str(peer), json.dumps(notice).encode())
+        self.sent_bytes += data.numel()
+
+    def wait(self, transfer: Transfer) -> None:
+        peer, bucket, data = transfer.peer, transfer.bucket, transfer.data
+        if transfer.is_send and transfer.is_checksums:  # are in the notice
+            return
+        notice = self._notice(peer, bucket)
+        if transfer.is_checksums:
+            data.copy_(torch.tensor(notice["crc32s"], dtype=torch.int64).view(torch.uint8))
+        elif not transfer.is_send:
+            self._read(peer, bucket, data, notice)
+
+    def _notice(self, peer: int, bucket: int) -> dict[str, Any]:
+        """What a peer says of a bucket: a sender that it is ready, a receiver that it was read."""
+        deadline = time.monotonic() + self._timeout_s
+        key = self._version, peer, bucket
+        while key not in self._notices:
+            for name, texts in self._agent.get_new_notifs().items():
+                for notice in map(json.loads, texts):
+                    self._notices[notice["version"], int(name), notice["bucket"]] = notice
+            if time.monotonic() > deadline:
+                others = {version for version, name, _ in self._notices if name == peer}
+                at = f"; it is at version {max(others)}" if others else ""
+                raise StreamError(
+                    f"version {self._version}, bucket {bucket}: rank {peer} of the weights' route "
+                    f"made no move for {self._timeout_s:g} s{at}"
+                )
+            time.sleep(_POLL_S)
+        return self._notices[key]
+
+    def _read(self, peer: int, bucket: int, data: torch.Tensor, notice: dict[str, Any]) -> None:
+        remote = [(notice["address"], data.numel(), notice["device"])]
+        kind = "DRAM" if data.device.type == "cpu" else "VRAM"
+        done = json.dumps({"version": self._version, "bucket": bucket}).encode()
+        _finish_work_on(data.device)  # on what the memory held before
+        agent = self._agent
+        handle = agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(data), agent.get_xfer_descs(remote, kind), str(peer), done
+        )
+        deadline = time.monotonic() + self._timeout_s
+        state = agent.transfer(handle)
+        while state == "PROC" and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            state = agent.check_xfer_state(handle)
+        handle.release()
+        if state != "DONE":
+            raise StreamError(f"reading bucket {bucket} from rank {peer} ended with {state}")
+        self.received_bytes += data.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    transport: _NixlTransport
+    transfer: Transfer
+
+    def wait(self) -> None:
+        self.transport.wait(self.transfer)
+
+
+def _finish_work_on(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
