@@ -140,7 +140,7 @@ BAD_SETTINGS = {
     ),
     "transport": (
         {"weight_sync.transport": "carrier_pigeon"},
-        ["weight_sync.transport='carrier_pigeon'", "process_group, nixl, disk"],
+        ["weight_sync.transport='carrier_pigeon'", "'process_group', 'nixl', 'disk'"],
     ),
     "layout of the warm start": (
         WARM_START | {"warm_start.layout.tp": "4"},
