@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 from hypothesis import settings
 
@@ -15,6 +16,9 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+
+# A shell's background job ignores it, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run; no deadline, since the machine may be shared.
 settings.register_profile("mcore_rl", derandomize=True, deadline=None)

@@ -7,6 +7,7 @@ what an engine's worker is for weights, with `WorkerExtension` mixed in as an en
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import traceback
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from live_bytes import LiveBytes
+
+from mcore_rl.weight_sync.announced import Announced
 
 WAIT_S = 120.0
 
@@ -29,6 +33,7 @@ class Order:
     exported: Path
     syncs: tuple[str, ...]
     servers: dict[str, bool]  # by name, whether ranks share experts; each takes part in every sync
+    is_measured: bool = False  # then lines of _measured are among the complaints, and no comparison
 
 
 def serve(
@@ -63,19 +68,37 @@ def _run(order: Order, rank: int, world: int, port: int, folder: Path) -> list[s
         for version in (1, 2):
             for name, worker in workers.items():
                 files = [folder / f"{sync}-{name}-{n}.json" for n in range(world)]
-                worker.receive_shards([_endpoint(file) for file in files], version)
+                endpoints = [_endpoint(file) for file in files]
+                if order.is_measured:
+                    complaints.append(_measured(order, worker, endpoints, version))
+                else:
+                    worker.receive_shards(endpoints, version)
                 if error := worker.weight_error():
                     complaints.append(f"{sync}-{name}, version {version}, rank {rank}: {error}")
         for name, worker in workers.items():
             states[sync, name] = {n: tensor.clone() for n, tensor in _tensors(worker).items()}
     complaints += [f"modules: {order.path.name}, {n} at a time" for n in most_begun if n != 1]
     complaints += [] if most_begun else [f"modules: {order.path.name}, none was watched"]
-    for name, ep in order.servers.items():
+    for name, ep in () if order.is_measured else order.servers.items():
         wanted = _tensors(_worker(order.exported, ep, *at))
         for sync in order.syncs:
             about = f"{sync}-{name}, rank {rank}"
             complaints += [f"{about}: {line}" for line in _differences(states[sync, name], wanted)]
     return complaints
+
+
+def _measured(order: Order, worker: Any, endpoints: list[tuple[Any, ...]], version: int) -> str:
+    """An update, and a line of JSON: bytes at its peak, and of its largest module's parameters."""
+    sizes: dict[str, int] = {}
+    for name, (shape, dtype) in Announced.from_json(worker.weight_layout()).parameters.items():
+        module = name.rpartition(".")[0]
+        itemsize = getattr(torch, dtype).itemsize
+        sizes[module] = sizes.get(module, 0) + math.prod(shape) * itemsize
+    with LiveBytes() as memory:
+        worker.receive_shards(endpoints, version)
+    assert not worker.weight_error(), worker.weight_error()
+    found = {"model": order.path.name, "peak": memory.peak, "module": max(sizes.values())}
+    return "memory:" + json.dumps(found)
 
 
 def _watch_modules() -> list[int]:

@@ -5,6 +5,7 @@ Training layouts of two ranks, each into vLLM on one worker, on two, and on two 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import socket
 from dataclasses import replace
@@ -55,12 +56,16 @@ CASES = [
 ]
 
 
-def saved(family: str, folder: Path) -> Path:
+MEASURED = {"qwen3_moe": (1, 8), "deepseek_v3": (2, 16)}  # layers
+
+
+def saved(family: str, path: Path, num_layers: int = 4) -> Path:
+    """Of four layers: two stages of two chunks each."""
     config = tiny_families.served_config(family)
-    config.num_hidden_layers = 4  # two stages of two chunks each
+    config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * 4
-    return tiny_families.save_served(tiny_models.build_from(config), folder / family)
+        config.layer_types = config.layer_types[:1] * num_layers
+    return tiny_families.save_served(tiny_models.build_from(config), path)
 
 
 def free_port() -> int:
@@ -76,7 +81,7 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     orders: dict[int, list[served_ranks.Order]] = {1: [], 2: []}
     two: dict[str, Any] = {}
     for family in FAMILIES:
-        path, exported = saved(family, folder), folder / f"{family}-new"
+        path, exported = saved(family, folder / family), folder / f"{family}-new"
         servers = {name: SERVERS[name] for name in servers_of(family)}
         for name in layouts_of(family):
             spec = replace(ranks.engine_spec(path, LAYOUTS[name]), total_steps=0)
@@ -86,6 +91,14 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         for world, of_world in orders.items():
             ep = {n: s.ep > 1 for n, s in servers.items() if s.world_size == world}
             of_world.append(served_ranks.Order(path, exported, syncs, ep))
+    for family, num_layers in ((f, n) for f, depths in MEASURED.items() for n in depths):
+        key = f"{family}-{num_layers}"
+        path = saved(family, folder / key, num_layers)
+        spec = replace(ranks.engine_spec(path, LAYOUTS["tp2"]), total_steps=0)
+        one = {"1": SERVERS["1"]}
+        two[key] = ranks.job(sync_jobs.serve_syncs, spec, one, key, folder, path)
+        order = served_ranks.Order(path, path, (key,), {"1": False}, is_measured=True)
+        orders[1].append(order)
     workers = [_start(world, folder, orders[world]) for world in (1, 2)]
     try:
         ranks.spawn(2, two)
@@ -125,3 +138,18 @@ def test_every_parameter_is_that_of_a_model_loaded_from_the_export(
 
 def test_one_module_is_in_memory_twice_at_any_time(complaints):
     assert [line for line in complaints if line.startswith("modules:")] == []
+
+
+@pytest.mark.parametrize("family", MEASURED)
+def test_memory_of_an_update_is_that_of_one_module_at_every_depth(complaints, family):
+    """Besides the two buckets, which are the trainer's."""
+    lines = [line.partition(":")[2] for line in complaints if line.startswith("memory:")]
+    found = [json.loads(line) for line in lines]
+    shallow, deep = (
+        [one for one in found if one["model"] == f"{family}-{num_layers}"]
+        for num_layers in MEASURED[family]
+    )
+    assert len(shallow) == len(deep) == 2  # versions
+    assert {one["peak"] for one in shallow} == {one["peak"] for one in deep}
+    # The experts of a layer: raw, packed (40 columns become 64), and a copy on the way.
+    assert all(one["module"] < one["peak"] < 4 * one["module"] for one in deep)
