@@ -56,7 +56,7 @@ CASES = [
 ]
 
 
-MEASURED = {"qwen3_moe": (1, 8), "deepseek_v3": (2, 16)}  # layers
+MEASURED = {"qwen3_moe": (1, 8)}  # layers
 
 
 def saved(family: str, path: Path, num_layers: int = 4) -> Path:
