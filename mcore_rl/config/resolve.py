@@ -16,7 +16,7 @@ from mcore_rl.config.resolve_engine import (
     resolve_optimizer,
     resolve_schedule,
 )
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig, WeightSyncConfig
 
 DTYPES = ("float32", "bfloat16")
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
@@ -92,9 +92,15 @@ def _resolve_weight_sync(config: RLConfig) -> None:
         raise ConfigError(
             f"weight_sync.bucket_bytes={bucket_bytes}; allowed: multiples of 32, at least one"
         )
+    method, transport = config.weight_sync.method, config.weight_sync.transport
+    if method != "disaggregated" and transport != WeightSyncConfig.transport:
+        raise ConfigError(
+            f"weight_sync.transport={transport!r} has no part in weight_sync.method={method!r}; "
+            "allowed: weight_sync.method='disaggregated'"
+        )
     num_workers = config.rollout.num_servers * config.rollout.tp
     num_ranks = config.actor.layout.world_size
-    if config.weight_sync.method == "colocated" and num_workers > num_ranks:
+    if method == "colocated" and num_workers > num_ranks:
         raise ConfigError(
             f"weight_sync.method='colocated': rollout.num_servers * rollout.tp = {num_workers} "
             f"workers of servers share the devices of actor.layout's {num_ranks} ranks; allowed: "

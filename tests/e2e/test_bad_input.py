@@ -142,6 +142,10 @@ BAD_SETTINGS = {
         {"weight_sync.transport": "carrier_pigeon"},
         ["weight_sync.transport='carrier_pigeon'", "'process_group', 'nixl', 'disk'"],
     ),
+    "transport of another method": (
+        {"weight_sync.transport": "disk"},
+        ["weight_sync.transport='disk'", "weight_sync.method='disaggregated'"],
+    ),
     "layout of the warm start": (
         WARM_START | {"warm_start.layout.tp": "4"},
         ["warm_start.layout.tp=4", "2 key/value heads"],
