@@ -44,7 +44,7 @@ if [ $# -gt 0 ]; then
     python -m pytest "$@"
     record 'pytest' $? "$start"
 else
-    # Jobs and servers wait for a third of their time, so the other tests run beside them.
+    # One run at a time leaves about a third of two cores idle.
     jobs_log=$(mktemp)
     python -m pytest tests/e2e >"$jobs_log" 2>&1 &
     jobs=$!

@@ -200,9 +200,8 @@ def _gloo_devices() -> list[Any]:
 class _SharedGloo(_Gloo):
     """A group of gloo on the device that all groups of this process share.
 
-    By itself each group makes its own, with a thread that wakes up a hundred times a second, and
-    Megatron makes some 25 groups: four ranks in four layouts took a fifth of a core while they
-    waited.
+    By itself each group makes its own, with a thread that polls, and Megatron makes a few dozen
+    groups: seven ranks that waited took a fifth of a core.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
