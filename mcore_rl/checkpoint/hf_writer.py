@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from isal import isal_zlib
 
 from mcore_rl.checkpoint.hf import INDEX_FILE
 from mcore_rl.checkpoint.integrity import CRC32_KEY, spell_checksums
-from mcore_rl.checkpoint.safetensors_file import DTYPES, LENGTH_BYTES, Entry, bytes_of
+from mcore_rl.checkpoint.safetensors_file import (
+    DTYPES,
+    LENGTH_BYTES,
+    WRITE_BYTES,
+    Entry,
+    bytes_of,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -26,7 +32,6 @@ _COMPANIONS = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
-_PIECE_BYTES = 1 << 20  # summed up, then written while the processor's cache still holds it
 _ALIGNMENT = 8  # of the first tensor in a file
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -169,9 +174,9 @@ def _write(fd: int, memory: memoryview, offset: int) -> int:
     """Bytes to a place in a file; their CRC32."""
     crc32, done = 0, 0
     while done < len(memory):
-        piece = memory[done : done + _PIECE_BYTES]
+        piece = memory[done : done + WRITE_BYTES]
         count = os.pwrite(fd, piece, offset + done)
-        crc32 = zlib.crc32(piece[:count], crc32)
+        crc32 = isal_zlib.crc32(piece[:count], crc32)
         done += count
     return crc32
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
 
 from mcore_rl.checkpoint.integrity import CRC32_KEY, parse_checksums
@@ -41,6 +41,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
+# Written at a time, while the processor's cache holds it. For larger pieces the kernel takes large
+# blocks of memory, which a virtual machine's host may first have to give back: 5 times slower.
+WRITE_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 20  # read, then summed up while the processor's cache still holds it
 _ROWS_BYTES = 16 << 20  # of whole rows in memory, of which a box needs some columns
 
@@ -177,7 +180,7 @@ class SafetensorsFile:
             if not count:
                 raise ConfigError(f"{self.path} ends before the tensors that its header names do")
             if summed:
-                crc32 = zlib.crc32(piece[:count], crc32)
+                crc32 = isal_zlib.crc32(piece[:count], crc32)
             done += count
         return crc32
 

@@ -10,7 +10,6 @@ import pickle
 import re
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 import torch
+from isal import isal_zlib
 
 from mcore_rl.checkpoint import torch_item
 from mcore_rl.checkpoint.torch_dist_metadata import (
@@ -206,7 +206,7 @@ def _loaded_tensor(item: _Item) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"it is a {type(tensor).__name__}, not a tensor")
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    if zlib.crc32(storage.numpy().data) != data[0].CRC:
+    if isal_zlib.crc32(storage.numpy().data) != data[0].CRC:
         raise ValueError("its checksum differs")
     return tensor.detach()
 

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_rl.checkpoint import torch_item
+from mcore_rl.checkpoint.safetensors_file import WRITE_BYTES
 from mcore_rl.checkpoint.torch_dist import COMMON_FILE
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND, BACKEND_FILE, METADATA_FILE
 
@@ -52,6 +53,23 @@ class Record:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
+class _File(io.FileIO):
+    """Writes all that it is given, piece by piece."""
+
+    def write(self, data: Any) -> int:
+        return self.append(data)
+
+    def append(self, *parts: Any) -> int:
+        """Several parts at once, one behind the other."""
+        nbytes = 0
+        for part in parts:
+            memory = memoryview(part).cast("B")
+            nbytes += len(memory)
+            while memory:
+                memory = memory[os.write(self.fileno(), memory[:WRITE_BYTES]) :]
+        return nbytes
+
+
 class DistFile:
     """A new `.distcp` file, written aside; leaving the context without an error names it.
 
@@ -65,7 +83,7 @@ class DistFile:
         self._aside = self.path.with_name(f".{self.path.name}.partial")
 
     def __enter__(self) -> Self:
-        self._file = self._aside.open("wb")
+        self._file = _File(self._aside, "wb")
         if self._reserved_bytes:
             try:
                 os.posix_fallocate(self._file.fileno(), 0, self._reserved_bytes)
@@ -95,7 +113,7 @@ class DistFile:
         tensor = tensor.detach().cpu().contiguous()
         start = self._file.tell()
         if torch_item.is_framed(tensor.dtype, tensor.nbytes):
-            torch_item.write_item(self._file, tensor)
+            self._file.append(*torch_item.item_of(tensor))
         else:
             self._save(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -115,7 +133,7 @@ class DistFile:
     def add_object(self, key: str, data: bytes) -> None:
         """Append an object, as the bytes that torch.save makes of it."""
         start = self._file.tell()
-        self._file.write(data)
+        self._file.append(data)
         self._record(key, start, (), None, (), ())
 
     def _record(

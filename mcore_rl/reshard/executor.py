@@ -7,14 +7,13 @@ once. It needs no collective. While a bucket is with its consumer, the next one 
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from isal import isal_zlib
 
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.buckets import ALIGNMENT, Landing, Message, Part, Round, Step
@@ -200,17 +199,15 @@ class Exchange:
             parts = list(group)
             is_formed = name in weights.formed
             tensor = weights.formed[name]() if is_formed else weights.stored[name]
-            with plain_torch():
-                pairs = self._pairs(tensor, parts, memory)
-                for part, (source, target) in zip(parts, pairs, strict=True):
-                    if is_checked(part.target):
-                        checksums.append(crc32_of(source, target.dtype))
-                if is_formed:
-                    ops.copy_boxes(pairs)
-                else:
-                    stored += pairs
-        with plain_torch():
-            ops.copy_boxes(stored)
+            pairs = self._pairs(tensor, parts, memory)
+            for part, (source, target) in zip(parts, pairs, strict=True):
+                if is_checked(part.target):
+                    checksums.append(crc32_of(source, target.dtype))
+            if is_formed:
+                ops.copy_boxes(pairs)
+            else:
+                stored += pairs
+        ops.copy_boxes(stored)
         return checksums
 
     def _pairs(
@@ -233,16 +230,7 @@ def crc32_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Of the elements in `dtype`, row by row; in memory besides, a copy of them."""
     flat = tensor.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8)
     memory: Any = flat.cpu().numpy()
-    return zlib.crc32(memory)
-
-
-def plain_torch() -> AbstractContextManager[None]:
-    """Without torch function modes, which look at each of the thousands of views of an exchange.
-
-    On the CPU the engine has one that lets "cuda" mean the CPU: three quarters of a rank's time.
-    """
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return context
+    return isal_zlib.crc32(memory)
 
 
 class _Outbox:

@@ -17,7 +17,7 @@ from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Exchange, LocalWeights, plain_torch
+from mcore_rl.reshard.executor import Exchange, LocalWeights
 from mcore_rl.reshard.layout import GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
 from mcore_rl.reshard.planner import Demand, Side
@@ -56,11 +56,10 @@ class PlannedExchange:
 
     def run(self, weights: Parameters, parameters: Parameters) -> None:
         for bucket in self._exchange.run(LocalWeights(weights), _allocate):
-            with plain_torch():
-                ops.copy_boxes(
-                    (box.data, _box(parameters[box.target], box.offset, box.data.shape))
-                    for box in bucket
-                )
+            ops.copy_boxes(
+                (box.data, _box(parameters[box.target], box.offset, box.data.shape))
+                for box in bucket
+            )
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:

@@ -11,12 +11,12 @@ import math
 import secrets
 import socket
 import time
-import zlib
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from isal import isal_zlib
 
 from mcore_rl.weight_sync.connection import (
     Connection,
@@ -168,7 +168,7 @@ def _tensor_frame(name: str, tensor: torch.Tensor) -> tuple[dict[str, Any], memo
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
         "nbytes": body.nbytes,
-        "crc32": zlib.crc32(body),
+        "crc32": isal_zlib.crc32(body),
     }
     return header, body
 
@@ -183,6 +183,6 @@ def _read_tensor(connection: Connection, header: dict[str, Any]) -> torch.Tensor
     raw = torch.empty(nbytes, dtype=torch.uint8)
     body = raw.numpy().data
     connection.read_into(body, f"in the middle of {name}")
-    if zlib.crc32(body) != header["crc32"]:
+    if isal_zlib.crc32(body) != header["crc32"]:
         raise StreamError(f"{name}: the checksum does not match, the bytes were damaged on the way")
     return raw.view(dtype).reshape(shape)

@@ -41,7 +41,7 @@ def engine_spec(path: Path, layout: Layout, dtype: str = "float32") -> EngineSpe
     settings = EngineConfig(
         layout=layout,
         optimizer=OptimizerConfig(lr=1e-3, beta2=0.98, weight_decay=0.01, warmup_steps=2),
-        max_tokens_per_micro_batch=96,  # several micro-batches
+        max_tokens_per_micro_batch=132,  # two micro-batches of the whole batch, and of half of it
         logprob_chunk_bytes=32 << 10,
     )
     model = ModelConfig(path=str(path), dtype=dtype)

@@ -1,7 +1,8 @@
-"""vLLM workers without an engine, several models after another in the same processes.
+"""vLLM engines for several models after another in the same processes, one rank in each.
 
-Starting an engine for each of the models and layouts of a test would take many minutes. Here is
-what an engine's worker is for weights, with `WorkerExtension` mixed in as an engine does it.
+Starting processes for each of the models and layouts of a test would take many minutes. Here every
+rank has an engine around its own worker, and all engines decide alike, as under vLLM's
+`external_launcher`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from live_bytes import LiveBytes
 
 from mcore_rl.weight_sync.announced import Announced
 
+if TYPE_CHECKING:
+    from mcore_rl.rollout.vllm_worker import ServerName
+
 WAIT_S = 120.0
+PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 30]]
 
 
 @dataclass(frozen=True)
@@ -33,19 +38,58 @@ class Order:
     exported: Path
     syncs: tuple[str, ...]
     servers: dict[str, bool]  # by name, whether ranks share experts; each takes part in every sync
-    is_measured: bool = False  # then lines of _measured are among the complaints, and no comparison
+    is_measured: bool = False  # then the memory of each update is told, and nothing is compared
+
+
+Tokens = list[list[int]]  # by prompt
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a server generates."""
+
+    before: Tokens  # with the weights it started with
+    after: Tokens  # with those of the last version of a sync
+    exported: Tokens  # as a server that was started with the export of that version
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of an update, and of the largest module's parameters as they arrive."""
+
+    model: str
+    peak: int
+    module: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has to say."""
+
+    complaints: list[str] = field(default_factory=list)  # there should be none
+    answers: dict[str, Answers] = field(default_factory=dict)  # by "sync-server"
+    memory: list[Memory] = field(default_factory=list)
 
 
 def serve(
-    rank: int, world: int, port: int, folder: Path, orders: Sequence[Order], pipe: Connection
+    rank: int,
+    world: int,
+    port: int,
+    name: ServerName,
+    folder: Path,
+    orders: Sequence[Order],
+    pipe: Connection,
 ) -> None:
-    """The body of a process: sends a list of complaints, which should be empty."""
+    """The body of a process: sends a Report. `name` has made it a worker's as it was unpickled."""
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets that outlive a killed process
+    report = Report()
     try:
         _inspect_models_here()
-        pipe.send([line for order in orders for line in _run(order, rank, world, port, folder)])
+        for order in orders:
+            _Rank(rank, world, port, name, folder, report).run(order)
     except BaseException:  # noqa: BLE001 (told to the test)
-        pipe.send([f"vLLM rank {rank} of {world}: {traceback.format_exc()}"])
+        report.complaints.append(f"vLLM rank {rank} of {world}: {traceback.format_exc()}")
+    pipe.send(report)
 
 
 def _inspect_models_here() -> None:
@@ -59,46 +103,113 @@ def _inspect_models_here() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
-def _run(order: Order, rank: int, world: int, port: int, folder: Path) -> list[str]:
-    at = (rank, world, port)
-    most_begun = _watch_modules()
-    workers = {name: _worker(order.path, ep, *at) for name, ep in order.servers.items()}
-    complaints, states = [], {}
-    for sync in order.syncs:
-        for version in (1, 2):
-            for name, worker in workers.items():
-                files = [folder / f"{sync}-{name}-{n}.json" for n in range(world)]
-                endpoints = [_endpoint(file) for file in files]
-                if order.is_measured:
-                    complaints.append(_measured(order, worker, endpoints, version))
-                else:
-                    worker.receive_shards(endpoints, version)
-                if error := worker.weight_error():
-                    complaints.append(f"{sync}-{name}, version {version}, rank {rank}: {error}")
-        for name, worker in workers.items():
-            states[sync, name] = {n: tensor.clone() for n, tensor in _tensors(worker).items()}
-    complaints += [f"modules: {order.path.name}, {n} at a time" for n in most_begun if n != 1]
-    complaints += [] if most_begun else [f"modules: {order.path.name}, none was watched"]
-    for name, ep in () if order.is_measured else order.servers.items():
-        wanted = _tensors(_worker(order.exported, ep, *at))
+_SERVERS: list[Any] = []  # one that ends takes the process groups of all along
+
+
+@dataclass(frozen=True)
+class _Rank:
+    rank: int
+    world: int
+    port: int
+    name: ServerName
+    folder: Path
+    report: Report
+
+    def run(self, order: Order) -> None:
+        most_begun = _watch_modules()
+        servers = {name: self._server(order.path, ep) for name, ep in order.servers.items()}
+        before = {name: _generated(server) for name, server in servers.items()}
+        after: dict[str, tuple[dict[str, torch.Tensor], Tokens]] = {}
         for sync in order.syncs:
-            about = f"{sync}-{name}, rank {rank}"
-            complaints += [f"{about}: {line}" for line in _differences(states[sync, name], wanted)]
-    return complaints
+            for version in (1, 2):
+                for name, server in servers.items():
+                    self._update(order, sync, name, _worker(server), version)
+            for name, server in servers.items():
+                state = {n: tensor.clone() for n, tensor in _tensors(_worker(server)).items()}
+                after[f"{sync}-{name}"] = state, _generated(server)
+        if set(most_begun) != {1}:
+            self.report.complaints.append(f"modules: {order.path.name}, {most_begun} at a time")
+        if not order.is_measured:
+            for name, ep in order.servers.items():
+                exported = self._server(order.exported, ep)
+                wanted, tokens = _tensors(_worker(exported)), _generated(exported)
+                for key in (f"{sync}-{name}" for sync in order.syncs):
+                    state, found = after[key]
+                    lines = [f"{key}, rank {self.rank}: {d}" for d in _differences(state, wanted)]
+                    self.report.complaints.extend(lines)
+                    self.report.answers[key] = Answers(before[name], found, tokens)
+
+    def _update(self, order: Order, sync: str, name: str, worker: Any, version: int) -> None:
+        files = [self.folder / f"{sync}-{name}-{rank}.json" for rank in range(self.world)]
+        endpoints = [_endpoint(file) for file in files]
+        with LiveBytes() as memory:
+            worker.receive_shards(endpoints, version)
+        if order.is_measured:
+            module = _largest_module_bytes(worker)
+            self.report.memory.append(Memory(order.path.name, memory.peak, module))
+        if error := worker.weight_error():
+            about = f"{sync}-{name}, version {version}, rank {self.rank}"
+            self.report.complaints.append(f"{about}: {error}")
+
+    def _server(self, path: Path, ep: bool) -> Any:
+        from mcore_rl.config.schema import RolloutConfig
+        from mcore_rl.rollout import vllm_server
+
+        os.environ |= vllm_server._QUIET
+        from vllm import LLM
+        from vllm.distributed.parallel_state import destroy_model_parallel
+        from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+        from mcore_rl.rollout import vllm_worker
+
+        meeting = (f"tcp://127.0.0.1:{self.port}", self.rank, self.rank)
+
+        class OneRank(ExecutorWithExternalLauncher):
+            def _distributed_args(self) -> tuple[str, int, int]:
+                return meeting
+
+        cores = "|".join("nobind" for _ in range(self.world))
+        rollout = RolloutConfig(tp=self.world, ep=ep, cores=cores)
+        arguments = vllm_worker.lane_arguments(rollout, self.name, 64, eager=True)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        destroy_model_parallel()  # a model without experts has one group less
+        server = LLM(
+            model=str(path),
+            dtype="float32",
+            max_model_len=64,
+            kv_cache_memory_bytes=1 << 20,
+            tensor_parallel_size=self.world,
+            enable_expert_parallel=ep,
+            distributed_executor_backend=OneRank,
+            skip_tokenizer_init=True,
+            **arguments,
+        )
+        _SERVERS.append(server)
+        return server
 
 
-def _measured(order: Order, worker: Any, endpoints: list[tuple[Any, ...]], version: int) -> str:
-    """An update, and a line of JSON: bytes at its peak, and of its largest module's parameters."""
+def _worker(server: Any) -> Any:
+    return server.llm_engine.model_executor.driver_worker.worker
+
+
+def _generated(server: Any) -> Tokens:
+    """The most likely continuations, of weights that may have changed."""
+    from vllm import SamplingParams
+
+    server.reset_prefix_cache()
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    parameters = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
+    found = server.generate(prompts, parameters, use_tqdm=False)
+    return [list(request.outputs[0].token_ids) for request in found]
+
+
+def _largest_module_bytes(worker: Any) -> int:
     sizes: dict[str, int] = {}
     for name, (shape, dtype) in Announced.from_json(worker.weight_layout()).parameters.items():
         module = name.rpartition(".")[0]
         itemsize = getattr(torch, dtype).itemsize
         sizes[module] = sizes.get(module, 0) + math.prod(shape) * itemsize
-    with LiveBytes() as memory:
-        worker.receive_shards(endpoints, version)
-    assert not worker.weight_error(), worker.weight_error()
-    found = {"model": order.path.name, "peak": memory.peak, "module": max(sizes.values())}
-    return "memory:" + json.dumps(found)
+    return max(sizes.values())
 
 
 def _watch_modules() -> list[int]:
@@ -153,46 +264,3 @@ def _endpoint(file: Path) -> tuple[Any, ...]:
             raise TimeoutError(f"{file.name} did not come")
         time.sleep(0.01)
     return tuple(json.loads(file.read_text()))
-
-
-def _worker(path: Path, ep: bool, rank: int, world: int, port: int) -> Any:
-    from mcore_rl.config.schema import RolloutConfig
-    from mcore_rl.rollout import vllm_server
-
-    os.environ |= vllm_server._QUIET
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.parallel_state import destroy_model_parallel
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    from mcore_rl.rollout import vllm_worker
-
-    cores = "|".join("nobind" for _ in range(world))
-    rollout = RolloutConfig(tp=world, ep=ep, cores=cores)
-    name = vllm_worker.ServerName.new()
-    arguments = vllm_worker.lane_arguments(rollout, name, 64, eager=True)
-    config = EngineArgs(
-        model=str(path),
-        dtype="float32",
-        max_model_len=64,
-        kv_cache_memory_bytes=1 << 20,
-        tensor_parallel_size=world,
-        enable_expert_parallel=ep,
-        distributed_executor_backend="mp" if world > 1 else "uni",
-        skip_tokenizer_init=True,
-        **arguments,
-    ).create_engine_config()
-    destroy_model_parallel()
-    wrapper = WorkerWrapperBase(rpc_rank=rank)
-    fields = {
-        "vllm_config": config,
-        "local_rank": rank,
-        "rank": rank,
-        "distributed_init_method": f"tcp://127.0.0.1:{port}",
-        "is_driver_worker": rank == 0,
-    }
-    with set_current_vllm_config(config):
-        wrapper.init_worker([fields] * world)
-        wrapper.worker.init_device()
-        wrapper.worker.load_model()
-    return wrapper.worker

@@ -20,7 +20,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch, Jagged
 
 COEF, RATE = 0.5, 0.01
-MICRO = {"moe.aux_loss_coef": COEF}
+MICRO = {"moe.aux_loss_coef": COEF, "max_tokens_per_micro_batch": 96}  # some packs are padded
 GLOBAL = {**MICRO, "moe.aux_loss": "global_aux_loss"}
 BIAS = {"moe.bias_update_rate": RATE}
 FULL = {"recompute.granularity": "full"}

@@ -5,7 +5,6 @@ Training layouts of two ranks, each into vLLM on one worker, on two, and on two 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import socket
 from dataclasses import replace
@@ -21,6 +20,7 @@ import tiny_models
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.rollout import vllm_worker
 
 LAYOUTS = {
     "tp2": Layout(tp=2),
@@ -76,7 +76,8 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[served_ranks.Report]:
+    """Of every rank of both worlds."""
     folder = tmp_path_factory.mktemp("syncs")
     orders: dict[int, list[served_ranks.Order]] = {1: [], 2: []}
     two: dict[str, Any] = {}
@@ -99,32 +100,43 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         two[key] = ranks.job(sync_jobs.serve_syncs, spec, one, key, folder, path)
         order = served_ranks.Order(path, path, (key,), {"1": False}, is_measured=True)
         orders[1].append(order)
-    workers = [_start(world, folder, orders[world]) for world in (1, 2)]
+    names = {world: vllm_worker.ServerName.new() for world in orders}
+    workers = [_start(world, name, folder, orders[world]) for world, name in names.items()]
+    pipes = [pipe for _, found in workers for pipe in found]
     try:
         ranks.spawn(2, two)
-        pipes = [pipe for _, found in workers for pipe in found]
         assert all(pipe.poll(served_ranks.WAIT_S) for pipe in pipes)
-        return [line for pipe in pipes for line in pipe.recv()]
+        return [pipe.recv() for pipe in pipes]
+    except AssertionError as error:  # trainers wait in vain for a server that has failed
+        said = [line for pipe in pipes if pipe.poll() for line in pipe.recv().complaints]
+        raise AssertionError("\n".join(said)) from error
     finally:
         for processes, _ in workers:
             for process in processes:
                 process.kill()
                 process.join()
+        for name in names.values():
+            vllm_worker.remove_shared_memory(name)
 
 
 def _start(
-    world: int, folder: Path, orders: list[served_ranks.Order]
+    world: int, name: vllm_worker.ServerName, folder: Path, orders: list[served_ranks.Order]
 ) -> tuple[list[Any], list[Any]]:
     context, port = multiprocessing.get_context("spawn"), free_port()
     processes, pipes = [], []
     for rank in range(world):
         mine, theirs = context.Pipe()
-        arguments = (rank, world, port, folder, orders, theirs)
+        arguments = (rank, world, port, name, folder, orders, theirs)
         process = context.Process(target=served_ranks.serve, args=arguments)
         process.start()
         processes.append(process)
         pipes.append(mine)
     return processes, pipes
+
+
+@pytest.fixture(scope="module")
+def complaints(reports: list[served_ranks.Report]) -> list[str]:
+    return [line for report in reports for line in report.complaints]
 
 
 @pytest.mark.parametrize(("family", "layout", "server"), CASES)
@@ -136,20 +148,31 @@ def test_every_parameter_is_that_of_a_model_loaded_from_the_export(
     assert [line for line in complaints if line.startswith("vLLM rank")] == []
 
 
+@pytest.mark.parametrize(("family", "layout", "server"), CASES)
+def test_it_generates_token_for_token_what_a_server_started_from_the_export_does(
+    reports, family, layout, server
+):
+    key = f"{family}-{layout}-{server}"
+    by_rank = [report.answers[key] for report in reports if key in report.answers]
+    assert len(by_rank) == SERVERS[server].world_size
+    for answers in by_rank:
+        assert answers.after == answers.exported
+        assert answers.after != answers.before
+
+
 def test_one_module_is_in_memory_twice_at_any_time(complaints):
     assert [line for line in complaints if line.startswith("modules:")] == []
 
 
 @pytest.mark.parametrize("family", MEASURED)
-def test_memory_of_an_update_is_that_of_one_module_at_every_depth(complaints, family):
+def test_memory_of_an_update_is_that_of_one_module_at_every_depth(reports, family):
     """Besides the two buckets, which are the trainer's."""
-    lines = [line.partition(":")[2] for line in complaints if line.startswith("memory:")]
-    found = [json.loads(line) for line in lines]
+    found = [memory for report in reports for memory in report.memory]
     shallow, deep = (
-        [one for one in found if one["model"] == f"{family}-{num_layers}"]
+        [memory for memory in found if memory.model == f"{family}-{num_layers}"]
         for num_layers in MEASURED[family]
     )
     assert len(shallow) == len(deep) == 2  # versions
-    assert {one["peak"] for one in shallow} == {one["peak"] for one in deep}
+    assert {memory.peak for memory in shallow} == {memory.peak for memory in deep}
     # As it came, what vLLM makes of it (packs are padded, much at this size), and temporaries.
-    assert all(one["module"] < one["peak"] < 4 * one["module"] for one in deep)
+    assert all(memory.module < memory.peak < 4 * memory.module for memory in deep)

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.processes import environ, lives, shared_memory
+
 MARKER = "MCORE_RL_SESSION"  # in the environment of what a job starts
 # Torch keeps what it compiles for the next run; jobs share the usual place for it.
 COMPILED = str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
@@ -66,7 +68,7 @@ class Job:
     def left(self) -> list[str]:
         """What the job has left: processes, shared memory, files half-written or temporary."""
         with_marker = {p for p in psutil.process_iter() if _marker(p) in self._markers - {""}}
-        found = [f"process {p}" for p in set(self.processes) | with_marker if _lives(p)]
+        found = [f"process {p}" for p in set(self.processes) | with_marker if lives(p)]
         found += [str(file) for file in set(self.shared_memory) if file.exists()]
         found += [str(file) for file in self.temp.iterdir()]
         aside = [
@@ -77,7 +79,7 @@ class Job:
 
     def rank(self, number: int) -> psutil.Process:
         """A process of this rank that lives now."""
-        return next(p for p in set(self.processes) if _environ(p).get("RANK") == str(number))
+        return next(p for p in set(self.processes) if environ(p).get("RANK") == str(number))
 
     def close(self) -> None:
         self._done.set()
@@ -97,7 +99,7 @@ class Job:
                 children = root.children(recursive=True)
                 self.processes.update(children)
                 self._markers.update(map(_marker, children))
-                self.shared_memory.update(*map(_shared_memory, children))
+                self.shared_memory.update(*map(shared_memory, children))
 
 
 def _heed_interrupts() -> None:
@@ -105,30 +107,8 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _environ(process: psutil.Process) -> dict[str, str]:
-    """The environment it was started with; empty for one that has ended."""
-    with contextlib.suppress(psutil.Error, OSError):
-        return process.environ()
-    return {}
-
-
 def _marker(process: psutil.Process) -> str:
-    return _environ(process).get(MARKER, "")
-
-
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _shared_memory(process: psutil.Process) -> set[Path]:
-    """By inode: a semaphore is mapped under a temporary name before it gets its own."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        inodes = {int(line.split(None, 5)[4]) for line in lines if " /dev/shm/" in line}
-        return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in inodes}
-    return set()
+    return environ(process).get(MARKER, "")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 
-import pytest
 from safetensors import safe_open
 
 STEPS = ("trainer.num_steps=1000", "trainer.prompts_per_step=16", "trainer.eval_samples=16")
@@ -53,38 +52,42 @@ def assert_whole(job) -> None:
         safe_open(file, framework="np")  # checks the length
 
 
-@pytest.mark.parametrize(
-    ("settings", "has_come", "number", "word"),
-    [
-        (WARM_START, is_warm_starting, signal.SIGINT, "interrupted"),
-        (TRAINING, is_training, signal.SIGTERM, "terminated"),
-    ],
-    ids=["warm start", "training"],
-)
-def test_a_job_that_is_ended_leaves_nothing(start_job, settings, has_come, number, word):
-    """Two jobs side by side: SIGKILL for one, then a signal that can be handled for the other."""
-    killed, ended = start_job(*settings), start_job(*settings)
-    for job in (killed, ended):
-        job.wait_until(lambda job=job: has_come(job), "the first step")
-        assert len(job.processes) > 8
-        interrupt_an_export(job)
+def brought_to(job, has_come) -> None:
+    job.wait_until(lambda: has_come(job), "the first step")
+    assert len(job.processes) > 8
+    interrupt_an_export(job)
 
+
+def assert_leaves_nothing(job, number, word) -> None:
+    """At a signal that can be handled."""
+    steps = len(metrics(job))
+    job.wait_until(lambda: len(metrics(job)) > steps, "another step")
+    if number == signal.SIGINT:  # Ctrl-C, which reaches whatever is in the foreground
+        os.killpg(job.process.pid, number)
+    else:
+        job.process.send_signal(number)
+    assert job.process.wait() == 128 + number
+    assert job.left() == []
+    assert_whole(job)
+    assert job.stderr == f"mcore-rl rl: {word}\n"
+    assert list(job.output.glob("logs/worker-*.err"))
+
+
+def test_a_warm_start_that_is_interrupted_leaves_nothing(start_job):
+    job = start_job(*WARM_START)
+    brought_to(job, is_warm_starting)
+    assert_leaves_nothing(job, signal.SIGINT, "interrupted")
+
+
+def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_ended_one(start_job):
+    killed, ended = start_job(*TRAINING), start_job(*TRAINING)
+    for job in (killed, ended):
+        brought_to(job, is_training)
     killed.process.kill()
     assert killed.process.wait() == -signal.SIGKILL
     assert_gone_soon(killed)
     assert_whole(killed)
-
-    steps = len(metrics(ended))
-    ended.wait_until(lambda: len(metrics(ended)) > steps, "another step")
-    if number == signal.SIGINT:  # Ctrl-C, which reaches whatever is in the foreground
-        os.killpg(ended.process.pid, number)
-    else:
-        ended.process.send_signal(number)
-    assert ended.process.wait() == 128 + number
-    assert ended.left() == []
-    assert_whole(ended)
-    assert ended.stderr == f"mcore-rl rl: {word}\n"
-    assert list(ended.output.glob("logs/worker-*.err"))
+    assert_leaves_nothing(ended, signal.SIGTERM, "terminated")
 
 
 def test_a_job_that_is_killed_while_it_makes_its_task_leaves_no_half_of_it(start_job):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
+from tests.e2e.processes import command_line, lives, session, shared_memory
 
 _VOCABULARY, _EOS, _MAX_TOKENS = 64, 2, 256
 _PROMPT = [1, *range(10, 40)]
@@ -378,21 +378,11 @@ def test_wrong_settings_are_named_before_anything_starts(moe, path, dtype, messa
         VLLMServer(path or moe[0].path, dtype, _MAX_TOKENS, RolloutConfig(), seed=0)
 
 
-def _shared_memory(processes: list[psutil.Process]) -> set[Path]:
-    """Files of /dev/shm that these processes map; by inode, for a semaphore is mapped unnamed."""
-    inodes = set()
-    for process in processes:
-        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        inodes |= {int(line.split(None, 5)[4]) for line in lines if " /dev/shm/" in line}
-    return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in inodes}
-
-
 def _check_gone(processes: list[psutil.Process], files: set[Path], within_s: float = 15.0) -> None:
     deadline = time.monotonic() + within_s
 
     def left() -> list[Any]:
-        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        return alive + [f for f in files if f.exists()]
+        return [*filter(lives, processes), *(f for f in files if f.exists())]
 
     while left() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -413,10 +403,10 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
         engines = [
             p
             for p in psutil.Process().children(recursive=True)
-            if p not in before and not any(t in " ".join(p.cmdline()) for t in trackers)
+            if p not in before and not any(t in command_line(p) for t in trackers)
         ]
         assert engines
-        memory = _shared_memory(engines)
+        memory = set().union(*map(shared_memory, engines))
     _check_gone(engines, memory)
     with pytest.raises(RuntimeError, match="it has been closed"):
         asyncio.run(server.generate(_PROMPT, SamplingParams(max_tokens=1)))
@@ -482,20 +472,10 @@ def _parallel_server(moe: list[Model]) -> Iterator[subprocess.Popen[str]]:
             process.send_signal(signal.SIGKILL)
 
 
-def _session(leader: int) -> list[psutil.Process]:
-    """The living processes of a session; one whose parent died is still found."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
 def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        left = [*_session(leader), *(f for f in files if f.exists())]
+        left = [*session(leader), *(f for f in files if f.exists())]
         if not left:
             return
         time.sleep(0.2)
@@ -506,11 +486,12 @@ def test_two_expert_parallel_workers_take_updates_and_die_with_a_killed_server(m
     with _parallel_server(moe) as process:
         answers = (json.loads(line) for line in process.stdout if line.startswith("[["))
         streamed, *sharded = (Completion(*next(answers)) for _ in range(4))
-        family = _session(process.pid)
-        memory = _shared_memory(family)
+        family = session(process.pid)
+        memory = set().union(*map(shared_memory, family))
         for tracker in family:  # Ray kills an actor's children, and with them who would tidy up
-            if "resource_tracker" in " ".join(tracker.cmdline()):
-                tracker.kill()
+            if "resource_tracker" in command_line(tracker):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    tracker.kill()
     assert moe[1].gap(_PROMPT, streamed) < 1e-4
     assert set(streamed.weight_versions) == {1}
     for found, last in zip(sharded, (3, 5, 7), strict=True):  # by each transport
@@ -526,9 +507,9 @@ def test_a_server_killed_while_it_starts_takes_its_processes_along(moe):
     with _parallel_server(moe) as process:
         family: list[psutil.Process] = []
         # vLLM names a process once it has read its config, seconds before it is ready.
-        while not any(p.name().startswith("VLLM::") for p in family) and process.poll() is None:
+        while not any("VLLM::" in command_line(p) for p in family) and process.poll() is None:
             time.sleep(0.05)
-            family = _session(process.pid)
+            family = session(process.pid)
         process.send_signal(signal.SIGKILL)
     assert len(family) > 1
     _check_session_gone(process.pid, set())

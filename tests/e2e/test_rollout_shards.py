@@ -1,7 +1,7 @@
 """Shards into a real vLLM server: it generates as after a full export, and refuses what is wrong.
 
-test_verify_parity.py does the first for the other families; every parameter, for real trainers of
-every layout, is compared in dist_cpu/test_shard_sync.py.
+dist_cpu/test_shard_sync.py compares parameters and tokens for the other families, with real
+trainers of every layout.
 """
 
 from __future__ import annotations

@@ -20,19 +20,19 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-from torch.overrides import TorchFunctionMode
+from torch.utils import _device
 
 from mcore_rl.engine.megatron import versions
 from mcore_rl.observability.garbage import long_lived
 
 _CPU = torch.device("cpu")
 _Gloo: Any = distributed_c10d.ProcessGroupGloo  # which has no type stubs
-_installed: _CudaMeansCpu | None = None
+_cuda: torch.device | None = None  # what "cuda" means in the CPU lane; None: not that lane
 
 
 def device_name() -> str:
     """The lane: "cuda" when a GPU is visible and the CPU's was not asked for, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() and _installed is None else "cpu"
+    return "cuda" if torch.cuda.is_available() and _cuda is None else "cpu"
 
 
 def collective_backend() -> str:
@@ -59,34 +59,35 @@ def install(num_threads: int, *, on_cpu: bool = False) -> None:
 
     `on_cpu` takes the CPU lane even where there is a GPU. The process then stays in that lane.
     """
-    global _installed
+    global _cuda
     torch.set_num_threads(num_threads)
     _quiet()
-    if _installed is not None:
+    if _cuda is not None:
         return
     if device_name() == "cuda" and not on_cpu:
         versions.check_megatron_version()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return
-    _installed = _CudaMeansCpu()
-    _patch_torch_cuda(_installed)
+    _cuda = _CPU
+    _patch_torch()
+    _patch_torch_cuda()
     _replace(distributed_c10d, "ProcessGroupGloo", _SharedGloo)
     with long_lived():
         versions.check_megatron_version()  # imports Megatron
         _patch_megatron()
-    _installed.__enter__()
 
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
     """Inside, "cuda" means torch's meta device: models have shapes and no memory. CPU lane only."""
-    if _installed is None:
+    global _cuda
+    if _cuda is None:
         raise RuntimeError("without_memory() before install() of the CPU lane")
-    _installed.device = torch.device("meta")
+    _cuda = torch.device("meta")
     try:
         yield
     finally:
-        _installed.device = _CPU
+        _cuda = _CPU
 
 
 def _quiet() -> None:
@@ -95,37 +96,42 @@ def _quiet() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+def _patch_torch() -> None:
     """device="cuda" becomes the CPU, .cuda() the tensor itself, pinned memory plain memory.
 
-    Literals: optimizer/optimizer.py:473, clip_grads.py:70, pipeline_parallel/schedules.py:596,
-    models/common/embeddings/rope_utils.py:63. `Tensor.type()` keeps CUDA's spelling, which
-    optimizer/clip_grads.py:167 and distrib_optimizer.py:361 compare with.
+    The spellings are replaced one by one, and not by a torch function mode, which would look at
+    every operation: 5 to 8 % of the time of a rank with a small model. One that is missed ends in
+    torch's own error, that it was not compiled with CUDA.
     """
+    # Cached: `with torch.device(...)` goes by the functions themselves, and not by what wraps them.
+    _device._device_constructors()
+    # optimizer/optimizer.py:473, clip_grads.py:103, pipeline_parallel/schedules.py:596,
+    # transformer/utils.py:35, models/common/embeddings/rope_utils.py:62.
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
+        _replace(torch, name, _made_here(getattr(torch, name)))
+    # optimizer/optimizer.py:375, models/common/embeddings/rope_utils.py:64
+    _replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+    original = torch.Tensor.type
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = _CPU  # what "cuda" means
+    def spelled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """optimizer/clip_grads.py:167 and distrib_optimizer.py:361 compare with CUDA's spelling."""
+        if args or kwargs:
+            return original(tensor, *args, **kwargs)
+        return original(tensor).replace("torch.", "torch.cuda.", 1)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if kwargs:
-            device = kwargs.get("device")
-            if device is not None and str(device).startswith("cuda"):
-                kwargs = {**kwargs, "device": self.device}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
+    _replace(torch.Tensor, "type", spelled)
+
+
+def _made_here(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = _cuda
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
 
 
 class _NullStream:
@@ -144,7 +150,7 @@ class _NullStream:
     def synchronize(self) -> None: ...
 
 
-def _patch_torch_cuda(mode: _CudaMeansCpu) -> None:
+def _patch_torch_cuda() -> None:
     null = _NullStream()
 
     @contextlib.contextmanager
@@ -152,7 +158,7 @@ def _patch_torch_cuda(mode: _CudaMeansCpu) -> None:
         yield
 
     replacements: dict[str, Any] = {
-        "current_device": lambda: mode.device,  # tensor_parallel/layers.py:261 and 174 more
+        "current_device": lambda: _cuda,  # tensor_parallel/layers.py:261 and 174 more
         "synchronize": lambda *_, **__: None,  # pipeline_parallel/p2p_communication.py:242
         "empty_cache": lambda: None,
         "current_stream": lambda *_, **__: null,  # transformer/moe/token_dispatcher.py:871

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from mcore_rl.checkpoint.integrity import require_finite
 from mcore_rl.checkpoint.stored import chunks
 from mcore_rl.checkpoint.torch_dist_writer import DistFile, Record
 from mcore_rl.config.schema import Layout
+from mcore_rl.jobs.convert.buffer import Buffer
 from mcore_rl.jobs.convert.memory import READ_ENTRY_BYTES
 from mcore_rl.jobs.convert.plan import WHOLE, Parameter, num_shards, runs
-from mcore_rl.jobs.convert.streams import Buffer, one_ahead
 from mcore_rl.reshard.boxes import rows
 
 _RECORD = [field.name for field in fields(Record)]
@@ -46,25 +45,19 @@ class DistUnit:
         self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]
     ) -> list[dict[str, Any]]:
         if "reader" not in kept:
-            kept["reader"] = CheckpointReader(self.model)
-        scratch = Buffer(self.scratch_bytes)
+            kept |= {"reader": CheckpointReader(self.model), "buffers": (Buffer(), Buffer())}
+        whole, scratch = kept["buffers"]
+        whole.reserve(max(parameter.nbytes for parameter in self.parameters))
+        scratch.reserve(self.scratch_bytes)
         with DistFile(folder / self.name, self.nbytes) as file:
-            for parameter, whole in one_ahead(self._read(kept["reader"])):
+            for parameter in self.parameters:
+                _fill(parameter, kept["reader"], whole, scratch)
                 count = num_shards(parameter.weight, self.layout)
                 _add_chunks(parameter, count, whole, scratch, file)
                 wrote(parameter.nbytes)
             for key, data in self.objects.items():
                 file.add_object(key, data)
         return [{name: getattr(record, name) for name in _RECORD} for record in file.records]
-
-    def _read(self, reader: CheckpointReader) -> Iterator[tuple[Parameter, Buffer]]:
-        """Each parameter, whole. A buffer is used again for the one after the next."""
-        largest = max(parameter.nbytes for parameter in self.parameters)
-        buffers = cycle([Buffer(largest), Buffer(largest)])
-        scratch = Buffer(self.scratch_bytes)
-        for parameter, whole in zip(self.parameters, buffers, strict=False):
-            _fill(parameter, reader, whole, scratch)
-            yield parameter, whole
 
 
 def plan_units(
@@ -86,7 +79,7 @@ def plan_units(
             parameters=run_of,
             objects={} if number else objects,
             scratch_bytes=scratch,
-            memory_bytes=2 * (max(p.nbytes for p in run_of) + scratch) + casts + index_bytes,
+            memory_bytes=max(p.nbytes for p in run_of) + scratch + casts + index_bytes,
         )
 
 

@@ -188,7 +188,8 @@ def _write(
             size = (work / "output" / unit.name).stat().st_size
             _write_json(_entry(work, unit), {"bytes": size, "result": result})
         _complete(conversion, work)
-    _say(console, f"{format_bytes(left)} in {progress.seconds:.2f} s, {progress.rate}")
+        took = f"{format_bytes(left)} in {progress.seconds:.2f} s, {progress.rate}"
+    _say(console, took)
 
 
 def _say(console: Console, line: str) -> None:

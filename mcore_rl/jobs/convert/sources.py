@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 
 import torch
 
 from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.jobs.convert.buffer import Buffer
 from mcore_rl.jobs.convert.plan import WHOLE, Parameter
-from mcore_rl.jobs.convert.streams import Buffer
 from mcore_rl.reshard.boxes import Block, Box, LogicalTensor
 from mcore_rl.reshard.rules import Shard
 
@@ -18,14 +17,16 @@ from mcore_rl.reshard.rules import Shard
 class MegatronTensors:
     """Reads tensors one after the other; those of one parameter should be read in a row.
 
-    A tensor stays as it is until the parameter after the next one is read.
+    A tensor stays as it is until the next parameter is read into the same buffer.
     """
 
-    def __init__(self, reader: DistReader, parameters: Iterable[Parameter]) -> None:
+    def __init__(
+        self, reader: DistReader, parameters: Iterable[Parameter], buffer: Buffer | None = None
+    ) -> None:
         self._reader = reader
+        self._buffer = buffer or Buffer()
         self._parameters = {name: p for p in parameters for name in p.names}
-        largest = max((p.nbytes for p in self._parameters.values()), default=0)
-        self._buffers = cycle([Buffer(largest), Buffer(largest)])
+        self._buffer.reserve(max((p.nbytes for p in self._parameters.values()), default=0))
         self._current: Parameter | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -40,12 +41,13 @@ class MegatronTensors:
         """
         parameter = self._parameters[name]
         if parameter is not self._current:
+            self._tensors = {}  # before others are made
             self._tensors, self._current = self._read(parameter), parameter
         return self._tensors[name]
 
     def _read(self, parameter: Parameter) -> dict[str, torch.Tensor]:
         box = parameter.stored.box(Box((0,) * len(parameter.shape), parameter.shape))
-        whole = next(self._buffers).tensor(parameter.shape, parameter.dtype)
+        whole = self._buffer.tensor(parameter.shape, parameter.dtype)
         self._reader.read(parameter.stored.key, box, whole.view(box.sizes))
         rule = parameter.weight.rule
         blocks = rule.blocks(WHOLE)
@@ -101,11 +103,11 @@ def _gathered(whole: torch.Tensor, tensor: LogicalTensor, blocks: list[Block]) -
 
 
 def memory_bytes(parameters: Sequence[Parameter]) -> int:
-    """That MegatronTensors takes for these, while a tensor is used and the next one is read."""
+    """That MegatronTensors takes for these."""
     gathered = [p.nbytes for p in parameters if _is_gathered(p) or p.adapter is not None]
     merged = [_merge_bytes(parameter) for parameter in parameters]
     largest = max(parameter.nbytes for parameter in parameters)
-    return 2 * (largest + max(gathered, default=0)) + max(merged)
+    return largest + max(gathered, default=0) + max(merged)
 
 
 def _is_gathered(parameter: Parameter) -> bool:

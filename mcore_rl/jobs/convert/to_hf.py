@@ -19,18 +19,18 @@ from mcore_rl.checkpoint.hf_writer import (
     copy_companions,
     plan_shards,
     write_index,
-    write_shard,
+    writing_shard,
 )
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.checks import one_of
 from mcore_rl.jobs.convert.adapters import write_adapters
+from mcore_rl.jobs.convert.buffer import Buffer
 from mcore_rl.jobs.convert.megatron_folder import MegatronFolder, open_megatron
 from mcore_rl.jobs.convert.memory import READ_ENTRY_BYTES
 from mcore_rl.jobs.convert.options import Resources
 from mcore_rl.jobs.convert.plan import Parameter, files_of, main_dtype, named_dtype, versions
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.convert.sources import MegatronTensors, memory_bytes
-from mcore_rl.jobs.convert.streams import one_ahead
 from mcore_rl.reshard.boxes import LogicalTensor, rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": fp8.QUANTIZED}
@@ -142,17 +142,15 @@ class HFUnit:
 
     def write(self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]) -> None:
         if "reader" not in kept:
-            kept["reader"] = DistReader(self.checkpoint)
-
-        def told() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in one_ahead(self._read(kept["reader"])):
-                yield name, tensor
+            kept |= {"reader": DistReader(self.checkpoint), "buffer": Buffer()}
+        held = MegatronTensors(kept["reader"], self.parameters, kept["buffer"])
+        with writing_shard(folder, self.shard) as writer:
+            for name, tensor in self._read(held):
+                writer.write(name, tensor)
                 wrote(tensor.nbytes)
+                del tensor  # before the next one is made
 
-        write_shard(folder, self.shard, told())
-
-    def _read(self, reader: DistReader) -> Iterator[tuple[str, torch.Tensor]]:
-        held = MegatronTensors(reader, self.parameters)
+    def _read(self, held: MegatronTensors) -> Iterator[tuple[str, torch.Tensor]]:
         others: CheckpointReader | None = None
         quantized: dict[str, torch.Tensor] = {}  # the last, by name: a weight and its scales
         for name in self.names:
@@ -171,7 +169,9 @@ class HFUnit:
                 pair = fp8.quantize_blocks(tensor, base)
                 quantized = dict(zip((base, base + fp8.SCALE_SUFFIX), pair, strict=True))
                 tensor = quantized[name]
-            yield name, tensor.to(entry.dtype)
+            tensor = tensor.to(entry.dtype)
+            yield name, tensor
+            del tensor
 
 
 def _unit(folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan]) -> HFUnit:

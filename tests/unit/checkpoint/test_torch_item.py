@@ -16,9 +16,7 @@ SHAPES = [(), (1,), (3,), (5, 7), (1, 2, 3, 4), (129, 33), (600, 1000)]
 
 
 def framed(tensor):
-    file = io.BytesIO()
-    torch_item.write_item(file, tensor)
-    return file.getvalue()
+    return b"".join(torch_item.item_of(tensor))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,47 @@
+"""What a process is and holds. One may end at any moment, which is never an error here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import psutil
+
+
+def environ(process: psutil.Process) -> dict[str, str]:
+    """The environment it was started with; empty for one that has ended."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.environ()
+    return {}
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def command_line(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def session(leader: int) -> list[psutil.Process]:
+    """The living processes of a session; one whose parent died is still found."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == leader and lives(process):
+                found.append(process)
+    return found
+
+
+def shared_memory(process: psutil.Process) -> set[Path]:
+    """Files of /dev/shm it maps, by inode: a semaphore is mapped before it has its own name."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        inodes = {int(line.split(None, 5)[4]) for line in lines if " /dev/shm/" in line}
+        return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in inodes}
+    return set()
