@@ -71,6 +71,10 @@ choose_python() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
+# pip compiles one file after another. Some files are of a newer Python and stay as they are.
+export PIP_NO_COMPILE=1
+compile_packages() { "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true; }
+
 pinned() { sed -n "s/^\($1==[^ ;]*\).*/\1/p" "$requirements"; }
 
 make_venv() {
@@ -140,6 +144,7 @@ main() {
             stage 'torch' install_first_gpu
         fi
         stage 'packages' "install_packages_$lane"
+        stage 'bytecode' compile_packages
         echo "$packages_key" >"$venv/packages.stamp"
     fi
     if ! is_fresh project "$project_key" || ! is_compiled; then
