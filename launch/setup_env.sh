@@ -71,8 +71,7 @@ choose_python() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-# pip compiles one file after another. Some files are of a newer Python and stay as they are.
-export PIP_NO_COMPILE=1
+# pip compiles one file after another (--no-compile). Some files are of a newer Python: they stay.
 compile_packages() { "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true; }
 
 pinned() { sed -n "s/^\($1==[^ ;]*\).*/\1/p" "$requirements"; }
@@ -88,7 +87,7 @@ make_venv() {
 
 # The local version (+cpu) is part of the request, so that a CUDA build is never taken.
 install_torch_cpu() {
-    local torch quick=(--no-deps --retries 1 --timeout 10)
+    local torch quick=(--no-compile --no-deps --retries 1 --timeout 10)
     torch=$(pinned torch)
     pip install "${quick[@]}" "$torch" && return
     pip install "${quick[@]}" --index-url "$torch_cpu_index" "$torch" && return
@@ -99,16 +98,16 @@ install_torch_cpu() {
 
 install_packages_cpu() {
     # setuptools first: it builds the one requirement that has no wheel.
-    pip install --no-deps "$(pinned setuptools)"
-    pip install --no-deps --no-build-isolation --requirement "$requirements"
+    pip install --no-compile --no-deps "$(pinned setuptools)"
+    pip install --no-compile --no-deps --no-build-isolation --requirement "$requirements"
 }
 
 # The first block of the file, up to the first empty line, is what the rest is compiled against.
 first_block() { sed '/^$/q' "$requirements"; }
 
-install_first_gpu() { pip install --requirement <(first_block); }
+install_first_gpu() { pip install --no-compile --requirement <(first_block); }
 
-install_packages_gpu() { pip install --no-build-isolation --requirement "$requirements"; }
+install_packages_gpu() { pip install --no-compile --no-build-isolation --requirement "$requirements"; }
 
 # Compiles csrc into mcore_rl/_csrc*.so; with CUDA on the gpu lane (setup.py).
 install_project() {

@@ -42,6 +42,7 @@ class Order:
 
 
 Tokens = list[list[int]]  # by prompt
+State = dict[str, torch.Tensor]  # all that a model computes with
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class _Rank:
         most_begun = _watch_modules()
         servers = {name: self._server(order.path, ep) for name, ep in order.servers.items()}
         before = {name: _generated(server) for name, server in servers.items()}
-        after: dict[str, tuple[dict[str, torch.Tensor], Tokens]] = {}
+        after: dict[str, tuple[State, Tokens]] = {}
         for sync in order.syncs:
             for version in (1, 2):
                 for name, server in servers.items():
@@ -129,24 +130,25 @@ class _Rank:
                 after[f"{sync}-{name}"] = state, _generated(server)
         if set(most_begun) != {1}:
             self.report.complaints.append(f"modules: {order.path.name}, {most_begun} at a time")
-        if not order.is_measured:
-            for name, ep in order.servers.items():
-                exported = self._server(order.exported, ep)
-                wanted, tokens = _tensors(_worker(exported)), _generated(exported)
-                for key in (f"{sync}-{name}" for sync in order.syncs):
-                    state, found = after[key]
-                    lines = [f"{key}, rank {self.rank}: {d}" for d in _differences(state, wanted)]
-                    self.report.complaints.extend(lines)
-                    self.report.answers[key] = Answers(before[name], found, tokens)
+        for name, ep in () if order.is_measured else order.servers.items():
+            exported = self._server(order.exported, ep)
+            wanted, tokens = _tensors(_worker(exported)), _generated(exported)
+            for key in (f"{sync}-{name}" for sync in order.syncs):
+                state, found = after[key]
+                lines = _differences(state, wanted)
+                self.report.complaints.extend(f"{key}, rank {self.rank}: {n}" for n in lines)
+                self.report.answers[key] = Answers(before[name], found, tokens)
 
     def _update(self, order: Order, sync: str, name: str, worker: Any, version: int) -> None:
         files = [self.folder / f"{sync}-{name}-{rank}.json" for rank in range(self.world)]
         endpoints = [_endpoint(file) for file in files]
-        with LiveBytes() as memory:
-            worker.receive_shards(endpoints, version)
         if order.is_measured:
+            with LiveBytes() as memory:
+                worker.receive_shards(endpoints, version)
             module = _largest_module_bytes(worker)
             self.report.memory.append(Memory(order.path.name, memory.peak, module))
+        else:
+            worker.receive_shards(endpoints, version)
         if error := worker.weight_error():
             about = f"{sync}-{name}, version {version}, rank {self.rank}"
             self.report.complaints.append(f"{about}: {error}")
@@ -233,13 +235,13 @@ def _watch_modules() -> list[int]:
     return found
 
 
-def _differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+def _differences(found: State, wanted: State) -> list[str]:
     if found.keys() != wanted.keys():
         return [f"{sorted(found.keys() ^ wanted.keys())} only on one side"]
     return [name for name, tensor in wanted.items() if not _same_bits(found[name], tensor)]
 
 
-def _tensors(worker: Any) -> dict[str, torch.Tensor]:
+def _tensors(worker: Any) -> State:
     """All that the model computes with, as vLLM keeps it."""
     model = worker.model_runner.get_model()
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -39,6 +39,7 @@ from mcore_rl.jobs.convert.progress import ByteProgress
 from mcore_rl.jobs.convert.workers import Unit, writer
 from mcore_rl.jobs.failure import RunFailed
 
+_FINGERPRINT = "conversion.json"
 _GOES_ON = "the same command goes on where this one stopped"
 
 
@@ -66,7 +67,7 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
     console = console or Console()
     work = conversion.output.with_name(f".{conversion.output.name}.partial")
     if _is_finished(conversion, work):
-        shutil.rmtree(work)
+        _tidy(work)
         _say(console, f"{conversion.output} was complete")
         return
     todo = [unit for unit in conversion.units if not _is_written(work, unit)]
@@ -100,7 +101,7 @@ def _is_finished(conversion: Conversion, work: Path) -> bool:
 
 def _read_fingerprint(work: Path) -> dict[str, Any] | None:
     with suppress(FileNotFoundError):
-        return json.loads((work / "conversion.json").read_text())
+        return json.loads((work / _FINGERPRINT).read_text())
     return None
 
 
@@ -141,7 +142,7 @@ def _claimed(work: Path, fingerprint: Mapping[str, Any]) -> Iterator[None]:
         except BlockingIOError:
             raise ConfigError(f"another process is at work in {work}") from None
         try:
-            _write_json(work / "conversion.json", fingerprint)
+            _write_json(work / _FINGERPRINT, fingerprint)
             yield
         except ConfigError:  # what is there came from bad input
             shutil.rmtree(work)
@@ -201,7 +202,18 @@ def _complete(conversion: Conversion, work: Path) -> None:
     entries = [json.loads(_entry(work, unit).read_text()) for unit in conversion.units]
     conversion.finish(folder, [entry["result"] for entry in entries])
     folder.rename(conversion.output)
-    shutil.rmtree(work)
+    _tidy(work)
+
+
+def _tidy(work: Path) -> None:
+    """Remove what is left of a run; at last what tells, should it be killed, that it had ended."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _FINGERPRINT:
+            path.unlink()
+    (work / _FINGERPRINT).unlink()
+    work.rmdir()
 
 
 def _is_written(work: Path, unit: Unit) -> bool:

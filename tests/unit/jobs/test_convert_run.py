@@ -347,3 +347,16 @@ def test_a_size_has_a_unit_or_none(text, size):
 def test_workers_below_one_are_refused():
     with pytest.raises(ConfigError, match=r"--workers=0; allowed: at least 1"):
         Resources(workers=0)
+
+
+def test_what_tells_that_a_run_has_ended_is_removed_last(make, tmp_path, monkeypatch):
+    unlink, beside = Path.unlink, []
+
+    def watched(path, **options):
+        if path.name == "conversion.json":
+            beside.append(names(path.parent))
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    go(make())
+    assert beside == [["conversion.json"]]
