@@ -182,7 +182,7 @@ def _write(
         _say(console, f"going on behind {format_bytes(total - left)} of {format_bytes(total)}")
     gc.freeze()  # what planning and imports have left is not looked through again
     with (
-        writer(workers, work / "output") as write,
+        writer(workers, work / "output", {type(unit) for unit in todo}) as write,
         ByteProgress("converting", total, total - left, console) as progress,
     ):
         for unit, result in write(todo, progress.add):

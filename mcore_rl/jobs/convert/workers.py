@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -56,8 +56,8 @@ Writer = Callable[[Sequence[Unit], Wrote], Iterator[Done]]
 
 
 @contextmanager
-def writer(workers: int, folder: Path) -> Iterator[Writer]:
-    """What writes units into `folder`: each comes with what it returned, as it gets done.
+def writer(workers: int, folder: Path, kinds: Collection[type[Unit]]) -> Iterator[Writer]:
+    """What writes units of these kinds into `folder`: each comes with what it returned, when done.
 
     It raises ConfigError and OSError as a unit raised them, while the others stop, and RunFailed
     when a worker died. With one worker all is done in this process. Others are ready here.
@@ -66,7 +66,7 @@ def writer(workers: int, folder: Path) -> Iterator[Writer]:
         torch.set_num_threads(1)
         yield partial(_done_here, folder)
         return
-    with _started(workers, folder) as pipes:
+    with _started(workers, folder, tuple(kinds)) as pipes:
         yield partial(_dealt_out, pipes)
 
 
@@ -101,7 +101,7 @@ def _dealt_out(pipes: list[Connection], units: Sequence[Unit], wrote: Wrote) -> 
 
 
 @contextmanager
-def _started(count: int, folder: Path) -> Iterator[list[Connection]]:
+def _started(count: int, folder: Path, kinds: tuple[type[Unit], ...]) -> Iterator[list[Connection]]:
     """Processes that write units into `folder`: a pipe to each. They are gone at the end."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -110,7 +110,7 @@ def _started(count: int, folder: Path) -> Iterator[list[Connection]]:
     try:
         for _ in range(count):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, folder), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, folder, kinds), daemon=True)
             process.start()
             theirs.close()
             pipes.append(mine)
@@ -134,8 +134,12 @@ def _is_ready(pipe: Connection) -> None:
         raise RunFailed("a worker process did not start") from None
 
 
-def _serve(pipe: Connection, folder: Path) -> None:
-    """A worker process: it writes what it is sent until it is killed or its parent is gone."""
+def _serve(pipe: Connection, folder: Path, kinds: tuple[type[Unit], ...]) -> None:
+    """A worker process: it writes what it is sent until it is killed or its parent is gone.
+
+    It is ready when the modules of `kinds`, most of its imports, are there.
+    """
+    del kinds  # that they have been unpickled is what they are for
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     kept: dict[str, Any] = {}
