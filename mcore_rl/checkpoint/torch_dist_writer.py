@@ -57,16 +57,10 @@ class _File(io.FileIO):
     """Writes all that it is given, piece by piece."""
 
     def write(self, data: Any) -> int:
-        return self.append(data)
-
-    def append(self, *parts: Any) -> int:
-        """Several parts at once, one behind the other."""
-        nbytes = 0
-        for part in parts:
-            memory = memoryview(part).cast("B")
-            nbytes += len(memory)
-            while memory:
-                memory = memory[os.write(self.fileno(), memory[:WRITE_BYTES]) :]
+        left = memoryview(data).cast("B")
+        nbytes = len(left)
+        while left:
+            left = left[os.write(self.fileno(), left[:WRITE_BYTES]) :]
         return nbytes
 
 
@@ -113,7 +107,8 @@ class DistFile:
         tensor = tensor.detach().cpu().contiguous()
         start = self._file.tell()
         if torch_item.is_framed(tensor.dtype, tensor.nbytes):
-            self._file.append(*torch_item.item_of(tensor))
+            for part in torch_item.item_of(tensor):
+                self._file.write(part)
         else:
             self._save(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -133,7 +128,7 @@ class DistFile:
     def add_object(self, key: str, data: bytes) -> None:
         """Append an object, as the bytes that torch.save makes of it."""
         start = self._file.tell()
-        self._file.append(data)
+        self._file.write(data)
         self._record(key, start, (), None, (), ())
 
     def _record(
