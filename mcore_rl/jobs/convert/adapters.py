@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_shard
-from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.jobs.convert.megatron_folder import MegatronFolder
 from mcore_rl.jobs.convert.sources import MegatronTensors
 
@@ -44,7 +43,7 @@ def write_adapters(folder: Path, source: MegatronFolder) -> None:
 
 
 def _factors(source: MegatronFolder) -> Iterator[tuple[str, torch.Tensor]]:
-    reader = MegatronTensors(DistReader(source.path), source.parameters)
+    reader = MegatronTensors(source.reader, source.parameters)
     for parameter in source.parameters:
         if parameter.adapter is None:
             continue

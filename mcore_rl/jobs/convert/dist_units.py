@@ -45,8 +45,8 @@ class DistUnit:
         self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]
     ) -> list[dict[str, Any]]:
         if "reader" not in kept:
-            kept |= {"reader": CheckpointReader(self.model), "buffers": (Buffer(), Buffer())}
-        whole, scratch = kept["buffers"]
+            kept["reader"] = CheckpointReader(self.model)
+        whole, scratch = kept.setdefault("buffers", (Buffer(), Buffer()))
         whole.reserve(max(parameter.nbytes for parameter in self.parameters))
         scratch.reserve(self.scratch_bytes)
         with DistFile(folder / self.name, self.nbytes) as file:

@@ -38,9 +38,14 @@ class MegatronFolder:
     weights: tuple[Weight, ...]  # the rules of the model as it is to be written
     parameters: tuple[Parameter, ...]  # what the checkpoint holds of them
     stamp: Mapping[str, Any]  # empty for a checkpoint of Megatron-LM
-    num_chunks: int  # all that its index names
+    reader: DistReader
     config_changes: HFConfig  # fields of config.json that differ from the companions'
     notes: tuple[str, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """All that its index names."""
+        return sum(len(tensor.chunks) for tensor in self.reader.tensors.values())
 
     def hf_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
         """Of a tensor in the Hugging Face folder that this was converted from, else as stored."""
@@ -90,7 +95,8 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
             f"{path} does not say which model it is of; name a Hugging Face folder of that model "
             "with --reference"
         )
-    tensors = DistReader(path).tensors
+    reader = DistReader(path)
+    tensors = reader.tensors
     if _EMBEDDING not in tensors:
         raise ConfigError(f"checkpoint {path} lacks tensor {_EMBEDDING}")
     padded = tensors[_EMBEDDING].shape[0]
@@ -107,9 +113,8 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
             notes.append(f"the checkpoint has no prediction layers: they come from {companions}")
     weights = model_weights(config, padded)
     parameters = _parameters(path, tensors, held, padded, weights, stamp)
-    num_chunks = sum(len(tensor.chunks) for tensor in tensors.values())
     return MegatronFolder(
-        path, companions, config, weights, parameters, stamp, num_chunks, changes, tuple(notes)
+        path, companions, config, weights, parameters, stamp, reader, changes, tuple(notes)
     )
 
 

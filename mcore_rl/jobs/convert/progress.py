@@ -31,6 +31,7 @@ class ByteProgress:
     ) -> None:
         self._title, self._total, self._earlier = title, total, done
         self._console = console or Console()
+        self._is_live = self._console.is_terminal  # asking looks at the environment each time
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),
@@ -53,7 +54,7 @@ class ByteProgress:
 
     def add(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        if self._console.is_terminal:
+        if self._is_live:
             self._bar.update(self._task, advance=num_bytes)
         elif time.monotonic() - self._told_s > _INTERVAL_S:
             self._told_s = time.monotonic()
@@ -68,10 +69,10 @@ class ByteProgress:
         )
 
     def __enter__(self) -> ByteProgress:
-        if self._console.is_terminal:
+        if self._is_live:
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
+        if self._is_live:
             self._bar.stop()

@@ -26,7 +26,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Conversion:
     finish: Callable[[Path, list[Any]], None]
     notes: Sequence[str] = ()  # lines that a user should see first
     finish_bytes: int = 0  # of memory that `finish` takes
+    # What planning has opened, for units that are written in this process.
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(conversion: Conversion, resources: Resources, console: Console | None = None) -> None:
@@ -182,7 +184,7 @@ def _write(
         _say(console, f"going on behind {format_bytes(total - left)} of {format_bytes(total)}")
     gc.freeze()  # what planning and imports have left is not looked through again
     with (
-        writer(workers, work / "output", {type(unit) for unit in todo}) as write,
+        writer(workers, work / "output", {type(unit) for unit in todo}, conversion.kept) as write,
         ByteProgress("converting", total, total - left, console) as progress,
     ):
         for unit, result in write(todo, progress.add):

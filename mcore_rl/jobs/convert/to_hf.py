@@ -77,6 +77,7 @@ def plan(
         written = folder
     tensors = list(_tensors(written, asked))
     shards = plan_shards(tensors, max_shard_bytes)
+    index_bytes = READ_ENTRY_BYTES * folder.num_chunks
     options = {"command": "mcore-to-hf", "--dtype": dtype, "--lora": lora}
     sources = {
         **files_of("checkpoint", folder.path),
@@ -85,7 +86,7 @@ def plan(
     return Conversion(
         output=output,
         fingerprint={**options, "--max-shard-size": max_shard_bytes, **versions(), **sources},
-        units=tuple(_unit(written, shard, tensors) for shard in shards),
+        units=tuple(_unit(written, shard, tensors, index_bytes) for shard in shards),
         finish=partial(
             _finish,
             source=folder,
@@ -94,6 +95,7 @@ def plan(
             separate=lora == "separate" and bool(folder.lora),
         ),
         notes=folder.notes,
+        kept={"reader": folder.reader},
     )
 
 
@@ -142,8 +144,9 @@ class HFUnit:
 
     def write(self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]) -> None:
         if "reader" not in kept:
-            kept |= {"reader": DistReader(self.checkpoint), "buffer": Buffer()}
-        held = MegatronTensors(kept["reader"], self.parameters, kept["buffer"])
+            kept["reader"] = DistReader(self.checkpoint)
+        buffer = kept.setdefault("buffer", Buffer())
+        held = MegatronTensors(kept["reader"], self.parameters, buffer)
         with writing_shard(folder, self.shard) as writer:
             for name, tensor in self._read(held):
                 writer.write(name, tensor)
@@ -174,7 +177,9 @@ class HFUnit:
             del tensor
 
 
-def _unit(folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan]) -> HFUnit:
+def _unit(
+    folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan], index_bytes: int
+) -> HFUnit:
     names = tuple(tensor.name for tensor in tensors if tensor.name in shard.entries)
     bases = {name.removesuffix(fp8.SCALE_SUFFIX) for name in names}
     parameters = tuple(p for p in folder.parameters if not bases.isdisjoint(p.names))
@@ -187,7 +192,7 @@ def _unit(folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan
         checkpoint=folder.path,
         parameters=parameters,
         companions=folder.companions,
-        memory_bytes=reading + 2 * max(own) + READ_ENTRY_BYTES * folder.num_chunks,
+        memory_bytes=reading + 2 * max(own) + index_bytes,
     )
 
 

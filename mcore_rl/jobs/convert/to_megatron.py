@@ -98,6 +98,7 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
         finish=partial(_finish, model=model, facts=facts),
         notes=_rounded(parameters, dtypes),
         finish_bytes=WRITTEN_ENTRY_BYTES * num_chunks,
+        kept={"reader": reader},
     )
 
 

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.jobs.convert.megatron_folder import is_megatron, open_megatron
 from mcore_rl.jobs.convert.options import format_bytes
 from mcore_rl.jobs.convert.plan import short
@@ -89,7 +88,7 @@ class _HFSide:
 class _MegatronSide:
     def __init__(self, path: Path, reference: Path | None) -> None:
         folder = open_megatron(path, reference)
-        self._tensors = MegatronTensors(DistReader(folder.path), folder.parameters)
+        self._tensors = MegatronTensors(folder.reader, folder.parameters)
         self.forms: Mapping[str, Form] = {
             name: Form(tensor.shape, parameter.dtype)
             for parameter in folder.parameters

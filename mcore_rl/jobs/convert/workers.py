@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -56,22 +56,26 @@ Writer = Callable[[Sequence[Unit], Wrote], Iterator[Done]]
 
 
 @contextmanager
-def writer(workers: int, folder: Path, kinds: Collection[type[Unit]]) -> Iterator[Writer]:
+def writer(
+    workers: int, folder: Path, kinds: Collection[type[Unit]], kept: Mapping[str, Any]
+) -> Iterator[Writer]:
     """What writes units of these kinds into `folder`: each comes with what it returned, when done.
 
     It raises ConfigError and OSError as a unit raised them, while the others stop, and RunFailed
-    when a worker died. With one worker all is done in this process. Others are ready here.
+    when a worker died. With one worker all is done in this process, with `kept` for the units to
+    share. Others are ready here.
     """
     if workers == 1:
         torch.set_num_threads(1)
-        yield partial(_done_here, folder)
+        yield partial(_done_here, folder, dict(kept))
         return
     with _started(workers, folder, tuple(kinds)) as pipes:
         yield partial(_dealt_out, pipes)
 
 
-def _done_here(folder: Path, units: Sequence[Unit], wrote: Wrote) -> Iterator[Done]:
-    kept: dict[str, Any] = {}
+def _done_here(
+    folder: Path, kept: dict[str, Any], units: Sequence[Unit], wrote: Wrote
+) -> Iterator[Done]:
     for unit in units:
         yield unit, _written(unit, folder, wrote, kept)
 
