@@ -1,7 +1,12 @@
 // Copies and casts of boxes on the CPU.
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include <cstring>
 
 #include "../parallel.h"
+#include "../portable.h"
 #include "convert.h"
 #include "table.h"
 
@@ -17,8 +22,30 @@ VECTORIZED void cast_row(const uint16_t* source, float* target, int64_t num) {
 
 namespace {
 
+// Bytes around the caches: whoever reads them is another process or a network, and a cache that took
+// them in would first load what they replace. Half of the time of a copy into memory not in a cache.
+void copy_bytes(char* target, const char* source, int64_t num) {
+#ifdef __SSE2__
+  constexpr int64_t kWord = sizeof(__m128i), kLine = 4 * kWord, kLeast = 4096;
+  if (num >= kLeast) {
+    const int64_t head = -reinterpret_cast<uintptr_t>(target) % kLine, lines = (num - head) / kLine;
+    std::memcpy(target, source, head);
+    target += head, source += head, num -= head + lines * kLine;
+    for (int64_t line = 0; line < lines; ++line, target += kLine, source += kLine) {
+      const auto* from = reinterpret_cast<const __m128i*>(source);
+      auto* to = reinterpret_cast<__m128i*>(target);
+      const __m128i words[] = {_mm_loadu_si128(from), _mm_loadu_si128(from + 1),
+                               _mm_loadu_si128(from + 2), _mm_loadu_si128(from + 3)};
+      for (int word = 0; word < 4; ++word) _mm_stream_si128(to + word, words[word]);
+    }
+    _mm_sfence();  // who is told that the copy is done sees it
+  }
+#endif
+  std::memcpy(target, source, num);
+}
+
 // Tiles that a thread takes at once: 128 KiB to 128 MiB of a copy, and eight runs a thread if it
-// can be. Those of one box are copied as one; long copies go around the caches.
+// can be. Those of one box are copied as one.
 int64_t run_of(int64_t num_tiles, int num_threads) {
   return std::clamp<int64_t>(num_tiles / (int64_t{8} * std::max(num_threads, 1)), 16, 16384);
 }
@@ -26,7 +53,7 @@ int64_t run_of(int64_t num_tiles, int num_threads) {
 template <typename S, typename D>
 void run_row(const Box& box, Place place, int64_t num) {
   if constexpr (sizeof(S) == sizeof(D))
-    std::memcpy(target_at<D>(box, place), source_at<S>(box, place), num);
+    copy_bytes(target_at<D>(box, place), source_at<S>(box, place), num);
   else
     cast_row(source_at<S>(box, place), target_at<D>(box, place), num);
 }

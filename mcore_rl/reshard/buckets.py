@@ -219,18 +219,32 @@ _Piece = tuple[int, int, Cut, Member, Offset | None, tuple[int, ...]]
 
 def _message(bucket: int, source: int, target: int, pieces: list[_Piece]) -> Message:
     pieces.sort(key=lambda piece: piece[:2])
-    parts, end = [], 0
+    parts: list[Part] = []
+    end = 0
     for minus_itemsize, _, cut, member, offset, sizes in pieces:
         source_offset, target_offset = cut.source_offset, cut.target_offset
         if offset is not None:
             source_offset = tuple(map(int.__add__, source_offset, offset))
             target_offset = tuple(map(int.__add__, target_offset, offset))
         names = member.sources[cut.source], member.targets[cut.target]
-        parts.append(
-            Part(names[0], source_offset, names[1], target_offset, sizes, -minus_itemsize, end)
-        )
-        end -= math.prod(sizes) * minus_itemsize
+        part = Part(names[0], source_offset, names[1], target_offset, sizes, -minus_itemsize, end)
+        if parts and _continues(part, parts[-1]):  # as rows of up do those of gate
+            rows = parts[-1].sizes[0] + sizes[0]
+            parts[-1] = parts[-1]._replace(sizes=(rows, *sizes[1:]))
+        else:
+            parts.append(part)
+        end += part.num_bytes
     return Message(bucket, source, target, tuple(parts), end)
+
+
+def _continues(part: Part, before: Part) -> bool:
+    """Whether the two are one box, at both ends."""
+    if (part.source, part.target, part.itemsize) != (before.source, before.target, before.itemsize):
+        return False
+    if not part.sizes or part.sizes[1:] != before.sizes[1:]:
+        return False
+    offsets = (before.source_offset, part.source_offset), (before.target_offset, part.target_offset)
+    return all(new[0] == old[0] + before.sizes[0] and new[1:] == old[1:] for old, new in offsets)
 
 
 def _aligned(num_bytes: int) -> int:

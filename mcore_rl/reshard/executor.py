@@ -63,12 +63,18 @@ class Bucket:
     is_checked: IsChecked
     checksums: dict[int, torch.Tensor]  # by training rank: of the parts of its message
 
+    @property
+    def parts(self) -> Iterator[Part]:
+        """What it is made of, in the order of its arrivals."""
+        return itertools.chain.from_iterable(landing.message.parts for landing in self.landings)
+
     def __iter__(self) -> Iterator[Arrival]:
         for landing in self.landings:
             source = landing.message.source_rank
             expected = iter(self.checksums[source].tolist() if source in self.checksums else ())
+            memory = _memory_of(landing, self.memory)
             for part in landing.message.parts:
-                data = _view(self.memory, landing.offset, part, self.dtype)
+                data = _view(memory, part, self.dtype)
                 crc32 = next(expected) if self.is_checked(part.target) else None
                 yield Arrival(part.target, part.target_offset, data, source, crc32)
 
@@ -96,6 +102,7 @@ class Exchange:
         """
         self._rounds, self._bucket_bytes = rounds, bucket_bytes
         self._dtype, self._transport, self._allocate = dtype, transport, allocate
+        self._layouts: dict[tuple[int, int, int], ops.BoxLayout] = {}  # of the messages packed here
 
     def run(
         self,
@@ -166,7 +173,7 @@ class Exchange:
                 else:
                     arriving.append(pending)
         for landing in current.own:
-            memory = bucket.memory[landing.offset :]
+            memory = _memory_of(landing, bucket.memory)
             checksums = self._pack(landing.message, memory, weights, bucket.is_checked)
             bucket.checksums[landing.message.source_rank] = torch.tensor(checksums)
         return arriving
@@ -176,7 +183,7 @@ class Exchange:
             return []
         peer, landing = step.receive
         message = landing.message
-        data = bucket.memory[landing.offset : landing.offset + message.num_bytes]
+        data = _memory_of(landing, bucket.memory)
         transfers = [Transfer(peer, data, message.bucket, is_send=False)]
         if num_checked := sum(bucket.is_checked(part.target) for part in message.parts):
             checksums = torch.empty(num_checked, dtype=torch.int64, device=data.device)
@@ -193,30 +200,31 @@ class Exchange:
         is_checked: IsChecked,
     ) -> list[int]:
         """Cast and copy the parts of a message, one behind the other; checksums of the sources."""
-        stored: list[ops.Pair] = []
+        self._pack_stored(message, memory, weights)
         checksums: list[int] = []
         for name, group in itertools.groupby(message.parts, key=lambda part: part.source):
             parts = list(group)
-            is_formed = name in weights.formed
-            tensor = weights.formed[name]() if is_formed else weights.stored[name]
-            pairs = self._pairs(tensor, parts, memory)
-            for part, (source, target) in zip(parts, pairs, strict=True):
-                if is_checked(part.target):
-                    checksums.append(crc32_of(source, target.dtype))
-            if is_formed:
-                ops.copy_boxes(pairs)
-            else:
-                stored += pairs
-        ops.copy_boxes(stored)
+            checked = [part for part in parts if is_checked(part.target)]
+            if name in weights.formed:
+                tensor = weights.formed[name]()
+                ops.copy_boxes((_box(tensor, p), _view(memory, p, self._dtype)) for p in parts)
+            elif checked:
+                tensor = weights.stored[name]
+            checksums += [crc32_of(_box(tensor, p), _dtype_of(p, self._dtype)) for p in checked]
         return checksums
 
-    def _pairs(
-        self, tensor: torch.Tensor, parts: Sequence[Part], memory: torch.Tensor
-    ) -> list[ops.Pair]:
-        return [
-            (_box(tensor, part.source_offset, part.sizes), _view(memory, 0, part, self._dtype))
-            for part in parts
-        ]
+    def _pack_stored(self, message: Message, memory: torch.Tensor, weights: LocalWeights) -> None:
+        parts = [part for part in message.parts if part.source not in weights.formed]
+        names = dict.fromkeys(part.source for part in parts)
+        tensors = [memory, *(weights.stored[name] for name in names)]
+        key = message.bucket, message.source_rank, message.target_rank
+        if key not in self._layouts:
+            pairs = [
+                (_box(weights.stored[part.source], part), _view(memory, part, self._dtype))
+                for part in parts
+            ]
+            self._layouts[key] = ops.BoxLayout(pairs, tensors)
+        self._layouts[key].run(tensors)
 
 
 def _arrived(bucket: Bucket, arriving: list[Pending]) -> Iterator[Bucket]:
@@ -266,11 +274,20 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _box(tensor: torch.Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    return tensor[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
+def _box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    return ops.box_of(tensor, part.source_offset, part.sizes)
 
 
-def _view(memory: torch.Tensor, offset: int, part: Part, dtype: torch.dtype) -> torch.Tensor:
-    start = offset + part.start
-    kept = dtype if part.itemsize == dtype.itemsize else torch.float32
-    return memory[start : start + part.num_bytes].view(kept).view(part.sizes)
+def _view(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """The place of a part in the memory of its message."""
+    bytes_of_part = memory[part.start : part.start + part.num_bytes]
+    return bytes_of_part.view(_dtype_of(part, dtype)).view(part.sizes)
+
+
+def _dtype_of(part: Part, dtype: torch.dtype) -> torch.dtype:
+    """On its way, where weights travel in `dtype`."""
+    return dtype if part.itemsize == dtype.itemsize else torch.float32
+
+
+def _memory_of(landing: Landing, bucket: torch.Tensor) -> torch.Tensor:
+    return bucket[landing.offset : landing.offset + landing.message.num_bytes]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mcore_rl import _csrc
 
@@ -25,6 +26,7 @@ _QUANTIZATIONS = {torch.float32: 3, torch.bfloat16: 4}  # the Kind of csrc/resha
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # source, target
 Row = tuple[int, ...]  # a Box of csrc/reshard/box.h
+Words = NDArray[np.int64]
 
 
 class Quantized(NamedTuple):
@@ -52,21 +54,70 @@ class BoxCopy:
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._tensors = list(pairs)
-        rows: dict[int, list[Row]] = {}
-        for number, (source, target) in enumerate(self._tensors):
-            if source.shape != target.shape:
-                raise ValueError(
-                    f"box {number}: the source is {tuple(source.shape)}, "
-                    f"the target {tuple(target.shape)}; allowed: equal shapes"
-                )
-            rows.setdefault(_kind(number, source, target), []).extend(_rows(source, target))
         device = _device_of(tensor for pair in self._tensors for tensor in pair)
-        self._tables = [_Table(kind, found, device) for kind, found in rows.items()]
+        self._tables = [
+            _Table(kind, rows, device) for kind, rows in _laid_out(self._tensors).items()
+        ]
 
     def run(self, num_threads: int | None = None) -> None:
         """Copy: on the CPU at once, on up to num_threads; on a GPU in the current stream."""
         for table in self._tables:
             table.run(num_threads)
+
+
+class BoxLayout:
+    """Copies of boxes of tensors that may stand elsewhere each time they run.
+
+    What goes where is the same for every version of the weights, and to work it out box by box
+    takes as long as to copy boxes of a few hundred kilobytes. No tensor is kept alive.
+
+    Args:
+        pairs: as those of BoxCopy.
+        tensors: what sources and targets are views of. No two of them overlap.
+
+    Raises:
+        ValueError: as BoxCopy.
+    """
+
+    def __init__(self, pairs: Iterable[Pair], tensors: Sequence[torch.Tensor]) -> None:
+        self._like = [_likeness(tensor) for tensor in tensors]
+        self._device = _device_of(tensors)
+        self._starts = [tensor.data_ptr() for tensor in tensors]
+        starts = np.array(self._starts, np.int64)
+        by_start = np.argsort(starts)
+        self._relative: list[tuple[int, Words, Words]] = []
+        self._tables: list[_Table] = []
+        for kind, rows in _laid_out(list(pairs)).items():
+            words = np.array(rows, np.int64).reshape(-1, 8)
+            owners = by_start[np.searchsorted(starts[by_start], words[:, :2], side="right") - 1]
+            self._tables.append(_Table(kind, words, self._device))
+            words[:, :2] -= starts[owners]
+            self._relative.append((kind, words, owners))
+
+    def run(self, tensors: Sequence[torch.Tensor], num_threads: int | None = None) -> None:
+        """Copy between these tensors; otherwise as BoxCopy.run.
+
+        Raises:
+            ValueError: one has another shape, stride, dtype or device than it had.
+        """
+        for number, (tensor, like) in enumerate(zip(tensors, self._like, strict=True)):
+            if _likeness(tensor) != like:
+                raise ValueError(
+                    f"tensor {number} is {_likeness(tensor)}; allowed: {like}, as it was laid out"
+                )
+        starts = [tensor.data_ptr() for tensor in tensors]
+        if starts != self._starts:
+            self._starts, self._tables = starts, self._placed(np.array(starts, np.int64))
+        for table in self._tables:
+            table.run(num_threads)
+
+    def _placed(self, starts: Words) -> list[_Table]:
+        tables = []
+        for kind, relative, owners in self._relative:
+            words = relative.copy()
+            words[:, :2] += starts[owners]
+            tables.append(_Table(kind, words, self._device))
+        return tables
 
 
 class BoxQuantize:
@@ -109,6 +160,18 @@ class BoxQuantize:
 def copy_boxes(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
     """Copy each source into its target; see BoxCopy."""
     BoxCopy(pairs).run(num_threads)
+
+
+def box_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A box of a tensor. Dims that it takes whole cost nothing: there are thousands of boxes.
+
+    Raises:
+        RuntimeError: it is not inside the tensor.
+    """
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def cast(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -160,8 +223,8 @@ def reference_quantize(pairs: Iterable[tuple[torch.Tensor, Quantized]]) -> None:
 class _Table:
     """The boxes of one launch; on a GPU, with a copy of them there."""
 
-    def __init__(self, kind: int, rows: Sequence[Row], device: torch.device) -> None:
-        words = np.array(rows, dtype=np.int64).reshape(-1, 8)
+    def __init__(self, kind: int, rows: Sequence[Row] | Words, device: torch.device) -> None:
+        words = np.asarray(rows, dtype=np.int64).reshape(-1, 8)
         self._table = _csrc.Table(kind, words.ctypes.data, len(words))
         self._device = device
         if device.type == "cuda":
@@ -175,6 +238,23 @@ class _Table:
         stream = torch.cuda.current_stream(self._device)
         self._words.record_stream(stream)
         self._table.run_cuda(self._device.index, stream.cuda_stream, self._words.data_ptr())
+
+
+def _laid_out(pairs: Sequence[Pair]) -> dict[int, list[Row]]:
+    """The boxes of csrc by their kind."""
+    rows: dict[int, list[Row]] = {}
+    for number, (source, target) in enumerate(pairs):
+        if source.shape != target.shape:
+            raise ValueError(
+                f"box {number}: the source is {tuple(source.shape)}, "
+                f"the target {tuple(target.shape)}; allowed: equal shapes"
+            )
+        rows.setdefault(_kind(number, source, target), []).extend(_rows(source, target))
+    return rows
+
+
+def _likeness(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _kind(number: int, source: torch.Tensor, target: torch.Tensor) -> int:

@@ -53,21 +53,23 @@ class PlannedExchange:
         assert group is not None  # the default group has been made
         transport = GroupTransport(group, _TIMEOUT_S)
         self._exchange = Exchange(rounds, half, DTYPE, transport, _allocate)
+        self._layouts: dict[int, ops.BoxLayout] = {}  # by bucket
 
     def run(self, weights: Parameters, parameters: Parameters) -> None:
         for bucket in self._exchange.run(LocalWeights(weights), _allocate):
-            ops.copy_boxes(
-                (box.data, _box(parameters[box.target], box.offset, box.data.shape))
-                for box in bucket
-            )
+            targets = dict.fromkeys(part.target for part in bucket.parts)
+            tensors = [bucket.memory, *(parameters[target] for target in targets)]
+            if bucket.index not in self._layouts:
+                pairs = (
+                    (box.data, ops.box_of(parameters[box.target], box.offset, box.data.shape))
+                    for box in bucket
+                )
+                self._layouts[bucket.index] = ops.BoxLayout(pairs, tensors)
+            self._layouts[bucket.index].run(tensors)
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _box(tensor: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    return tensor[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
 
 
 class GatherThenSlice:

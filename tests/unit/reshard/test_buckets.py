@@ -64,6 +64,27 @@ def test_what_arrives_is_each_parameter_once_and_the_network_carries_what_is_mis
             assert num_bytes == case.plan.totals().received[rank]
 
 
+def test_boxes_that_continue_each_other_at_both_ends_are_one(scheduled):
+    whole = 0  # parts that are gate and up of an expert or a layer
+    for case, by_device in scheduled:
+        (training, rules), _ = case.sides
+        held_by = held(training, rules, numbered(rules))
+        landings = (x for one in by_device.values() for r in one for x in r.landings)
+        for message in (landing.message for landing in landings):
+            shapes = {name: array.shape for name, array in held_by[message.source_rank].items()}
+            whole += sum("fc1" in p.source and p.sizes == shapes[p.source] for p in message.parts)
+            for one, other in itertools.pairwise(message.parts):
+                ends = [
+                    (start[0] + one.sizes[0], *start[1:])
+                    for start in (one.source_offset, one.target_offset)
+                ]
+                starts = [other.source_offset, other.target_offset]
+                is_same = one.sizes[1:] == other.sizes[1:] and one.itemsize == other.itemsize
+                names = (one.source, one.target), (other.source, other.target)
+                assert names[0] != names[1] or not is_same or ends != starts
+    assert whole
+
+
 def box(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))
 

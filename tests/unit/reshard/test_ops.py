@@ -4,6 +4,7 @@ Long because: every operation is held against its reference, and every fault of 
 """
 
 import math
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -16,9 +17,11 @@ from mcore_rl import _csrc
 from mcore_rl.checkpoint.fp8 import quantize_blocks
 from mcore_rl.reshard.ops import (
     BoxCopy,
+    BoxLayout,
     BoxQuantize,
     Pair,
     Quantized,
+    box_of,
     cast,
     copy_boxes,
     empty_quantized,
@@ -114,6 +117,53 @@ def test_thousands_of_boxes_of_every_size_in_one_launch() -> None:
     source.zero_()
     copy.run(3)  # what is there when it runs
     assert not target.any()
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_boxes_that_are_laid_out_once_arrive_wherever_their_tensors_stand(data):
+    """Two sources into one bucket; then the bucket or a source has moved, or nothing has."""
+    bucket, near, far = (Arena(data, torch.float32, seed) for seed in range(3))
+    owners = []
+    for rows, columns in draw_shapes(data):
+        owners.append(data.draw(st.integers(0, 1)))
+        (near, far)[owners[-1]].place(rows, columns)
+        bucket.place(rows, columns)
+
+    def pairs(target: torch.Tensor, *sources: torch.Tensor) -> list[Pair]:
+        views = [iter(a.views(m)) for a, m in zip((near, far), sources, strict=True)]
+        return [(next(views[o]), t) for o, t in zip(owners, bucket.views(target), strict=True)]
+
+    tensors = [bucket.memory(), near.memory(), far.memory()]
+    layout = BoxLayout(pairs(*tensors), tensors)
+    kept = []  # so that nothing takes the place of what was there
+    for moved in data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)):
+        kept += tensors
+        if moved < 3:
+            tensors[moved] = torch.rand_like(tensors[moved])
+        expected = tensors[0].clone()
+        reference_copy(pairs(expected, *tensors[1:]))
+        layout.run(tensors, data.draw(threads))
+        assert torch.equal(bits(tensors[0]), bits(expected))
+
+
+def test_a_layout_keeps_no_tensor_and_refuses_others_than_it_was_made_for():
+    source, target = torch.arange(6.0), torch.zeros(6)
+    layout = BoxLayout([(source[2:5], target[:3])], [source, target])
+    gone = weakref.ref(target.untyped_storage())
+    del target
+    assert gone() is None
+    for other in (torch.zeros(7), torch.zeros(12)[::2], torch.zeros(6, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"tensor 1 is .* allowed: .*, as it was laid out"):
+            layout.run([source, other])
+
+
+def test_a_box_of_a_tensor_is_its_slice_and_is_inside():
+    tensor = torch.arange(24).view(2, 3, 4)
+    assert torch.equal(box_of(tensor, (1, 0, 2), (1, 3, 2)), tensor[1:2, :, 2:4])
+    assert box_of(tensor, (0, 0, 0), (2, 3, 4)) is tensor
+    with pytest.raises(RuntimeError, match="exceeds dimension size"):
+        box_of(tensor, (0, 2, 0), (2, 2, 4))
 
 
 @pytest.mark.parametrize(
