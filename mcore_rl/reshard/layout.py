@@ -6,6 +6,7 @@ the sizes that vLLM is started with. Both answer the same questions about a Weig
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -149,7 +150,7 @@ class GenerationRanks:
         return weight.local_name(first_expert=self._first_experts[self._expert_rank(weight.expert)])
 
     def _expert_rank(self, expert: int) -> int:
-        return next(r for r in reversed(range(self.layout.ep)) if self._first_experts[r] <= expert)
+        return bisect_right(self._first_experts, expert) - 1
 
     def _find_holders(self, axis: str | None, stage: int, expert_rank: int | None) -> Holders:
         layout, found = self.layout, dict[int, list[int]]()

@@ -61,13 +61,15 @@ def most_overlap(
         if count % group_size:
             raise ConfigError(f"groups of {group_size} do not divide {count} ranks")
     rows, columns = num_generation // group_size, num_training // group_size
-    blocks = overlap.reshape(rows, group_size, columns, group_size).swapaxes(1, 2)
-    inner = np.empty((rows, columns, group_size), np.int64)
-    gain = np.empty((rows, columns), np.int64)
-    for row, column in np.ndindex(rows, columns):
-        block = blocks[row, column]
-        _, inner[row, column] = linear_sum_assignment(block, maximize=True)
-        gain[row, column] = block[np.arange(group_size), inner[row, column]].sum()
+    inner = np.zeros((rows, columns, group_size), np.int64)
+    gain = overlap
+    if group_size > 1:
+        blocks = overlap.reshape(rows, group_size, columns, group_size).swapaxes(1, 2)
+        gain = np.empty((rows, columns), np.int64)
+        for row, column in np.ndindex(rows, columns):
+            block = blocks[row, column]
+            _, inner[row, column] = linear_sum_assignment(block, maximize=True)
+            gain[row, column] = block[np.arange(group_size), inner[row, column]].sum()
     _, chosen = linear_sum_assignment(gain, maximize=True)
     found = (
         int(column) * group_size + int(inner[row, column, place])

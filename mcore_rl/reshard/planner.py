@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -265,8 +266,12 @@ def _standing(ranks: Ranks, weights: Sequence[Weight]) -> dict[str, _Standing]:
 
 def _signature(rule: Rule) -> tuple[object, ...]:
     """Type and sizes of a rule, without the names of its tensors."""
-    values = (getattr(rule, f.name) for f in fields(rule))  # type: ignore[arg-type]
-    return (type(rule), *(_nameless(value) for value in values))
+    return (type(rule), *(_nameless(getattr(rule, name)) for name in _field_names(type(rule))))
+
+
+@cache
+def _field_names(rule: type[Rule]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(rule))  # type: ignore[arg-type]
 
 
 def _nameless(value: object) -> object:
@@ -357,9 +362,9 @@ class _SourceChooser:
         chosen = []
         for choice in kind.choices:
             num_bytes = choice.box.numel * kind.itemsize * len(kind.members)
-            source_of = {}
+            source_of, candidates = {}, tuple(choice.sources)
             for target in choice.target_ranks:
-                source = source_of[target] = self._source(tuple(choice.sources), target)
+                source = source_of[target] = self._source(candidates, target)
                 if self._devices.training[source] != self._devices.generation[target]:
                     self._sent[source] += num_bytes
             chosen.append(source_of)
@@ -369,12 +374,12 @@ class _SourceChooser:
         if len(candidates) == 1:
             return candidates[0]
         devices, here = self._devices, self._devices.generation[target]
-        near = []
+        node, near = devices.node(here), []
         for rank in candidates:
             there = devices.training[rank]
             if there == here:
                 return rank
-            if devices.node(there) == devices.node(here):
+            if devices.node(there) == node:
                 near.append(rank)
         return min(near or candidates, key=self._sent.__getitem__)
 

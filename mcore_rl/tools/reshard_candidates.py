@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
+from mcore_rl.observability.garbage import long_lived
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard import ops
@@ -39,13 +40,14 @@ class PlannedExchange:
         """`is_placed`: generation ranks go where most bytes stay, not where they are numbered."""
         start = time.perf_counter()
         device = dist.get_rank()
-        demand = Demand(training, target, DTYPE.itemsize)
-        world = training[0].world_size
-        hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
-        plan = demand.plan(Devices.colocated(hosts, world, world))
-        # Two buckets' worth of memory in all: two halves on their way in, two on their way out.
-        half = bucket_bytes // 2
-        rounds = schedule(plan, device, half)
+        with long_lived():
+            demand = Demand(training, target, DTYPE.itemsize)
+            world = training[0].world_size
+            hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
+            plan = demand.plan(Devices.colocated(hosts, world, world))
+            # Two buckets' worth of memory in all: two halves on their way in, two on the way out.
+            half = bucket_bytes // 2
+            rounds = schedule(plan, device, half)
         self.schedule_s = time.perf_counter() - start
         self.rank = hosts.index(device)  # of this device, on the target side
         self.received_bytes = plan.totals().received[self.rank]
