@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard import ops
@@ -40,7 +40,7 @@ class PlannedExchange:
         """`is_placed`: generation ranks go where most bytes stay, not where they are numbered."""
         start = time.perf_counter()
         device = dist.get_rank()
-        with long_lived():
+        with uncollected():
             demand = Demand(training, target, DTYPE.itemsize)
             world = training[0].world_size
             hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))

@@ -16,7 +16,7 @@ import torch
 
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import HFConfig
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.garbage import uncollected
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Arrival, Bucket, Exchange, IsChecked, LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout
@@ -70,7 +70,7 @@ class CheckpointEngine(ABC):
         training = training_side(model, plan.training, plan.num_mtp_layers)
         _, generation = generation_side(model, plan.generation)
         reshard = plan_disaggregated(training, generation, self._dtype.itemsize)
-        with long_lived():
+        with uncollected():
             self._rounds = schedule(reshard, rank, self._half)
         self._verify, self._rank, self._device = plan.settings.verify, rank, device
 

@@ -11,7 +11,7 @@ import torch
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.buckets import schedule
@@ -34,7 +34,7 @@ class Places:
     ranks_per_node: int  # training ranks of one host
 
 
-@long_lived()
+@uncollected()
 def training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side:
     """What an engine of Megatron is to a plan. `config` is that of a CheckpointReader."""
     sizes = model_sizes(config)
@@ -43,14 +43,14 @@ def training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), weights
 
 
-@long_lived()
+@uncollected()
 def generation_side(config: HFConfig, layout: GenerationLayout) -> tuple[GenerationRanks, Side]:
     sizes = model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
     return ranks, (ranks, family_of(config).vllm_weights(config))
 
 
-@long_lived()
+@uncollected()
 def plan_colocated(training: Side, generation: Side, places: Places, itemsize: int) -> Plan:
     """Each generation rank at the training rank of its place that holds most of what it needs.
 
@@ -64,7 +64,7 @@ def plan_colocated(training: Side, generation: Side, places: Places, itemsize: i
     return demand.plan(devices)
 
 
-@long_lived()
+@uncollected()
 def plan_disaggregated(training: Side, generation: Side, itemsize: int) -> Plan:
     """Generation ranks on devices of their own, behind those of the training ranks."""
     num_training = training[0].world_size
@@ -87,7 +87,7 @@ class ShardRoute:
         self._verify, self._device = config.verify, device
         half = config.bucket_bytes // 2  # as much again is for what leaves
         transport = GroupTransport(group, config.timeout_s)
-        with long_lived():
+        with uncollected():
             rounds = schedule(plan, transport.rank, half)
         self._exchange = Exchange(rounds, half, dtype, transport, self._allocate)
         self._sender: ShardSender | None = None
