@@ -9,8 +9,7 @@ rank expands only what it sends or receives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,12 +265,8 @@ def _standing(ranks: Ranks, weights: Sequence[Weight]) -> dict[str, _Standing]:
 
 def _signature(rule: Rule) -> tuple[object, ...]:
     """Type and sizes of a rule, without the names of its tensors."""
-    return (type(rule), *(_nameless(getattr(rule, name)) for name in _field_names(type(rule))))
-
-
-@cache
-def _field_names(rule: type[Rule]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(rule))  # type: ignore[arg-type]
+    names = type(rule).__dataclass_fields__  # type: ignore[attr-defined]
+    return (type(rule), *(_nameless(getattr(rule, name)) for name in names))
 
 
 def _nameless(value: object) -> object:
