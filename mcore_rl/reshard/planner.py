@@ -8,6 +8,7 @@ rank expands only what it sends or receives.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,11 +110,8 @@ class Plan:
         return _in_order(found)
 
     def totals(self) -> Totals:
-        training, generation, node = (
-            self.devices.training,
-            self.devices.generation,
-            self.devices.node,
-        )
+        devices = self.devices
+        training, generation, node = devices.training, devices.generation, devices.node
         received, local, sent = [0] * len(generation), [0] * len(generation), [0] * len(training)
         in_node = 0
         for kind in self.kinds:
@@ -181,8 +179,11 @@ class Demand:
     def overlap(self) -> IntArray:
         """[generation ranks, training ranks]: bytes that the one needs and the other holds."""
         found = np.zeros((self.num_generation, self.num_training), np.int64)
+        shared: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
         for choice, num_bytes in self._choices():
-            found[np.ix_(choice.target_ranks, tuple(choice.sources))] += num_bytes
+            shared[choice.target_ranks, tuple(choice.sources)] += num_bytes
+        for (targets, sources), num_bytes in shared.items():
+            found[np.ix_(targets, sources)] += num_bytes
         return found
 
     def plan(self, devices: Devices) -> Plan:
