@@ -73,7 +73,8 @@ class BoxLayout:
 
     Args:
         pairs: as those of BoxCopy.
-        tensors: what sources and targets are views of. No two of them overlap.
+        tensors: what sources and targets are views of. They neither overlap nor interleave, but
+            the same memory may come twice.
 
     Raises:
         ValueError: as BoxCopy.
