@@ -6,6 +6,8 @@ import signal
 
 from hypothesis import settings
 
+from mcore_rl.observability.garbage import leave_garbage_at_exit
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -16,6 +18,8 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+
+leave_garbage_at_exit()
 
 # A shell's background job ignores it, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

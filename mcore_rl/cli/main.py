@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
 
 _COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
@@ -21,6 +21,7 @@ _COMMANDS = {
 
 
 def main() -> int:
+    leave_garbage_at_exit()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] not in _COMMANDS:
         wanted = arguments and arguments[0] not in ("-h", "--help")

@@ -156,5 +156,6 @@ def _is_chat(value: object) -> bool:
 
 def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each text; the chat template has already written every special token."""
-    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return encoded
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids

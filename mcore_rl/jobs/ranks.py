@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
 
 # Containers of tensors, numbers and text: what torch.load takes without running anything.
 Result = Any
@@ -140,8 +141,11 @@ def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connectio
     _end_with_parent()
     _print_to(log)
     os.environ.update(environment)
+    leave_garbage_at_exit()
     try:
-        answer: tuple[str, Any] = _DONE, _packed(pickle.loads(job)())
+        with long_lived():
+            run = pickle.loads(job)
+        answer: tuple[str, Any] = _DONE, _packed(run())
     except ConfigError as error:
         answer = _BAD_INPUT, str(error)
     except BaseException as error:  # noqa: BLE001 (it is raised in the parent)

@@ -41,7 +41,7 @@ class PeakMemory:
     `peak_bytes` is the highest sample so far; spikes shorter than `interval_s` may be missed.
     """
 
-    def __init__(self, interval_s: float = 1.0) -> None:
+    def __init__(self, interval_s: float = 2.0) -> None:
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)

@@ -28,7 +28,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
 from mcore_rl.workers.policy_loss import PolicyLoss
 
 Result = dict[str, Any]  # tensors, numbers and containers of them: what torch.load takes safely
@@ -153,26 +153,28 @@ def _run_all(jobs: Mapping[str, Job]) -> Result:
 
 
 def _import_engine() -> None:
-    """All that engines import, out of sight of the garbage collector, which runs at each layout."""
-    with long_lived():
-        device.install(1)
-        from mcore_rl.engine.megatron import (  # noqa: F401
-            lora,
-            model,
-            optimizer,
-            router_replay,
-            step,
-            training_state,
-            weights,
-        )
+    """All that engines import, before the first is made: the collector runs at each layout."""
+    device.install(1)
+    from mcore_rl.engine.megatron import (  # noqa: F401
+        lora,
+        model,
+        optimizer,
+        router_replay,
+        step,
+        training_state,
+        weights,
+    )
 
 
 def _serve(rank: int, world: int, port: int, orders: Connection) -> None:
     """A rank that runs what it is sent until one job fails or the parent hangs up."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    _import_engine()
-    while (order := orders.recv()) is not None:
+    leave_garbage_at_exit()
+    with long_lived():  # the first order imports what its jobs are made of
+        _import_engine()
+        order = orders.recv()
+    while order is not None:
         jobs, file = order
         try:
             torch.save(_run_all(jobs), file)
@@ -180,6 +182,7 @@ def _serve(rank: int, world: int, port: int, orders: Connection) -> None:
             orders.send(f"rank {rank}:\n{traceback.format_exc()}")
             raise
         orders.send(None)
+        order = orders.recv()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -85,23 +85,11 @@ def serve(
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets that outlive a killed process
     report = Report()
     try:
-        _inspect_models_here()
         for order in orders:
             _Rank(rank, world, port, name, folder, report).run(order)
     except BaseException:  # noqa: BLE001 (told to the test)
         report.complaints.append(f"vLLM rank {rank} of {world}: {traceback.format_exc()}")
     pipe.send(report)
-
-
-def _inspect_models_here() -> None:
-    """vLLM starts a process for each kind of model that it has not met on this machine yet.
-
-    In this one it takes no time, and what is found stands in vLLM's cache for the servers of other
-    tests.
-    """
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 _SERVERS: list[Any] = []  # one that ends takes the process groups of all along

@@ -7,14 +7,12 @@ experts and a router with groups, bias and scale.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +28,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.protocol import SamplingParams, TokenScores
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
+from tests.e2e.hosting import hosting
 
 _MAX_TOKENS, _EOS = 256, 1
 _NATS, _RELATIVE = 1e-5, 1e-5  # measured: 1.5e-6 and 1.1e-6
@@ -65,7 +64,7 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
     paths = [tiny_families.save_served(m, tmp_path_factory.mktemp(name)) for m in models]
     config = RolloutConfig(tp=tp, max_num_seqs=16, kv_cache_bytes=32 << 20)
     server = VLLMServer(str(paths[0]), "float32", _MAX_TOKENS, config, seed=0)
-    with mock.patch.dict(os.environ), asyncio.Runner() as runner:
+    with hosting(tp), asyncio.Runner() as runner:
         runner.run(server.start())
         yield Served(server, runner.run, tp, models, paths)
         runner.run(server.close())
@@ -225,7 +224,7 @@ def test_heads_that_the_cpu_does_not_take_are_refused_before_the_engine_starts(
         tiny_models.build_from(tiny_families.cases()[name].config), tmp_path
     )
     server = VLLMServer(str(path), "float32", _MAX_TOKENS, RolloutConfig(), seed=0)
-    with mock.patch.dict(os.environ), pytest.raises(ConfigError, match=message):
+    with hosting(), pytest.raises(ConfigError, match=message):
         asyncio.run(server.start())
     with pytest.raises(RuntimeError, match="it has not been started"):
         asyncio.run(server.trace(_LONG))

@@ -37,6 +37,7 @@ from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
+from tests.e2e.hosting import hosting
 from tests.e2e.processes import command_line, lives, session, shared_memory
 
 _VOCABULARY, _EOS, _MAX_TOKENS = 64, 2, 256
@@ -106,7 +107,7 @@ def _serving(path: str) -> Iterator[tuple[Any, Callable[..., Any]]]:
     """A started server and a function that runs a coroutine on its event loop."""
     config = RolloutConfig(max_num_seqs=32, kv_cache_bytes=32 << 20)
     server = VLLMServer(path, "float32", _MAX_TOKENS, config, seed=0)
-    with asyncio.Runner() as runner:
+    with hosting(), asyncio.Runner() as runner:
         runner.run(server.start())
         try:
             yield server, runner.run
@@ -399,11 +400,11 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
         for number, seed in ((1, 1), (2, 0)):
             assert run(_update(server, tied[seed].weights, number)) == [None, None]
             _check_generation(run, server, tied[seed], number)
-        trackers = ("resource_tracker",)  # Python's own, one a process, lives as long as its parent
+        own = ("resource_tracker", "forkserver")  # Python's: they live as long as their parent
         engines = [
             p
             for p in psutil.Process().children(recursive=True)
-            if p not in before and not any(t in command_line(p) for t in trackers)
+            if p not in before and not any(name in command_line(p) for name in own)
         ]
         assert engines
         memory = set().union(*map(shared_memory, engines))

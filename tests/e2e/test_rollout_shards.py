@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ import tiny_models
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync import colocated, shared_memory
+from tests.e2e.hosting import hosting
 
 Served = tuple[VLLMServer, shards.Trainer, Callable[..., Any]]
 
@@ -40,7 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         paths.append(tiny_families.save_served(model, folder / str(seed)))
     config = RolloutConfig(max_num_seqs=16, kv_cache_bytes=32 << 20)
     server = VLLMServer(str(paths[0]), "float32", 256, config, seed=0)
-    with mock.patch.dict(os.environ), asyncio.Runner() as runner:  # a server owns its process
+    with hosting(), asyncio.Runner() as runner:
         runner.run(server.start())
         try:
             yield server, shards.Trainer(paths), runner.run

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +37,7 @@ from mcore_rl.jobs.parity.modules import THRESHOLDS, differences, first_differen
 from mcore_rl.jobs.parity.prompts import drawn_prompts
 from mcore_rl.jobs.parity.settings import TOLERANCES
 from mcore_rl.rollout.vllm_server import VLLMServer
+from tests.e2e.hosting import hosting
 
 TP2, PP2, TP2_EP2 = Layout(tp=2), Layout(pp=2, first_stage_layers=1), Layout(tp=2, ep=2)
 FAMILIES = {
@@ -194,7 +193,7 @@ class Run:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """By family, by name of a fault, and of a checkpoint that was loaded over other weights."""
     folder = tmp_path_factory.mktemp("models")
-    with mock.patch.dict(os.environ):  # a server owns its process, this one outlives it
+    with hosting():
         references = {name: reference(saved(name, folder)) for name in FAMILIES}
     checkpoint = folder / "checkpoint"
     cases = {name: (name, spec(references[name].path, at), "") for name, at in FAMILIES.items()}
