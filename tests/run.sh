@@ -32,7 +32,6 @@ gate() { # label, command...: silent unless it fails
 
 gate 'ruff check' ruff check .
 gate 'ruff format' ruff format --check .
-gate 'mypy' mypy
 gate 'import layers' lint-imports --no-cache
 gate 'sizes' python tests/check_sizes.py .
 if command -v shellcheck >/dev/null; then
@@ -40,21 +39,31 @@ if command -v shellcheck >/dev/null; then
 fi
 
 start=$SECONDS
+logs=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
+# A single process for a dozen seconds: tests need not wait for it.
+{
+    mypy >"$logs/types" 2>&1
+    echo "$? $SECONDS" >"$logs/types.end"
+} &
+types=$!
 if [ $# -gt 0 ]; then
     python -m pytest "$@"
     record 'pytest' $? "$start"
 else
     # One run at a time leaves about a third of two cores idle.
-    jobs_log=$(mktemp)
-    python -m pytest tests/e2e >"$jobs_log" 2>&1 &
+    python -m pytest tests/e2e >"$logs/jobs" 2>&1 &
     jobs=$!
-    trap 'kill "$jobs" 2>/dev/null; rm -f "$jobs_log"' EXIT
     python -m pytest --ignore=tests/e2e
     record 'pytest' $? "$start"
     wait "$jobs"
     record 'pytest e2e' $? "$start"
-    cat "$jobs_log"
+    cat "$logs/jobs"
 fi
+wait "$types"
+read -r status ended <"$logs/types.end"
+[ "$status" -eq 0 ] || printf '== mypy\n%s\n\n' "$(<"$logs/types")"
+record 'mypy' "$status" $((SECONDS - ended + start))
 
 printf '\n'
 printf '%s\n' "${summary[@]}"

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.planner import Cut, Member, Plan
+from mcore_rl.reshard.planner import Cut, Plan
+from mcore_rl.reshard.standing import Member
 
 ALIGNMENT = 16  # bytes; of copies in a stream, and of messages in a bucket
 _GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, without whole turns, spread evenly

@@ -15,23 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.reshard.boxes import Box, LogicalTensor
-from mcore_rl.reshard.layout import Holders, Ranks
+from mcore_rl.reshard.boxes import Box
 from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.rules import Rule, Shard, Weight
+from mcore_rl.reshard.standing import Member, Place, Side, alike
 
 IntArray = NDArray[np.int64]
-Side = tuple[Ranks, Sequence[Weight]]  # an engine's ranks, and the rules of its parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One logical tensor of a kind, and the parameters that hold it, by their place in the kind."""
-
-    tensor: str
-    order: int  # place of its parameter among the rules of the generation side
-    sources: tuple[str, ...]
-    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +154,7 @@ class Demand:
         self.num_generation = generation[0].world_size
         self._kinds = [
             _OpenKind(source.places, target.places, members, itemsize)
-            for source, target, members in _alike(training, generation)
+            for source, target, members in alike(training, generation)
         ]
 
     def needed(self) -> IntArray:
@@ -203,79 +191,6 @@ class Demand:
                 yield choice, choice.box.numel * kind.itemsize * len(kind.members)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one parameter holds a logical tensor, apart from the names of both."""
-
-    rule: Rule
-    position: int  # of the tensor among those of the rule
-    holders: Holders
-    float32: bool
-
-    def pieces(self) -> Iterator[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
-        """(box of the tensor, offset in the parameter, ranks) for each block of each shard."""
-        tensor = self.rule.tensors[self.position]
-        for index, ranks in enumerate(self.holders):
-            for block in self.rule.blocks(Shard(index, len(self.holders))):
-                if block.tensor is tensor:
-                    yield block.box, block.local_offset, ranks
-
-
-@dataclass(slots=True)
-class _Standing:
-    """All parameters of one side that hold a logical tensor."""
-
-    order: int  # of the first of them among the rules
-    key: tuple[object, ...] = ()  # equal for tensors that stand alike
-    places: tuple[_Place, ...] = ()
-    names: tuple[str, ...] = ()
-
-
-def _alike(training: Side, generation: Side) -> list[tuple[_Standing, _Standing, list[Member]]]:
-    """The tensors of the generation side, those together that stand alike on both sides.
-
-    The two places are those of the first of them.
-    """
-    sources, targets = _standing(*training), _standing(*generation)
-    found: dict[tuple[object, object], tuple[_Standing, _Standing, list[Member]]] = {}
-    for name, target in targets.items():
-        source = sources.get(name)
-        if source is None:
-            raise ValueError(f"the training side has no {name}")
-        kind = found.setdefault((source.key, target.key), (source, target, []))
-        kind[2].append(Member(name, target.order, source.names, target.names))
-    return list(found.values())
-
-
-def _standing(ranks: Ranks, weights: Sequence[Weight]) -> dict[str, _Standing]:
-    """By logical tensor: where it stands."""
-    found: dict[str, _Standing] = {}
-    for order, weight in enumerate(weights):
-        holders = ranks.holders(weight)
-        if not holders:
-            continue
-        name, signature = ranks.local_name(weight), _signature(weight.rule)
-        for position, tensor in enumerate(weight.rule.tensors):
-            at = found.setdefault(tensor.name, _Standing(order))
-            # By identity: the same ranks are the same object, and may be a thousand.
-            at.key += (signature, position, id(holders), weight.float32)
-            at.places += (_Place(weight.rule, position, holders, weight.float32),)
-            at.names += (name,)
-    return found
-
-
-def _signature(rule: Rule) -> tuple[object, ...]:
-    """Type and sizes of a rule, without the names of its tensors."""
-    names = type(rule).__dataclass_fields__  # type: ignore[attr-defined]
-    return (type(rule), *(_nameless(getattr(rule, name)) for name in names))
-
-
-def _nameless(value: object) -> object:
-    if isinstance(value, LogicalTensor):
-        return value.shape
-    return tuple(_nameless(part) for part in value) if isinstance(value, tuple) else value
-
-
 @dataclass(slots=True)
 class _Choice:
     """A box that a target needs, and the source parameters that have it."""
@@ -293,8 +208,8 @@ class _OpenKind:
 
     def __init__(
         self,
-        sources: Sequence[_Place],
-        targets: Sequence[_Place],
+        sources: Sequence[Place],
+        targets: Sequence[Place],
         members: list[Member],
         itemsize: int,
     ) -> None:

@@ -21,8 +21,9 @@ from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Exchange, LocalWeights
 from mcore_rl.reshard.layout import GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import Demand, Side
+from mcore_rl.reshard.planner import Demand
 from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.standing import Side
 from mcore_rl.reshard.transport import GroupTransport
 
 if TYPE_CHECKING:

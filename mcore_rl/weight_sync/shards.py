@@ -18,7 +18,8 @@ from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Exchange, LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import Demand, Plan, Side
+from mcore_rl.reshard.planner import Demand, Plan
+from mcore_rl.reshard.standing import Side
 from mcore_rl.reshard.transport import Group, GroupTransport
 from mcore_rl.weight_sync.checksums import is_checked
 from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender

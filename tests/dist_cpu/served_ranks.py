@@ -10,23 +10,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from live_bytes import LiveBytes
 
 from mcore_rl.weight_sync.announced import Announced
 
-if TYPE_CHECKING:
-    from mcore_rl.rollout.vllm_worker import ServerName
-
 WAIT_S = 120.0
+IMPORTED = ["vllm", "vllm.v1.worker.cpu_worker", "mcore_rl.rollout.vllm_worker"]
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 30]]
 
 
@@ -76,17 +75,20 @@ def serve(
     rank: int,
     world: int,
     port: int,
-    name: ServerName,
+    name: str,
     folder: Path,
     orders: Sequence[Order],
     pipe: Connection,
 ) -> None:
-    """The body of a process: sends a Report. `name` has made it a worker's as it was unpickled."""
+    """The body of a process: sends a Report. `name` is that of its server."""
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets that outlive a killed process
     report = Report()
     try:
+        from mcore_rl.rollout.vllm_worker import ServerName
+
+        server = pickle.loads(pickle.dumps(ServerName(name)))  # which makes the process a worker's
         for order in orders:
-            _Rank(rank, world, port, name, folder, report).run(order)
+            _Rank(rank, world, port, server, folder, report).run(order)
     except BaseException:  # noqa: BLE001 (told to the test)
         report.complaints.append(f"vLLM rank {rank} of {world}: {traceback.format_exc()}")
     pipe.send(report)
@@ -100,7 +102,7 @@ class _Rank:
     rank: int
     world: int
     port: int
-    name: ServerName
+    name: Any  # ServerName
     folder: Path
     report: Report
 

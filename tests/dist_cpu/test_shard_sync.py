@@ -6,10 +6,13 @@ Training layouts of two ranks, each into vLLM on one worker, on two, and on two 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import secrets
 import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -20,7 +23,7 @@ import tiny_models
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.rollout import vllm_worker
+from mcore_rl.rollout.vllm_server import _QUIET
 
 LAYOUTS = {
     "tp2": Layout(tp=2),
@@ -100,7 +103,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[served_ranks.Repor
         two[key] = ranks.job(sync_jobs.serve_syncs, spec, one, key, folder, path)
         order = served_ranks.Order(path, path, (key,), {"1": False}, is_measured=True)
         orders[1].append(order)
-    names = {world: vllm_worker.ServerName.new() for world in orders}
+    names = {world: f"{os.getpid()}-{secrets.token_hex(4)}" for world in orders}
     workers = [_start(world, name, folder, orders[world]) for world, name in names.items()]
     pipes = [pipe for _, found in workers for pipe in found]
     try:
@@ -116,19 +119,23 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[served_ranks.Repor
                 process.kill()
                 process.join()
         for name in names.values():
-            vllm_worker.remove_shared_memory(name)
+            for file in Path("/dev/shm").glob(f"*mcore_rl_{name}*"):
+                file.unlink(missing_ok=True)
 
 
 def _start(
-    world: int, name: vllm_worker.ServerName, folder: Path, orders: list[served_ranks.Order]
+    world: int, name: str, folder: Path, orders: list[served_ranks.Order]
 ) -> tuple[list[Any], list[Any]]:
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    """Forked from one process, which has imported vLLM; this one need not."""
+    multiprocessing.set_forkserver_preload(served_ranks.IMPORTED)
+    context, port = multiprocessing.get_context("forkserver"), free_port()
     processes, pipes = [], []
     for rank in range(world):
         mine, theirs = context.Pipe()
         arguments = (rank, world, port, name, folder, orders, theirs)
         process = context.Process(target=served_ranks.serve, args=arguments)
-        process.start()
+        with mock.patch.dict(os.environ, _QUIET):
+            process.start()
         processes.append(process)
         pipes.append(mine)
     return processes, pipes
