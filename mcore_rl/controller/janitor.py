@@ -158,9 +158,14 @@ class Janitor:
             remove_partials(folder)
 
     def watch(self) -> None:
-        """Returns when the driver is gone or has sent a word."""
-        while self.driver_lives() and not select.select([0], [], [], POLL_S)[0]:
-            self.observe()
+        """Returns when the driver has sent a word, or at once when it is gone.
+
+        What was made since the last look can still be seen then: workers take a moment to follow.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            driver = os.pidfd_open(self.driver)
+            while self.driver_lives() and not select.select([0, driver], [], [], POLL_S)[0]:
+                self.observe()
 
 
 def main() -> None:
