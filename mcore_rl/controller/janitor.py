@@ -26,6 +26,7 @@ import time
 POLL_S = 0.5
 LOOKS = 3  # polls in which a new shared-memory file may be claimed: it is mapped after it is made
 SWEEP_S = 20.0  # a process in uninterruptible sleep may outlast SIGKILL; then it is left
+TRACKER_S = 3.0  # for Python's resource trackers: they unlink what dead processes have made
 SHM = "/dev/shm"
 
 SharedMemory = dict[str, int]  # name -> inode
@@ -87,6 +88,15 @@ def carries(pid: int, marker: bytes) -> bool:
         return False
 
 
+def is_tracker(pid: int) -> bool:
+    """Whether it is a resource tracker of Python's, which ends with those that it tracks for."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
+
+
 def remove_partials(folder: str) -> None:
     """Removes what is called `.<name>.partial`, at any depth."""
     for place, folders, files in os.walk(folder):
@@ -142,11 +152,15 @@ class Janitor:
         return (set(self.known) | marked) - self.spared(table) - {os.getpid()}
 
     def sweep(self) -> None:
-        deadline = time.monotonic() + SWEEP_S
-        while (victims := self.victims(self.observe())) and time.monotonic() < deadline:
+        start = time.monotonic()
+        while victims := self.victims(self.observe()):
+            elapsed = time.monotonic() - start
+            if elapsed > SWEEP_S:
+                break
             for pid in victims:
                 with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+                    if elapsed > TRACKER_S or not is_tracker(pid):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         in_use = mapped_by(self.spared(processes()))
         for name, inode in self.files.items():
