@@ -71,7 +71,8 @@ choose_python() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-# pip compiles one file after another (--no-compile); nobody imports the packages' own tests.
+# pip compiles one file after another (--no-compile). Some files are of a newer Python: they stay,
+# and so do the packages' own tests.
 compile_packages() { "$venv/bin/python" -m compileall -qq -j 0 -x '/tests/' "$venv/lib" || true; }
 
 pinned() { sed -n "s/^\($1==[^ ;]*\).*/\1/p" "$requirements"; }

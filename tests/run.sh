@@ -61,7 +61,7 @@ else
     cat "$logs/jobs"
 fi
 wait "$types"
-read -r status ended <"$logs/types.end"
+read -r status ended <"$logs/types.end" || { status=1 ended=$SECONDS; }
 [ "$status" -eq 0 ] || printf '== mypy\n%s\n\n' "$(<"$logs/types")"
 record 'mypy' "$status" $((SECONDS - ended + start))
 
