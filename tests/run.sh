@@ -51,10 +51,10 @@ if [ $# -gt 0 ]; then
     python -m pytest "$@"
     record 'pytest' $? "$start"
 else
-    # One run at a time leaves about a third of two cores idle.
-    python -m pytest tests/e2e >"$logs/jobs" 2>&1 &
+    # One run at a time leaves about a third of two cores idle. These two take about as long.
+    python -m pytest tests/e2e tests/unit/jobs >"$logs/jobs" 2>&1 &
     jobs=$!
-    python -m pytest --ignore=tests/e2e
+    python -m pytest --ignore=tests/e2e --ignore=tests/unit/jobs
     record 'pytest' $? "$start"
     wait "$jobs"
     record 'pytest e2e' $? "$start"
