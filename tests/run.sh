@@ -57,7 +57,7 @@ else
     python -m pytest --ignore=tests/e2e --ignore=tests/unit/jobs
     record 'pytest' $? "$start"
     wait "$jobs"
-    record 'pytest e2e' $? "$start"
+    record 'pytest e2e jobs' $? "$start"
     cat "$logs/jobs"
 fi
 wait "$types"

@@ -67,7 +67,8 @@ def lane_arguments(
         return arguments
     # Scheduler and worker in one process: half the start-up and 8 times the speed of two.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tp == 1 else "1"
-    # Else a process imports vLLM anew, for each architecture that is new to this machine.
+    # Else a process imports vLLM anew, for each architecture that is new to this machine
+    # (model_executor/models/registry.py:1079).
     registry._run_in_subprocess = _inspect_here
     # Compiling a few small functions takes longer than a small run gains by it, and a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -1,0 +1,43 @@
+"""What the janitor removes that it has not seen itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mcore_rl.controller.janitor import LOOKS, Janitor, processes
+
+MARKER = "MCORE_RL_SESSION=janitor-test"
+MAKER = """
+import time
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=4096)
+print(memory.name, flush=True)
+time.sleep(300)
+"""
+
+
+def test_memory_that_nobody_has_seen_is_left_to_the_tracker_of_its_maker(tmp_path: Path) -> None:
+    key, value = MARKER.split("=")
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MAKER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {key: value},
+    )
+    assert maker.stdout is not None
+    memory = Path("/dev/shm", maker.stdout.readline().strip())
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    janitor = Janitor(gone.pid, MARKER, str(tmp_path / "scratch"), [])
+    assert janitor.looks[memory.name] == LOOKS  # it was there before: not claimed any more
+    assert len(janitor.victims(processes())) == 2  # the maker and its tracker
+    try:
+        janitor.sweep()
+        assert janitor.victims(processes()) == set()
+        assert not memory.exists()
+    finally:
+        maker.kill()
+        maker.wait()
+        maker.stdout.close()
+        memory.unlink(missing_ok=True)
