@@ -80,6 +80,9 @@ def lane_arguments(
     return arguments | {
         "enforce_eager": True,
         "compilation_config": rotary,
+        # On a CPU with AMX, MLA would run on kernels for bfloat16 and for sizes that 32 divides
+        # (platforms/cpu.py:156); other attention has a single backend there, whatever is asked.
+        "attention_backend": "CPU_MLA",
         # A seeded request whose prompt is cut in chunks rewinds its generator, which one on the CPU
         # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
         "enable_chunked_prefill": False,
