@@ -201,9 +201,11 @@ def gated_mlp(
 
     `names` are the checkpoint's for gate, up and down.
     """
-    hidden = field(config, "hidden_size")
-    gate, up = (at.tensor(f"{hf}.{name}.weight", ffn, hidden) for name in names[:2])
-    return GateUp(gate, up), Split(at.tensor(f"{hf}.{names[2]}.weight", hidden, ffn), 1)
+    hidden, (gate, up, down) = field(config, "hidden_size"), names
+    fc1 = GateUp(
+        at.tensor(f"{hf}.{gate}.weight", ffn, hidden), at.tensor(f"{hf}.{up}.weight", ffn, hidden)
+    )
+    return fc1, Split(at.tensor(f"{hf}.{down}.weight", hidden, ffn), 1)
 
 
 def dense_mlp_weights(config: HFConfig, at: Place) -> Iterator[Weight]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class LogicalTensor:
+class LogicalTensor(NamedTuple):  # a large model has tens of thousands
     """A tensor of a checkpoint as Hugging Face names it, whole.
 
     `also` are further names under which the checkpoint holds the same tensor again: read by none,

@@ -8,7 +8,7 @@ rank expands only what it sends or receives.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.reshard.boxes import Box
 from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.standing import Member, Place, Side, alike
+from mcore_rl.reshard.standing import Alike, Member, Side, alike
 
 IntArray = NDArray[np.int64]
 
@@ -152,24 +152,28 @@ class Demand:
         """
         self.num_training = training[0].world_size
         self.num_generation = generation[0].world_size
-        self._kinds = [
-            _OpenKind(source.places, target.places, members, itemsize)
-            for source, target, members in alike(training, generation)
-        ]
+        fits: dict[object, tuple[_Fit, ...]] = {}  # cut once for all kinds of the same shapes
+        self._kinds = []
+        for kind in alike(training, generation):
+            places = (*kind.sources, *kind.targets)
+            shapes = (len(kind.sources), *[place.shape for place in places])
+            if shapes not in fits:
+                fits[shapes] = tuple(_fits(kind))
+            self._kinds.append(_OpenKind(kind, fits[shapes], itemsize))
 
     def needed(self) -> IntArray:
         """[generation ranks]: bytes that each needs, padding left out."""
         found = np.zeros(self.num_generation, np.int64)
-        for choice, num_bytes in self._choices():
-            found[list(choice.target_ranks)] += num_bytes
+        for choice in self._choices():
+            found[list(choice.targets)] += choice.num_bytes
         return found
 
     def overlap(self) -> IntArray:
         """[generation ranks, training ranks]: bytes that the one needs and the other holds."""
         found = np.zeros((self.num_generation, self.num_training), np.int64)
         shared: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
-        for choice, num_bytes in self._choices():
-            shared[choice.target_ranks, tuple(choice.sources)] += num_bytes
+        for choice in self._choices():
+            shared[choice.targets, tuple(choice.sources)] += choice.num_bytes
         for (targets, sources), num_bytes in shared.items():
             found[np.ix_(targets, sources)] += num_bytes
         return found
@@ -179,86 +183,85 @@ class Demand:
         sources = _SourceChooser(devices)
         # The largest first, so that what is left to choose evens the load out.
         chosen = {
-            id(kind): sources.choose(kind)
+            id(kind): [sources.choose(choice) for choice in kind.choices]
             for kind in sorted(self._kinds, key=lambda kind: -kind.num_bytes)
         }
         return Plan(tuple(kind.closed(chosen[id(kind)]) for kind in self._kinds), devices)
 
-    def _choices(self) -> Iterator[tuple[_Choice, int]]:
-        """Each with its bytes in all tensors of its kind."""
+    def _choices(self) -> Iterator[_Choice]:
         for kind in self._kinds:
-            for choice in kind.choices:
-                yield choice, choice.box.numel * kind.itemsize * len(kind.members)
+            yield from kind.choices
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """A box that a shard of a target needs, and where it stands on both sides, whoever has it."""
+
+    box: Box
+    target: tuple[int, int, tuple[int, ...]]  # parameter, shard, offset in it
+    sources: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 @dataclass(slots=True)
 class _Choice:
-    """A box that a target needs, and the source parameters that have it."""
+    """Which ranks need a box, and which have it."""
 
-    box: Box
-    target: int
-    target_offset: tuple[int, ...]
-    target_ranks: tuple[int, ...]
-    sources: dict[int, int]  # by training rank: which of the source parameters it has
-    source_offsets: dict[int, tuple[int, ...]]  # by source parameter
+    num_bytes: int  # in all tensors of the kind
+    targets: tuple[int, ...]
+    sources: dict[int, int]  # by training rank: which of the fit's sources it has
 
 
 class _OpenKind:
-    """A kind whose sources are still to be chosen."""
+    """A kind whose sources are still to be chosen: for each fit a choice."""
 
-    def __init__(
-        self,
-        sources: Sequence[Place],
-        targets: Sequence[Place],
-        members: list[Member],
-        itemsize: int,
-    ) -> None:
-        self.members = members
-        self.itemsize = 4 if targets[0].float32 else itemsize
-        pieces = [(n, *piece) for n, place in enumerate(sources) for piece in place.pieces()]
-        self.choices: list[_Choice] = []
-        for number, place in enumerate(targets):
-            for box, offset, ranks in place.pieces():
-                self._cut(number, box, offset, ranks, pieces)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(c.box.numel for c in self.choices) * self.itemsize * len(self.members)
-
-    def _cut(
-        self,
-        number: int,
-        wanted: Box,
-        offset: tuple[int, ...],
-        ranks: tuple[int, ...],
-        pieces: Sequence[tuple[int, Box, tuple[int, ...], tuple[int, ...]]],
-    ) -> None:
-        """Cut one box of a target against all boxes of the sources."""
-        choices: dict[Box, _Choice] = {}
-        for source, held, source_offset, holders in pieces:
-            if (box := overlap(held, wanted)) is None:
-                continue
-            at = _moved(offset, wanted, box)
-            choice = choices.setdefault(box, _Choice(box, number, at, ranks, {}, {}))
-            choice.source_offsets[source] = _moved(source_offset, held, box)
-            for rank in holders:
-                choice.sources.setdefault(rank, source)
-        if sum(box.numel for box in choices) != wanted.numel:
-            raise ValueError(
-                f"{self.members[0].tensor}: the training side does not cover {wanted} exactly once"
-            )
-        self.choices += choices.values()
+    def __init__(self, kind: Alike, fits: tuple[_Fit, ...], itemsize: int) -> None:
+        self._members = kind.members
+        self._itemsize = 4 if kind.targets[0].float32 else itemsize
+        self._fits = fits
+        self.choices = []
+        for fit in fits:
+            parameter, shard, _ = fit.target
+            held: dict[int, int] = {}
+            for number, (source, source_shard, _) in enumerate(fit.sources):
+                for rank in kind.sources[source].holders[source_shard]:
+                    held.setdefault(rank, number)
+            num_bytes = fit.box.numel * self._itemsize * len(kind.members)
+            targets = kind.targets[parameter].holders[shard]
+            self.choices.append(_Choice(num_bytes, targets, held))
+        self.num_bytes = sum(choice.num_bytes for choice in self.choices)
 
     def closed(self, chosen: Sequence[Mapping[int, int]]) -> Kind:
         """With the training rank that serves each generation rank, choice by choice."""
         cuts = []
-        for choice, source_of in zip(self.choices, chosen, strict=True):
-            for source, offset in choice.source_offsets.items():
-                served = {t: s for t, s in source_of.items() if choice.sources[s] == source}
+        for fit, choice, source_of in zip(self._fits, self.choices, chosen, strict=True):
+            target, _, target_offset = fit.target
+            for number, (source, _, offset) in enumerate(fit.sources):
+                served = source_of
+                if len(fit.sources) > 1:
+                    served = {t: s for t, s in source_of.items() if choice.sources[s] == number}
                 if served:
-                    at = (source, offset, choice.target, choice.target_offset)
-                    cuts.append(Cut(choice.box, *at, served))
-        return Kind(tuple(self.members), self.itemsize, tuple(cuts))
+                    cuts.append(Cut(fit.box, source, offset, target, target_offset, served))
+        return Kind(tuple(self._members), self._itemsize, tuple(cuts))
+
+
+def _fits(kind: Alike) -> Iterator[_Fit]:
+    """Cut each block of the targets against those of the sources."""
+    held = [(n, *piece) for n, place in enumerate(kind.sources) for piece in place.blocks()]
+    for number, place in enumerate(kind.targets):
+        for shard, block in place.blocks():
+            found: dict[Box, list[tuple[int, int, tuple[int, ...]]]] = {}
+            for source, source_shard, piece in held:
+                if (box := overlap(piece.box, block.box)) is not None:
+                    at = (source, source_shard, _moved(piece.local_offset, piece.box, box))
+                    found.setdefault(box, []).append(at)
+            if sum(box.numel for box in found) != block.box.numel:
+                raise ValueError(
+                    f"{kind.members[0].tensor}: the training side does not cover {block.box} "
+                    "exactly once"
+                )
+            for box, places in found.items():
+                offset = _moved(block.local_offset, block.box, box)
+                yield _Fit(box, (number, shard, offset), tuple(places))
 
 
 class _SourceChooser:
@@ -267,32 +270,33 @@ class _SourceChooser:
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._sent = [0] * len(devices.training)
+        self._guest = {device: rank for rank, device in enumerate(devices.generation)}
+        self._host = {device: rank for rank, device in enumerate(devices.training)}
+        self._hosts = defaultdict[int, list[int]](list)  # by node
+        for device, rank in self._host.items():
+            self._hosts[devices.node(device)].append(rank)
 
-    def choose(self, kind: _OpenKind) -> list[dict[int, int]]:
-        """For each choice of the kind, the training rank that serves each generation rank."""
-        chosen = []
-        for choice in kind.choices:
-            num_bytes = choice.box.numel * kind.itemsize * len(kind.members)
-            source_of, candidates = {}, tuple(choice.sources)
-            for target in choice.target_ranks:
-                source = source_of[target] = self._source(candidates, target)
-                if self._devices.training[source] != self._devices.generation[target]:
-                    self._sent[source] += num_bytes
-            chosen.append(source_of)
-        return chosen
-
-    def _source(self, candidates: tuple[int, ...], target: int) -> int:
-        if len(candidates) == 1:
-            return candidates[0]
-        devices, here = self._devices, self._devices.generation[target]
-        node, near = devices.node(here), []
-        for rank in candidates:
-            there = devices.training[rank]
-            if there == here:
-                return rank
-            if devices.node(there) == node:
-                near.append(rank)
-        return min(near or candidates, key=self._sent.__getitem__)
+    def choose(self, choice: _Choice) -> dict[int, int]:
+        """The training rank that serves each generation rank."""
+        devices, num_bytes = self._devices, choice.num_bytes
+        if len(choice.sources) == 1:  # as for most experts
+            (only,) = choice.sources
+            source_of = dict.fromkeys(choice.targets, only)
+            at_home = self._guest.get(devices.training[only]) in source_of
+            self._sent[only] += num_bytes * (len(source_of) - at_home)
+            return source_of
+        source_of = {}
+        for target in choice.targets:
+            device = devices.generation[target]
+            own = self._host.get(device)
+            if own is not None and own in choice.sources:
+                source_of[target] = own
+                continue
+            near = [rank for rank in self._hosts[devices.node(device)] if rank in choice.sources]
+            source = min(near or choice.sources, key=self._sent.__getitem__)
+            source_of[target] = source
+            self._sent[source] += num_bytes
+        return source_of
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from mcore_rl.reshard.boxes import Block, Box, LogicalTensor, rows
 
@@ -207,8 +207,7 @@ class Concat:
         return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(NamedTuple):
     """One parameter of an engine: its name, what it is made of, and which axes place it.
 
     `name` is the engine's, Megatron's or vLLM's: "{layer}" and "{expert}" stand where a rank puts

@@ -5,11 +5,14 @@ A large model has tens of thousands of tensors and a few dozen ways to stand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import cache
+from operator import attrgetter
 from typing import NamedTuple
 
-from mcore_rl.reshard.boxes import Box, LogicalTensor
+from mcore_rl.reshard.boxes import Block, LogicalTensor
 from mcore_rl.reshard.layout import Holders, Ranks
 from mcore_rl.reshard.rules import Rule, Shard, Weight
 
@@ -33,66 +36,94 @@ class Place(NamedTuple):
     holders: Holders
     float32: bool
 
-    def pieces(self) -> Iterator[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
-        """(box of the tensor, offset in the parameter, ranks) for each block of each shard."""
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Equal for places that are cut alike, whoever holds them."""
+        return (*_signature(self.rule), self.position, len(self.holders), self.float32)
+
+    def blocks(self) -> Iterator[tuple[int, Block]]:
+        """Each block of the tensor, with the shard that it stands in."""
         tensor = self.rule.tensors[self.position]
-        for index, ranks in enumerate(self.holders):
+        for index in range(len(self.holders)):
             for block in self.rule.blocks(Shard(index, len(self.holders))):
                 if block.tensor is tensor:
-                    yield block.box, block.local_offset, ranks
+                    yield index, block
 
 
-@dataclass(slots=True)
-class Standing:
-    """All parameters of one side that hold a logical tensor."""
+class Alike(NamedTuple):
+    """Tensors that stand alike, and where the first of them stands: in each of its parameters."""
 
-    order: int  # of the first of them among the rules
-    key: tuple[int, ...] = ()  # equal for tensors that stand alike
-    places: tuple[Place, ...] = ()
-    names: tuple[str, ...] = ()
+    sources: tuple[Place, ...]
+    targets: tuple[Place, ...]
+    members: list[Member]
 
 
-def alike(training: Side, generation: Side) -> list[tuple[Standing, Standing, list[Member]]]:
-    """The tensors of the generation side, those together that stand alike on both sides.
-
-    The two places are those of the first of them.
-    """
-    sources, targets = _standing(*training), _standing(*generation)
-    found: dict[tuple[object, object], tuple[Standing, Standing, list[Member]]] = {}
-    for name, target in targets.items():
-        source = sources.get(name)
+def alike(training: Side, generation: Side) -> list[Alike]:
+    """The tensors of the generation side, those together that stand alike on both sides."""
+    sources, targets = _Standings(*training), _Standings(*generation)
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Member]] = defaultdict(list)
+    for name, target in targets.of_tensor.items():
+        source = sources.of_tensor.get(name)
         if source is None:
             raise ValueError(f"the training side has no {name}")
-        kind = found.setdefault((source.key, target.key), (source, target, []))
-        kind[2].append(Member(name, target.order, source.names, target.names))
-    return list(found.values())
+        member = Member(name, target.order, source.names, target.names)
+        found[source.places, target.places].append(member)
+    return [
+        Alike(sources.places_of(here), targets.places_of(there), members)
+        for (here, there), members in found.items()
+    ]
 
 
-def _standing(ranks: Ranks, weights: Sequence[Weight]) -> dict[str, Standing]:
-    """By logical tensor: where it stands."""
-    found: dict[str, Standing] = {}
-    numbers: dict[object, int] = {}  # they are hashed faster than what they stand for
-    for order, weight in enumerate(weights):
-        holders = ranks.holders(weight)
-        if not holders:
-            continue
-        name, rule = ranks.local_name(weight), weight.rule
-        # By identity: the same ranks are the same object, and may be a thousand.
-        stands = (*_signature(rule), id(holders), weight.float32)
-        number = numbers.setdefault(stands, len(numbers))
-        for position, tensor in enumerate(rule.tensors):
-            if (at := found.get(tensor.name)) is None:
-                at = found[tensor.name] = Standing(order)
-            at.key += (number, position)
-            at.places += (Place(rule, position, holders, weight.float32),)
-            at.names += (name,)
-    return found
+class _Standing(NamedTuple):
+    """Where a side holds a logical tensor: in one parameter, or in a few."""
+
+    order: int  # of the first of them among the rules
+    places: tuple[int, ...]  # numbers, the same for those that stand alike
+    names: tuple[str, ...]
+
+
+class _Standings:
+    """Where a side holds each logical tensor."""
+
+    def __init__(self, ranks: Ranks, weights: Sequence[Weight]) -> None:
+        self.of_tensor: dict[str, _Standing] = {}
+        self._places: list[Place] = []
+        numbers: dict[object, range] = {}
+        for order, weight in enumerate(weights):
+            holders = ranks.holders(weight)
+            if not holders:
+                continue
+            # Holders by identity: the same ranks are the same object, and may be a thousand.
+            how = (*_signature(weight.rule), id(holders), weight.float32)
+            if (found := numbers.get(how)) is None:
+                found = numbers[how] = self._new_places(weight, holders)
+            names = (ranks.local_name(weight),)
+            for number, tensor in zip(found, weight.rule.tensors, strict=True):
+                at = _Standing(order, (number,), names)
+                if (first := self.of_tensor.get(tensor.name)) is not None:
+                    at = _Standing(first.order, first.places + at.places, first.names + names)
+                self.of_tensor[tensor.name] = at
+
+    def places_of(self, numbers: tuple[int, ...]) -> tuple[Place, ...]:
+        return tuple(self._places[number] for number in numbers)
+
+    def _new_places(self, weight: Weight, holders: Holders) -> range:
+        """Their numbers: one for each tensor of the weight's rule."""
+        first = len(self._places)
+        for position in range(len(weight.rule.tensors)):
+            self._places.append(Place(weight.rule, position, holders, weight.float32))
+        return range(first, len(self._places))
 
 
 def _signature(rule: Rule) -> tuple[object, ...]:
     """Type and sizes of a rule, without the names of its tensors."""
-    fields = type(rule).__dataclass_fields__  # type: ignore[attr-defined]
-    return (type(rule), *[_nameless(getattr(rule, name)) for name in fields])
+    return (type(rule), *[_nameless(value) for value in _fields_of(type(rule))(rule)])
+
+
+@cache
+def _fields_of(kind: type) -> Callable[[object], tuple[object, ...]]:
+    names = [field.name for field in fields(kind)]
+    return attrgetter(*names) if len(names) > 1 else lambda rule: (getattr(rule, names[0]),)
 
 
 def _nameless(value: object) -> object:

@@ -95,7 +95,7 @@ def without(weights):
 
 
 def doubled(weights):
-    return [*weights, replace(weights[0], rule=Whole(LogicalTensor("other", (131, 64))))]
+    return [*weights, weights[0]._replace(rule=Whole(LogicalTensor("other", (131, 64))))]
 
 
 def misshapen(weights):
@@ -103,19 +103,19 @@ def misshapen(weights):
         if not weight.name.endswith("router.weight"):
             return weight
         [gate] = weight.rule.tensors
-        return replace(weight, rule=Whole(LogicalTensor(gate.name, (4, 63))))
+        return weight._replace(rule=Whole(LogicalTensor(gate.name, (4, 63))))
 
     return [shape(w) for w in weights]
 
 
 def with_one_more(weights):
     tensor = LogicalTensor("model.layers.1.extra.weight", (64,))
-    return [*weights, replace(weights[-1], name="decoder.extra.weight", rule=Whole(tensor))]
+    return [*weights, weights[-1]._replace(name="decoder.extra.weight", rule=Whole(tensor))]
 
 
 def reading_one_tensor_twice(weights):
     norms = [w for w in weights if w.name.endswith("q_layernorm.weight")]
-    return [replace(w, rule=norms[0].rule) if w is norms[1] else w for w in weights]
+    return [w._replace(rule=norms[0].rule) if w is norms[1] else w for w in weights]
 
 
 @pytest.mark.parametrize(
