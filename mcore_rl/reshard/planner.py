@@ -9,8 +9,9 @@ rank expands only what it sends or receives.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,7 @@ from mcore_rl.reshard.standing import Alike, Member, Side, alike
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """What a source parameter and a target parameter have in common, and who sends it to whom."""
 
     box: Box
@@ -153,13 +153,13 @@ class Demand:
         self.num_training = training[0].world_size
         self.num_generation = generation[0].world_size
         fits: dict[object, tuple[_Fit, ...]] = {}  # cut once for all kinds of the same shapes
-        self._kinds = []
+        self._kinds, have = [], _Have()
         for kind in alike(training, generation):
             places = (*kind.sources, *kind.targets)
             shapes = (len(kind.sources), *[place.shape for place in places])
             if shapes not in fits:
                 fits[shapes] = tuple(_fits(kind))
-            self._kinds.append(_OpenKind(kind, fits[shapes], itemsize))
+            self._kinds.append(_OpenKind(kind, fits[shapes], itemsize, have))
 
     def needed(self) -> IntArray:
         """[generation ranks]: bytes that each needs, padding left out."""
@@ -171,11 +171,13 @@ class Demand:
     def overlap(self) -> IntArray:
         """[generation ranks, training ranks]: bytes that the one needs and the other holds."""
         found = np.zeros((self.num_generation, self.num_training), np.int64)
-        shared: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+        num_bytes, example = Counter[tuple[int, int]](), {}
         for choice in self._choices():
-            shared[choice.targets, tuple(choice.sources)] += choice.num_bytes
-        for (targets, sources), num_bytes in shared.items():
-            found[np.ix_(targets, sources)] += num_bytes
+            key = id(choice.targets), id(choice.sources)  # hashed faster than their contents
+            num_bytes[key] += choice.num_bytes
+            example[key] = choice
+        for key, choice in example.items():
+            found[np.ix_(choice.targets, tuple(choice.sources))] += num_bytes[key]
         return found
 
     def plan(self, devices: Devices) -> Plan:
@@ -202,31 +204,45 @@ class _Fit:
     sources: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
-@dataclass(slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     """Which ranks need a box, and which have it."""
 
     num_bytes: int  # in all tensors of the kind
     targets: tuple[int, ...]
-    sources: dict[int, int]  # by training rank: which of the fit's sources it has
+    sources: Mapping[int, int]  # by training rank: which of the fit's sources it has
+
+
+class _Have:
+    """Which training ranks have a box, said once and the same object for as many as it is so."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def one_of(self, *holders: tuple[int, ...]) -> Mapping[int, int]:
+        """By rank: the first of these that it is in."""
+        key = tuple(map(id, holders))
+        if (found := self._found.get(key)) is None:
+            found = {}
+            for number, ranks in enumerate(holders):
+                for rank in ranks:
+                    found.setdefault(rank, number)
+            self._found[key] = found
+        return found
 
 
 class _OpenKind:
     """A kind whose sources are still to be chosen: for each fit a choice."""
 
-    def __init__(self, kind: Alike, fits: tuple[_Fit, ...], itemsize: int) -> None:
+    def __init__(self, kind: Alike, fits: tuple[_Fit, ...], itemsize: int, have: _Have) -> None:
         self._members = kind.members
         self._itemsize = 4 if kind.targets[0].float32 else itemsize
         self._fits = fits
         self.choices = []
         for fit in fits:
-            parameter, shard, _ = fit.target
-            held: dict[int, int] = {}
-            for number, (source, source_shard, _) in enumerate(fit.sources):
-                for rank in kind.sources[source].holders[source_shard]:
-                    held.setdefault(rank, number)
+            target, target_shard, _ = fit.target
+            held = have.one_of(*[kind.sources[n].holders[shard] for n, shard, _ in fit.sources])
             num_bytes = fit.box.numel * self._itemsize * len(kind.members)
-            targets = kind.targets[parameter].holders[shard]
+            targets = kind.targets[target].holders[target_shard]
             self.choices.append(_Choice(num_bytes, targets, held))
         self.num_bytes = sum(choice.num_bytes for choice in self.choices)
 
@@ -275,6 +291,7 @@ class _SourceChooser:
         self._hosts = defaultdict[int, list[int]](list)  # by node
         for device, rank in self._host.items():
             self._hosts[devices.node(device)].append(rank)
+        self._near: dict[tuple[int, int], Collection[int]] = {}
 
     def choose(self, choice: _Choice) -> dict[int, int]:
         """The training rank that serves each generation rank."""
@@ -292,11 +309,18 @@ class _SourceChooser:
             if own is not None and own in choice.sources:
                 source_of[target] = own
                 continue
-            near = [rank for rank in self._hosts[devices.node(device)] if rank in choice.sources]
-            source = min(near or choice.sources, key=self._sent.__getitem__)
-            source_of[target] = source
+            near = self._nearest(choice.sources, devices.node(device))
+            source = source_of[target] = min(near, key=self._sent.__getitem__)
             self._sent[source] += num_bytes
         return source_of
+
+    def _nearest(self, sources: Mapping[int, int], node: int) -> Collection[int]:
+        """Those on the node, or else all."""
+        key = id(sources), node
+        if (found := self._near.get(key)) is None:
+            found = [rank for rank in self._hosts[node] if rank in sources] or sources
+            self._near[key] = found
+        return found
 
 
 def overlap(a: Box, b: Box) -> Box | None:
