@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import secrets
 import select
@@ -206,6 +207,9 @@ def _die_with(server: ServerName) -> None:
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
             select.select([os.pidfd_open(server.pid)], [], [])
+        # A worker that still imports vLLM, for many seconds, does not watch the server yet.
+        for worker in multiprocessing.active_children():
+            worker.kill()
         remove_shared_memory(server)
         _remove_mapped_memory()
         _remove_rendezvous()
