@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcore_rl.data.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
 
 MARKER = "MCORE_RL_SESSION"  # in the environment of what a job starts
@@ -109,6 +110,19 @@ def _heed_interrupts() -> None:
 
 def _marker(process: psutil.Process) -> str:
     return environ(process).get(MARKER, "")
+
+
+@pytest.fixture(scope="module")
+def own_model_and_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings for the task of the recipe, made once: as a user's own model and data."""
+    task = last_digit.prepare(tmp_path_factory.mktemp("task") / "task", 0, worked_share=0.35)
+    return [
+        "task.name=''",
+        f"model.path={task.model_dir}",
+        f"data.train_file={task.train_file}",
+        f"data.test_file={task.test_file}",
+        f"warm_start.train_file={task.warm_start_file}",
+    ]
 
 
 @pytest.fixture(scope="module")

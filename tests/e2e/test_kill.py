@@ -73,14 +73,16 @@ def assert_leaves_nothing(job, number, word) -> None:
     assert list(job.output.glob("logs/worker-*.err"))
 
 
-def test_a_warm_start_that_is_interrupted_leaves_nothing(start_job):
-    job = start_job(*WARM_START)
+def test_a_warm_start_that_is_interrupted_leaves_nothing(start_job, own_model_and_data):
+    job = start_job(*own_model_and_data, *WARM_START)
     brought_to(job, is_warm_starting)
     assert_leaves_nothing(job, signal.SIGINT, "interrupted")
 
 
-def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_ended_one(start_job):
-    killed, ended = start_job(*TRAINING), start_job(*TRAINING)
+def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_ended_one(
+    start_job, own_model_and_data
+):
+    killed, ended = (start_job(*own_model_and_data, *TRAINING) for _ in range(2))
     for job in (killed, ended):
         brought_to(job, is_training)
     killed.process.kill()
@@ -99,8 +101,10 @@ def test_a_job_that_is_killed_while_it_makes_its_task_leaves_no_half_of_it(start
     assert not (job.output / "config.json").exists()
 
 
-def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(start_job):
-    job = start_job(*WARM_START)
+def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(
+    start_job, own_model_and_data
+):
+    job = start_job(*own_model_and_data, *WARM_START)
     job.wait_until(lambda: is_warm_starting(job), "the first step")
     rank = job.rank(0)
     rank.kill()
