@@ -38,9 +38,9 @@ class Conversions:
         self._server = subprocess.Popen([sys.executable, script], **streams)
         assert self._server.stdout.readline() == "ready\n"  # or waiting would count as converting
 
-    def start(self, name: str, output: Path, workers: int) -> int:
+    def start(self, name: str, output: Path, workers: int, method: str = "fork") -> int:
         """The id of its session; what it prints goes to the file output.txt."""
-        line = [str(self.folder / name), str(output), workers, f"{output}.txt"]
+        line = [str(self.folder / name), str(output), workers, f"{output}.txt", method]
         print(json.dumps(line), file=self._server.stdin, flush=True)
         return int(self._server.stdout.readline())
 
@@ -136,7 +136,7 @@ def test_memory_stays_under_what_is_printed(conversions, tmp_path, name, workers
     """The largest resident memory of each process, whenever it had it, all summed up."""
     out = tmp_path / "out"
     peaks: dict[int, int] = {}
-    session = conversions.start(name, out, workers)
+    session = conversions.start(name, out, workers, "spawn")
     while pids := living(session):
         for pid in pids:
             with contextlib.suppress(OSError):
