@@ -213,7 +213,7 @@ class _Choice(NamedTuple):
 
 
 class _Have:
-    """Which training ranks have a box, said once and the same object for as many as it is so."""
+    """Which training ranks have a box: one object for all boxes that the same ranks have."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, ...], dict[int, int]] = {}
