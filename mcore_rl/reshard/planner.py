@@ -170,14 +170,20 @@ class Demand:
 
     def overlap(self) -> IntArray:
         """[generation ranks, training ranks]: bytes that the one needs and the other holds."""
-        found = np.zeros((self.num_generation, self.num_training), np.int64)
-        num_bytes, example = Counter[tuple[int, int]](), {}
+        # By identity, which is hashed faster than the ranks.
+        targets: dict[int, tuple[int, ...]] = {}
+        sources: dict[int, Mapping[int, int]] = {}
+        num_bytes = Counter[tuple[int, int]]()
         for choice in self._choices():
-            key = id(choice.targets), id(choice.sources)  # hashed faster than their contents
-            num_bytes[key] += choice.num_bytes
-            example[key] = choice
-        for key, choice in example.items():
-            found[np.ix_(choice.targets, tuple(choice.sources))] += num_bytes[key]
+            pair = id(choice.targets), id(choice.sources)
+            targets[pair[0]], sources[pair[1]] = choice.targets, choice.sources
+            num_bytes[pair] += choice.num_bytes
+        rows = {target: np.zeros(self.num_training, np.int64) for target in targets}
+        for (target, source), shared in num_bytes.items():
+            rows[target][list(sources[source])] += shared
+        found = np.zeros((self.num_generation, self.num_training), np.int64)
+        for target, row in rows.items():
+            found[list(targets[target])] += row
         return found
 
     def plan(self, devices: Devices) -> Plan:

@@ -227,9 +227,12 @@ class Weight(NamedTuple):
     float32: bool = False  # kept in float32 whatever the dtype of the model
 
     def local_name(self, first_layer: int = 0, first_expert: int = 0) -> str:
-        layer = None if self.layer is None else self.layer - first_layer
-        expert = None if self.expert is None else self.expert - first_expert
-        return self.name.format(layer=layer, expert=expert)
+        name = self.name
+        if self.layer is not None:
+            name = name.replace("{layer}", str(self.layer - first_layer))
+        if self.expert is not None:
+            name = name.replace("{expert}", str(self.expert - first_expert))
+        return name
 
 
 def logical_tensors(weights: Sequence[Weight]) -> Iterator[LogicalTensor]:

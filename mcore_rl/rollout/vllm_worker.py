@@ -207,15 +207,24 @@ def _die_with(server: ServerName) -> None:
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
             select.select([os.pidfd_open(server.pid)], [], [])
-        # A worker that still imports vLLM, for many seconds, does not watch the server yet.
-        for worker in multiprocessing.active_children():
-            worker.kill()
+        _kill_importing_workers()
         remove_shared_memory(server)
         _remove_mapped_memory()
         _remove_rendezvous()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="server-watchdog", daemon=True).start()
+
+
+def _kill_importing_workers() -> None:
+    """End workers of this engine process that do not watch the server yet: for many seconds.
+
+    They have no memory to tidy up. Those that watch have, and vLLM has given them a name.
+    """
+    for worker in multiprocessing.active_children():
+        with contextlib.suppress(OSError):  # it has ended
+            if b"spawn_main" in Path(f"/proc/{worker.pid}/cmdline").read_bytes():
+                worker.kill()
 
 
 @functools.cache  # a process may unpickle its config more than once
