@@ -51,14 +51,18 @@ if [ $# -gt 0 ]; then
     python -m pytest "$@"
     record 'pytest' $? "$start"
 else
-    # One run at a time leaves about a third of two cores idle. These two take about as long.
+    # One run at a time leaves about a third of two cores idle: much of it waits for processes.
     python -m pytest tests/e2e tests/unit/jobs >"$logs/jobs" 2>&1 &
     jobs=$!
-    python -m pytest --ignore=tests/e2e --ignore=tests/unit/jobs
+    python -m pytest tests/dist_cpu tests/gpu >"$logs/ranks" 2>&1 &
+    ranks=$!
+    python -m pytest --ignore=tests/e2e --ignore=tests/dist_cpu --ignore=tests/gpu --ignore=tests/unit/jobs
     record 'pytest' $? "$start"
+    wait "$ranks"
+    record 'pytest ranks' $? "$start"
     wait "$jobs"
     record 'pytest e2e jobs' $? "$start"
-    cat "$logs/jobs"
+    cat "$logs/ranks" "$logs/jobs"
 fi
 wait "$types"
 read -r status ended <"$logs/types.end" || { status=1 ended=$SECONDS; }

@@ -115,11 +115,13 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
         loss = PolicyLoss(config.algorithm)
         with waiting("starting the servers and the trainer"):
             servers = stack.enter_context(_servers(config))
+            serving = servers.start.submit()  # most of it is one process that imports and compiles
             actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
             reference = None
             if config.algorithm.kl_coef:
                 frozen = _frozen(config.actor)
                 reference = stack.enter_context(_model(config, frozen, "reference", None, 0))
+            serving.result()
         rollout = RolloutPool(servers, config.rollout, config.seed)
         sync = connect(config, read_config(config.model.path), actor, servers)
         with waiting("evaluating"):
@@ -182,7 +184,7 @@ def _model(
 
 @contextlib.contextmanager
 def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
-    """The generation servers, started from a checkpoint."""
+    """The generation servers of a checkpoint; they have yet to be started."""
     spec = RolloutSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
@@ -193,7 +195,6 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
     )
     layout = Layout(dp=config.rollout.num_servers)
     with _group(RolloutWorker, (spec,), layout, "rollout", 1, config.rollout.tp) as group:
-        group.start()
         yield group
         group.shut_down()
 
