@@ -117,13 +117,18 @@ class _Standings:
 
 def _signature(rule: Rule) -> tuple[object, ...]:
     """Type and sizes of a rule, without the names of its tensors."""
-    return (type(rule), *[_nameless(value) for value in _fields_of(type(rule))(rule)])
+    return _signature_of(type(rule))(rule)
 
 
 @cache
-def _fields_of(kind: type) -> Callable[[object], tuple[object, ...]]:
-    names = [field.name for field in fields(kind)]
-    return attrgetter(*names) if len(names) > 1 else lambda rule: (getattr(rule, names[0]),)
+def _signature_of(kind: type) -> Callable[[object], tuple[object, ...]]:
+    """Where a rule has a tensor, its shape is read: attrgetter is fast, and there are many rules."""
+    found = fields(kind)
+    names = [f"{f.name}.shape" if f.type == "LogicalTensor" else f.name for f in found]
+    read = attrgetter("__class__", *names)
+    if any(str(f.type).startswith("tuple") for f in found):
+        return lambda rule: tuple(_nameless(value) for value in read(rule))
+    return read
 
 
 def _nameless(value: object) -> object:
