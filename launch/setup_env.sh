@@ -71,10 +71,12 @@ choose_python() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-# pip compiles one file after another (--no-compile). What is left out is large and seldom imported:
-# packages' own tests, and transformers' models of other families. Files of a newer Python fail.
-uncompiled='/tests/|/testing/_internal/|/rllib/'
-uncompiled+='|/transformers/models/(?!auto|deepseek|glm|llama|mixtral|qwen)'
+# pip compiles one file after another (--no-compile). What is left out is large and seldom imported,
+# and Python compiles it when it is: tests, models of other families, programs beside a library.
+uncompiled='/tests/|/testing/_internal/'
+uncompiled+='|/site-packages/(ray/(data|llm|rllib|serve|train|tune)|mypy|mypyc|numba|anthropic)/'
+uncompiled+='|/(transformers|vllm|vllm/model_executor)/models/'
+uncompiled+='(?!_|adapters|auto|config|deepseek|glm|interfaces|llama|mixtral|mod|qwen|reg|utils|vision)'
 compile_packages() { "$venv/bin/python" -m compileall -qq -j 0 -x "$uncompiled" "$venv/lib" || true; }
 
 pinned() { sed -n "s/^\($1==[^ ;]*\).*/\1/p" "$requirements"; }

@@ -52,17 +52,18 @@ if [ $# -gt 0 ]; then
     record 'pytest' $? "$start"
 else
     # One run at a time leaves about a third of two cores idle: much of it waits for processes.
-    python -m pytest tests/e2e tests/unit/jobs >"$logs/jobs" 2>&1 &
-    jobs=$!
-    python -m pytest tests/dist_cpu tests/gpu >"$logs/ranks" 2>&1 &
-    ranks=$!
-    python -m pytest --ignore=tests/e2e --ignore=tests/dist_cpu --ignore=tests/gpu --ignore=tests/unit/jobs
+    declare -A runs
+    for part in dist_cpu e2e; do
+        python -m pytest "tests/$part" >"$logs/$part" 2>&1 &
+        runs[$part]=$!
+    done
+    python -m pytest --ignore=tests/dist_cpu --ignore=tests/e2e
     record 'pytest' $? "$start"
-    wait "$ranks"
-    record 'pytest ranks' $? "$start"
-    wait "$jobs"
-    record 'pytest e2e jobs' $? "$start"
-    cat "$logs/ranks" "$logs/jobs"
+    for part in dist_cpu e2e; do
+        wait "${runs[$part]}"
+        record "pytest $part" $? "$start"
+        cat "$logs/$part"
+    done
 fi
 wait "$types"
 read -r status ended <"$logs/types.end" || { status=1 ended=$SECONDS; }
