@@ -72,7 +72,8 @@ choose_python() {
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 # pip compiles one file after another (--no-compile). What is left out is large and seldom imported,
-# and Python compiles it when it is: tests, models of other families, programs beside a library.
+# and Python compiles it when it is: tests, models of other families, programs beside a library. A
+# file that does not compile is for another Python, and nothing imports it.
 uncompiled='/tests/|/testing/_internal/'
 uncompiled+='|/site-packages/(ray/(data|llm|rllib|serve|train|tune)|mypy|mypyc|numba|anthropic)/'
 uncompiled+='|/(transformers|vllm|vllm/model_executor)/models/'

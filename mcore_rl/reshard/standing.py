@@ -122,7 +122,7 @@ def _signature(rule: Rule) -> tuple[object, ...]:
 
 @cache
 def _signature_of(kind: type) -> Callable[[object], tuple[object, ...]]:
-    """Where a rule has a tensor, its shape is read: attrgetter is fast, and there are many rules."""
+    """Shapes in the place of tensors. By attrgetter, which is fast: there are many rules."""
     found = fields(kind)
     names = [f"{f.name}.shape" if f.type == "LogicalTensor" else f.name for f in found]
     read = attrgetter("__class__", *names)
