@@ -75,10 +75,14 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 # and Python compiles it when it is: tests, models of other families, programs beside a library. A
 # file that does not compile is for another Python, and nothing imports it.
 uncompiled='/tests/|/testing/_internal/'
-uncompiled+='|/site-packages/(ray/(data|llm|rllib|serve|train|tune)|mypy|mypyc|numba|anthropic)/'
+uncompiled+='|/site-packages/(anthropic|fontTools|hypothesis|mypy|mypyc|numba|openai/resources)/'
+uncompiled+='|/ray/(data|llm|rllib|serve|train|tune)/|/sympy/(combinatorics|physics|stats)/'
 uncompiled+='|/(transformers|vllm|vllm/model_executor)/models/'
-uncompiled+='(?!_|adapters|auto|config|deepseek|glm|interfaces|llama|mixtral|mod|qwen|reg|utils|vision)'
-compile_packages() { "$venv/bin/python" -m compileall -qq -j 0 -x "$uncompiled" "$venv/lib" || true; }
+uncompiled+='(?!_|adapters|auto|config|deepseek|glm|interfaces|llama|mixtral|module_mapping|qwen'
+uncompiled+='|registry|utils|vision)'
+compile_files() { "$venv/bin/python" -m compileall -qq -j 0 "$@" || true; }
+
+compile_packages() { compile_files -x "$uncompiled" "$venv/lib"; }
 
 pinned() { sed -n "s/^\($1==[^ ;]*\).*/\1/p" "$requirements"; }
 
@@ -128,6 +132,7 @@ install_packages_gpu() { pip install --no-compile --no-build-isolation --require
 # Compiles csrc into mcore_rl/_csrc*.so; with CUDA on the gpu lane (setup.py).
 install_project() {
     MCORE_RL_LANE=$lane pip install --no-deps --no-build-isolation --editable .
+    compile_files mcore_rl models tests # for processes that are told to write no bytecode
 }
 
 is_compiled() { compgen -G 'mcore_rl/_csrc.*.so' >/dev/null; }

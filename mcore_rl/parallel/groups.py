@@ -30,7 +30,7 @@ def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float 
             f"layout {layout} needs {layout.world_size} ranks; {dist.get_world_size()} were started"
         )
     if not _are_for(layout):
-        _destroy_groups()
+        leave_groups()
         _make_groups(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
@@ -50,8 +50,17 @@ def groups_of_one() -> Iterator[None]:
         initialize_groups(Layout(), "gloo", seed=0)
         yield
     finally:
-        _destroy_groups()
+        leave_groups()
         dist.destroy_process_group()
+
+
+def leave_groups() -> None:
+    """End Megatron's groups: each gloo group has threads that wait until it ends."""
+    gc.collect()  # engines of the earlier layout hold on to its groups in cycles
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:  # None stands for the default group
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def _make_groups(layout: Layout) -> None:
@@ -78,12 +87,3 @@ def _are_for(layout: Layout) -> bool:
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
     )
     return sizes == (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp, layout.vpp)
-
-
-def _destroy_groups() -> None:
-    """End the groups of an earlier layout: each gloo group has threads that poll until it ends."""
-    gc.collect()  # engines of the earlier layout hold on to its groups in cycles
-    for group in parallel_state._global_process_group_list or ():
-        if group is not None:  # None stands for the default group
-            dist.destroy_process_group(group)
-    parallel_state.destroy_model_parallel()

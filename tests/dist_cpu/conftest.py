@@ -1,4 +1,4 @@
-"""Ranks are started once a world size and serve every module; tests read from their results."""
+"""Ranks are started once and serve every module; tests read from their results."""
 
 from __future__ import annotations
 

@@ -67,6 +67,7 @@ def mbridge_for(model_type: str, hf_config: Any, config: Any) -> Any:
 
     kind: Any = _MODEL_REGISTRY[model_type]
     bridge = kind.__new__(kind)
+    bridge._DIRECT_MAPPING = dict(kind._DIRECT_MAPPING)  # a tied head would stay in the class
     bridge.hf_config, bridge.config, bridge.dtype = hf_config, config, torch.float32
     bridge._adjust_mapping_for_shared_weights()
     return bridge

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -33,6 +34,7 @@ from mcore_rl.workers.policy_loss import PolicyLoss
 
 Result = dict[str, Any]  # tensors, numbers and containers of them: what torch.load takes safely
 Job = Callable[[], Result]
+World = tuple[int, int]  # how many ranks, and the port where they meet
 
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
 
@@ -166,99 +168,122 @@ def _import_engine() -> None:
     )
 
 
-def _serve(rank: int, world: int, port: int, orders: Connection) -> None:
+def _serve(rank: int, orders: Connection) -> None:
     """A rank that runs what it is sent until one job fails or the parent hangs up."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     leave_garbage_at_exit()
-    with long_lived():  # the first order imports what its jobs are made of
+    with long_lived():
         _import_engine()
-        order = orders.recv()
-    while order is not None:
-        jobs, file = order
+    world: World | None = None
+    while True:
+        gc.collect()
+        with long_lived():  # an order imports what its jobs are made of
+            order = orders.recv()
+        if order is None:
+            break
+        wanted, jobs, file = order
+        if wanted != world:
+            world = _moved(rank, wanted)
         try:
             torch.save(_run_all(jobs), file)
         except BaseException:
             orders.send(f"rank {rank}:\n{traceback.format_exc()}")
             raise
         orders.send(None)
-        order = orders.recv()
+    _leave_world()
+
+
+def _moved(rank: int, world: World) -> World:
+    """The world that it is in now."""
+    size, port = world
+    _leave_world()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return world
+
+
+def _leave_world() -> None:
+    """The groups of a world that others have left are of no use."""
     if torch.distributed.is_initialized():
+        from mcore_rl.parallel.groups import leave_groups  # imports Megatron
+
+        leave_groups()
         torch.distributed.destroy_process_group()
 
 
-class _Ranks:
-    """The processes of one world size. They stay for the next jobs: starting them takes seconds."""
+class _Rank:
+    """A process that is the same rank of every world. It stays: starting one takes seconds."""
 
-    def __init__(self, world: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def __init__(self, rank: int) -> None:
         context = mp.get_context("spawn")
-        self.orders: list[Any] = []
-        self.processes: list[Any] = []
-        for rank in range(world):
-            mine, theirs = context.Pipe()
-            arguments = (rank, world, port, theirs)
-            process = context.Process(target=_serve, args=arguments)
-            process.start()
-            theirs.close()
-            self.orders.append(mine)
-            self.processes.append(process)
+        self.orders, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(rank, theirs))
+        self.process.start()
+        theirs.close()
 
-    def run(self, jobs: Mapping[str, Job]) -> list[Result]:
-        """By rank; raises AssertionError with what the first failing rank had to say."""
-        with tempfile.TemporaryDirectory() as folder:
-            files = [Path(folder, f"{rank}.pt") for rank in range(len(self.orders))]
-            for orders, file in zip(self.orders, files, strict=True):
-                orders.send((dict(jobs), file))
-            waiting = list(self.orders)
-            while waiting:
-                for orders in wait(waiting):
-                    assert isinstance(orders, Connection)
-                    if report := self._answer(orders):
-                        raise AssertionError(report)
-                    waiting.remove(orders)
-            return [torch.load(file, weights_only=True) for file in files]
-
-    def _answer(self, orders: Connection) -> str | None:
+    def answer(self) -> str | None:
+        """What went wrong."""
         try:
-            report: str | None = orders.recv()
+            report: str | None = self.orders.recv()
         except EOFError:
-            process = self.processes[self.orders.index(orders)]
-            process.join(5)
-            return f"a rank ended without a word, exit status {process.exitcode}"
+            self.process.join(5)
+            return f"a rank ended without a word, exit status {self.process.exitcode}"
         return report
 
-    def close(self, *, kill: bool = False) -> None:
-        for orders, process in zip(self.orders, self.processes, strict=True):
-            if kill:
-                process.kill()
-            else:
-                orders.send(None)
-        for process in self.processes:
-            process.join()
+
+_RANKS: list[_Rank] = []
+_world: World = (0, 0)
 
 
-_RANKS: dict[int, _Ranks] = {}
+def spawn(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
+    """Run every job on `size` ranks; the results of each job by rank.
 
-
-def spawn(world: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
-    """Run every job on `world` ranks; the results of each job by rank."""
-    if world not in _RANKS:
-        _RANKS[world] = _Ranks(world)
+    Raises AssertionError with what the first failing rank had to say.
+    """
+    global _world
+    while len(_RANKS) < size:
+        _RANKS.append(_Rank(len(_RANKS)))
+    if _world[0] != size:
+        _world = size, _free_port()
     try:
-        by_rank = _RANKS[world].run(jobs)
+        by_rank = _results(_RANKS[:size], jobs)
     except BaseException:  # the other ranks may wait for ever
-        _RANKS.pop(world).close(kill=True)
+        dismiss(kill=True)
         raise
     return {name: [results[name] for results in by_rank] for name in jobs}
 
 
-def dismiss() -> None:
-    """End the processes of every world size."""
+def _results(by_rank: Sequence[_Rank], jobs: Mapping[str, Job]) -> list[Result]:
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{rank}.pt") for rank in range(len(by_rank))]
+        for rank, file in zip(by_rank, files, strict=True):
+            rank.orders.send((_world, dict(jobs), file))
+        waiting = {rank.orders: rank for rank in by_rank}
+        while waiting:
+            for orders in wait(list(waiting)):
+                assert isinstance(orders, Connection)
+                if report := waiting.pop(orders).answer():
+                    raise AssertionError(report)
+        return [torch.load(file, weights_only=True) for file in files]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def dismiss(*, kill: bool = False) -> None:
+    """End the processes."""
+    global _world
+    for rank in _RANKS:
+        if kill:
+            rank.process.kill()
+        else:
+            rank.orders.send(None)
     while _RANKS:
-        _RANKS.popitem()[1].close()
+        _RANKS.pop().process.join()
+    _world = 0, 0
 
 
 atexit.register(dismiss)  # or they would be waited for

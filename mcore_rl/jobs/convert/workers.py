@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,8 +17,6 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
@@ -66,7 +65,7 @@ def writer(
     share. Others are ready here.
     """
     if workers == 1:
-        torch.set_num_threads(1)
+        _use_one_thread()
         yield partial(_done_here, folder, dict(kept))
         return
     with _started(workers, folder, tuple(kinds)) as pipes:
@@ -145,7 +144,7 @@ def _serve(pipe: Connection, folder: Path, kinds: tuple[type[Unit], ...]) -> Non
     """
     del kinds  # that they have been unpickled is what they are for
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
+    _use_one_thread()
     kept: dict[str, Any] = {}
     with suppress(EOFError, BrokenPipeError):  # the parent has gone
         pipe.send(None)  # ready
@@ -157,6 +156,12 @@ def _serve(pipe: Connection, folder: Path, kinds: tuple[type[Unit], ...]) -> Non
                 pipe.send(("error", error))
             else:
                 pipe.send(("done", answer))
+
+
+def _use_one_thread() -> None:
+    """Of torch, where it has been imported: the modules of units that compute import it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 def _written(unit: Unit, folder: Path, wrote: Wrote, kept: dict[str, Any]) -> Any:

@@ -18,10 +18,10 @@ from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
 # A module that processes can import by name; with importlib mode this file is none.
 JOBS = """
 import os, sys, time
-import torch
 from mcore_rl.config.errors import ConfigError
 
 def whoami():
+    import torch
     import torch.distributed as dist
     print("chatter")
     dist.init_process_group("gloo")

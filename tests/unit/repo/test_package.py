@@ -12,6 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = "from setuptools import build_meta; import sys; print(build_meta.{hook}(sys.argv[1]))"
+# In the place of csrc, which test_csrc.py compiles: a source that needs a header beside it.
+SOURCES = {
+    "module.cpp": """#include "parts/module.h"
+PyMODINIT_FUNC PyInit__csrc() { return PyModule_Create(&module); }
+""",
+    "parts/module.h": """#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_csrc"};
+""",
+    "parts/kernel.cu": "not compiled here",
+}
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +29,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the build reads, so that it leaves nothing behind in the tree."""
     copy = tmp_path_factory.mktemp("source")
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in ("csrc", "mcore_rl", "models", "configs"):
+    for name in ("mcore_rl", "models", "configs"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
+    for name, text in SOURCES.items():
+        path = copy / "csrc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     return copy
 
 
@@ -69,7 +83,10 @@ def test_the_wheel_holds_every_module_and_every_config(source: Path, tmp_path: P
 def test_a_wheel_of_the_sdist_is_the_wheel_of_the_tree(source: Path, tmp_path: Path) -> None:
     sdist = build("build_sdist", source, tmp_path)
     shutil.unpack_archive(sdist, tmp_path)
-    wheel = build("build_wheel", tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path)
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    csrc = unpacked / "csrc"
+    assert {str(p.relative_to(csrc)) for p in csrc.rglob("*") if p.is_file()} == set(SOURCES)
+    wheel = build("build_wheel", unpacked, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert held == expected_files()
