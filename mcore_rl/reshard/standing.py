@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, get_origin, get_type_hints
 
 from mcore_rl.reshard.boxes import Block, LogicalTensor
 from mcore_rl.reshard.layout import Holders, Ranks
@@ -123,10 +123,11 @@ def _signature(rule: Rule) -> tuple[object, ...]:
 @cache
 def _signature_of(kind: type) -> Callable[[object], tuple[object, ...]]:
     """Shapes in the place of tensors. By attrgetter, which is fast: there are many rules."""
-    found = fields(kind)
-    names = [f"{f.name}.shape" if f.type == "LogicalTensor" else f.name for f in found]
+    hints = get_type_hints(kind)
+    types = {f.name: hints[f.name] for f in fields(kind)}
+    names = [f"{name}.shape" if of is LogicalTensor else name for name, of in types.items()]
     read = attrgetter("__class__", *names)
-    if any(str(f.type).startswith("tuple") for f in found):
+    if any(get_origin(of) is tuple for of in types.values()):
         return lambda rule: tuple(_nameless(value) for value in read(rule))
     return read
 

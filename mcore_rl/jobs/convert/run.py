@@ -95,7 +95,8 @@ def _is_finished(conversion: Conversion, work: Path) -> bool:
     if not output.exists():
         return False
     if not output.is_dir() or any(output.iterdir()):
-        if earlier is not None and not (work / "output").exists():
+        is_ours = earlier is not None or (work.is_dir() and not any(work.iterdir()))
+        if is_ours and not (work / "output").exists():
             return True
         raise ConfigError(f"output folder {output} is not empty; allowed: a new or empty folder")
     return False
@@ -214,7 +215,7 @@ def _tidy(work: Path) -> None:
             shutil.rmtree(path)
         elif path.name != _FINGERPRINT:
             path.unlink()
-    (work / _FINGERPRINT).unlink()
+    (work / _FINGERPRINT).unlink(missing_ok=True)
     work.rmdir()
 
 

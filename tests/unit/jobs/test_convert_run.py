@@ -187,6 +187,14 @@ def test_a_run_that_was_killed_while_it_tidied_up_is_complete(make, tmp_path):
     shutil.rmtree(work / "output")
     assert "out was complete" in go(make())
     assert names(tmp_path / "new") == ["out"]
+    work.mkdir()  # all that is left of it a moment before the end
+    assert "out was complete" in go(make())
+    assert names(tmp_path / "new") == ["out"]
+    work.mkdir()
+    (work / "notes").write_text("somebody's")
+    with pytest.raises(ConfigError, match="is not empty"):
+        go(make())
+    assert names(work) == ["notes"]
 
 
 def test_a_file_whose_end_was_lost_is_written_again(make, log, tmp_path):
