@@ -175,14 +175,16 @@ def _serve(rank: int, orders: Connection) -> None:
         _import_engine()
     world: World | None = None
     while True:
-        gc.collect()
+        gc.collect()  # engines of the order before: what is left then counts as long-lived
         with long_lived():  # an order imports what its jobs are made of
             order = orders.recv()
         if order is None:
             break
         wanted, jobs, file = order
         if wanted != world:
-            world = _moved(rank, wanted)
+            _leave_world()
+            _set_environment(rank, wanted)
+            world = wanted
         try:
             torch.save(_run_all(jobs), file)
         except BaseException:
@@ -192,13 +194,10 @@ def _serve(rank: int, orders: Connection) -> None:
     _leave_world()
 
 
-def _moved(rank: int, world: World) -> World:
-    """The world that it is in now."""
+def _set_environment(rank: int, world: World) -> None:
     size, port = world
-    _leave_world()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return world
 
 
 def _leave_world() -> None:
@@ -243,7 +242,7 @@ def spawn(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
     while len(_RANKS) < size:
         _RANKS.append(_Rank(len(_RANKS)))
     if _world[0] != size:
-        _world = size, _free_port()
+        _world = size, free_port()
     try:
         by_rank = _results(_RANKS[:size], jobs)
     except BaseException:  # the other ranks may wait for ever
@@ -253,6 +252,7 @@ def spawn(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
 
 
 def _results(by_rank: Sequence[_Rank], jobs: Mapping[str, Job]) -> list[Result]:
+    """Of all jobs, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.pt") for rank in range(len(by_rank))]
         for rank, file in zip(by_rank, files, strict=True):
@@ -266,7 +266,7 @@ def _results(by_rank: Sequence[_Rank], jobs: Mapping[str, Job]) -> list[Result]:
         return [torch.load(file, weights_only=True) for file in files]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

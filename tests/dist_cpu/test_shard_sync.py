@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,13 +70,6 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     return tiny_families.save_served(tiny_models.build_from(config), path)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[served_ranks.Report]:
     """Of every rank of both worlds."""
@@ -128,7 +120,7 @@ def _start(
 ) -> tuple[list[Any], list[Any]]:
     """Forked from one process, which has imported vLLM; this one need not."""
     multiprocessing.set_forkserver_preload(served_ranks.IMPORTED)
-    context, port = multiprocessing.get_context("forkserver"), free_port()
+    context, port = multiprocessing.get_context("forkserver"), ranks.free_port()
     processes, pipes = [], []
     for rank in range(world):
         mine, theirs = context.Pipe()

@@ -95,8 +95,9 @@ def _is_finished(conversion: Conversion, work: Path) -> bool:
     if not output.exists():
         return False
     if not output.is_dir() or any(output.iterdir()):
-        is_ours = earlier is not None or (work.is_dir() and not any(work.iterdir()))
-        if is_ours and not (work / "output").exists():
+        # The fingerprint goes before the folder does, so an empty one is the end of tidying up.
+        was_ours = earlier is not None or (work.is_dir() and not any(work.iterdir()))
+        if was_ours and not (work / "output").exists():
             return True
         raise ConfigError(f"output folder {output} is not empty; allowed: a new or empty folder")
     return False
