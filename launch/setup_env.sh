@@ -5,8 +5,8 @@
 #   MCORE_RL_LANE=cpu|gpu   the lane; without it, gpu where `nvidia-smi -L` works, else cpu
 #   PYTHON=...              the interpreter; without it, the first that fits among the usual names
 #
-# Packages come from wherever pip is configured to look. A stamp is written only after a stage has
-# succeeded, so an interrupted set-up is redone by the next one.
+# Packages come from wherever pip is configured to look; uv, which pip installs first, fetches them. A
+# stamp is written only after a stage has succeeded, so an interrupted set-up is redone by the next.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -69,11 +69,14 @@ choose_python() {
         "install one, or set PYTHON to its path"
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+# Copies, not links into uv's cache: who edits an installed file edits this environment only.
+install() {
+    "$venv/bin/python" launch/uv.py pip install --link-mode=copy --no-build-isolation "$@"
+}
 
-# pip compiles one file after another (--no-compile). What is left out is large and seldom imported,
-# and Python compiles it when it is: tests, models of other families, programs beside a library. A
-# file that does not compile is for another Python, and nothing imports it.
+# What is left out is large and seldom imported, and Python compiles it when it is: tests, models of
+# other families, programs beside a library. A file that does not compile is for another Python, and
+# nothing imports it.
 uncompiled='/tests/|/testing/_internal/'
 uncompiled+='|/site-packages/(anthropic|fontTools|hypothesis|mypy|mypyc|numba|openai/resources)/'
 uncompiled+='|/ray/(data|llm|rllib|serve|train|tune)/|/sympy/(combinatorics|physics|stats)/'
@@ -93,45 +96,34 @@ make_venv() {
         "$python" -m venv --without-pip "$venv"
         "$python" -m pip --python "$venv/bin/python" install pip
     fi
+    "$venv/bin/python" -m pip install --no-compile "$(pinned uv)"
 }
 
 # The local version (+cpu) is part of the request, so that a CUDA build is never taken.
 install_torch_cpu() {
-    local torch quick=(--no-compile --no-deps --retries 1 --timeout 10)
+    local torch
     torch=$(pinned torch)
-    pip install "${quick[@]}" "$torch" && return
-    pip install "${quick[@]}" --index-url "$torch_cpu_index" "$torch" && return
+    UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=1 install --no-deps "$torch" && return
+    PIP_INDEX_URL=$torch_cpu_index install --no-deps "$torch" && return
     echo "torch: $torch is neither where pip is configured to look nor on $torch_cpu_index."
     echo "Make one of them reachable, or download the wheel and set PIP_FIND_LINKS to its folder."
     return 1
 }
 
-# pip unpacks one wheel after another: two of them install half of the lines each.
+# setuptools first: it builds the one requirement that has no wheel.
 install_packages_cpu() {
-    local install=(install --no-compile --no-deps) half halves=() failed=
-    # setuptools first: it builds the one requirement that has no wheel.
-    pip "${install[@]}" "$(pinned setuptools)"
-    for half in 0 1; do
-        pip "${install[@]}" --no-build-isolation --requirement \
-            <(grep -i '^[a-z]' "$requirements" | awk -v "half=$half" 'NR % 2 == half') \
-            >"$venv/half$half.log" 2>&1 &
-        halves+=($!)
-    done
-    for half in 0 1; do wait "${halves[half]}" || failed=$half; done
-    cat "$venv/half$((1 - ${failed:-1})).log" "$venv/half${failed:-1}.log" # why it failed: last
-    [ -z "$failed" ]
+    install --no-deps "$(pinned setuptools)"
+    install --no-deps --requirement "$requirements"
 }
 
 # The first block of the file, up to the first empty line, is what the rest is compiled against.
-first_block() { sed '/^$/q' "$requirements"; }
+install_first_gpu() { sed '/^$/q' "$requirements" | install --requirement -; }
 
-install_first_gpu() { pip install --no-compile --requirement <(first_block); }
-
-install_packages_gpu() { pip install --no-compile --no-build-isolation --requirement "$requirements"; }
+install_packages_gpu() { install --requirement "$requirements"; }
 
 # Compiles csrc into mcore_rl/_csrc*.so; with CUDA on the gpu lane (setup.py).
 install_project() {
-    MCORE_RL_LANE=$lane pip install --no-deps --no-build-isolation --editable .
+    MCORE_RL_LANE=$lane install --no-deps --reinstall --editable .
     compile_files mcore_rl models tests # for processes that are told to write no bytecode
 }
 
