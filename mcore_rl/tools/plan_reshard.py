@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse.csgraph  # noqa: F401  (placement imports it at need, and the plan is timed)
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table

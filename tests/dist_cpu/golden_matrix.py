@@ -24,15 +24,18 @@ from mcore_rl.data.batch import Batch
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
+MODELS = ("dense", "moe", "deepseek")
+DEPTHS = (2, 4)  # layers of the model; four where pipelines split them
+
 _SHAPE: dict[str, Any] = {
-    "vocab_size": tiny_models.VOCAB, "hidden_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96,
-    "max_position_embeddings": 256,
+    "vocab_size": tiny_models.VOCAB, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 256,
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32",
 }  # fmt: skip
 
 
-def configs() -> dict[str, transformers.PretrainedConfig]:
+def config_of(model: str, num_layers: int) -> transformers.PretrainedConfig:
+    shape = {**_SHAPE, "num_hidden_layers": num_layers}
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
     latent = {
         "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -40,16 +43,16 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
         "norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 0,
     }  # fmt: skip
-    grouped = {**_SHAPE, "head_dim": 16}
-    return {
-        "dense": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
-        "moe": transformers.Qwen3MoeConfig(
-            **grouped, **experts, num_experts=8, norm_topk_prob=True, tie_word_embeddings=False
-        ),
-        "deepseek": transformers.DeepseekV3Config(
-            **_SHAPE, **experts, **latent, tie_word_embeddings=False
-        ),
-    }
+    if model == "deepseek":
+        return transformers.DeepseekV3Config(
+            **shape, **experts, **latent, tie_word_embeddings=False
+        )
+    grouped = {**shape, "head_dim": 16}
+    if model == "dense":
+        return transformers.Qwen3Config(**grouped, tie_word_embeddings=True)
+    return transformers.Qwen3MoeConfig(
+        **grouped, **experts, num_experts=8, norm_topk_prob=True, tie_word_embeddings=False
+    )
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class Case:
     def needs_experts(self) -> bool:
         return self.layout.ep > 1 or self.layout.etp > 1 or "moe.dispatcher" in self.settings
 
+    @property
+    def num_layers(self) -> int:
+        return 4 if self.layout.pp > 1 else 2
+
 
 _SHARDED = {"optimizer.distributed": True}
 _OVERLAP = {"optimizer.overlap": True}
@@ -71,7 +78,6 @@ _SELECTIVE = {"recompute.granularity": "selective"}
 _ALLGATHER = {"moe.dispatcher": "allgather"}
 
 CASES: dict[str, Case] = {
-    "one": Case(Layout()),
     "full recompute": Case(Layout(), _FULL),
     "selective recompute": Case(Layout(), _SELECTIVE),
     # Each axis alone.
@@ -149,16 +155,16 @@ CASES: dict[str, Case] = {
 }
 
 
-def save(name: str, folder: Path) -> Path:
+def save(name: str, folder: Path, num_layers: int = 4) -> Path:
     """A checkpoint whose weights numpy draws, so that every machine makes the same."""
-    model = transformers.AutoModelForCausalLM.from_config(configs()[name]).float()
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name, num_layers)).float()
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for key, parameter in model.state_dict().items():
             low, high = (0.7, 1.3) if "norm" in key else (-0.14, 0.14)
             drawn = rng.uniform(low, high, tuple(parameter.shape))
             parameter.copy_(torch.from_numpy(drawn).to(parameter.dtype))
-    path = folder / name
+    path = folder / f"{name}-{num_layers}"
     model.save_pretrained(path)
     return path
 
@@ -192,14 +198,16 @@ def cases_of(model: str) -> dict[str, Case]:
 
 
 def run(folder: Path, world_sizes: tuple[int, ...] = (1, 2, 4)) -> dict[str, list[ranks.Result]]:
-    """Results by rank under "model/case": one spawn a world size."""
+    """Results by rank under "model/case", and of one rank under "model/depth"; a spawn a world."""
     batch = tiny_models.make_batch()
     jobs: dict[int, dict[str, ranks.Job]] = {world: {} for world in world_sizes}
-    paths = {model: save(model, folder) for model in configs()}
+    paths = {(m, depth): save(m, folder, depth) for m in MODELS for depth in DEPTHS}
+    for (model, depth), path in paths.items():
+        jobs[1][f"{model}/{depth}"] = ranks.job(run_case, path, Case(Layout()), batch)
     for name, case in CASES.items():  # models inside: process groups are kept for the next
-        for model, path in paths.items():
+        for model in MODELS:
             if case.layout.world_size in jobs and name in cases_of(model):
-                job = ranks.job(run_case, path, case, batch)
+                job = ranks.job(run_case, paths[model, case.num_layers], case, batch)
                 jobs[case.layout.world_size][f"{model}/{name}"] = job
     results: dict[str, list[ranks.Result]] = {}
     for world, cases in jobs.items():
@@ -211,9 +219,9 @@ def remake() -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = run(Path(folder), world_sizes=(1,))
     golden = {}
-    for model in configs():
-        [one] = results[f"{model}/one"]
-        golden[model] = {
+    for name in (f"{model}/{depth}" for model in MODELS for depth in DEPTHS):
+        [one] = results[name]
+        golden[name] = {
             "log_probs": [[round(v, 7) for v in one["log_probs"][row]] for row in one["log_probs"]],
             "loss": [step["loss"] for step in one["steps"]],
             "grad_norm": [step["grad_norm"] for step in one["steps"]],

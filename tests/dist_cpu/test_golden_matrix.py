@@ -7,7 +7,7 @@ import json
 import golden_matrix
 import pytest
 
-NAMES = [(m, n) for m in golden_matrix.configs() for n in golden_matrix.cases_of(m)]
+NAMES = [(m, n) for m in golden_matrix.MODELS for n in golden_matrix.cases_of(m)]
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +29,20 @@ def log_probs(by_rank):
     return [found[row] for row in sorted(found)]
 
 
-@pytest.mark.parametrize("model", golden_matrix.configs())
-def test_one_rank_gives_the_golden_values(results, golden, model):
-    [one] = results[f"{model}/one"]
-    for found, wanted in zip(log_probs([one]), golden[model]["log_probs"], strict=True):
+@pytest.mark.parametrize("depth", golden_matrix.DEPTHS)
+@pytest.mark.parametrize("model", golden_matrix.MODELS)
+def test_one_rank_gives_the_golden_values(results, golden, model, depth):
+    [one], values = results[f"{model}/{depth}"], golden[f"{model}/{depth}"]
+    for found, wanted in zip(log_probs([one]), values["log_probs"], strict=True):
         assert found == pytest.approx(wanted, abs=1e-5)
     for place, step in enumerate(one["steps"]):
-        assert step["loss"] == pytest.approx(golden[model]["loss"][place], abs=1e-6)
-        assert step["grad_norm"] == pytest.approx(golden[model]["grad_norm"][place], rel=1e-4)
+        assert step["loss"] == pytest.approx(values["loss"][place], abs=1e-6)
+        assert step["grad_norm"] == pytest.approx(values["grad_norm"][place], rel=1e-4)
 
 
 @pytest.mark.parametrize(("model", "name"), NAMES, ids=[f"{m}-{n}" for m, n in NAMES])
 def test_a_layout_equals_one_rank(results, model, name):
-    [one] = results[f"{model}/one"]
+    [one] = results[f"{model}/{golden_matrix.CASES[name].num_layers}"]
     by_rank = results[f"{model}/{name}"]
     for found, wanted in zip(log_probs(by_rank), log_probs([one]), strict=True):
         assert found == pytest.approx(wanted, abs=1e-5)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,13 +95,17 @@ class Job:
 
     def _watch(self) -> None:
         """Descendants by the tree of processes: an orphan leaves it, and stays on record."""
+        looks: Counter[str] = Counter()  # at a file: it is mapped after it is made
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self.process.pid)
             while not self._done.wait(1):
                 children = root.children(recursive=True)
                 self.processes.update(children)
                 self._markers.update(map(_marker, children))
-                self.shared_memory.update(*map(shared_memory, children))
+                present = os.listdir("/dev/shm")
+                if any(looks[name] < 3 for name in present):
+                    self.shared_memory.update(*map(shared_memory, children))
+                looks = Counter({name: looks[name] + 1 for name in present})
 
 
 def _heed_interrupts() -> None:

@@ -13,12 +13,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mcore_rl.config.schema import Layout
 
-WARM_STEPS, RL_STEPS, TESTS = 240, 4, 256
+WARM_STEPS, RL_STEPS, TESTS = 200, 4, 256
 
 
 @pytest.fixture(scope="module")
 def run(start_job):
-    job = start_job(f"trainer.num_steps={RL_STEPS}", f"trainer.eval_samples={TESTS}", "seed=1")
+    job = start_job(
+        f"warm_start.num_steps={WARM_STEPS}",
+        f"trainer.num_steps={RL_STEPS}",
+        f"trainer.eval_samples={TESTS}",
+        "seed=1",
+    )
     status = job.process.wait()
     assert status == 0, job.stderr
     return job
