@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import queue
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mcore_rl.checkpoint.stamp import write_stamp
 from mcore_rl.checkpoint.torch_dist import DistReader
@@ -49,6 +51,9 @@ def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
         shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
         aside.mkdir(parents=True)
     dist.barrier()
+    # Nothing is saved behind the run's back, so results stay in this process. Megatron would start
+    # one for their queue (filesystem_async.py:51): seconds, and it outlives a rank that is killed.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(state, str(aside), **_save_arguments())
     dist.barrier()
     if dist.get_rank() == 0:

@@ -22,7 +22,7 @@ SETTINGS = LoRAConfig(rank=4, alpha=8.0)
 SCALE = SETTINGS.alpha / SETTINGS.rank
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": tiny_models.VOCAB, "hidden_size": 64, "num_hidden_layers": 4,
+    "vocab_size": tiny_models.VOCAB, "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 256,
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32",
 }  # fmt: skip
@@ -44,7 +44,10 @@ TARGETS = {
 def configs() -> dict[str, transformers.PretrainedConfig]:
     grouped = {**_SHAPE, "num_key_value_heads": 2, "head_dim": 24}
     return {
-        "qwen3": transformers.Qwen3Config(**grouped, tie_word_embeddings=True),
+        # Two ranks with two chunks each.
+        "qwen3": transformers.Qwen3Config(
+            **grouped | {"num_hidden_layers": 4}, tie_word_embeddings=True
+        ),
         "qwen3_moe": transformers.Qwen3MoeConfig(
             **grouped, **_EXPERTS, num_experts=8, tie_word_embeddings=False
         ),

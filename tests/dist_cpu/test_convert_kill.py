@@ -138,6 +138,7 @@ def test_memory_stays_under_what_is_printed(conversions, tmp_path, name, workers
     peaks: dict[int, int] = {}
     session = conversions.start(name, out, workers, "spawn")
     while pids := living(session):
+        time.sleep(0.005)
         for pid in pids:
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
