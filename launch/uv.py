@@ -42,7 +42,8 @@ def configured(listing: str) -> dict[str, str]:
 
 
 def options(settings: dict[str, str]) -> list[str]:
-    """
+    """Where uv looks.
+
     >>> options({"find-links": "/a /b", "cert": "/c"})
     ['--index-strategy=unsafe-best-match', '--find-links=/a', '--find-links=/b']
     """
@@ -56,7 +57,8 @@ def options(settings: dict[str, str]) -> list[str]:
 
 
 def environment(settings: dict[str, str]) -> dict[str, str]:
-    """
+    """How uv gets there: what it takes from its environment only.
+
     >>> environment({"find-links": "/a /b", "cert": "/c"})
     {'SSL_CERT_FILE': '/c'}
     """
