@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import weakref
 from dataclasses import asdict, replace
 from functools import partial
@@ -104,14 +105,17 @@ def step_that_clips(path: Path, layout: Layout, batch: Batch, clip_grad: float) 
 
 
 def save(path: Path, layout: Layout, batch: Batch, to: Path, **optimizer: Any) -> Result:
-    """Two steps, a checkpoint, two steps more."""
+    """Two steps, a checkpoint (and how many processes it left), two steps more."""
     engine = engine_of(path, layout, **optimizer)
     share = mine(engine, batch)
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     saved = dict(engine.get_per_tensor_param())
+    before = set(multiprocessing.active_children())
     engine.save_checkpoint(to)
+    stayed = len(set(multiprocessing.active_children()) - before)
     steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
-    return {"steps": steps, "saved": saved, "trained": dict(engine.get_per_tensor_param())}
+    trained = dict(engine.get_per_tensor_param())
+    return {"steps": steps, "saved": saved, "trained": trained, "stayed": stayed}
 
 
 def resume(path: Path, layout: Layout, batch: Batch, source: Path, **optimizer: Any) -> Result:

@@ -147,6 +147,11 @@ def test_a_resume_in_the_same_layout_changes_no_bit(runs, name, layout):
             assert torch.equal(result["trained"][key], tensor), key
 
 
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_save_leaves_no_process(runs, name):
+    assert [result["stayed"] for result in runs[f"save/{name}"]] == [0] * len(runs[f"save/{name}"])
+
+
 @pytest.mark.parametrize(("name", "layout"), OTHER)
 def test_a_resume_in_another_layout_takes_the_same_steps(runs, name, layout):
     model, settings, _ = CHECKPOINTS[name]
