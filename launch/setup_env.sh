@@ -78,8 +78,10 @@ install() {
 # other families, programs beside a library. A file that does not compile is for another Python, and
 # nothing imports it.
 uncompiled='/tests/|/testing/_internal/'
-uncompiled+='|/site-packages/(anthropic|fontTools|hypothesis|mypy|mypyc|numba|openai/resources)/'
+uncompiled+='|/site-packages/(anthropic|fontTools|hypothesis|mcp|mypy|mypyc|numba|openai/resources|pip)/'
+uncompiled+='|/huggingface_hub/(cli|inference)/|/numpy/distutils/|/pygments/lexers/'
 uncompiled+='|/ray/(data|llm|rllib|serve|train|tune)/|/sympy/(combinatorics|physics|stats)/'
+uncompiled+='|/transformers/(exporters|pipelines)/|/vllm/benchmarks/'
 uncompiled+='|/(transformers|vllm|vllm/model_executor)/models/'
 uncompiled+='(?!_|adapters|auto|config|deepseek|glm|interfaces|llama|mixtral|module_mapping|qwen'
 uncompiled+='|registry|utils|vision)'

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mcore_rl.config.schema import Layout
 
-WARM_STEPS, RL_STEPS, TESTS = 200, 4, 256
+WARM_STEPS, RL_STEPS, TESTS = 200, 3, 256
 
 
 @pytest.fixture(scope="module")
