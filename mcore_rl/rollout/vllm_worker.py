@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import secrets
 import select
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from vllm.config import ModelConfig
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
@@ -221,10 +221,10 @@ def _kill_importing_workers() -> None:
 
     They have no memory to tidy up. Those that watch have, and vLLM has given them a name.
     """
-    for worker in multiprocessing.active_children():
-        with contextlib.suppress(OSError):  # it has ended
-            if b"spawn_main" in Path(f"/proc/{worker.pid}/cmdline").read_bytes():
-                worker.kill()
+    for child in psutil.Process().children():  # multiprocessing lists one only when it has started
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("spawn_main" in word for word in child.cmdline()):
+                child.kill()
 
 
 @functools.cache  # a process may unpickle its config more than once
