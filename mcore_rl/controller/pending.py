@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,7 +57,8 @@ class Pending:
         """
         if self._error is not None:
             raise self._error
-        self._collect(timeout_s)
+        if not self._failures:
+            self._collect(timeout_s)
         if self._failures:
             already_ended = self._group.ended
             if not already_ended:
@@ -114,6 +115,21 @@ class Pending:
         return WorkerError(
             f"{head} raised {failure.type_name}: {failure.message}\n\n{failure.trace}".rstrip()
         )
+
+
+def gathered(calls: Sequence[Pending]) -> list[Any]:
+    """The results of calls on several groups. The first failure of any rank ends the wait for all.
+
+    Raises what `result` of the call that failed raises. The other groups stay as they are.
+    """
+    while not any(call._failures for call in calls):
+        sent = {reference: call for call in calls for reference in call._waiting}
+        if not sent:
+            break
+        [reference], _ = ray.wait(list(sent), num_returns=1)
+        sent[reference]._take(reference, sent[reference]._waiting.pop(reference))
+    failed = [call for call in calls if call._failures]
+    return [call.result() for call in failed or calls]
 
 
 def _why(error: RayError) -> str:

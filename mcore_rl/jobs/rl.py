@@ -12,7 +12,7 @@ from typing import Any
 from mcore_rl.config.resolve import resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.guard import guard
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
@@ -94,6 +94,7 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
     )
     path = output.folder / "warm_start"
     with _model(config, engine, "warm_start", supervised_loss, warm.num_steps) as model:
+        model.initialize()
         with output.progress("warm start", warm.num_steps, "warm_start/") as report:
             sft.train(
                 model,
@@ -115,13 +116,15 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
         loss = PolicyLoss(config.algorithm)
         with waiting("starting the servers and the trainer"):
             servers = stack.enter_context(_servers(config))
-            serving = servers.start.submit()  # most of it is one process that imports and compiles
+            starts = [servers.start.submit()]  # takes as long as the models, which load beside it
             actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
+            starts.append(actor.initialize.submit())
             reference = None
             if config.algorithm.kl_coef:
                 frozen = _frozen(config.actor)
                 reference = stack.enter_context(_model(config, frozen, "reference", None, 0))
-            serving.result()
+                starts.append(reference.initialize.submit())
+            gathered(starts)
         rollout = RolloutPool(servers, config.rollout, config.seed)
         sync = connect(config, read_config(config.model.path), actor, servers)
         with waiting("evaluating"):
@@ -168,7 +171,7 @@ def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
 def _model(
     config: RLConfig, engine: EngineConfig, name: str, loss: LossFunction | None, total_steps: int
 ) -> Iterator[WorkerGroup]:
-    """A training engine on ranks of its own."""
+    """A training engine on ranks of its own; it has yet to be initialized."""
     spec = EngineSpec(
         model=config.model,
         engine=engine,
@@ -178,7 +181,6 @@ def _model(
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
     )
     with _group(ModelWorker, (spec, loss), engine.layout, name, engine.threads_per_rank) as group:
-        group.initialize()
         yield group
 
 

@@ -16,7 +16,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.janitor import processes
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
@@ -198,6 +198,21 @@ def test_a_failing_rank_ends_the_group_with_one_error(
     with pytest.raises(RuntimeError, match=r"policy.place was called, but the group has ended"):
         group.place()
     wait_until(lambda: not pids & set(processes()), 5)
+
+
+def test_the_first_group_that_fails_ends_the_wait_for_several(
+    group: WorkerGroup, small_pool: ResourcePool
+):
+    with WorkerGroup(
+        Worker, layout=Layout(dp=2), pool=small_pool, init_args=(0,), name="critic"
+    ) as critic:
+        assert gathered([group.wait(0.3), critic.wait(0)]) == [[0, 1, 2, 3], [0, 1]]
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match=r"critic\.fail: rank 1: data\.train_file"):
+            gathered([group.wait(30), critic.fail.submit("config")])
+        assert time.monotonic() - start < 10
+        assert critic.ended
+        assert not group.ended
 
 
 def test_a_worker_that_cannot_be_built_names_its_rank(small_pool: ResourcePool):

@@ -74,7 +74,7 @@ def test_the_token_stays_out_of_the_printed_endpoint():
 
 
 def test_a_receiver_of_another_version_is_refused(pool):
-    with _sender(timeout_s=0.5) as sender:
+    with _sender(timeout_s=2.0) as sender:
         sending = pool.submit(sender.send, _weights().items(), 3)
         with pytest.raises(StreamError, match="sends version 3, not 2"):
             list(receive(sender.endpoint, 2))
@@ -107,12 +107,12 @@ def test_a_receiver_that_stops_early_fails_the_sender(pool):
 
 
 def test_receivers_that_do_not_come_end_the_wait_and_tell_those_that_did(pool):
-    with _sender(num_receivers=2, timeout_s=0.5) as sender:
+    with _sender(num_receivers=2, timeout_s=2.0) as sender:
         sending = pool.submit(sender.send, _weights().items(), 1)
-        patient = replace(sender.endpoint, timeout_s=5.0)
+        patient = replace(sender.endpoint, timeout_s=20.0)
         with pytest.raises(StreamError, match="other receivers did not come"):
             list(receive(patient, 1))
-        with pytest.raises(StreamError, match=r"1 of 2 receivers came within 0\.5 s"):
+        with pytest.raises(StreamError, match=r"1 of 2 receivers came within 2 s"):
             sending.result()
 
 
@@ -121,7 +121,7 @@ def test_a_receiver_without_a_sender_gives_up_in_time():
         start = time.monotonic()
         with pytest.raises(StreamError, match=r"made no move for 0\.3 s"):
             list(receive(sender.endpoint, 1))
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 10
         endpoint = sender.endpoint
     with pytest.raises(StreamError, match="cannot reach weight sender"):
         list(receive(endpoint, 1))
