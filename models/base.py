@@ -161,6 +161,20 @@ def head_dim(config: HFConfig) -> int:
     return int(hidden // heads)
 
 
+def kv_cache_size(config: HFConfig, tp: int = 1) -> int:
+    """How many numbers a server's worker keeps of one token in all layers, on one of `tp` workers.
+
+    A worker has the keys and values of its own heads, and of one at least. Multi-head latent
+    attention has a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1),
+    and every worker keeps them.
+    """
+    num_layers = int(field(config, "num_hidden_layers"))
+    if config.get("kv_lora_rank"):
+        return num_layers * int(config["kv_lora_rank"] + field(config, "qk_rope_head_dim"))
+    heads = int(config.get("num_key_value_heads") or field(config, "num_attention_heads"))
+    return num_layers * 2 * max(1, heads // tp) * head_dim(config)
+
+
 def padded_vocab_size(config: HFConfig, tp: int) -> int:
     """The vocabulary rounded up so that it divides over tp ranks."""
     return -(-int(field(config, "vocab_size")) // tp) * tp

@@ -105,16 +105,15 @@ class Pending:
             return WorkerError(f"{self._label} was lost: {already_ended}")
         rank, failure = min(self._failures, key=lambda item: item[1].kind)
         head = f"{self._label}: rank {rank}"
-        if failure.kind is FailureKind.DIED:
-            birth = self._group.births.get(rank)
-            where = f" (pid {birth.pid})" if birth else ""
-            tail = _last_lines(birth.stderr_file) if birth else ""
-            return WorkerError(f"{head}{where} died. {failure.message}{tail}")
         if failure.kind is FailureKind.CONFIG:
             return ConfigError(f"{head}: {failure.message}")
-        return WorkerError(
-            f"{head} raised {failure.type_name}: {failure.message}\n\n{failure.trace}".rstrip()
-        )
+        birth = self._group.births.get(rank)
+        tail = _last_lines(birth.stderr_file) if birth else ""
+        if failure.kind is FailureKind.DIED:
+            where = f" (pid {birth.pid})" if birth else ""
+            return WorkerError(f"{head}{where} died. {failure.message}{tail}")
+        story = f"\n\n{failure.trace}".rstrip() + tail
+        return WorkerError(f"{head} raised {failure.type_name}: {failure.message}{story}")
 
 
 def gathered(calls: Sequence[Pending]) -> list[Any]:

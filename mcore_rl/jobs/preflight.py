@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
@@ -19,8 +21,10 @@ from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.models.base import (
+    HFConfig,
     family_of,
     field,
+    kv_cache_size,
     model_sizes,
     padded_vocab_size,
     read_config,
@@ -81,10 +85,24 @@ def _check_model(config: RLConfig) -> None:
     if config.warm_start.num_steps:
         resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
     resolve_rollout_model(config.rollout, sizes)
+    _check_cache(config, hf_config)
     weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
     reader.check(logical_tensors(weights))
     if config.actor.lora.rank:
         check_targets("actor.lora", weights, config.actor.lora)
+
+
+def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:
+    """A bound from below: vLLM rounds up to blocks of tokens, and says so when it starts."""
+    num_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    least = num_tokens * kv_cache_size(hf_config, config.rollout.tp) * itemsize
+    if config.rollout.kv_cache_bytes < least:
+        raise ConfigError(
+            f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}: one sequence of "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {num_tokens} tokens takes "
+            f"{least}; allowed: at least as much, and that for each sequence at a time"
+        )
 
 
 def _check_lengths(config: RLConfig) -> None:

@@ -86,7 +86,8 @@ class VLLMServer:
     async def start(self) -> None:
         """Load the checkpoint; blocks the event loop until the engine runs (seconds to minutes).
 
-        Raises ConfigError when the model's attention heads do not suit the lane.
+        Raises ConfigError when the model's attention heads do not suit the lane, RuntimeError when
+        the engine does not start: why, its processes have told this one's stderr.
         """
         os.environ |= _QUIET
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._config.start_timeout_s))
@@ -121,7 +122,10 @@ class VLLMServer:
         vllm_worker.check_heads(arguments.create_model_config())
         # Workers that crash leave their memory behind, and nobody may come to close the server.
         atexit.register(vllm_worker.remove_shared_memory, self._name)
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        try:
+            self._engine = AsyncLLM.from_engine_args(arguments)
+        except RuntimeError as error:
+            raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
         self._refusal = ""
         self._admitting.set()
 

@@ -188,6 +188,10 @@ BAD_SETTINGS = {
         {"rollout.max_response_tokens": "449"},
         ["data.max_prompt_tokens=64", "rollout.max_response_tokens=449", "513", "embeddings=512"],
     ),
+    "less cache than one sequence takes": (
+        {"rollout.kv_cache_bytes": "20000"},
+        ["rollout.kv_cache_bytes=20000", "96 tokens takes 147456;", "allowed: at least"],
+    ),
     "output folder in use": ({"output_dir": "model"}, ["output_dir='model'", "allowed: a new"]),
     "output folder is a file": (
         {"output_dir": "train.parquet"},
