@@ -161,8 +161,8 @@ def head_dim(config: HFConfig) -> int:
     return int(hidden // heads)
 
 
-def kv_cache_size(config: HFConfig, tp: int = 1) -> int:
-    """How many numbers a server's worker keeps of one token in all layers, on one of `tp` workers.
+def kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
+    """Elements of the key/value cache for a token in all layers, on one of `tp` workers.
 
     A worker has the keys and values of its own heads, and of one at least. Multi-head latent
     attention has a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1),

@@ -83,9 +83,10 @@ class Pending:
             if not ready:
                 return
             for reference in ready:
-                self._take(reference, self._waiting.pop(reference))
+                self._take(reference)
 
-    def _take(self, reference: Any, rank: int) -> None:
+    def _take(self, reference: Any) -> None:
+        rank = self._waiting.pop(reference)
         try:
             reply: Reply = ray.get(reference)
         except RayTaskError as error:  # outside of the worker: arguments that cannot be read there
@@ -126,7 +127,7 @@ def gathered(calls: Sequence[Pending]) -> list[Any]:
         if not sent:
             break
         [reference], _ = ray.wait(list(sent), num_returns=1)
-        sent[reference]._take(reference, sent[reference]._waiting.pop(reference))
+        sent[reference]._take(reference)
     failed = [call for call in calls if call._failures]
     return [call.result() for call in failed or calls]
 

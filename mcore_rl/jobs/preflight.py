@@ -24,7 +24,7 @@ from mcore_rl.models.base import (
     HFConfig,
     family_of,
     field,
-    kv_cache_size,
+    kv_elements_per_token,
     model_sizes,
     padded_vocab_size,
     read_config,
@@ -96,12 +96,12 @@ def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:
     """A bound from below: vLLM rounds up to blocks of tokens, and says so when it starts."""
     num_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     itemsize = getattr(torch, config.model.dtype).itemsize
-    least = num_tokens * kv_cache_size(hf_config, config.rollout.tp) * itemsize
+    least = num_tokens * kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
     if config.rollout.kv_cache_bytes < least:
         raise ConfigError(
             f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}: one sequence of "
             f"data.max_prompt_tokens + rollout.max_response_tokens = {num_tokens} tokens takes "
-            f"{least}; allowed: at least as much, and that for each sequence at a time"
+            f"{least} bytes; allowed: at least as many"
         )
 
 

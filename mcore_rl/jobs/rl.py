@@ -116,7 +116,7 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
         loss = PolicyLoss(config.algorithm)
         with waiting("starting the servers and the trainer"):
             servers = stack.enter_context(_servers(config))
-            starts = [servers.start.submit()]  # takes as long as the models, which load beside it
+            starts = [servers.start.submit()]  # the models load beside it
             actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
             starts.append(actor.initialize.submit())
             reference = None

@@ -190,7 +190,7 @@ BAD_SETTINGS = {
     ),
     "less cache than one sequence takes": (
         {"rollout.kv_cache_bytes": "20000"},
-        ["rollout.kv_cache_bytes=20000", "96 tokens takes 147456;", "allowed: at least"],
+        ["rollout.kv_cache_bytes=20000", "96 tokens takes 147456 bytes", "allowed: at least"],
     ),
     "output folder in use": ({"output_dir": "model"}, ["output_dir='model'", "allowed: a new"]),
     "output folder is a file": (

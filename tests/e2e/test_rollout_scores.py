@@ -228,3 +228,14 @@ def test_heads_that_the_cpu_does_not_take_are_refused_before_the_engine_starts(
         asyncio.run(server.start())
     with pytest.raises(RuntimeError, match="it has not been started"):
         asyncio.run(server.trace(_LONG))
+
+
+def test_an_engine_that_does_not_start_is_an_error_and_the_server_has_not_started(tmp_path):
+    model = tiny_models.build_from(tiny_families.served_config("qwen3"))
+    path = tiny_families.save_served(model, tmp_path)
+    config = RolloutConfig(kv_cache_bytes=1)
+    server = VLLMServer(str(path), "float32", _MAX_TOKENS, config, seed=0)
+    with hosting(), pytest.raises(RuntimeError, match="vLLM's engine does not start"):
+        asyncio.run(server.start())
+    with pytest.raises(RuntimeError, match="it has not been started"):
+        asyncio.run(server.score(_LONG))

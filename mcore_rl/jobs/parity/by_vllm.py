@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.models.base import HFConfig
+from mcore_rl.models.base import HFConfig, kv_elements_per_token
 from mcore_rl.rollout.protocol import TokenScores
 from mcore_rl.rollout.vllm_server import VLLMServer
 
 _SEED = 0
 _LEAST_CACHE_BYTES = 64 << 20
+_BLOCK_TOKENS = 128  # on a CPU (vllm/platforms/cpu.py:293)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,9 @@ def trace(spec: ServerSpec, sequences: list[list[int]]) -> list[dict[str, torch.
 
 
 def kv_cache_bytes(config: HFConfig, num_tokens: int) -> int:
-    """An upper bound on what the cache of a few sequences takes, at four bytes a number."""
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    latent = config.get("kv_lora_rank", 0) + config.get("qk_rope_head_dim", 0)
-    per_token = 4 * config["num_hidden_layers"] * max(2 * heads * dim, latent)
-    return max(_LEAST_CACHE_BYTES, 4 * num_tokens * per_token)
+    """An upper bound on what the cache of four sequences takes, at four bytes an element."""
+    num_tokens += _BLOCK_TOKENS  # vLLM rounds up to whole blocks
+    return max(_LEAST_CACHE_BYTES, 4 * num_tokens * 4 * kv_elements_per_token(config))
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import pytest
 
 import mcore_rl.models  # noqa: F401
 from mcore_rl.engine.megatron.blueprint import blueprint
-from mcore_rl.models.base import family_of, kv_cache_size, padded_vocab_size, without_mtp
+from mcore_rl.models.base import family_of, kv_elements_per_token, padded_vocab_size, without_mtp
 from mcore_rl.reshard.boxes import LogicalTensor
 from mcore_rl.reshard.rules import check_cover, logical_tensors
 
@@ -103,11 +103,12 @@ def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_
 
 
 def test_the_cache_of_a_token_has_the_published_size():
-    """In bfloat16, by table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343)."""
-    assert 2 * kv_cache_size(config_of("DeepSeek-V3")) == 70_272
-    assert 2 * kv_cache_size(config_of("Llama-3.1-405B")) == 516_096
-    assert 2 * kv_cache_size(config_of("DeepSeek-V3"), tp=16) == 70_272  # each has the latent
-    assert 2 * kv_cache_size(config_of("Llama-3.1-405B"), tp=16) == 516_096 // 8  # one head each
+    """Bytes in bfloat16, by table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343)."""
+    deepseek, llama = config_of("DeepSeek-V3"), config_of("Llama-3.1-405B")
+    assert 2 * kv_elements_per_token(deepseek) == 70_272
+    assert 2 * kv_elements_per_token(llama) == 516_096
+    assert 2 * kv_elements_per_token(deepseek, tp=16) == 70_272  # every worker has the latent
+    assert 2 * kv_elements_per_token(llama, tp=16) == 516_096 // 8  # and one head of eight
 
 
 @pytest.mark.parametrize("name", TENSOR_ELEMENTS)
