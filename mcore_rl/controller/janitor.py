@@ -3,10 +3,11 @@
 A driver that is killed with SIGKILL cannot clean up. Ray's own processes then share its fate, some
 at once and some after seconds; processes that workers started, shared memory and Ray's folder stay.
 The janitor remembers which processes descend from the driver and which shared-memory files they
-map. When the driver goes, or ends the session by a word on the janitor's stdin, it kills every one
-of them that is not a descendant of a living driver. Then it removes those files, the scratch
-folder, and from the run's own folders what was still being written: everything in this project is
-written under the name `.<name>.partial` and renamed when it is whole.
+map: it looks twice a second, and when a file has been made. When the driver goes, or ends the
+session by a word on the janitor's stdin, it kills every one of them that is not a descendant of a
+living driver. Then it removes those files, the scratch folder, and from the run's own folders what
+was still being written: everything in this project is written under the name `.<name>.partial` and
+renamed when it is whole.
 
 Runs as a script (`python -I -S janitor.py DRIVER_PID MARKER SCRATCH [FOLDER...]`) with the standard
 library only, in a session of its own, so that a signal to the driver's process group does not reach
@@ -16,18 +17,22 @@ it. Linux only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 POLL_S = 0.5
 LOOKS = 3  # polls in which a new shared-memory file may be claimed: it is mapped after it is made
+MAPPED_S = 0.1  # until a file that has just been made is looked at
 SWEEP_S = 20.0  # a process in uninterruptible sleep may outlast SIGKILL; then it is left
 TRACKER_S = 3.0  # for Python's resource trackers: they unlink what dead processes have made
 SHM = "/dev/shm"
+IN_CREATE = 0x100  # <sys/inotify.h>
 
 SharedMemory = dict[str, int]  # name -> inode
 Processes = dict[int, tuple[int, str]]  # pid -> (parent pid, start time); zombies left out
@@ -79,6 +84,29 @@ def mapped_by(pids: set[int]) -> set[int]:
     return inodes
 
 
+@contextlib.contextmanager
+def made_in(folder: str) -> Iterator[list[int]]:
+    """Yields a descriptor that can be read when a file has been made in `folder` (inotify(7)).
+
+    None when this user can have no more of them, and says so: then only the polls look.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    events = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if events < 0 or libc.inotify_add_watch(events, folder.encode(), IN_CREATE) < 0:
+        why = os.strerror(ctypes.get_errno())
+        print(
+            f"janitor: cannot watch {folder} ({why}; fs.inotify.max_user_instances); what is made "
+            f"there within {POLL_S} s of a SIGKILL may stay",
+            file=sys.stderr,
+        )
+        yield []
+        return
+    try:
+        yield [events]
+    finally:
+        os.close(events)
+
+
 def carries(pid: int, marker: bytes) -> bool:
     """Whether the process was started with the marker in its environment."""
     try:
@@ -121,17 +149,17 @@ class Janitor:
     def driver_lives(self) -> bool:
         return os.getppid() == self.driver
 
-    def observe(self) -> Processes:
+    def observe(self, *, is_poll: bool = True) -> Processes:
         """Remembers new descendants, and the new shared-memory files they or the driver map."""
         table = processes()
         self.known = {p: s for p, s in self.known.items() if p in table and table[p][1] == s}
         roots = set(self.known) | ({self.driver} if self.driver_lives() else set())
         for pid in descendants(roots, table) - {os.getpid()}:
             self.known[pid] = table[pid][1]
-        self.claim_files()
+        self.claim_files(is_poll)
         return table
 
-    def claim_files(self) -> None:
+    def claim_files(self, is_poll: bool) -> None:
         present = shared_memory()
         self.files = {n: i for n, i in self.files.items() if present.get(n) == i}
         self.looks = {name: self.looks.get(name, 0) for name in present}
@@ -139,7 +167,7 @@ class Janitor:
         if fresh:
             mapped = mapped_by({*self.known, self.driver})
             self.files |= {name: present[name] for name in fresh if present[name] in mapped}
-            self.looks |= {name: self.looks[name] + 1 for name in fresh}
+            self.looks |= {name: self.looks[name] + is_poll for name in fresh}
 
     def spared(self, table: Processes) -> set[int]:
         """The living driver and what it started that still hangs on it."""
@@ -152,15 +180,17 @@ class Janitor:
         return (set(self.known) | marked) - self.spared(table) - {os.getpid()}
 
     def sweep(self) -> None:
-        start = time.monotonic()
+        start = only_trackers_since = time.monotonic()
         while victims := self.victims(self.observe()):
-            elapsed = time.monotonic() - start
-            if elapsed > SWEEP_S:
+            now = time.monotonic()
+            if now - start > SWEEP_S:
                 break
-            for pid in victims:
+            others = {pid for pid in victims if not is_tracker(pid)}
+            if others:
+                only_trackers_since = now
+            for pid in victims if now - only_trackers_since > TRACKER_S else others:
                 with contextlib.suppress(OSError):
-                    if elapsed > TRACKER_S or not is_tracker(pid):
-                        os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         in_use = mapped_by(self.spared(processes()))
         for name, inode in self.files.items():
@@ -171,22 +201,28 @@ class Janitor:
         for folder in self.folders:
             remove_partials(folder)
 
-    def watch(self) -> None:
+    def watch(self, words: int = 0) -> None:
         """Returns when the driver has sent a word, or at once when it is gone.
 
-        What was made since the last look can still be seen then: workers take a moment to follow.
+        A process that was started since the last look has the marker in its environment.
         """
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError), made_in(SHM) as made:
             driver = os.pidfd_open(self.driver)
-            while self.driver_lives() and not select.select([0, driver], [], [], POLL_S)[0]:
-                self.observe()
+            ready: list[int] = []
+            while self.driver_lives():
+                self.observe(is_poll=not ready)
+                ready = select.select([words, driver, *made], [], [], POLL_S)[0]
+                if words in ready or driver in ready:
+                    break
+                if ready:
+                    time.sleep(MAPPED_S)
+                    os.read(ready[0], 1 << 16)  # the news are the files themselves
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     janitor = Janitor(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
-    janitor.observe()
     janitor.watch()
     janitor.sweep()
 

@@ -3,8 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import pytest
+
+from mcore_rl.controller import janitor as module
 from mcore_rl.controller.janitor import LOOKS, Janitor, processes
 
 MARKER = "MCORE_RL_SESSION=janitor-test"
@@ -41,3 +46,30 @@ def test_memory_that_nobody_has_seen_is_left_to_the_tracker_of_its_maker(tmp_pat
         maker.wait()
         maker.stdout.close()
         memory.unlink(missing_ok=True)
+
+
+def test_memory_is_claimed_when_it_is_made_and_not_at_the_next_poll(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what is made just before a SIGKILL stays, when its maker takes its tracker along."""
+    monkeypatch.setattr(module, "POLL_S", 600)
+    janitor = Janitor(os.getppid(), MARKER, str(tmp_path / "scratch"), [])
+    words, driver = os.pipe()
+    watching = threading.Thread(target=janitor.watch, args=(words,))
+    watching.start()
+    maker = subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    try:
+        name = maker.stdout.readline().strip()
+        deadline = time.monotonic() + 30
+        while name not in janitor.files:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.write(driver, b"end")
+        watching.join()
+        for descriptor in (words, driver):
+            os.close(descriptor)
+        maker.kill()
+        maker.wait()
+        maker.stdout.close()
