@@ -25,7 +25,7 @@ from mcore_rl.data.batch import Batch
 GOLDEN = Path(__file__).with_name("golden.json")
 
 MODELS = ("dense", "moe", "deepseek")
-DEPTHS = (2, 4)  # layers of the model; four where pipelines split them
+DEPTHS = (2, 4)  # layers of the model; four where more than two stages share them, or two unevenly
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": tiny_models.VOCAB, "hidden_size": 64, "num_attention_heads": 4,
@@ -68,7 +68,8 @@ class Case:
 
     @property
     def num_layers(self) -> int:
-        return 4 if self.layout.pp > 1 else 2
+        uneven = 1 in (self.layout.first_stage_layers, self.layout.last_stage_layers)
+        return 4 if self.layout.pp * self.layout.vpp > 2 or uneven else 2
 
 
 _SHARDED = {"optimizer.distributed": True}
