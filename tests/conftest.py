@@ -20,6 +20,7 @@ for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
 leave_garbage_at_exit()
+gc.disable()  # until everything is imported
 
 # A shell's background job ignores it, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,5 +32,5 @@ settings.load_profile("mcore_rl")
 
 def pytest_collection_finish() -> None:
     """Hide what has been imported from the garbage collector, which would look at it for ever."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
