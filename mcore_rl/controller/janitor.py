@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 POLL_S = 0.5
 LOOKS = 3  # polls in which a new shared-memory file may be claimed: it is mapped after it is made
-MAPPED_S = 0.1  # until a file that has just been made is looked at
+MAPPED_S = 0.1  # after a file has been made, at least, before it is looked at
 SWEEP_S = 20.0  # a process in uninterruptible sleep may outlast SIGKILL; then it is left
 TRACKER_S = 3.0  # for Python's resource trackers: they unlink what dead processes have made
 SHM = "/dev/shm"
@@ -207,16 +207,19 @@ class Janitor:
         A process that was started since the last look has the marker in its environment.
         """
         with contextlib.suppress(ProcessLookupError), made_in(SHM) as made:
-            driver = os.pidfd_open(self.driver)
-            ready: list[int] = []
+            ends = [words, os.pidfd_open(self.driver)]
+            news: list[int] = []
             while self.driver_lives():
-                self.observe(is_poll=not ready)
-                ready = select.select([words, driver, *made], [], [], POLL_S)[0]
-                if words in ready or driver in ready:
+                start = time.monotonic()
+                self.observe(is_poll=not news)
+                # A tenth of a core at most, where others make files all the time.
+                pause = max(MAPPED_S, 9 * (time.monotonic() - start))
+                ready = select.select([*ends, *made], [], [], POLL_S)[0]
+                news = [descriptor for descriptor in ready if descriptor in made]
+                if len(news) < len(ready) or (news and select.select(ends, [], [], pause)[0]):
                     break
-                if ready:
-                    time.sleep(MAPPED_S)
-                    os.read(ready[0], 1 << 16)  # the news are the files themselves
+                for descriptor in news:
+                    os.read(descriptor, 1 << 16)  # what they tell is found in the folder
 
 
 def main() -> None:
