@@ -86,16 +86,16 @@ def mapped_by(pids: set[int]) -> set[int]:
 
 @contextlib.contextmanager
 def made_in(folder: str) -> Iterator[list[int]]:
-    """Yields a descriptor that can be read when a file has been made in `folder` (inotify(7)).
+    """Yields [a descriptor that can be read when a file has been made in `folder`] (inotify(7)).
 
-    None when this user can have no more of them, and says so: then only the polls look.
+    [] when the folder cannot be watched, and says so on stderr: then only the polls look.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     events = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if events < 0 or libc.inotify_add_watch(events, folder.encode(), IN_CREATE) < 0:
         why = os.strerror(ctypes.get_errno())
         print(
-            f"janitor: cannot watch {folder} ({why}; fs.inotify.max_user_instances); what is made "
+            f"janitor: cannot watch {folder} ({why}; limits: fs.inotify.*); what is made "
             f"there within {POLL_S} s of a SIGKILL may stay",
             file=sys.stderr,
         )
@@ -203,6 +203,8 @@ class Janitor:
 
     def watch(self, words: int = 0) -> None:
         """Returns when the driver has sent a word, or at once when it is gone.
+
+        `words` is the descriptor that they come by.
 
         A process that was started since the last look has the marker in its environment.
         """

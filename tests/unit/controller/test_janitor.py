@@ -73,3 +73,11 @@ def test_memory_is_claimed_when_it_is_made_and_not_at_the_next_poll(
         maker.kill()
         maker.wait()
         maker.stdout.close()
+
+
+def test_a_folder_that_cannot_be_watched_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with module.made_in(str(tmp_path / "missing")) as made:
+        assert made == []
+    assert "/missing (No such file or directory;" in capfd.readouterr().err
