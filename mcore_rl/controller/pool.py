@@ -34,7 +34,7 @@ def ray_session(
 
     With RAY_ADDRESS set it joins that cluster instead, and all other arguments but `log_to_driver`
     are the cluster's own business. `num_cpus` is a scheduling quantity, not a limit: ranks ask for
-    fractions of it, and Ray keeps that many idle workers ready. `num_gpus=None` counts the GPUs.
+    fractions of it. `num_gpus=None` counts the GPUs.
     `log_dir` receives Ray's logs and the output of the workers at the end, unless the driver is
     killed with SIGKILL; without it they are deleted.
 
@@ -95,6 +95,8 @@ def _start(scratch: Path, log_dir: Path | None, **settings: Any) -> Iterator[Non
                 logging_level="error",
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(ray_dir),
+                # Workers kept ready would never be used: each rank has an environment of its own.
+                _system_config={"prestart_worker_first_driver": False},
                 **settings,
             )
         yield

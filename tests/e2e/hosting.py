@@ -12,18 +12,14 @@ _IMPORTED = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "mcore_rl.rollo
 
 
 @contextmanager
-def hosting(tp: int = 1) -> Iterator[None]:
-    """What a server changes in its process is undone; an engine with one worker is forked.
+def hosting() -> Iterator[None]:
+    """What a server changes in its process is undone; its engine, of one worker, is forked.
 
     vLLM spawns an engine for each server, and importing vLLM is most of what a small one does. Here
-    one process imports it and engines are forked from that. It has the environment of the first
-    server, but several workers are told their cores by it: those are spawned. Jobs, and servers in
-    processes of their own, start engines as users do.
+    one process imports it and engines are forked from that, with the environment of the first.
+    Jobs, and servers in processes of their own, start engines as users do.
     """
     with mock.patch.dict(os.environ):
-        if tp > 1:
-            yield
-            return
         from vllm import envs
 
         multiprocessing.set_forkserver_preload(_IMPORTED)

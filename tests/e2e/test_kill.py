@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import pytest
 from safetensors import safe_open
 
 STEPS = ("trainer.num_steps=1000", "trainer.prompts_per_step=16", "trainer.eval_samples=16")
@@ -52,50 +53,40 @@ def assert_whole(job) -> None:
         safe_open(file, framework="np")  # checks the length
 
 
-def brought_to(job, has_come) -> None:
-    job.wait_until(lambda: has_come(job), "the first step")
-    assert len(job.processes) > 8
-    interrupt_an_export(job)
-
-
-def assert_leaves_nothing(job, number, word) -> None:
-    """At a signal that can be handled."""
-    steps = len(metrics(job))
-    job.wait_until(lambda: len(metrics(job)) > steps, "another step")
-    if number == signal.SIGINT:  # Ctrl-C, which reaches whatever is in the foreground
-        os.killpg(job.process.pid, number)
-    else:
-        job.process.send_signal(number)
+def assert_ended(job, number, word) -> None:
+    """By a signal that can be handled."""
     assert job.process.wait() == 128 + number
     assert job.left() == []
     assert_whole(job)
     assert job.stderr == f"mcore-rl rl: {word}\n"
-    assert list(job.output.glob("logs/worker-*.err"))
 
 
-def test_a_warm_start_that_is_interrupted_leaves_nothing(start_job, own_model_and_data):
-    job = start_job(*own_model_and_data, *WARM_START)
-    brought_to(job, is_warm_starting)
-    assert_leaves_nothing(job, signal.SIGINT, "interrupted")
-
-
-def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_ended_one(
+def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_interrupted_one(
     start_job, own_model_and_data
 ):
-    killed, ended = (start_job(*own_model_and_data, *TRAINING) for _ in range(2))
-    for job in (killed, ended):
-        brought_to(job, is_training)
+    killed, interrupted = (start_job(*own_model_and_data, *TRAINING) for _ in range(2))
+    for job in (killed, interrupted):
+        job.wait_until(lambda job=job: is_training(job), "the first step")
+        assert len(job.processes) > 8
+        interrupt_an_export(job)
     killed.process.kill()
     assert killed.process.wait() == -signal.SIGKILL
     assert_gone_soon(killed)
     assert_whole(killed)
-    assert_leaves_nothing(ended, signal.SIGTERM, "terminated")
+    steps = len(metrics(interrupted))
+    interrupted.wait_until(lambda: len(metrics(interrupted)) > steps, "another step")
+    os.killpg(interrupted.process.pid, signal.SIGINT)  # as Ctrl-C: whatever is in the foreground
+    assert_ended(interrupted, signal.SIGINT, "interrupted")
+    assert list(interrupted.output.glob("logs/worker-*.err"))
 
 
-def test_a_job_that_is_killed_while_it_makes_its_task_leaves_no_half_of_it(start_job):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_job_that_is_ended_while_it_makes_its_task_leaves_no_half_of_it(start_job, number):
     job = start_job()
     job.wait_until((job.output / ".task.partial").exists, "the task")
-    job.process.kill()
+    job.process.send_signal(number)
+    if number == signal.SIGTERM:
+        assert_ended(job, number, "terminated")
     job.process.wait()
     assert_gone_soon(job)
     assert not (job.output / "config.json").exists()

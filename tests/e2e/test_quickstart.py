@@ -20,6 +20,7 @@ WARM_STEPS, RL_STEPS, TESTS = 200, 3, 256
 def run(start_job):
     job = start_job(
         f"warm_start.num_steps={WARM_STEPS}",
+        "warm_start.layout.dp=1",  # less work in all; test_kill.py has the recipe's two ranks
         f"trainer.num_steps={RL_STEPS}",
         f"trainer.eval_samples={TESTS}",
         "seed=1",

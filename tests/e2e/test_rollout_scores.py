@@ -1,13 +1,12 @@
 """A vLLM server's scores and traces are transformers' on the same checkpoint, in float32.
 
-A dense model with a tied head on one worker; on two workers one with latent attention, shared
-experts and a router with groups, bias and scale.
+A dense model with a tied head, and one with latent attention, shared experts and a router with
+groups, bias and scale; two workers have a test of their own (test_parallel_server.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,14 +28,10 @@ from mcore_rl.rollout.protocol import SamplingParams, TokenScores
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
 from tests.e2e.hosting import hosting
+from tests.e2e.scored import NATS, check, check_trace, expected
 
 _MAX_TOKENS, _EOS = 256, 1
-_NATS, _RELATIVE = 1e-5, 1e-5  # measured: 1.5e-6 and 1.1e-6
 _LONG = torch.randint(2, tiny_models.VOCAB, (200,), generator=torch.manual_seed(4)).tolist()
-_TRACED = re.compile(
-    r"model\.embed_tokens|model\.norm|lm_head|model\.layers\.\d+\."
-    r"(input_layernorm|self_attn|post_attention_layernorm|mlp|mlp\.gate)"
-)
 
 
 @dataclass(frozen=True)
@@ -45,76 +40,28 @@ class Served:
 
     server: VLLMServer
     run: Callable[[Any], Any]
-    tp: int
     models: list[Any]
     paths: list[Path]
 
     async def update(self, seed: int) -> None:
         version = self.server.weight_version + 1
         weights = load_file(self.paths[seed] / "model.safetensors").items()
-        with StreamSender("127.0.0.1", self.tp, timeout_s=20.0) as sender:
+        with StreamSender("127.0.0.1", num_receivers=1, timeout_s=20.0) as sender:
             sent = asyncio.to_thread(sender.send, weights, version)
             await asyncio.gather(sent, self.server.update_weights(sender.endpoint, version))
 
 
-@pytest.fixture(scope="module", params=[("qwen3", 1), ("deepseek_v3", 2)])
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
 def served(request, tmp_path_factory) -> Iterator[Served]:
-    name, tp = request.param
-    models = [tiny_models.build_from(tiny_families.served_config(name), seed) for seed in (0, 1)]
-    paths = [tiny_families.save_served(m, tmp_path_factory.mktemp(name)) for m in models]
-    config = RolloutConfig(tp=tp, max_num_seqs=16, kv_cache_bytes=32 << 20)
+    config = tiny_families.served_config(request.param)
+    models = [tiny_models.build_from(config, seed) for seed in (0, 1)]
+    paths = [tiny_families.save_served(m, tmp_path_factory.mktemp("model")) for m in models]
+    config = RolloutConfig(max_num_seqs=16, kv_cache_bytes=32 << 20)
     server = VLLMServer(str(paths[0]), "float32", _MAX_TOKENS, config, seed=0)
-    with hosting(tp), asyncio.Runner() as runner:
+    with hosting(), asyncio.Runner() as runner:
         runner.run(server.start())
-        yield Served(server, runner.run, tp, models, paths)
+        yield Served(server, runner.run, models, paths)
         runner.run(server.close())
-
-
-def _reference(model: Any, token_ids: list[int]) -> dict[str, torch.Tensor]:
-    """Outputs of transformers' modules; of a router the weights, spread over all experts."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def keep(name: str, module: Any, output: Any) -> None:
-        if name.endswith("gate"):
-            _, weights, ids = output
-            output = torch.zeros(len(weights), len(module.weight)).scatter_(1, ids, weights)
-        output = output[0] if isinstance(output, tuple) else output
-        seen[name] = output.reshape(len(token_ids), -1)
-
-    hooks = [
-        module.register_forward_hook(lambda m, _, output, name=name: keep(name, m, output))
-        for name, module in model.named_modules()
-        if _TRACED.fullmatch(name)
-    ]
-    with torch.no_grad():
-        model(torch.tensor([token_ids]))
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
-def _expected(model: Any, token_ids: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Log-probs of all tokens but the first, and the most likely token there."""
-    log_probs = _reference(model, token_ids)["lm_head"][:-1].log_softmax(-1)
-    own = log_probs[torch.arange(len(token_ids) - 1), token_ids[1:]]
-    return own, log_probs.argmax(-1).tolist()
-
-
-def _check(scores: TokenScores, model: Any, before: list[int]) -> None:
-    """`scores` of what follows `before`."""
-    log_probs, top_ids = _expected(model, before + scores.token_ids)
-    own = torch.tensor(scores.log_probs)
-    torch.testing.assert_close(own, log_probs[len(before) - 1 :], atol=_NATS, rtol=0)
-    assert scores.top_ids == top_ids[len(before) - 1 :]
-
-
-def _check_trace(traced: dict[str, torch.Tensor], model: Any, token_ids: list[int]) -> None:
-    expected = _reference(model, token_ids)
-    assert set(traced) == set(expected)
-    for name, tensor in traced.items():
-        assert tensor.shape == expected[name].shape, name
-        gap = (tensor - expected[name]).abs().max() / expected[name].abs().max()
-        assert gap < _RELATIVE, name
 
 
 def test_scores_are_the_references_at_every_position_of_a_cached_prompt_too(served):
@@ -122,25 +69,21 @@ def test_scores_are_the_references_at_every_position_of_a_cached_prompt_too(serv
         served.run(served.server.generate(_LONG, SamplingParams(max_tokens=1)))
         scores = served.run(served.server.score(_LONG))
         assert scores.token_ids == _LONG[1:]
-        _check(scores, served.models[0], _LONG[:1])
+        check(scores, served.models[0], _LONG[:1])
     assert served.run(served.server.score(_LONG[:1])) == TokenScores([], [], [])
 
 
 def test_sampled_tokens_are_scored_as_the_reference_and_a_prefill_score_them(served):
     prompt = _LONG[:30]
-    num_seeds, num_tokens = (4, 200) if served.tp == 1 else (2, 20)  # two workers take their time
-    scored = [
-        served.run(served.server.decode(prompt, num_tokens, seed)) for seed in range(num_seeds)
-    ]
-    for scores in scored:
-        assert len(scores.token_ids) == num_tokens
-        _check(scores, served.models[0], prompt)
-    # An end of sequence ends nothing here.
-    assert served.tp > 1 or any(_EOS in s.token_ids[:-1] for s in scored)
-    again = served.run(served.server.decode(prompt, num_tokens, seed=1))
-    assert again.token_ids == scored[1].token_ids != scored[0].token_ids
-    prefilled = served.run(served.server.score(prompt + scored[0].token_ids))
-    assert prefilled.log_probs[29:] == pytest.approx(scored[0].log_probs, abs=2 * _NATS)
+    decoded = [served.run(served.server.decode(prompt, 200, seed)) for seed in range(2)]
+    for scores in decoded:
+        assert len(scores.token_ids) == 200
+        check(scores, served.models[0], prompt)
+    assert any(_EOS in s.token_ids[:-1] for s in decoded)  # which ends nothing here
+    again = served.run(served.server.decode(prompt, 200, seed=1))
+    assert again.token_ids == decoded[1].token_ids != decoded[0].token_ids
+    prefilled = served.run(served.server.score(prompt + decoded[0].token_ids))
+    assert prefilled.log_probs[29:] == pytest.approx(decoded[0].log_probs, abs=2 * NATS)
 
 
 def test_every_module_of_a_trace_is_the_references_and_a_trace_leaves_nothing_behind(served):
@@ -148,7 +91,7 @@ def test_every_module_of_a_trace_is_the_references_and_a_trace_leaves_nothing_be
     for token_ids in (_LONG, _LONG[:1], _LONG):
         traced = served.run(served.server.trace(token_ids))
         assert {t.dtype for t in traced.values()} == {torch.float32}
-        _check_trace(traced, served.models[0], token_ids)
+        check_trace(traced, served.models[0], token_ids)
     assert served.run(served.server.score(_LONG)) == before
 
 
@@ -165,9 +108,9 @@ def test_a_trace_has_the_engine_to_itself(served):
         return await asyncio.gather(trace, *late, *early)
 
     traced, scores, decoded, *early = served.run(among_others())
-    _check_trace(traced, served.models[0], _LONG[:40])
-    _check(scores, served.models[0], _LONG[:1])
-    _check(decoded, served.models[0], _LONG[:50])
+    check_trace(traced, served.models[0], _LONG[:40])
+    check(scores, served.models[0], _LONG[:1])
+    check(decoded, served.models[0], _LONG[:50])
     assert [len(completions) for completions in early] == [2] * 3
 
 
@@ -175,11 +118,11 @@ def test_scores_and_traces_are_of_the_weights_after_an_update_and_of_none_after_
     served,
 ):
     old, new = served.models
-    gap = _expected(old, _LONG)[0] - _expected(new, _LONG)[0]
+    gap = expected(old, _LONG)[0] - expected(new, _LONG)[0]
     assert gap.abs().max() > 0.1  # the test can tell the two apart
     served.run(served.update(1))
-    _check(served.run(served.server.score(_LONG)), new, _LONG[:1])
-    _check_trace(served.run(served.server.trace(_LONG)), new, _LONG)
+    check(served.run(served.server.score(_LONG)), new, _LONG[:1])
+    check_trace(served.run(served.server.trace(_LONG)), new, _LONG)
     nobody = StreamEndpoint("127.0.0.1", 9, "0" * 32, 1.0)
     with pytest.raises(RuntimeError, match="failed"):
         served.run(served.server.update_weights(nobody, served.server.weight_version + 1))
@@ -187,7 +130,7 @@ def test_scores_and_traces_are_of_the_weights_after_an_update_and_of_none_after_
         with pytest.raises(RuntimeError, match=r"does not serve: its update .* did not complete"):
             served.run(call)
     served.run(served.update(0))
-    _check(served.run(served.server.decode(_LONG[:5], 9, seed=0)), old, _LONG[:5])
+    check(served.run(served.server.decode(_LONG[:5], 9, seed=0)), old, _LONG[:5])
 
 
 def _calls(server: VLLMServer, num_tokens: int) -> list[Any]:

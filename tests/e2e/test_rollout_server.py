@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -38,7 +37,7 @@ from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
 from tests.e2e.hosting import hosting
-from tests.e2e.processes import command_line, lives, session, shared_memory
+from tests.e2e.processes import command_line, lives, shared_memory
 
 _VOCABULARY, _EOS, _MAX_TOKENS = 64, 2, 256
 _PROMPT = [1, *range(10, 40)]
@@ -411,116 +410,3 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
     _check_gone(engines, memory)
     with pytest.raises(RuntimeError, match="it has been closed"):
         asyncio.run(server.generate(_PROMPT, SamplingParams(max_tokens=1)))
-
-
-_PARALLEL_SERVER = """
-import asyncio, json, subprocess, sys, tempfile
-from pathlib import Path
-from safetensors.torch import load_file
-from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.protocol import SamplingParams
-from mcore_rl.rollout.vllm_server import VLLMServer
-from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
-from mcore_rl.weight_sync.disaggregated import endpoint_of
-from mcore_rl.weight_sync.stream import StreamSender
-
-async def main(start, new, trainer):
-    config = RolloutConfig(tp=2, ep=True, max_num_seqs=8, kv_cache_bytes=32 << 20)
-    server = VLLMServer(start, "float32", 256, config, seed=0)
-    await server.start()
-    with StreamSender("127.0.0.1", 2, 20.0) as sender:
-        weights = load_file(new + "/model.safetensors").items()
-        send = asyncio.to_thread(sender.send, weights, 1)
-        await asyncio.gather(send, server.update_weights(sender.endpoint, 1))
-    print(json.dumps(await answer(server)), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen([sys.executable, trainer, str(rank), "2", new, folder, *"234567"])
-            for rank in range(2)
-        ]
-        for transport, versions in (("process_group", (2, 3)), ("nixl", (4, 5)), ("disk", (6, 7))):
-            meeting = Path(folder, transport + ".json")
-            while not meeting.exists():
-                await asyncio.sleep(0.05)
-            endpoint, fields = json.loads(meeting.read_text())
-            plan = RoutePlan.from_dict(fields)
-            await server.join_checkpoint_engine(endpoint_of(plan, endpoint), plan, 0)
-            for version in versions:
-                await server.receive_checkpoint(version)
-            print(json.dumps(await answer(server)), flush=True)
-        assert [rank.wait(60) for rank in ranks] == [0, 0]
-    await asyncio.sleep(600)
-
-async def answer(server):
-    prompt = [1, *range(10, 40)]
-    (found,) = await server.generate(prompt, SamplingParams(max_tokens=24, seed=3))
-    return [found.token_ids, found.log_probs, found.finish_reason, found.weight_versions]
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-@contextlib.contextmanager
-def _parallel_server(moe: list[Model]) -> Iterator[subprocess.Popen[str]]:
-    """A server with two workers as the leader of a session of its own; killed at the end."""
-    trainer = str(Path(__file__).with_name("shard_trainer.py"))
-    command = [sys.executable, "-c", _PARALLEL_SERVER, moe[0].path, moe[1].path, trainer]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    with process:
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGKILL)
-
-
-def _num_workers(family: list[psutil.Process]) -> int:
-    """Children of the engine process: what a process forks looks like itself until it runs."""
-    engines = {process.pid for process in family if "EngineCore" in command_line(process)}
-    found = 0
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += "spawn_main" in command_line(process) and process.ppid() in engines
-    return found
-
-
-def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        left = [*session(leader), *(f for f in files if f.exists())]
-        if not left:
-            return
-        time.sleep(0.2)
-    pytest.fail(f"still there after {within_s:g} s: {left}")
-
-
-def test_two_expert_parallel_workers_take_updates_and_die_with_a_killed_server(moe):
-    with _parallel_server(moe) as process:
-        answers = (json.loads(line) for line in process.stdout if line.startswith("[["))
-        streamed, *sharded = (Completion(*next(answers)) for _ in range(4))
-        family = session(process.pid)
-        memory = set().union(*map(shared_memory, family))
-        for tracker in family:  # Ray kills an actor's children, and with them who would tidy up
-            if "resource_tracker" in command_line(tracker):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    tracker.kill()
-    assert moe[1].gap(_PROMPT, streamed) < 1e-4
-    assert set(streamed.weight_versions) == {1}
-    for found, last in zip(sharded, (3, 5, 7), strict=True):  # by each transport
-        assert set(found.weight_versions) == {last}
-        assert (found.token_ids, found.log_probs) == (streamed.token_ids, streamed.log_probs)
-    assert len(family) >= 4
-    kinds = (f"mcore_rl_{process.pid}-", "psm_", "sem.mp-")
-    assert all(any(f.name.startswith(kind) for f in memory) for kind in kinds)
-    _check_session_gone(process.pid, memory)
-
-
-def test_a_server_killed_while_it_starts_takes_its_processes_along(moe):
-    with _parallel_server(moe) as process:
-        workers = 0
-        while workers < 2 and process.poll() is None:
-            time.sleep(0.05)
-            workers = _num_workers(session(process.pid))
-        process.send_signal(signal.SIGKILL)
-    # They import vLLM now, for longer than this, and know of no server before they have.
-    assert workers == 2
-    _check_session_gone(process.pid, set(), within_s=8)

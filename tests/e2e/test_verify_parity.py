@@ -279,8 +279,7 @@ def test_the_command_names_the_module_of_a_fault(tmp_path):
     fault = next(fault for fault in FAULTS if fault.plant is another_rotary_base)
     good = saved(fault.family, tmp_path)
     bad = faulty(fault, good, tmp_path)
-    options = ("--model", bad, "--reference", good, "--layout", "pp=2,first_stage_layers=1")
-    ended = verify(*options, "--against", "hf")
+    ended = verify("--model", bad, "--reference", good, "--layout", "tp=1", "--against", "hf")
     assert ended.returncode == 1, ended.stderr
     assert "FAILED" in ended.stdout
     assert f"the first module that differs is {fault.module} (" in ended.stdout

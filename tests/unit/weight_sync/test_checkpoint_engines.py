@@ -1,6 +1,6 @@
 """Every transport of a disaggregated route brings each generation rank what is its own.
 
-Real servers take versions by each of them in e2e/test_rollout_server.py.
+Real servers take versions by each of them in e2e/test_parallel_server.py.
 """
 
 from __future__ import annotations

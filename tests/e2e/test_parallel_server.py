@@ -1,0 +1,132 @@
+"""A vLLM server with two expert-parallel workers: what it gives, and that nothing outlives it.
+
+Latent attention, shared experts and a router with groups, bias and scale; in a process of its own,
+which can be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
+
+import tiny_families
+import tiny_models
+
+from mcore_rl.rollout.protocol import Completion, TokenScores
+from tests.e2e import parallel_server, scored
+from tests.e2e.processes import command_line, session, shared_memory
+
+_TOKENS = parallel_server.TOKENS
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Any]:
+    config = tiny_families.served_config("deepseek_v3")
+    return [tiny_models.build_from(config, seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def paths(models, tmp_path_factory) -> list[Path]:
+    return [tiny_families.save_served(m, tmp_path_factory.mktemp("model")) for m in models]
+
+
+@contextlib.contextmanager
+def _started(paths: list[Path], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The program as the leader of a session of its own; killed at the end."""
+    command = [sys.executable, "-m", "tests.e2e.parallel_server", *map(str, paths), str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def _num_workers(family: list[psutil.Process]) -> int:
+    """Children of the engine process: what a process forks looks like itself until it runs."""
+    engines = {process.pid for process in family if "EngineCore" in command_line(process)}
+    found = 0
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += "spawn_main" in command_line(process) and process.ppid() in engines
+    return found
+
+
+def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        left = [*session(leader), *(f for f in files if f.exists())]
+        if not left:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"still there after {within_s:g} s: {left}")
+
+
+def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_nothing(
+    paths, models, tmp_path
+):
+    with _started(paths, tmp_path) as process:
+        told = (json.loads(line) for line in process.stdout if line.startswith("{"))
+        scores, *completions = (next(told) for _ in range(5))
+        family = session(process.pid)
+        memory = set().union(*map(shared_memory, family))
+        for tracker in family:  # Ray kills an actor's children, and with them who would tidy up
+            if "resource_tracker" in command_line(tracker):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    tracker.kill()
+    _check_scores(scores, models[0], tmp_path / "trace.safetensors")
+    _check_completions([Completion(**found) for found in completions], models[1])
+    assert len(family) >= 4
+    kinds = (f"mcore_rl_{process.pid}-", "psm_", "sem.mp-")
+    assert all(any(f.name.startswith(kind) for f in memory) for kind in kinds)
+    _check_session_gone(process.pid, memory)
+
+
+def _check_scores(found: dict[str, Any], model: Any, trace: Path) -> None:
+    prefilled = TokenScores(**found["scored"])
+    assert prefilled.token_ids == _TOKENS[1:]
+    scored.check(prefilled, model, _TOKENS[:1])
+    decoded = [TokenScores(**scores) for scores in found["decoded"]]
+    for scores in decoded:
+        assert len(scores.token_ids) == parallel_server.NUM_DECODED
+        scored.check(scores, model, _TOKENS)
+    assert decoded[2].token_ids == decoded[0].token_ids != decoded[1].token_ids
+    scored.check_trace(load_file(trace), model, _TOKENS[: parallel_server.NUM_TRACED])
+
+
+def _check_completions(found: list[Completion], model: Any) -> None:
+    """After a stream, and after shards by each transport."""
+    streamed, *sharded = found
+    log_probs, _ = scored.expected(model, _TOKENS + streamed.token_ids)
+    assert streamed.log_probs == pytest.approx(log_probs[len(_TOKENS) - 1 :].tolist(), abs=1e-4)
+    assert set(streamed.weight_versions) == {1}
+    for other, last in zip(sharded, (3, 5, 7), strict=True):
+        assert set(other.weight_versions) == {last}
+        assert other.token_ids == streamed.token_ids
+        # On equal weights vLLM's latent attention gives two last bits.
+        assert other.log_probs == pytest.approx(streamed.log_probs, abs=2e-6)
+
+
+def test_killed_while_it_starts_it_takes_its_processes_along(paths, tmp_path):
+    with _started(paths, tmp_path) as process:
+        workers = 0
+        while workers < 2 and process.poll() is None:
+            time.sleep(0.05)
+            workers = _num_workers(session(process.pid))
+        process.send_signal(signal.SIGKILL)
+    # They import vLLM now, for longer than this, and know of no server before they have.
+    assert workers == 2
+    _check_session_gone(process.pid, set(), within_s=8)
