@@ -18,6 +18,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.guard import guard, own_sigterm
 
+_RAY_CONFIG = {
+    # Workers kept ready would never be used: each rank has an environment of its own.
+    "prestart_worker_first_driver": False,
+    # Ray would kill Python's resource trackers too, before they unlink shared memory that the
+    # janitor may not have seen yet. What else workers have started is the janitor's to kill.
+    "kill_child_processes_on_worker_exit": False,
+}
+
 
 @contextlib.contextmanager
 def ray_session(
@@ -95,8 +103,7 @@ def _start(scratch: Path, log_dir: Path | None, **settings: Any) -> Iterator[Non
                 logging_level="error",
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(ray_dir),
-                # Workers kept ready would never be used: each rank has an environment of its own.
-                _system_config={"prestart_worker_first_driver": False},
+                _system_config=_RAY_CONFIG,
                 **settings,
             )
         yield

@@ -79,7 +79,8 @@ def test_sampled_tokens_are_scored_as_the_reference_and_a_prefill_score_them(ser
     for scores in decoded:
         assert len(scores.token_ids) == 200
         check(scores, served.models[0], prompt)
-    assert any(_EOS in s.token_ids[:-1] for s in decoded)  # which ends nothing here
+    if served.models[0].config.model_type == "qwen3":  # the other draws none
+        assert any(_EOS in s.token_ids[:-1] for s in decoded)  # which ends nothing here
     again = served.run(served.server.decode(prompt, 200, seed=1))
     assert again.token_ids == decoded[1].token_ids != decoded[0].token_ids
     prefilled = served.run(served.server.score(prompt + decoded[0].token_ids))
