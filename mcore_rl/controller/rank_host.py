@@ -22,6 +22,8 @@ import ray
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.observability.garbage import long_lived
 
+Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
+
 
 class FailureKind(IntEnum):
     """Lowest is the likeliest cause when several ranks fail at once."""
@@ -58,7 +60,7 @@ class Birth:
 
 
 class RankHost:
-    """One rank of a group. `build` comes first."""
+    """One rank of a group. `build` comes first; before it rank 0 is asked where all can meet."""
 
     def __init__(self, group: str, rank: int) -> None:
         self._label = f"{group}[{rank}]"
@@ -67,8 +69,13 @@ class RankHost:
     def __repr__(self) -> str:
         return self._label  # Ray puts it before each line that the worker prints
 
-    def build(self, recipe: tuple[type, tuple[Any, ...], dict[str, Any]]) -> Reply:
+    def free_endpoint(self) -> Reply:
+        """The value is an address and a port of this node."""
+        return _guarded(_free_endpoint)
+
+    def build(self, meeting: tuple[str, int], recipe: Recipe) -> Reply:
         """Makes the worker from its class and arguments; the value is a `Birth`."""
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting[0], str(meeting[1])
         worker_class, args, kwargs = recipe
 
         def make() -> Birth:
@@ -116,7 +123,7 @@ def _guarded(run: Callable[[], Any]) -> Reply:
         return Reply(failure=Failure(kind, type(error).__name__, str(error), trace))
 
 
-def free_endpoint() -> tuple[str, int]:
+def _free_endpoint() -> tuple[str, int]:
     """The address of this node and a port for a rendezvous that nobody listens on.
 
     The port is picked below the range the kernel hands out by itself, so that no other program gets

@@ -24,7 +24,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import Part, Registration, gather, registered_methods, scatter
 from mcore_rl.controller.pending import Pending
 from mcore_rl.controller.pool import ResourcePool
-from mcore_rl.controller.rank_host import Birth, RankHost, Stored, free_endpoint
+from mcore_rl.controller.rank_host import Birth, RankHost, Recipe, Stored
 from mcore_rl.data.batch import Batch
 from mcore_rl.parallel.mesh import Mesh
 
@@ -83,9 +83,8 @@ class WorkerGroup:
         pool.reserve(share, self.name)
         try:
             self._start(pool, threads_per_rank, dict(env or {}), max_concurrency)
-            recipe = ray.put((worker_class, tuple(init_args), dict(init_kwargs or {})))
-            calls = {actor.build.remote(recipe): rank for rank, actor in enumerate(self._actors)}
-            self.births = Pending(self, "__init__", calls, dict).result(start_timeout_s)
+            recipe = (worker_class, tuple(init_args), dict(init_kwargs or {}))
+            self.births = self._build(recipe, start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -122,13 +121,9 @@ class WorkerGroup:
     def _start(
         self, pool: ResourcePool, threads: int, env: dict[str, str], max_concurrency: int
     ) -> None:
-        probe = ray.remote(num_cpus=0, max_retries=0)(free_endpoint)
-        address, port = ray.get(probe.options(scheduling_strategy=_on(pool, 0)).remote())
         common = {
             "WORLD_SIZE": str(self.mesh.world_size),
             "LOCAL_RANK": "0",  # Ray shows a rank its own device only
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": str(threads),
         }
         host = ray.remote(RankHost)
@@ -139,6 +134,16 @@ class WorkerGroup:
                 "max_concurrency": max_concurrency,
             }
             self._actors.append(host.options(**options).remote(self.name, rank))
+
+    def _build(self, recipe: Recipe, timeout_s: float | None) -> dict[int, Birth]:
+        """By rank; they meet where rank 0 is."""
+        asked = {self._actors[0].free_endpoint.remote(): 0}
+        meeting = Pending(self, "__init__", asked, dict).result(timeout_s)[0]
+        stored = ray.put(recipe)
+        built = [actor.build.remote(meeting, stored) for actor in self._actors]
+        calls = {reference: rank for rank, reference in enumerate(built)}
+        births: dict[int, Birth] = Pending(self, "__init__", calls, dict).result(timeout_s)
+        return births
 
     def _submit(
         self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
