@@ -136,7 +136,7 @@ class WorkerGroup:
             self._actors.append(host.options(**options).remote(self.name, rank))
 
     def _build(self, recipe: Recipe, timeout_s: float | None) -> dict[int, Birth]:
-        """By rank; they meet where rank 0 is."""
+        """Builds the workers, which meet on the node of rank 0; their births by rank."""
         asked = {self._actors[0].free_endpoint.remote(): 0}
         meeting = Pending(self, "__init__", asked, dict).result(timeout_s)[0]
         stored = ray.put(recipe)

@@ -26,7 +26,7 @@ import tiny_families
 import tiny_models
 
 from mcore_rl.rollout.protocol import Completion, TokenScores
-from tests.e2e import parallel_server, scored
+from tests.e2e import parallel_server, reference
 from tests.e2e.processes import command_line, session, shared_memory
 
 _TOKENS = parallel_server.TOKENS
@@ -46,7 +46,7 @@ def paths(models, tmp_path_factory) -> list[Path]:
 @contextlib.contextmanager
 def _started(paths: list[Path], folder: Path) -> Iterator[subprocess.Popen[str]]:
     """The program as the leader of a session of its own; killed at the end."""
-    command = [sys.executable, "-m", "tests.e2e.parallel_server", *map(str, paths), str(folder)]
+    command = [sys.executable, parallel_server.__file__, *map(str, paths), str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with process:
         try:
@@ -83,7 +83,7 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
         scores, *completions = (next(told) for _ in range(5))
         family = session(process.pid)
         memory = set().union(*map(shared_memory, family))
-        for tracker in family:  # Ray kills an actor's children, and with them who would tidy up
+        for tracker in family:  # a joined Ray kills an actor's children: who tidies up, too
             if "resource_tracker" in command_line(tracker):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     tracker.kill()
@@ -98,19 +98,19 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
 def _check_scores(found: dict[str, Any], model: Any, trace: Path) -> None:
     prefilled = TokenScores(**found["scored"])
     assert prefilled.token_ids == _TOKENS[1:]
-    scored.check(prefilled, model, _TOKENS[:1])
+    reference.check(prefilled, model, _TOKENS[:1])
     decoded = [TokenScores(**scores) for scores in found["decoded"]]
     for scores in decoded:
         assert len(scores.token_ids) == parallel_server.NUM_DECODED
-        scored.check(scores, model, _TOKENS)
+        reference.check(scores, model, _TOKENS)
     assert decoded[2].token_ids == decoded[0].token_ids != decoded[1].token_ids
-    scored.check_trace(load_file(trace), model, _TOKENS[: parallel_server.NUM_TRACED])
+    reference.check_trace(load_file(trace), model, _TOKENS[: parallel_server.NUM_TRACED])
 
 
 def _check_completions(found: list[Completion], model: Any) -> None:
     """After a stream, and after shards by each transport."""
     streamed, *sharded = found
-    log_probs, _ = scored.expected(model, _TOKENS + streamed.token_ids)
+    log_probs, _ = reference.expected(model, _TOKENS + streamed.token_ids)
     assert streamed.log_probs == pytest.approx(log_probs[len(_TOKENS) - 1 :].tolist(), abs=1e-4)
     assert set(streamed.weight_versions) == {1}
     for other, last in zip(sharded, (3, 5, 7), strict=True):

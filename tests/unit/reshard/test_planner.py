@@ -159,7 +159,7 @@ def slices(offset, box) -> tuple[slice, ...]:
 
 
 def elements(arrays: Iterable[np.ndarray], count: int) -> np.ndarray:
-    """By number up to `count`, whether the element is in one of the arrays."""
+    """By number up to `count`, whether the element is in one of the arrays; 0 is padding."""
     found = np.zeros(count + 1, bool)
     for array in arrays:
         found[array] = True
