@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mcore_rl.checkpoint.stamp import write_stamp
+from mcore_rl.checkpoint.stored import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.errors import ConfigError
 
@@ -54,7 +55,9 @@ def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
     # Nothing is saved behind the run's back, so results stay in this process. Megatron would start
     # one for their queue (filesystem_async.py:51): seconds, and it outlives a rank that is killed.
     filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(aside), **_save_arguments())
+    dist_checkpointing.save(
+        state, str(aside), content_metadata=dict(CONTENT_METADATA), **_save_arguments()
+    )
     dist.barrier()
     if dist.get_rank() == 0:
         write_stamp(aside, facts)

@@ -11,6 +11,19 @@ from dataclasses import dataclass
 from mcore_rl.reshard.boxes import Box
 from mcore_rl.reshard.rules import GateUp, Shard, Split, Weight
 
+# How our checkpoints name their tensors, as Megatron's own loaders are told of it: they ask the
+# model for its shards with this (`content_metadata`, dist_checkpointing/serialization.py).
+CONTENT_METADATA: dict[str, bool | str] = {
+    # A name for each layer, also where all layers are alike.
+    "non_homogeneous_layers": True,
+    # Experts of a layer are one tensor.
+    "singleton_local_shards": False,
+    # One name for a parameter's state, whichever of the chained optimizers has it.
+    "chained_optim_avoid_prefix": True,
+    # Of the sharded optimizer: whole tensors on disk, so that any layout can read them.
+    "distrib_optim_sharding_type": "fully_reshardable",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:

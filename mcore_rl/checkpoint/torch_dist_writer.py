@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_rl.checkpoint import torch_item
 from mcore_rl.checkpoint.safetensors_file import WRITE_BYTES
+from mcore_rl.checkpoint.stored import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import COMMON_FILE
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND, BACKEND_FILE, METADATA_FILE
 
@@ -153,7 +154,7 @@ def write_metadata(folder: str | Path, records: Iterable[Record]) -> None:
     """
     folder = Path(folder)
     common = io.BytesIO()
-    torch.save({}, common)  # what is neither a tensor nor an object of a module: nothing
+    torch.save({"content_metadata": CONTENT_METADATA}, common)
     _write(folder / COMMON_FILE, common.getvalue())
     _write(folder / BACKEND_FILE, json.dumps(BACKEND).encode())
     _write(folder / METADATA_FILE, pickle.dumps(_metadata(records), protocol=4))

@@ -1,14 +1,19 @@
 """Weight exchanges against what else there is, on ranks of this machine over gloo.
 
 Two comparisons, of a model with random weights: into vLLM's layout, against gathering every tensor
-whole on every rank and slicing it; and between two layouts of Megatron, against Megatron's own
-resharding. Candidates take turns, so that whatever else the machine does falls on all. Every rank
-checks that all of them leave the same bits.
+whole on every rank and slicing it, one tensor at a time and in buckets; and between two layouts of
+Megatron, against Megatron's own resharding. Candidates take turns, so that whatever else the
+machine does falls on all. Every rank checks that all of them leave the same bits, and counts what
+arrives at its sockets.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import statistics
+import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +35,7 @@ from mcore_rl.models.base import model_sizes
 from mcore_rl.reshard.layout import GenerationLayout
 
 _MIB = 1 << 20
+_RECEIVED_AT, _TCP_INFO_BYTES = 128, 136  # tcpi_bytes_received in struct tcp_info, <linux/tcp.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class Timing:
     median_s: float
     fastest_s: float
     peak_extra_bytes: int  # resident memory beyond that before the exchange
-    network_bytes: int  # received in all, by the layouts
+    network_bytes: int  # received in all in one run, counted at the sockets of every rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,9 @@ class Report:
     model_bytes: int
     schedule_s: float  # plan and schedule of one rank, made once
     into_vllm: dict[str, Timing]
-    times_faster_than_gather: float  # ratio of the medians
+    planned_bytes: dict[str, int]  # what the exchange has to receive in all, by comparison
+    times_faster_than_gather: float  # ratio of the medians, one tensor at a time
+    times_faster_than_bucketed_gather: float
     into_megatron: dict[str, Timing]
     times_faster_than_megatron: float
 
@@ -109,16 +117,19 @@ def bench_reshard(settings: Settings) -> Report:
         except ProcessFailed as error:
             raise RunFailed(str(error)) from error
     first = results[0]
+    cases = ("into_vllm", "into_megatron")
     into_vllm, into_megatron = (
-        {name: _timing([r[case][name] for r in results]) for name in first[case]}
-        for case in ("into_vllm", "into_megatron")
+        {name: _timing([r[case][name] for r in results]) for name in first[case]} for case in cases
     )
+    exchange_s = into_vllm["exchange"].median_s
     return Report(
         settings,
         model_bytes=first["model_bytes"],
         schedule_s=max(result["schedule_s"] for result in results),
         into_vllm=into_vllm,
-        times_faster_than_gather=into_vllm["gather"].median_s / into_vllm["exchange"].median_s,
+        planned_bytes={case: sum(r["planned_bytes"][case] for r in results) for case in cases},
+        times_faster_than_gather=into_vllm["gather"].median_s / exchange_s,
+        times_faster_than_bucketed_gather=into_vllm["gather_bucketed"].median_s / exchange_s,
         into_megatron=into_megatron,
         times_faster_than_megatron=(
             into_megatron["megatron"].median_s / into_megatron["exchange"].median_s
@@ -146,18 +157,21 @@ def _measure(settings: Settings) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     case = reshard_candidates.IntoVLLM(settings)
+    planned = {"into_vllm": case.exchange.received_bytes}
     found = {
         "model_bytes": case.model_bytes,
         "schedule_s": case.exchange.schedule_s,
+        "planned_bytes": planned,
         "into_vllm": _alternate(case.candidates(), settings.repetitions, case.check),
     }
     del case
     refit = reshard_candidates.IntoMegatron(settings)
+    planned["into_megatron"] = refit.exchange.received_bytes
     found["into_megatron"] = _alternate(refit.candidates(), settings.repetitions, refit.check)
     return found
 
 
-Candidate = tuple[Callable[[], None], int]  # what to run, and the bytes that this rank receives
+Candidate = Callable[[], None]
 
 
 def _alternate(
@@ -167,14 +181,16 @@ def _alternate(
     import torch.distributed as dist
 
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    peaks = dict.fromkeys(candidates, 0)
+    peaks, received = dict.fromkeys(candidates, 0), dict.fromkeys(candidates, 0)
     for repetition in range(repetitions + 1):
-        for name, (run, _) in candidates.items():
+        for name, run in candidates.items():
             dist.barrier()
-            before = _reset_peak()
+            before, arrived = _reset_peak(), received_bytes()
             start = time.perf_counter()
             run()
             elapsed = time.perf_counter() - start
+            dist.barrier()  # what others still send belongs to this run
+            received[name] = received_bytes() - arrived
             if repetition == 0:
                 check(name)
                 continue
@@ -184,10 +200,22 @@ def _alternate(
         name: {
             "seconds": seconds[name],
             "peak_extra_bytes": peaks[name],
-            "network_bytes": candidates[name][1],
+            "network_bytes": received[name],
         }
         for name in candidates
     }
+
+
+def received_bytes() -> int:
+    """What has arrived at the open TCP sockets of this process so far (tcpi_bytes_received)."""
+    total = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no TCP socket
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(descriptor))) as copy:
+                    info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                    total += struct.unpack_from("Q", info, _RECEIVED_AT)[0]
+    return total
 
 
 def _reset_peak() -> int:
@@ -211,11 +239,18 @@ def show(report: Report) -> None:
         f"{report.model_bytes / 1e6:.0f} MB on {report.settings.train.world_size} ranks; "
         f"plan and schedule of a rank, once: {report.schedule_s:.2f} s"
     )
-    for title, timings, ratio in (
-        ("Into vLLM's layout", report.into_vllm, report.times_faster_than_gather),
-        ("Into another of Megatron", report.into_megatron, report.times_faster_than_megatron),
+    one_by_one, bucketed = report.times_faster_than_gather, report.times_faster_than_bucketed_gather
+    for title, timings in (
+        (
+            f"Into vLLM's layout: {one_by_one:.1f} times faster, {bucketed:.1f} than in buckets",
+            report.into_vllm,
+        ),
+        (
+            f"Into another of Megatron: {report.times_faster_than_megatron:.1f} times faster",
+            report.into_megatron,
+        ),
     ):
-        table = Table(title=f"{title}: {ratio:.1f} times faster")
+        table = Table(title=title)
         for column in ("", "median", "fastest", "network", "extra memory, fullest rank"):
             table.add_column(column, justify="right" if column else "left")
         for name, timing in timings.items():

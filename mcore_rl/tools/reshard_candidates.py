@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +53,7 @@ class PlannedExchange:
             rounds = schedule(plan, device, half)
         self.schedule_s = time.perf_counter() - start
         self.rank = hosts.index(device)  # of this device, on the target side
+        # By the plan: what the network carries is measured apart, and is a little more.
         self.received_bytes = plan.totals().received[self.rank]
         group = dist.group.WORLD
         assert group is not None  # the default group has been made
@@ -76,27 +79,27 @@ def _allocate(num_bytes: int) -> torch.Tensor:
 
 
 class GatherThenSlice:
-    """Every parameter whole on every rank, one at a time, then cut: what most systems do.
+    """Every parameter whole on every rank, then cut: what most systems do.
 
     As verl does from Megatron (utils/megatron_utils.py, per_tensor_generator): a shard goes from
     its pipeline stage to the others, shards of a parameter are gathered over tensor-parallel
-    ranks, and experts over expert-parallel ranks.
+    ranks, and experts over expert-parallel ranks. verl does it for one parameter at a time;
+    `bucket_bytes` above 0 sends as many at once as fit, in flat buffers: the stronger baseline.
     """
 
     def __init__(
-        self, training: TrainingRanks, weights: Sequence[Weight], target: Side, rank: int
+        self,
+        training: TrainingRanks,
+        weights: Sequence[Weight],
+        target: Side,
+        rank: int,
+        bucket_bytes: int = 0,
     ) -> None:
-        """`rank` is this device's on the target side."""
+        """`rank` is this device's on the target side; `bucket_bytes` bounds a rank's own shards."""
         self._ranks, self._device = training, dist.get_rank()
         self._at = training.mesh.coordinate(self._device)
         self._groups = {axis: self._group(axis) for axis in ("pp", "tp", "ep", "etp")}
-        units: dict[tuple[str, int | None, int | None], list[Weight]] = {}
-        for weight in weights:
-            if training.holders(weight):
-                expert = weight.expert
-                place = None if expert is None else expert % training.experts_per_rank
-                units.setdefault((weight.name, weight.layer, place), []).append(weight)
-        self._units = list(units.values())
+        self._buckets = self._bucketed(weights, bucket_bytes // DTYPE.itemsize)
         self._wanted: dict[str, list[tuple[Block, str]]] = {}  # by tensor
         for weight, shard in held(*target, rank):
             for block in weight.rule.blocks(shard):
@@ -112,49 +115,102 @@ class GatherThenSlice:
         assert found is not None  # every rank is in a group of every axis
         return found
 
-    @property
-    def received_bytes(self) -> int:
-        """All that this rank does not hold."""
-        found = 0
-        for weight in (weight for unit in self._units for weight in unit):
-            holders = self._ranks.holders(weight)
-            shape = weight.rule.local_shape(Shard(0, len(holders)))
-            num_missing = sum(self._device not in members for members in holders)
-            found += num_missing * torch.Size(shape).numel() * DTYPE.itemsize
-        return found
+    def _bucketed(self, weights: Sequence[Weight], num_elements: int) -> list[list[_Unit]]:
+        """Units that travel in the same way: as many as `num_elements` hold, or one alone."""
+        units: dict[tuple[str, int | None, int | None], list[Weight]] = {}
+        for weight in weights:
+            if self._ranks.holders(weight):
+                expert = weight.expert
+                place = None if expert is None else expert % self._ranks.experts_per_rank
+                units.setdefault((weight.name, weight.layer, place), []).append(weight)
+        buckets: list[list[_Unit]] = []
+        open_buckets: dict[_Way, list[_Unit]] = {}
+        for experts in units.values():
+            unit = _Unit(tuple(experts), self._way(experts[0]))
+            bucket = open_buckets.get(unit.way)
+            if bucket is None or sum(u.numel for u in (*bucket, unit)) > num_elements:
+                bucket = open_buckets[unit.way] = []
+                buckets.append(bucket)
+            bucket.append(unit)
+        return buckets
+
+    def _way(self, weight: Weight) -> _Way:
+        chunk = self._ranks.chunk(weight)
+        assert chunk is not None  # it has holders
+        num_shards = len(self._ranks.holders(weight))
+        return _Way(chunk.pp_rank, weight.axis, num_shards, weight.expert is not None)
 
     def run(self, local: Parameters, parameters: Parameters) -> None:
-        for unit in self._units:
-            for weight, shards in zip(unit, self._gathered(unit, local), strict=True):
-                whole = {t.name: torch.empty(t.shape, dtype=DTYPE) for t in weight.rule.tensors}
-                for index, tensor in enumerate(shards):
-                    for block in weight.rule.blocks(Shard(index, len(shards))):
-                        part = tensor[block.local_slices]
-                        whole[block.tensor.name][block.box.slices] = part
-                for name, tensor in whole.items():
-                    for block, parameter in self._wanted.get(name, ()):
-                        parameters[parameter][block.local_slices] = tensor[block.box.slices]
+        for bucket in self._buckets:
+            for unit, by_expert in zip(bucket, self._gathered(bucket, local), strict=True):
+                for weight, shards in zip(unit.weights, by_expert, strict=True):
+                    self._place(weight, shards, parameters)
 
-    def _gathered(self, unit: list[Weight], local: Parameters) -> list[list[torch.Tensor]]:
-        """All shards of each parameter of a unit: one, or one expert of each expert rank."""
-        mine = unit[self._at.ep_rank] if unit[0].expert is not None else unit[0]
-        chunk, mesh = self._ranks.chunk(mine), self._ranks.mesh
-        assert chunk is not None  # it has holders
-        num_shards = len(self._ranks.holders(mine))
-        if chunk.pp_rank == self._at.pp_rank:
-            tensor = local[self._ranks.local_name(mine)]
+    def _place(self, weight: Weight, shards: list[torch.Tensor], parameters: Parameters) -> None:
+        whole = {t.name: torch.empty(t.shape, dtype=DTYPE) for t in weight.rule.tensors}
+        for index, tensor in enumerate(shards):
+            for block in weight.rule.blocks(Shard(index, len(shards))):
+                whole[block.tensor.name][block.box.slices] = tensor[block.local_slices]
+        for name, tensor in whole.items():
+            for block, parameter in self._wanted.get(name, ()):
+                parameters[parameter][block.local_slices] = tensor[block.box.slices]
+
+    def _gathered(
+        self, bucket: list[_Unit], local: Parameters
+    ) -> Iterator[list[list[torch.Tensor]]]:
+        """Of each unit, for each of its weights, all shards."""
+        way, mesh = bucket[0].way, self._ranks.mesh
+        if way.pp_rank != self._at.pp_rank:
+            mine = torch.empty(sum(unit.numel for unit in bucket), dtype=DTYPE)
         else:
-            tensor = torch.empty(mine.rule.local_shape(Shard(0, num_shards)), dtype=DTYPE)
+            names = [self._ranks.local_name(unit.mine(self._at.ep_rank)) for unit in bucket]
+            flat = [local[name].view(-1) for name in names]
+            mine = flat[0] if len(flat) == 1 else torch.cat(flat)
         if mesh.sizes["pp"] > 1:
             stages = mesh.group_of(self._device, "pp")
-            dist.broadcast(tensor, src=stages[chunk.pp_rank], group=self._groups["pp"])
-        shards = [tensor]
-        if mine.axis is not None and num_shards > 1:
-            shards = _all_gather(tensor, num_shards, self._groups[mine.axis])
-        if mine.expert is None or mesh.sizes["ep"] == 1:
-            return [shards]
-        by_shard = [_all_gather(s, mesh.sizes["ep"], self._groups["ep"]) for s in shards]
-        return [list(of_expert) for of_expert in zip(*by_shard, strict=True)]
+            dist.broadcast(mine, src=stages[way.pp_rank], group=self._groups["pp"])
+        shards = [mine]
+        if way.axis is not None and way.num_shards > 1:
+            shards = _all_gather(mine, way.num_shards, self._groups[way.axis])
+        by_expert = [shards]
+        if way.is_expert and mesh.sizes["ep"] > 1:
+            by_shard = [_all_gather(s, mesh.sizes["ep"], self._groups["ep"]) for s in shards]
+            by_expert = [list(of_expert) for of_expert in zip(*by_shard, strict=True)]
+        start = 0
+        for unit in bucket:
+            end = start + unit.numel
+            yield [[s[start:end].view(unit.shape) for s in shards] for shards in by_expert]
+            start = end
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How shards get to all ranks: what can travel together has the same."""
+
+    pp_rank: int  # the stage that has them
+    axis: str | None  # that they are cut over
+    num_shards: int
+    is_expert: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One parameter, or one expert of each expert-parallel rank."""
+
+    weights: tuple[Weight, ...]
+    way: _Way
+
+    def mine(self, ep_rank: int) -> Weight:
+        return self.weights[ep_rank] if self.way.is_expert else self.weights[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a shard."""
+        return self.weights[0].rule.local_shape(Shard(0, self.way.num_shards))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 def _all_gather(tensor: torch.Tensor, count: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -224,7 +280,10 @@ class IntoVLLM(_Case):
         served = GenerationRanks(settings.generate, sizes.num_layers, sizes.num_experts)
         target: Side = served, family_of(config).vllm_weights(config)
         self.exchange = PlannedExchange(training, target, True, settings.bucket_bytes)
-        self.gather = GatherThenSlice(*training, target, self.exchange.rank)
+        self.gather, self.gather_bucketed = (
+            GatherThenSlice(*training, target, self.exchange.rank, bucket_bytes)
+            for bucket_bytes in (0, settings.bucket_bytes)
+        )
         self.weights = _random(training, dist.get_rank())
         self.parameters = _empty(target, self.exchange.rank)
         tensors = [t for w in training[1] if not w.replica for t in w.rule.tensors]
@@ -232,8 +291,9 @@ class IntoVLLM(_Case):
 
     def candidates(self) -> dict[str, Candidate]:
         return {
-            "exchange": (self._with(self.exchange.run), self.exchange.received_bytes),
-            "gather": (self._with(self.gather.run), self.gather.received_bytes),
+            "exchange": self._with(self.exchange.run),
+            "gather": self._with(self.gather.run),
+            "gather_bucketed": self._with(self.gather_bucketed.run),
         }
 
     def _with(self, run: Callable[[Parameters, Parameters], None]) -> Callable[[], None]:
@@ -261,8 +321,7 @@ class IntoMegatron(_Case):
             tensor.zero_()
 
     def candidates(self) -> dict[str, Candidate]:
-        received = self.exchange.received_bytes
         return {
-            "exchange": (lambda: self.exchange.run(self.weights, self.parameters), received),
-            "megatron": (self.refit.run, received),
+            "exchange": lambda: self.exchange.run(self.weights, self.parameters),
+            "megatron": self.refit.run,
         }

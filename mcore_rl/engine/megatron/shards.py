@@ -8,18 +8,13 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 
-State = dict[str, Any]  # by the names of a chunk's state dict
+from mcore_rl.checkpoint.stored import CONTENT_METADATA
 
-METADATA = {
-    # One name for a parameter's state, whichever of the chained optimizers has it.
-    "chained_optim_avoid_prefix": True,
-    # Of the sharded optimizer: whole tensors on disk, so that any layout can read them.
-    "distrib_optim_sharding_type": "fully_reshardable",
-}
+State = dict[str, Any]  # by the names of a chunk's state dict
 
 
 def shards_to_save(chunk: GPTModel) -> State:
-    state: State = chunk.sharded_state_dict(metadata=dict(METADATA))
+    state: State = chunk.sharded_state_dict(metadata=dict(CONTENT_METADATA))
     return state
 
 
@@ -36,7 +31,7 @@ def shards_to_load(chunk: GPTModel, is_stacked: bool) -> State:
             config = chunk.config
             undo.callback(setattr, config, "moe_layer_freq", config.moe_layer_freq)
             config.moe_layer_freq = 1
-        metadata = {**METADATA, "non_homogeneous_layers": not is_stacked}
+        metadata = {**CONTENT_METADATA, "non_homogeneous_layers": not is_stacked}
         state = chunk.sharded_state_dict(metadata=metadata)
     return {name: entry for name, entry in state.items() if not isinstance(entry, ShardedObject)}
 

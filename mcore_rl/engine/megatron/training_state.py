@@ -38,11 +38,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.checkpoint import dist as dist_checkpoint
 from mcore_rl.checkpoint.stamp import STAMP_FILE, read_stamp
+from mcore_rl.checkpoint.stored import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron import versions
-from mcore_rl.engine.megatron.shards import METADATA, load_shards, shards_to_load, shards_to_save
+from mcore_rl.engine.megatron.shards import load_shards, shards_to_load, shards_to_save
 
 State = dict[str, Any]
 
@@ -177,7 +178,7 @@ def _sharded(
     if optimizer is not None:
         with _without_bucket_padding(optimizer):
             state["optimizer"] = optimizer.sharded_state_dict(
-                dict(state), is_loading=is_loading, metadata=dict(METADATA)
+                dict(state), is_loading=is_loading, metadata=dict(CONTENT_METADATA)
             )
     return state
 

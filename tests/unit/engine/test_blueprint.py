@@ -36,12 +36,10 @@ MOE = {
 FC1 = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
 
 
-def test_experts_are_stacked_and_layers_too_where_all_are_alike():
+def test_experts_are_stacked_and_layers_are_apart():
     dense, moe = blueprint(DENSE, 132), blueprint(MOE, 131)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
-    assert dense.parameters[name] == Stored(
-        "decoder.layers.mlp.linear_fc2.weight", (2, 64, 96), (1,)
-    )
+    assert dense.parameters[name] == Stored(name, (64, 96), ())
     assert dense.parameters["embedding.word_embeddings.weight"].shape == (132, 64)
     assert not any(key.startswith("output_layer") for key in dense.parameters)
     key = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"

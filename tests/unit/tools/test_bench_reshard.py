@@ -35,14 +35,23 @@ def test_a_small_run_reports_every_candidate(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "bench", "reshard", *arguments])
     assert cli.main() == 0
     report = json.loads(capsys.readouterr().out)
-    for case, other in (("into_vllm", "gather"), ("into_megatron", "megatron")):
-        assert set(report[case]) == {"exchange", other}
+    candidates = {
+        "into_vllm": {"exchange", "gather", "gather_bucketed"},
+        "into_megatron": {"exchange", "megatron"},
+    }
+    for case, names in candidates.items():
+        assert set(report[case]) == names
         for timing in report[case].values():
             assert 0 < timing["fastest_s"] <= timing["median_s"]
-    into_vllm = report["into_vllm"]
-    # Each of four ranks has a quarter, and the norms of its layers.
-    assert 2.99 * report["model_bytes"] < into_vllm["gather"]["network_bytes"]
-    assert into_vllm["gather"]["network_bytes"] < 3 * report["model_bytes"]
+        # What the sockets count is what the plan says, and the frames around it.
+        planned = report["planned_bytes"][case]
+        assert planned <= report[case]["exchange"]["network_bytes"] < 1.02 * planned
+    into_vllm, model_bytes = report["into_vllm"], report["model_bytes"]
+    for name in ("gather", "gather_bucketed"):
+        # Each of four ranks has a quarter, and the norms of its layers.
+        assert 2.99 * model_bytes < into_vllm[name]["network_bytes"] < 3.05 * model_bytes
     assert 0 < into_vllm["exchange"]["network_bytes"] < into_vllm["gather"]["network_bytes"] / 4
-    ratio = into_vllm["gather"]["median_s"] / into_vllm["exchange"]["median_s"]
-    assert report["times_faster_than_gather"] == pytest.approx(ratio)
+    assert report["into_megatron"]["megatron"]["network_bytes"] > 0
+    for name, ratio in (("gather", "gather"), ("gather_bucketed", "bucketed_gather")):
+        times = into_vllm[name]["median_s"] / into_vllm["exchange"]["median_s"]
+        assert report[f"times_faster_than_{ratio}"] == pytest.approx(times)
