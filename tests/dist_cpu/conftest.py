@@ -27,11 +27,11 @@ LAYOUTS = {"qwen3": DENSE, "qwen3_moe": MOE, "qwen3_moe_mixed": MOE}
 
 
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """End the ranks with the last test here. Their groups' threads poll, which slows others down.
+    """End the ranks with their lane. The threads of their groups poll, which slows others down.
 
     (A fixture of the package would end with the session: the folder is no package to pytest.)
     """
-    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+    if nextitem is None or not nextitem.get_closest_marker("ranks"):
         ranks.dismiss()
 
 
@@ -63,7 +63,4 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         case = ranks.job(ranks.distributed_optimizer, moe, MOE[name], batch)
         jobs[2][f"distributed_optimizer/{name}"] = case
     jobs[2]["resume"] = ranks.job(ranks.resume, moe, Layout(tp=2, ep=2), batch, folder)
-    results: dict[str, list[dict[str, Any]]] = {}
-    for world, cases in jobs.items():
-        results |= ranks.spawn(world, cases)
-    return Runs(batch, results, checkpoints)
+    return Runs(batch, ranks.Results(jobs), checkpoints)

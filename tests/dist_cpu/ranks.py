@@ -266,6 +266,28 @@ def _results(by_rank: Sequence[_Rank], jobs: Mapping[str, Job]) -> list[Result]:
         return [torch.load(file, weights_only=True) for file in files]
 
 
+class Results(dict[str, list[Result]]):
+    """Results of jobs by name, then by rank. A job runs when somebody first asks for its results.
+
+    So what no selected test looks at does not run.
+    """
+
+    def __init__(
+        self, jobs: Mapping[int, Mapping[str, Job]], needs: Mapping[str, str] | None = None
+    ) -> None:
+        """`jobs` by number of ranks; `needs` names the job whose files another one reads."""
+        super().__init__()
+        self._needs = needs or {}
+        self._jobs = {name: (size, job) for size, of in jobs.items() for name, job in of.items()}
+
+    def __missing__(self, name: str) -> list[Result]:
+        if name in self._needs:
+            _ = self[self._needs[name]]
+        size, job = self._jobs[name]
+        self |= spawn(size, {name: job})
+        return self[name]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -229,7 +229,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> R
         for dtype in ("float32", "bfloat16"):
             arguments = (model, folder / f"{name}-{dtype}", layout, dtype)
             jobs[f"adapted {name} {dtype}"] = ranks.job(convert_jobs.adapted, *arguments)
-    return Runs(ranks.spawn(2, jobs), models, folder)
+    return Runs(ranks.Results({2: jobs}), models, folder)
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -243,20 +243,23 @@ def test_an_engine_of_another_layout_reads_what_was_converted(runs, name):
 
 @pytest.mark.parametrize("dtype", SAVED)
 def test_a_checkpoint_of_a_run_converts_to_what_the_engine_exports(runs, tmp_path, dtype):
+    exported = runs.results[f"trained {dtype}"][0]
     again = back(runs.folder / dtype, tmp_path / "hf", reference=runs.models["qwen3_moe"])
-    assert_same_bytes(tensors_in(again), runs.results[f"trained {dtype}"][0])
+    assert_same_bytes(tensors_in(again), exported)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ADAPTED)
 def test_merged_adapters_are_what_the_engine_exports(runs, tmp_path, name, dtype):
+    exported = runs.results[f"adapted {name} {dtype}"][0]
     checkpoint = runs.folder / f"{name}-{dtype}"
     merged = back(checkpoint, tmp_path / "hf", reference=runs.folder / name)
-    assert_same_bytes(tensors_in(merged), runs.results[f"adapted {name} {dtype}"][0])
+    assert_same_bytes(tensors_in(merged), exported)
 
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_separate_adapters_by_peft_arithmetic_are_the_merged_weights(runs, tmp_path, name):
+    exported = runs.results[f"adapted {name} float32"][0]
     checkpoint = runs.folder / f"{name}-float32"
     folder = back(checkpoint, tmp_path / "hf", lora="separate", reference=runs.folder / name)
     base, factors = tensors_in(folder), load_file(folder / "adapter" / "adapter_model.safetensors")
@@ -270,7 +273,6 @@ def test_separate_adapters_by_peft_arithmetic_are_the_merged_weights(runs, tmp_p
         product = factors[key.replace("lora_A", "lora_B")].double() @ factors[key].double()
         scale = config["lora_alpha"] / config["r"]
         adapted[f"{module}.weight"] = base[f"{module}.weight"].double() + scale * product
-    exported = runs.results[f"adapted {name} float32"][0]
     assert sum(not torch.equal(base[n], t) for n, t in exported.items()) == len(factors) // 2
     for key, tensor in exported.items():
         torch.testing.assert_close(adapted[key].float(), tensor, rtol=0, atol=1e-6)
@@ -301,6 +303,7 @@ def test_the_commands_of_the_page_do_what_it_says(runs, tmp_path, monkeypatch, c
     page = Path(__file__).parents[2] / "docs" / "conversion.md"
     lines = [line for block in BLOCK.findall(page.read_text()) for line in block.splitlines()]
     assert len(lines) > 10
+    assert runs.results["adapted qwen3 float32"] and runs.results["trained float32"]
     sources = {"model": runs.models["qwen3_moe"], "base": runs.folder / "qwen3"}
     sources |= {"adapted": runs.folder / "qwen3-float32", "trained": runs.folder / "float32"}
     for name, source in sources.items():

@@ -58,8 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for place, layout in zip(PLACES, (Layout(), case.layout), strict=True):
             job = ranks.job(family_jobs.parity, checkpoints[name], layout, batch)
             jobs[layout.world_size][f"{name}/{place}"] = job
-    results = ranks.spawn(1, jobs[1]) | ranks.spawn(2, jobs[2])
-    return Runs(batch, models, checkpoints, results)
+    return Runs(batch, models, checkpoints, ranks.Results(jobs))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -9,6 +9,7 @@ import tiny_models
 import torch
 
 from mcore_rl.config.schema import Layout
+from tests.nightly import all_but
 
 MODELS = ("qwen3", "qwen3_moe")
 SINGLE = {"tp1": Layout()}
@@ -24,6 +25,9 @@ CONTEXT = {
     },
 }
 PARITY = [(model, name) for model, layouts in CONTEXT.items() for name in layouts]
+PARITY_CASES = all_but(
+    [("qwen3", "cp4"), ("qwen3_moe", "cp2ep2"), ("qwen3_moe", "tp2cp2ep4")], PARITY
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +44,7 @@ def results(tmp_path_factory):
             jobs[layout.world_size][f"parity/{model}/{name}"] = job
     for cp in (2, 4):
         jobs[cp][f"attention/{cp}"] = ranks.job(packing_jobs.attention, cp)
-    return {
-        name: found for world in jobs for name, found in ranks.spawn(world, jobs[world]).items()
-    }
+    return ranks.Results(jobs)
 
 
 def assert_same_step(found, wanted, tolerance=1e-6):
@@ -81,7 +83,7 @@ def test_the_packings_differ_and_every_rank_has_as_many_micro_batches(results, m
     assert counts[0][1] < counts[0][2] < counts[0][4] < counts[0][5]
 
 
-@pytest.mark.parametrize(("model", "layout"), PARITY)
+@pytest.mark.parametrize(("model", "layout"), PARITY_CASES)
 def test_context_parallel_scores_equal_one_rank(results, model, layout):
     [single] = results[f"parity/{model}/tp1"]
     for found in results[f"parity/{model}/{layout}"]:
@@ -91,7 +93,7 @@ def test_context_parallel_scores_equal_one_rank(results, model, layout):
                 torch.testing.assert_close(found[name][place], single[name][row], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("model", "layout"), PARITY)
+@pytest.mark.parametrize(("model", "layout"), PARITY_CASES)
 def test_two_context_parallel_steps_equal_one_rank(results, model, layout):
     [single] = results[f"parity/{model}/tp1"]
     for found in results[f"parity/{model}/{layout}"]:

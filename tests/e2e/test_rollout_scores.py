@@ -30,6 +30,8 @@ from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
 from tests.e2e.hosting import hosting
 from tests.e2e.reference import NATS, check, check_trace, expected
 
+pytestmark = pytest.mark.server
+
 _MAX_TOKENS, _EOS = 256, 1
 _LONG = torch.randint(2, tiny_models.VOCAB, (200,), generator=torch.manual_seed(4)).tolist()
 

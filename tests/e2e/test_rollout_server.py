@@ -303,6 +303,8 @@ _DYING_SENDER = """
 import itertools, json, sys, time
 from safetensors.torch import load_file
 from mcore_rl.weight_sync.stream import StreamSender
+
+pytestmark = pytest.mark.server
 def slowly(items):
     for i, item in enumerate(items):
         if i == 12:

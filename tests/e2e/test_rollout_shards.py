@@ -28,6 +28,8 @@ from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync import colocated, shared_memory
 from tests.e2e.hosting import hosting
 
+pytestmark = pytest.mark.server
+
 Served = tuple[VLLMServer, shards.Trainer, Callable[..., Any]]
 
 
