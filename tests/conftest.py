@@ -53,14 +53,9 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Without -m: `pytest` runs unit tests; what is named runs, of a path all but `nightly`."""
     named = config.args_source is pytest.Config.ArgsSource.ARGS
-    if named and config.option.markexpr == UNIT and not is_worker(config):
+    if named and config.option.markexpr == UNIT:
         whole_files = [argument for argument in config.args if "::" not in argument]
         config.option.markexpr = "not nightly" if whole_files else ""
-
-
-def is_worker(config: pytest.Config) -> bool:
-    """Of xdist. It has the settings of the process that started it."""
-    return hasattr(config, "workerinput")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
