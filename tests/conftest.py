@@ -1,12 +1,25 @@
-"""Settings of every test run, made before torch, Ray or vLLM is imported."""
+"""The lanes, and settings of every test run, made before torch, Ray or vLLM is imported.
+
+A test's lane is its mark: `ranks`, `server` or `job`; without one it is a unit test. The folder
+gives the mark where the file does not. xdist runs a lane in one worker, from end to end: what its
+tests share is started once. Unit tests are shared out by file.
+"""
+
+from __future__ import annotations
 
 import gc
 import os
 import signal
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 from mcore_rl.observability.garbage import leave_garbage_at_exit
+
+LANES = ("job", "ranks", "server")  # the longest first
+LANE_OF_FOLDER = {"dist_cpu": "ranks", "e2e": "job"}
+UNIT = "not (ranks or server or job or nightly)"  # as in pyproject.toml
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -34,3 +47,43 @@ def pytest_collection_finish() -> None:
     """Hide what has been imported from the garbage collector, which would look at it for ever."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Without -m: `pytest` runs unit tests; what is named runs, of a path all but `nightly`."""
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    if named and config.option.markexpr == UNIT:
+        whole_files = [argument for argument in config.args if "::" not in argument]
+        config.option.markexpr = "not nightly" if whole_files else ""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One per core; none for a single file, which would wait for them to start."""
+    if len(config.args) == 1 and ".py" in config.args[0]:
+        return 0
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Unit tests need not wait for the imports of the others."""
+    is_lane = collection_path.is_dir() and collection_path.name in LANE_OF_FOLDER
+    return True if is_lane and config.option.markexpr == UNIT else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lanes and groups. Lanes come first: unit tests fill the workers that are done with theirs."""
+    lanes = {item: lane_of(item) for item in items}
+    for item, lane in lanes.items():
+        if lane:
+            item.add_marker(lane)
+        item.add_marker(pytest.mark.xdist_group(lane or "/".join(item.path.parts[-2:])))
+    items.sort(key=lambda item: LANES.index(lanes[item]) if lanes[item] else len(LANES))
+
+
+def lane_of(item: pytest.Item) -> str | None:
+    for lane in LANES:
+        if item.get_closest_marker(lane):
+            return lane
+    return LANE_OF_FOLDER.get(item.path.parent.name)

@@ -1,11 +1,18 @@
 #!/usr/bin/env bash
-# Set-up, every static gate, then the tests. Arguments go to pytest; the gates always run.
+# What CI runs: set-up, every static gate, then the tests of all lanes but `nightly`.
+# Arguments go to pytest; the gates always run.
 #
 #   bash tests/run.sh
-#   bash tests/run.sh -k advantages -x
+#   bash tests/run.sh --nightly            # every test there is
+#   bash tests/run.sh -m server -k seed -x
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
+lanes='not nightly'
+if [ "${1-}" = --nightly ]; then
+    lanes=''
+    shift
+fi
 bash launch/setup_env.sh || exit 1
 export PATH="$root/.venv/bin:$PATH"
 
@@ -47,28 +54,9 @@ trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
     echo "$? $SECONDS" >"$logs/types.end"
 } &
 types=$!
-if [ $# -gt 0 ]; then
-    python -m pytest "$@"
-    record 'pytest' $? "$start"
-else
-    # Three runs side by side, of about the same length: one at a time leaves a third of two cores
-    # idle, for much of it waits for processes. Whole jobs are apart from single servers.
-    jobs=(tests/e2e/test_{bad_input,controller,kill,quickstart}.py)
-    jobs+=(tests/dist_cpu/test_convert_kill.py)
-    python -m pytest tests/dist_cpu "${jobs[@]/#/--ignore=}" >"$logs/ranks" 2>&1 &
-    ranks_run=$!
-    python -m pytest "${jobs[@]}" >"$logs/jobs" 2>&1 &
-    jobs_run=$!
-    python -m pytest --ignore=tests/dist_cpu --ignore=tests/e2e
-    record 'pytest' $? "$start"
-    python -m pytest tests/e2e "${jobs[@]/#/--ignore=}"
-    record 'pytest servers' $? "$start"
-    wait "$ranks_run"
-    record 'pytest ranks' $? "$start"
-    wait "$jobs_run"
-    record 'pytest jobs' $? "$start"
-    cat "$logs/ranks" "$logs/jobs"
-fi
+# Three workers: on two cores, one lane's waits for processes are another's time.
+python -m pytest -n 3 -m "$lanes" "$@"
+record 'pytest' $? "$start"
 wait "$types"
 read -r status ended <"$logs/types.end" || { status=1 ended=$SECONDS; }
 [ "$status" -eq 0 ] || printf '== mypy\n%s\n\n' "$(<"$logs/types")"

@@ -210,10 +210,7 @@ def run(folder: Path, world_sizes: tuple[int, ...] = (1, 2, 4)) -> dict[str, lis
             if case.layout.world_size in jobs and name in cases_of(model):
                 job = ranks.job(run_case, paths[model, case.num_layers], case, batch)
                 jobs[case.layout.world_size][f"{model}/{name}"] = job
-    results: dict[str, list[ranks.Result]] = {}
-    for world, cases in jobs.items():
-        results |= ranks.spawn(world, cases)
-    return results
+    return ranks.Results(jobs)
 
 
 def remake() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import importlib
+import inspect
 import os
+import pickle
 import socket
 import tempfile
 import traceback
@@ -39,6 +43,58 @@ World = tuple[int, int]  # how many ranks, and the port where they meet
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
 
 
+class OnRanks:
+    """A function of a test file whose calls run on ranks; `on_ranks` makes it."""
+
+    def __init__(self, body: Callable[..., Result], size: int | None) -> None:
+        self._body, self._size = body, size
+        self._signature = inspect.signature(body)
+        functools.update_wrapper(self, body)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Result]:
+        key = pickle.dumps((self.__module__, self.__name__, args, kwargs))
+        if key not in _RESULTS:
+            given = self._signature.bind(*args, **kwargs).arguments
+            size = self._size or given["layout"].world_size
+            _RESULTS[key] = spawn(size, {"": partial(self.here, *args, **kwargs)})[""]
+        return _RESULTS[key]
+
+    def here(self, *args: Any, **kwargs: Any) -> Result:
+        """On this process, which is a rank."""
+        return self._body(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_module, (self.__module__, self.__name__)
+
+
+def _of_module(module: str, name: str) -> OnRanks:
+    found: OnRanks = getattr(importlib.import_module(module), name)
+    return found
+
+
+_RESULTS: dict[bytes, list[Result]] = {}  # by function and arguments
+
+
+def on_ranks(size: int | None = None) -> Callable[[Callable[..., Result]], OnRanks]:
+    """Decorates the body that ranks run: a call gives what each of them returned, by rank.
+
+        @on_ranks(2)
+        def exported(path: Path, layout: Layout) -> Result:
+            engine = started(engine_spec(path, layout))
+            return dict(engine.get_per_tensor_param())
+
+    On `size` ranks; without it on as many as the argument `layout` has. An assertion that fails in
+    the body fails the test. Tests of one file share results: a call with equal arguments does not
+    run again, and nobody may change what it gave.
+    """
+    return lambda body: OnRanks(body, size)
+
+
+def forget() -> None:
+    """The results of functions on ranks."""
+    _RESULTS.clear()
+
+
 def engine_spec(path: Path, layout: Layout, dtype: str = "float32") -> EngineSpec:
     settings = EngineConfig(
         layout=layout,
@@ -69,6 +125,7 @@ def share_of(engine: MegatronEngine, batch: Batch) -> list[int]:
     return list(range(cuts[rank], cuts[rank + 1]))
 
 
+@on_ranks()
 def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> Result:
     """Scores, logits, export, and two optimizer steps with the weights after them."""
     engine = started(engine_spec(path, layout, dtype))
@@ -108,24 +165,7 @@ def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
     return torch.cat([by_row[row] for row in sorted(by_row)])
 
 
-def distributed_optimizer(path: Path, layout: Layout, batch: Batch) -> Result:
-    """Two steps with the optimizer state sharded over data-parallel ranks."""
-    spec = engine_spec(path, layout)
-    spec.engine.optimizer.distributed = True
-    engine = started(spec)
-    mine = batch.take(share_of(engine, batch))
-    steps = [engine.train_batch(mine, LOSS) for _ in range(2)]
-    return {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
-
-
-def fewer_samples_than_ranks(path: Path, layout: Layout, batch: Batch) -> Result:
-    """One sample on DP rank 0 and none elsewhere: two steps."""
-    engine = started(engine_spec(path, layout))
-    mine = batch.take([0] if engine.mesh.coordinate(engine.world_rank).dp_rank == 0 else [])
-    engine.infer_batch(mine)
-    return {"steps": [engine.train_batch(mine, LOSS) for _ in range(2)]}
-
-
+@on_ranks()
 def resume(path: Path, layout: Layout, batch: Batch, folder: Path) -> Result:
     """Four steps in one go, and two, a checkpoint, and two more in a new engine."""
     engine = started(engine_spec(path, layout))
@@ -264,6 +304,28 @@ def _results(by_rank: Sequence[_Rank], jobs: Mapping[str, Job]) -> list[Result]:
                 if report := waiting.pop(orders).answer():
                     raise AssertionError(report)
         return [torch.load(file, weights_only=True) for file in files]
+
+
+class Results(dict[str, list[Result]]):
+    """Results of jobs by name, then by rank. A job runs when somebody first asks for its results.
+
+    So what no selected test looks at does not run.
+    """
+
+    def __init__(
+        self, jobs: Mapping[int, Mapping[str, Job]], needs: Mapping[str, str] | None = None
+    ) -> None:
+        """`jobs` by number of ranks; `needs` names the job whose files another one reads."""
+        super().__init__()
+        self._needs = needs or {}
+        self._jobs = {name: (size, job) for size, of in jobs.items() for name, job in of.items()}
+
+    def __missing__(self, name: str) -> list[Result]:
+        if name in self._needs:
+            _ = self[self._needs[name]]
+        size, job = self._jobs[name]
+        self |= spawn(size, {name: job})
+        return self[name]
 
 
 def free_port() -> int:

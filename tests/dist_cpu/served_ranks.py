@@ -35,8 +35,8 @@ class Order:
 
     path: Path
     exported: Path
-    syncs: tuple[str, ...]
-    servers: dict[str, bool]  # by name, whether ranks share experts; each takes part in every sync
+    syncs: dict[str, tuple[str, ...]]  # the servers that take part, which may be of other worlds
+    servers: dict[str, bool]  # those of this world by name: whether ranks share experts
     is_measured: bool = False  # then the memory of each update is told, and nothing is compared
 
 
@@ -111,11 +111,12 @@ class _Rank:
         servers = {name: self._server(order.path, ep) for name, ep in order.servers.items()}
         before = {name: _generated(server) for name, server in servers.items()}
         after: dict[str, tuple[State, Tokens]] = {}
-        for sync in order.syncs:
+        for sync, takers in order.syncs.items():
+            taking = {name: server for name, server in servers.items() if name in takers}
             for version in (1, 2):
-                for name, server in servers.items():
+                for name, server in taking.items():
                     self._update(order, sync, name, _worker(server), version)
-            for name, server in servers.items():
+            for name, server in taking.items():
                 state = {n: tensor.clone() for n, tensor in _tensors(_worker(server)).items()}
                 after[f"{sync}-{name}"] = state, _generated(server)
         if set(most_begun) != {1}:
@@ -123,7 +124,7 @@ class _Rank:
         for name, ep in () if order.is_measured else order.servers.items():
             exported = self._server(order.exported, ep)
             wanted, tokens = _tensors(_worker(exported)), _generated(exported)
-            for key in (f"{sync}-{name}" for sync in order.syncs):
+            for key in (f"{sync}-{name}" for sync, of in order.syncs.items() if name in of):
                 state, found = after[key]
                 lines = _differences(state, wanted)
                 self.report.complaints.extend(f"{key}, rank {self.rank}: {n}" for n in lines)

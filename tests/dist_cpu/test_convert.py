@@ -6,10 +6,9 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import convert_jobs
 import lora_jobs
 import pytest
 import ranks
@@ -186,13 +185,6 @@ def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models
     assert_same_bytes(tensors_in(again), tensors_in(model))
 
 
-@dataclass
-class Runs:
-    results: dict[str, list[ranks.Result]]
-    models: dict[str, Path]
-    folder: Path
-
-
 LOADED = {  # written for one layout, read at another
     "qwen3_moe": (Layout(tp=2, ep=2), Layout(pp=2, first_stage_layers=1)),
     "deepseek_v3-mtp": (UNEVEN, Layout(tp=2, ep=2)),
@@ -206,36 +198,74 @@ ADAPTED = {
 }
 
 
+@ranks.on_ranks()
+def loaded(model: Path, checkpoint: Path, layout: Layout) -> ranks.Result:
+    """What an engine exports after it has read a checkpoint over other weights."""
+    engine = ranks.started(replace(ranks.engine_spec(model, layout), total_steps=0))
+    engine.load_checkpoint(checkpoint)
+    return dict(engine.get_per_tensor_param())
+
+
+@ranks.on_ranks()
+def trained(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.Result:
+    """What an engine exports after a step; the checkpoint it saved there has optimizer state."""
+    engine = ranks.started(ranks.engine_spec(model, layout, dtype))
+    engine.train_batch(
+        tiny_models.make_batch().take(ranks.share_of(engine, tiny_models.make_batch())), ranks.LOSS
+    )
+    engine.save_checkpoint(checkpoint)
+    return dict(engine.get_per_tensor_param())
+
+
+@ranks.on_ranks()
+def adapted(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.Result:
+    """What an engine with adapters exports, merged; it has saved a checkpoint."""
+    spec = replace(lora_jobs.lora_spec(model, layout, dtype), total_steps=0)
+    engine = ranks.started(spec)
+    lora_jobs.set_factors(engine)
+    engine.save_checkpoint(checkpoint)
+    return dict(engine.get_per_tensor_param())
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Checkpoints that engines have written, and what these engines export."""
+
+    models: dict[str, Path]
+    folder: Path
+
+    def trained(self, dtype: str) -> tuple[Path, ranks.Result]:
+        to = self.folder / dtype
+        return to, trained(self.models["qwen3_moe"], to, SAVED[dtype], dtype)[0]
+
+    def adapted(self, name: str, dtype: str) -> tuple[Path, ranks.Result]:
+        to = self.folder / f"{name}-{dtype}"
+        return to, adapted(self.base(name), to, ADAPTED[name], dtype)[0]
+
+    def base(self, name: str) -> Path:
+        """What adapters are for."""
+        model = self.folder / name
+        if not model.exists():
+            lora_jobs.build(name).save_pretrained(model)
+        return model
+
+
 @pytest.fixture(scope="module")
 def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("engines")
-    jobs: dict[str, ranks.Job] = {}
-    for name, (written, read) in LOADED.items():
-        source = models[name] if name != "qwen3" else tiny_models.save(name, folder, seed=0)
-        other = folder / f"{name}-other"
-        other.mkdir()
-        (other / "config.json").write_text((source / "config.json").read_text())
-        noise = {n: torch.rand(t.shape).to(t.dtype) for n, t in tensors_in(source).items()}
-        save_file(noise, other / "model.safetensors", metadata={"format": "pt"})
-        checkpoint = to_mcore(source, folder / f"{name}-loaded", written, dtype="float32")
-        jobs[f"loaded {name}"] = ranks.job(convert_jobs.loaded, other, checkpoint, read)
-        models = models | {name: source}
-    for dtype, layout in SAVED.items():
-        arguments = (models["qwen3_moe"], folder / dtype, layout, dtype)
-        jobs[f"trained {dtype}"] = ranks.job(convert_jobs.trained, *arguments)
-    for name, layout in ADAPTED.items():
-        model = folder / name
-        lora_jobs.build(name).save_pretrained(model)
-        for dtype in ("float32", "bfloat16"):
-            arguments = (model, folder / f"{name}-{dtype}", layout, dtype)
-            jobs[f"adapted {name} {dtype}"] = ranks.job(convert_jobs.adapted, *arguments)
-    return Runs(ranks.spawn(2, jobs), models, folder)
+    return Runs(models, tmp_path_factory.mktemp("engines"))
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_an_engine_of_another_layout_reads_what_was_converted(runs, name):
-    exported = runs.results[f"loaded {name}"][0]
-    wanted = tensors_in(runs.models[name])
+def test_an_engine_of_another_layout_reads_what_was_converted(models, tmp_path, name):
+    written, read = LOADED[name]
+    source = models[name] if name != "qwen3" else tiny_models.save(name, tmp_path, seed=0)
+    wanted, other = tensors_in(source), tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((source / "config.json").read_text())
+    noise = {n: torch.rand(t.shape).to(t.dtype) for n, t in wanted.items()}
+    save_file(noise, other / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = to_mcore(source, tmp_path / "checkpoint", written, dtype="float32")
+    exported = loaded(other, checkpoint, read)[0]
     # Prediction layers are in no engine that does not train them: see engine.md.
     held = {n: t.float() for n, t in wanted.items() if not n.startswith("model.layers.3.")}
     assert_same_bytes({n: exported[n] for n in held}, held)
@@ -243,24 +273,25 @@ def test_an_engine_of_another_layout_reads_what_was_converted(runs, name):
 
 @pytest.mark.parametrize("dtype", SAVED)
 def test_a_checkpoint_of_a_run_converts_to_what_the_engine_exports(runs, tmp_path, dtype):
-    again = back(runs.folder / dtype, tmp_path / "hf", reference=runs.models["qwen3_moe"])
-    assert_same_bytes(tensors_in(again), runs.results[f"trained {dtype}"][0])
+    checkpoint, exported = runs.trained(dtype)
+    again = back(checkpoint, tmp_path / "hf", reference=runs.models["qwen3_moe"])
+    assert_same_bytes(tensors_in(again), exported)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ADAPTED)
 def test_merged_adapters_are_what_the_engine_exports(runs, tmp_path, name, dtype):
-    checkpoint = runs.folder / f"{name}-{dtype}"
-    merged = back(checkpoint, tmp_path / "hf", reference=runs.folder / name)
-    assert_same_bytes(tensors_in(merged), runs.results[f"adapted {name} {dtype}"][0])
+    checkpoint, exported = runs.adapted(name, dtype)
+    merged = back(checkpoint, tmp_path / "hf", reference=runs.base(name))
+    assert_same_bytes(tensors_in(merged), exported)
 
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_separate_adapters_by_peft_arithmetic_are_the_merged_weights(runs, tmp_path, name):
-    checkpoint = runs.folder / f"{name}-float32"
-    folder = back(checkpoint, tmp_path / "hf", lora="separate", reference=runs.folder / name)
+    checkpoint, exported = runs.adapted(name, "float32")
+    folder = back(checkpoint, tmp_path / "hf", lora="separate", reference=runs.base(name))
     base, factors = tensors_in(folder), load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert_same_bytes(base, tensors_in(runs.folder / name))
+    assert_same_bytes(base, tensors_in(runs.base(name)))
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8.0)
     adapted = dict(base)
@@ -270,7 +301,6 @@ def test_separate_adapters_by_peft_arithmetic_are_the_merged_weights(runs, tmp_p
         product = factors[key.replace("lora_A", "lora_B")].double() @ factors[key].double()
         scale = config["lora_alpha"] / config["r"]
         adapted[f"{module}.weight"] = base[f"{module}.weight"].double() + scale * product
-    exported = runs.results[f"adapted {name} float32"][0]
     assert sum(not torch.equal(base[n], t) for n, t in exported.items()) == len(factors) // 2
     for key, tensor in exported.items():
         torch.testing.assert_close(adapted[key].float(), tensor, rtol=0, atol=1e-6)
@@ -301,8 +331,11 @@ def test_the_commands_of_the_page_do_what_it_says(runs, tmp_path, monkeypatch, c
     page = Path(__file__).parents[2] / "docs" / "conversion.md"
     lines = [line for block in BLOCK.findall(page.read_text()) for line in block.splitlines()]
     assert len(lines) > 10
-    sources = {"model": runs.models["qwen3_moe"], "base": runs.folder / "qwen3"}
-    sources |= {"adapted": runs.folder / "qwen3-float32", "trained": runs.folder / "float32"}
+    sources = {"model": runs.models["qwen3_moe"], "base": runs.base("qwen3")}
+    sources |= {
+        "adapted": runs.adapted("qwen3", "float32")[0],
+        "trained": runs.trained("float32")[0],
+    }
     for name, source in sources.items():
         (tmp_path / name).symlink_to(source)
     monkeypatch.chdir(tmp_path)

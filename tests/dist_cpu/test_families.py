@@ -5,22 +5,25 @@ The tests run over `tiny_families.cases()`; none is about one family alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import family_jobs
 import pytest
 import ranks
 import tiny_families
 import tiny_models
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
+from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.models.base import family_of, read_config
 from mcore_rl.reshard.rules import logical_tensors
 
@@ -31,42 +34,124 @@ WITH_BIAS = [name for name, case in CASES.items() if hasattr(case.config, "n_rou
 WITH_MTP = [name for name, case in CASES.items() if hasattr(case.config, "num_mtp_layers")]
 
 
-@dataclass
+@ranks.on_ranks()
+def parity(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """Scores, export and training steps, and what only an engine that has just loaded can tell."""
+    loaded = ranks.started(replace(ranks.engine_spec(path, layout), total_steps=0))
+    fresh = {"mbridge": by_mbridge(loaded, path), "rotary": rotary(loaded.chunks[0])}
+    return ranks.parity.here(path, layout, batch) | fresh
+
+
+def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tensor]]:
+    """For each parameter of this rank: [ours, mbridge's from the same checkpoint].
+
+    mbridge converts and splits with its own code.
+    """
+    from mbridge.core.parallel_states import ParallelStates
+
+    from mcore_rl.engine.megatron.weights import local_tensors
+
+    [model] = engine.chunks
+    hf_config = transformers.AutoConfig.from_pretrained(path)
+    if getattr(hf_config, "head_dim", None) is None:
+        hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+    bridge = mbridge_for(hf_config.model_type, hf_config, model.config)
+    bridge.mpu = ParallelStates.get_parallel_state()
+    bridge.vocab_size = hf_config.vocab_size
+    bridge.make_vocab_size_divisible_by = engine.layout.tp
+    bridge.padded_vocab_size = -(-hf_config.vocab_size // engine.layout.tp) * engine.layout.tp
+    checkpoint = load_file(path / "model.safetensors")
+    names = bridge._weight_name_mapping_mcore_local_to_global(model)
+    found = {}
+    for local, ours in local_tensors(model).items():
+        sources = bridge._weight_name_mapping_mcore_to_hf(names[local])
+        whole = bridge._weight_to_mcore_format(local, [checkpoint[name] for name in sources])
+        expert = ".mlp.experts.linear_fc" in local
+        size = bridge.mpu.etp_size if expert else bridge.mpu.tp_size
+        rank = bridge.mpu.etp_rank if expert else bridge.mpu.tp_rank
+        theirs = bridge._weight_split_across_tp(local, whole, ours, size)[rank]
+        found[local] = [ours.detach().clone(), theirs.clone()]
+    return found
+
+
+def mbridge_for(model_type: str, hf_config: Any, config: Any) -> Any:
+    """mbridge's converter, without its constructor.
+
+    That builds a Megatron config from attributes that the configs of transformers 5 no longer have.
+    """
+    from mbridge.core.bridge import _MODEL_REGISTRY
+
+    kind: Any = _MODEL_REGISTRY[model_type]
+    bridge = kind.__new__(kind)
+    bridge._DIRECT_MAPPING = dict(kind._DIRECT_MAPPING)  # a tied head would stay in the class
+    bridge.hf_config, bridge.config, bridge.dtype = hf_config, config, torch.float32
+    bridge._adjust_mapping_for_shared_weights()
+    return bridge
+
+
+@ranks.on_ranks(1)
+def names_by_mbridge(path: Path) -> ranks.Result:
+    """Each parameter of a model with a prediction layer: [our, mbridge's] checkpoint tensors.
+
+    With 61 layers, the only number for which mbridge knows a prediction layer of DeepSeek-V3.
+    """
+    device.install(1)
+    config = {**read_config(path), "num_hidden_layers": 61, "num_nextn_predict_layers": 1}
+    mcore = SimpleNamespace(num_layers=61, mtp_num_layers=1)
+    bridge = mbridge_for(config["model_type"], SimpleNamespace(), mcore)
+    weights = family_of(config).weights(config, config["vocab_size"])
+    return {
+        weight.local_name(): [
+            [tensor.name for tensor in weight.rule.tensors],
+            bridge._weight_name_mapping_mcore_to_hf(weight.local_name()),
+        ]
+        for weight in weights
+        if not weight.replica
+    }
+
+
+@ranks.on_ranks()
+def bfloat16(path: Path, layout: Layout) -> ranks.Result:
+    """What a model in bfloat16 exports."""
+    spec = replace(ranks.engine_spec(path, layout, "bfloat16"), total_steps=0)
+    return dict(ranks.started(spec).get_per_tensor_param())
+
+
+def rotary(model: Any) -> dict[str, Any]:
+    """Angles a position by rotary frequency, and the factor on cosine and sine."""
+    embedding = getattr(model, "rotary_pos_emb", None)
+    if embedding is None:  # latent attention has one in each layer
+        embedding = model.decoder.layers[0].self_attention.rotary_pos_emb
+    angles, factor = embedding.get_emb(2), 1.0
+    if isinstance(angles, tuple):
+        angles, factor = angles
+    return {"angles": angles[1, 0, 0].chunk(2)[0].clone(), "factor": float(factor)}
+
+
+@dataclass(frozen=True)
 class Runs:
     batch: Batch
     models: dict[str, Any]
     checkpoints: dict[str, Path]
-    results: dict[str, list[dict[str, Any]]]  # by "name/place", a result a rank
+
+    def parity(self, name: str, place: str) -> list[ranks.Result]:
+        layout = CASES[name].layout if place == "parallel" else Layout()
+        return parity(self.checkpoints[name], layout, self.batch)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("families")
-    batch = tiny_models.make_batch(num_samples=7)
     models = {name: tiny_models.build_from(case.config) for name, case in CASES.items()}
     checkpoints = {n: tiny_families.save(model, folder / n) for n, model in models.items()}
-    jobs: dict[int, dict[str, Any]] = {1: {}, 2: {}}
-    for name, case in CASES.items():
-        if name in WITH_BIAS:
-            job = ranks.job(family_jobs.bfloat16, checkpoints[name], case.layout)
-            jobs[case.layout.world_size][f"{name}/bfloat16"] = job
-        if name in WITH_MTP:
-            (folder / f"{name}-resume").mkdir()
-            resume = (checkpoints[name], case.layout, batch, folder / f"{name}-resume")
-            jobs[case.layout.world_size][f"{name}/resume"] = ranks.job(ranks.resume, *resume)
-            jobs[1][f"{name}/names"] = ranks.job(family_jobs.names_by_mbridge, checkpoints[name])
-        for place, layout in zip(PLACES, (Layout(), case.layout), strict=True):
-            job = ranks.job(family_jobs.parity, checkpoints[name], layout, batch)
-            jobs[layout.world_size][f"{name}/{place}"] = job
-    results = ranks.spawn(1, jobs[1]) | ranks.spawn(2, jobs[2])
-    return Runs(batch, models, checkpoints, results)
+    return Runs(tiny_models.make_batch(num_samples=7), models, checkpoints)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_transformers(runs, name, place):
     reference, log_probs, _ = tiny_models.reference_scores(runs.models[name], runs.batch)
-    for result in runs.results[f"{name}/{place}"]:
+    for result in runs.parity(name, place):
         wanted = torch.from_numpy(reference)
         torch.testing.assert_close(result["logits"], wanted, rtol=0, atol=1e-5)
         found = torch.cat(result["log_probs"]).double()
@@ -77,7 +162,7 @@ def test_logits_equal_transformers(runs, name, place):
 def test_rotary_angles_equal_transformers(runs, name):
     """Finer than logits: at the few positions of a test, scaling moves those little."""
     rotary = runs.models[name].model.rotary_emb
-    [result] = runs.results[f"{name}/one rank"]
+    [result] = runs.parity(name, "one rank")
     found = result["rotary"]
     torch.testing.assert_close(found["angles"], rotary.inv_freq, rtol=1e-6, atol=0)
     assert found["factor"] == pytest.approx(rotary.attention_scaling, rel=1e-6)
@@ -87,7 +172,7 @@ def test_rotary_angles_equal_transformers(runs, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_export_gives_back_each_tensor_bit_for_bit(runs, name, place):
     original = load_file(runs.checkpoints[name] / "model.safetensors")
-    exported = runs.results[f"{name}/{place}"][0]["exported"]
+    exported = runs.parity(name, place)[0]["exported"]
     assert exported.keys() == original.keys()
     for key, tensor in original.items():
         assert exported[key].dtype == tensor.dtype, key
@@ -97,7 +182,7 @@ def test_export_gives_back_each_tensor_bit_for_bit(runs, name, place):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_equals_mbridges_conversion(runs, name, place):
-    for result in runs.results[f"{name}/{place}"]:
+    for result in runs.parity(name, place):
         assert len(result["mbridge"]) > 10
         for key, (ours, theirs) in result["mbridge"].items():
             assert torch.equal(ours, theirs), key
@@ -105,12 +190,12 @@ def test_every_parameter_equals_mbridges_conversion(runs, name, place):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_training_steps_equal_one_rank(runs, name):
-    [single] = runs.results[f"{name}/one rank"]
-    for result in runs.results[f"{name}/parallel"]:
+    [single] = runs.parity(name, "one rank")
+    for result in runs.parity(name, "parallel"):
         for step, wanted in zip(result["steps"], single["steps"], strict=True):
             assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
             assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-    trained = runs.results[f"{name}/parallel"][0]["trained"]
+    trained = runs.parity(name, "parallel")[0]["trained"]
     for key, tensor in single["trained"].items():
         torch.testing.assert_close(trained[key], tensor, rtol=0, atol=2e-4, msg=key)
 
@@ -120,7 +205,7 @@ def test_first_gradient_norm_equals_plain_torch_on_transformers(runs, name):
     model = runs.models[name]
     model.zero_grad()
     loss, grad_norm = tiny_models.reference_step(model, runs.batch)
-    [result] = runs.results[f"{name}/one rank"]
+    [result] = runs.parity(name, "one rank")
     assert result["steps"][0]["loss"] == pytest.approx(loss, rel=1e-5)
     assert result["steps"][0]["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
 
@@ -131,9 +216,9 @@ def test_the_selection_bias_stays_as_it_is_in_float32(runs, name):
     original = load_file(runs.checkpoints[name] / "model.safetensors")
     biases = {key for key in original if key.endswith("e_score_correction_bias")}
     assert biases
-    narrow = runs.results[f"{name}/bfloat16"][0]
+    narrow = bfloat16(runs.checkpoints[name], CASES[name].layout)[0]
     for place in PLACES:
-        trained = runs.results[f"{name}/{place}"][0]["trained"]
+        trained = runs.parity(name, place)[0]["trained"]
         assert all(torch.equal(trained[key], original[key]) for key in biases)
     for key, tensor in original.items():
         dtype = torch.float32 if key in biases else torch.bfloat16
@@ -141,9 +226,10 @@ def test_the_selection_bias_stays_as_it_is_in_float32(runs, name):
 
 
 @pytest.mark.parametrize("name", WITH_MTP)
-def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, name):
+def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, name, tmp_path):
     """Replicated linears, expert linears and the selection bias are in the checkpoint, too."""
-    for result in runs.results[f"{name}/resume"]:
+    path, layout = runs.checkpoints[name], CASES[name].layout
+    for result in ranks.resume(path, layout, runs.batch, tmp_path):
         for found, wanted in zip(result["resumed"], result["steps"][2:], strict=True):
             assert found == wanted
         for key, tensor in result["trained"].items():
@@ -173,7 +259,7 @@ def test_rules_name_each_tensor_of_a_checkpoint_with_a_prediction_layer(with_mtp
 
 @pytest.mark.parametrize("name", WITH_MTP)
 def test_prediction_layers_are_named_as_mbridge_names_them(runs, name):
-    [names] = runs.results[f"{name}/names"]
+    [names] = names_by_mbridge(runs.checkpoints[name])
     assert any(key.startswith("mtp.layers.0.transformer_layer.mlp.experts") for key in names)
     for key, (ours, theirs) in names.items():
         assert ours == theirs, key

@@ -103,10 +103,7 @@ def runs(tmp_path_factory) -> Runs:
         case = ranks.job(head_jobs.top_log_probs, language, layout, batch)
         jobs[layout.world_size][f"top/{name}"] = case
     jobs[2]["export"] = ranks.job(head_jobs.value_export, language, Layout(tp=2), batch, folder)
-    results: dict[str, list[dict[str, Any]]] = {}
-    for world, cases in jobs.items():
-        results |= ranks.spawn(world, cases)
-    return Runs(batch, results, checkpoints, folder)
+    return Runs(batch, ranks.Results(jobs), checkpoints, folder)
 
 
 def by_row(by_rank: list[dict[str, Any]], name: str) -> list[torch.Tensor]:
@@ -259,6 +256,7 @@ def test_a_value_model_that_starts_from_a_language_model_begins_at_zero(runs):
 
 
 def test_transformers_loads_an_exported_value_model_and_gives_the_same_values(runs):
+    found = by_row(runs.results["export"], "after")
     model, report = transformers.AutoModelForTokenClassification.from_pretrained(
         runs.folder / "export", output_loading_info=True
     )
@@ -266,7 +264,6 @@ def test_transformers_loads_an_exported_value_model_and_gives_the_same_values(ru
     assert model.config.num_labels == 1
     with torch.no_grad():
         wanted = logits_by_row(model.eval(), runs.batch)
-    found = by_row(runs.results["export"], "after")
     for values, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(values, reference.squeeze(-1), rtol=0, atol=1e-5)
     assert torch.cat(found).abs().min() > 0

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rl.config.schema import Layout
+from tests.nightly import all_but
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -55,6 +56,22 @@ OVERLAPS = [
     ("moe", "dp2", False), ("moe", "dp2", True), ("moe", "ep2", True),
     ("four", "pp2vpp2dp2", False), ("four", "pp2vpp2dp2", True),
 ]  # fmt: skip
+# Under `nightly`: more layouts and ways of storing.
+SAME_CASES = all_but(
+    [("moe/tp2ep2", "tp2ep2"), ("moe/ep2/sharded", "ep2"), ("moe/dp2/sharded/bf16", "dp2"),
+     ("mixed/pp2", "pp2"), ("four/pp2vpp2/sharded", "pp2vpp2")],
+    SAME,
+)  # fmt: skip
+OTHER_CASES = all_but(
+    [("moe/tp2ep2", "dp2"), ("moe/tp2ep2", "pp2"), ("moe/ep2/sharded", "tp1"),
+     ("moe/ep2/sharded", "tp2pp2ep2"), ("moe/dp2/sharded/bf16", "tp2"), ("mixed/pp2", "dp2"),
+     ("four/pp2vpp2/sharded", "pp2")],
+    OTHER,
+)  # fmt: skip
+SAVES = all_but(("moe/tp2ep2", "moe/ep2/sharded", "mixed/pp2"), CHECKPOINTS)
+OVERLAP_CASES = all_but(
+    [("moe", "dp2", False), ("moe", "ep2", True), ("four", "pp2vpp2dp2", True)], OVERLAPS
+)
 
 
 @dataclass
@@ -66,6 +83,11 @@ class Runs:
     def __getitem__(self, case: str) -> list[dict[str, Any]]:
         return self.results[case]
 
+    def checkpoint(self, name: str) -> Path:
+        """What "save/`name`" has written."""
+        assert self.results[f"save/{name}"]
+        return self.folder / name.replace("/", "-")
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
@@ -76,7 +98,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "four": jobs.save_model(folder),
     }
     batch = tiny_models.make_batch()
-    todo: dict[int, dict[str, ranks.Job]] = {2: {}, 4: {}, 1: {}}  # two ranks save what others read
+    todo: dict[int, dict[str, ranks.Job]] = {1: {}, 2: {}, 4: {}}
+    needs = dict.fromkeys(("inference", "other rate"), "save/moe/tp2ep2")
+    needs |= dict.fromkeys(
+        ("refused/optimizer", "refused/dtype", "refused/model"), "save/moe/tp2ep2"
+    )
+    needs |= {"refused/layers": "save/mixed/pp2", "refused/weights": "weights"}
 
     def add(case: str, function: Any, model: str, layout: str, *args: Any, **settings: Any) -> None:
         at = LAYOUTS[layout]
@@ -87,6 +114,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         add(f"save/{name}", jobs.save, model, name.split("/")[1], batch, to, **settings)
         for target in targets:
             add(f"{name}->{target}", jobs.resume, model, target, batch, to, **settings)
+            needs[f"{name}->{target}"] = f"save/{name}"
     for model in models:
         add(f"one/{model}", jobs.save, model, "tp1", batch, folder / f"one-{model}")
     for model in ("moe", "four"):
@@ -118,10 +146,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     add("refused/layers", jobs.refused, "four", "dp2", folder / "mixed-pp2")
     add("refused/weights", jobs.refused, "moe", "tp1", weights)
     add("refused/missing", jobs.refused, "moe", "tp1", folder / "nowhere")
-    results: dict[str, list[dict[str, Any]]] = {}
-    for world, cases in todo.items():
-        results |= ranks.spawn(world, cases)
-    return Runs(models, folder, results)
+    return Runs(models, folder, ranks.Results(todo, needs))
 
 
 def assert_same_steps(result, wanted, loss=1e-6, grad_norm=1e-4):
@@ -138,7 +163,7 @@ def assert_same_weights(found, wanted, atol):
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize(("name", "layout"), SAME)
+@pytest.mark.parametrize(("name", "layout"), SAME_CASES)
 def test_a_resume_in_the_same_layout_changes_no_bit(runs, name, layout):
     saved = runs[f"save/{name}"]
     for result, wanted in zip(runs[f"{name}->{layout}"], saved, strict=True):
@@ -147,12 +172,12 @@ def test_a_resume_in_the_same_layout_changes_no_bit(runs, name, layout):
             assert torch.equal(result["trained"][key], tensor), key
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", SAVES)
 def test_a_save_leaves_no_process(runs, name):
     assert [result["stayed"] for result in runs[f"save/{name}"]] == [0] * len(runs[f"save/{name}"])
 
 
-@pytest.mark.parametrize(("name", "layout"), OTHER)
+@pytest.mark.parametrize(("name", "layout"), OTHER_CASES)
 def test_a_resume_in_another_layout_takes_the_same_steps(runs, name, layout):
     model, settings, _ = CHECKPOINTS[name]
     in_bf16 = "dtype" in settings
@@ -216,13 +241,13 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank_and_changes_nothing(runs
 
 
 def test_the_stamp_tells_version_layout_and_kind(runs):
-    stamp = json.loads((runs.folder / "moe-ep2-sharded" / "mcore_rl.json").read_text())
+    stamp = json.loads((runs.checkpoint("moe/ep2/sharded") / "mcore_rl.json").read_text())
     assert stamp["megatron_core"] == importlib.metadata.version("megatron-core")
     assert (stamp["layout"]["ep"], stamp["layout"]["tp"]) == (2, 1)
     assert (stamp["optimizer"], stamp["dtype"], stamp["vocab_size"]) == ("sharded", "float32", 131)
 
 
-@pytest.mark.parametrize(("model", "layout", "sharded"), OVERLAPS)
+@pytest.mark.parametrize(("model", "layout", "sharded"), OVERLAP_CASES)
 def test_overlap_takes_the_steps_of_one_rank_and_reads_see_finished_weights(
     runs, model, layout, sharded
 ):
@@ -348,7 +373,7 @@ def test_a_checkpoint_without_its_stamp_is_refused(runs, tmp_path):
     from mcore_rl.config.errors import ConfigError
 
     copy = tmp_path / "copy"
-    shutil.copytree(runs.folder / "moe-ep2-sharded", copy)
+    shutil.copytree(runs.checkpoint("moe/ep2/sharded"), copy)
     assert stamp.read_stamp(copy)["optimizer"] == "sharded"
     (copy / "mcore_rl.json").unlink()
     with pytest.raises(ConfigError, match="not a complete checkpoint"):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import packing_jobs
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import ranks
 import tiny_models
 import torch
 
 from mcore_rl.config.schema import Layout
+from mcore_rl.data.batch import Batch
+from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron.engine import MegatronEngine
+from mcore_rl.parallel.groups import initialize_groups
+from mcore_rl.workers.policy_loss import supervised_loss
+from tests.nightly import all_but
 
 MODELS = ("qwen3", "qwen3_moe")
 SINGLE = {"tp1": Layout()}
@@ -24,25 +35,125 @@ CONTEXT = {
     },
 }
 PARITY = [(model, name) for model, layouts in CONTEXT.items() for name in layouts]
+PARITY_CASES = all_but(
+    [("qwen3", "cp4"), ("qwen3_moe", "cp2ep2"), ("qwen3_moe", "tp2cp2ep4")], PARITY
+)
+
+
+ONE_PACK = 10_000  # tokens: all samples of a test in one micro-batch
+# (seed of a permutation or None, budget in tokens). The last budget is below many samples.
+PACKINGS = ((None, ONE_PACK), (1, ONE_PACK), (2, 96), (3, 64), (4, 40), (None, 16))
+
+
+@ranks.on_ranks()
+def packings(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """Loss, metrics and gradients of this rank for each packing of the same batch."""
+    engine = ranks.started(ranks.engine_spec(path, layout))
+    return {str(packing): _one_packing(engine, batch, *packing) for packing in PACKINGS}
+
+
+def _one_packing(
+    engine: MegatronEngine, batch: Batch, seed: int | None, budget: int
+) -> dict[str, Any]:
+    order = np.arange(len(batch)) if seed is None else _permutation(len(batch), seed)
+    shuffled = batch.take(order.tolist())
+    mine = shuffled.take(ranks.share_of(engine, shuffled))
+    engine.spec.engine.max_tokens_per_micro_batch = budget
+    engine.optimizer_zero_grad()
+    results = engine.forward_backward_batch(mine, supervised_loss, forward_only=False)
+    parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
+    return {
+        "num_micro_batches": len(results),
+        "metrics": engine._summed(results),
+        "gradients": torch.cat([p.main_grad.flatten() for p in parameters]),
+    }
+
+
+def _permutation(size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(size)
+
+
+ATTENTION_SHAPES = {  # heads, groups, key dim, value dim
+    "grouped_queries": (4, 2, 8, 8),
+    "latent": (4, 4, 12, 8),
+}
+
+
+@ranks.on_ranks()
+def attention(layout: Layout) -> ranks.Result:
+    """Attention of this CP rank's tokens, and of the whole pack, with gradients; in float64."""
+    device.install(1)
+    from megatron.core import parallel_state
+
+    initialize_groups(layout, "gloo", seed=0)
+    group = parallel_state.get_context_parallel_group()
+    return {name: _attention(group, *shape) for name, shape in ATTENTION_SHAPES.items()}
+
+
+def _attention(group: Any, heads: int, groups: int, dim: int, value_dim: int) -> dict[str, Any]:
+    from mcore_rl.engine.megatron.packing import zigzag_rows
+
+    cp, rank = group.size(), group.rank()
+    # Padded as packs are. Some share a call of the kernel, and the long ones have their own.
+    lengths = [2 * cp * chunks for chunks in (70, 1, 3, 3, 50, 2, 1)]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(sum(lengths), *shape, generator=generator, dtype=torch.float64)
+
+    whole = [random(heads, dim), random(groups, dim), random(groups, value_dim)]
+    weights = random(heads * value_dim)
+    rows = torch.from_numpy(zigzag_rows(lengths, cp, rank))
+    mine = [x[rows].requires_grad_() for x in whole]
+    whole = [x.requires_grad_() for x in whole]
+    found = _attend(group, mine, lengths)
+    (found * weights[rows]).sum().backward()
+    wanted = _attend(None, whole, lengths)
+    (wanted * weights).sum().backward()
+    return {
+        "found": [found.detach(), *(x.grad for x in mine)],
+        "wanted": [wanted.detach()[rows], *(x.grad[rows] for x in whole)],
+    }
+
+
+def _attend(group: Any, qkv: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from mcore_rl.engine.megatron.attention import PackedAttention
+
+    module = PackedAttention(
+        TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
+        ),
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        softmax_scale=0.3,
+        pg_collection=None if group is None else SimpleNamespace(cp=group),
+    )
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return module(*qkv, packed_seq_params=PackedSeqParams("thd", starts, starts))
+
+
+@dataclass(frozen=True)
+class Runs:
+    batch: Batch
+    paths: dict[str, Path]
+
+    def packings(self, model: str, layout: str) -> list[ranks.Result]:
+        return packings(self.paths[model], PACKED[layout], self.batch)
+
+    def parity(self, model: str, layout: str) -> list[ranks.Result]:
+        return ranks.parity(self.paths[model], (SINGLE | CONTEXT[model])[layout], self.batch)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder, batch = tmp_path_factory.mktemp("models"), tiny_models.make_batch()
-    jobs = {1: {}, 2: {}, 4: {}}
-    for model in MODELS:
-        path = tiny_models.save(model, folder)
-        for name, layout in PACKED.items():
-            job = ranks.job(packing_jobs.packings, path, layout, batch)
-            jobs[layout.world_size][f"packings/{model}/{name}"] = job
-        for name, layout in (SINGLE | CONTEXT[model]).items():
-            job = ranks.job(ranks.parity, path, layout, batch)
-            jobs[layout.world_size][f"parity/{model}/{name}"] = job
-    for cp in (2, 4):
-        jobs[cp][f"attention/{cp}"] = ranks.job(packing_jobs.attention, cp)
-    return {
-        name: found for world in jobs for name, found in ranks.spawn(world, jobs[world]).items()
-    }
+def runs(tmp_path_factory) -> Runs:
+    folder = tmp_path_factory.mktemp("models")
+    paths = {model: tiny_models.save(model, folder) for model in MODELS}
+    return Runs(tiny_models.make_batch(), paths)
 
 
 def assert_same_step(found, wanted, tolerance=1e-6):
@@ -52,60 +163,60 @@ def assert_same_step(found, wanted, tolerance=1e-6):
     assert difference < tolerance
 
 
-@pytest.mark.parametrize("packing", packing_jobs.PACKINGS[1:], ids=str)
+@pytest.mark.parametrize("packing", PACKINGS[1:], ids=str)
 @pytest.mark.parametrize("layout", PACKED)
 @pytest.mark.parametrize("model", MODELS)
-def test_loss_and_gradients_do_not_depend_on_the_packing(results, model, layout, packing):
-    for rank in results[f"packings/{model}/{layout}"]:
+def test_loss_and_gradients_do_not_depend_on_the_packing(runs, model, layout, packing):
+    for rank in runs.packings(model, layout):
         first, *_ = rank.values()
         assert_same_step(rank[str(packing)], first)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "cp2"])
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_those_of_one_rank(results, model, layout):
-    [single] = results[f"packings/{model}/tp1"]
-    for rank in results[f"packings/{model}/{layout}"]:
+def test_gradients_are_those_of_one_rank(runs, model, layout):
+    [single] = runs.packings(model, "tp1")
+    for rank in runs.packings(model, layout):
         for packing, wanted in single.items():
             assert_same_step(rank[packing], wanted, tolerance=2e-6)
 
 
 @pytest.mark.parametrize("layout", PACKED)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_packings_differ_and_every_rank_has_as_many_micro_batches(results, model, layout):
+def test_the_packings_differ_and_every_rank_has_as_many_micro_batches(runs, model, layout):
     """One sample in 11 tokens has more than 40: the smallest budgets leave few together."""
-    by_rank = results[f"packings/{model}/{layout}"]
+    by_rank = runs.packings(model, layout)
     counts = [[case["num_micro_batches"] for case in rank.values()] for rank in by_rank]
     assert all(other == counts[0] for other in counts)
     assert counts[0][:2] == [1, 1]
     assert counts[0][1] < counts[0][2] < counts[0][4] < counts[0][5]
 
 
-@pytest.mark.parametrize(("model", "layout"), PARITY)
-def test_context_parallel_scores_equal_one_rank(results, model, layout):
-    [single] = results[f"parity/{model}/tp1"]
-    for found in results[f"parity/{model}/{layout}"]:
+@pytest.mark.parametrize(("model", "layout"), PARITY_CASES)
+def test_context_parallel_scores_equal_one_rank(runs, model, layout):
+    [single] = runs.parity(model, "tp1")
+    for found in runs.parity(model, layout):
         assert found["rows"]
         for name in ("log_probs", "entropy"):
             for place, row in enumerate(found["rows"]):
                 torch.testing.assert_close(found[name][place], single[name][row], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("model", "layout"), PARITY)
-def test_two_context_parallel_steps_equal_one_rank(results, model, layout):
-    [single] = results[f"parity/{model}/tp1"]
-    for found in results[f"parity/{model}/{layout}"]:
+@pytest.mark.parametrize(("model", "layout"), PARITY_CASES)
+def test_two_context_parallel_steps_equal_one_rank(runs, model, layout):
+    [single] = runs.parity(model, "tp1")
+    for found in runs.parity(model, layout):
         for step, wanted in zip(found["steps"], single["steps"], strict=True):
             assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
             assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-    trained = results[f"parity/{model}/{layout}"][0]["trained"]
+    trained = runs.parity(model, layout)[0]["trained"]
     for name, tensor in single["trained"].items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
 
 
-@pytest.mark.parametrize("shape", packing_jobs.ATTENTION_SHAPES)
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES)
 @pytest.mark.parametrize("cp", [2, 4])
-def test_attention_over_ranks_equals_attention_of_one_with_its_gradients(results, cp, shape):
-    for rank in results[f"attention/{cp}"]:
+def test_attention_over_ranks_equals_attention_of_one_with_its_gradients(cp, shape):
+    for rank in attention(Layout(cp=cp)):
         for found, wanted in zip(rank[shape]["found"], rank[shape]["wanted"], strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)

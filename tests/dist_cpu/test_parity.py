@@ -2,18 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pytest
+import ranks
 import tiny_models
 import torch
-from conftest import LAYOUTS
 from safetensors.torch import load_file
 
+from mcore_rl.config.schema import Layout
+from mcore_rl.data.batch import Batch
+
+DENSE = {"tp1": Layout(), "tp2": Layout(tp=2), "dp2": Layout(dp=2)}
+MOE = DENSE | {
+    "ep2": Layout(dp=2, ep=2),
+    "tp2ep2": Layout(tp=2, ep=2),
+    "tp2etp2": Layout(tp=2, etp=2),
+    "tp2dp2ep2etp2": Layout(tp=2, dp=2, ep=2, etp=2),
+}
+LAYOUTS = {"qwen3": DENSE, "qwen3_moe": MOE, "qwen3_moe_mixed": MOE}
 CASES = [(model, name) for model, layouts in LAYOUTS.items() for name in layouts]
 PARALLEL = [(model, name) for model, name in CASES if name != "tp1"]
 
 
-@pytest.fixture(scope="session")
+@dataclass(frozen=True)
+class Runs:
+    batch: Batch
+    checkpoints: dict[str, Path]
+
+    def parity(self, model: str, layout: str, dtype: str = "float32") -> list[ranks.Result]:
+        at = LAYOUTS[model][layout]
+        return ranks.parity(self.checkpoints[model], at, self.batch, dtype)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("models")
+    checkpoints = {name: tiny_models.save(name, folder) for name in LAYOUTS}
+    return Runs(tiny_models.make_batch(), checkpoints)
+
+
+@ranks.on_ranks()
+def distributed_optimizer(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """Two steps with the optimizer state sharded over data-parallel ranks."""
+    spec = ranks.engine_spec(path, layout)
+    spec.engine.optimizer.distributed = True
+    engine = ranks.started(spec)
+    mine = batch.take(ranks.share_of(engine, batch))
+    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    return {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
+
+
+@ranks.on_ranks()
+def fewer_samples_than_ranks(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """One sample on DP rank 0 and none elsewhere: two steps."""
+    engine = ranks.started(ranks.engine_spec(path, layout))
+    mine = batch.take([0] if engine.mesh.coordinate(engine.world_rank).dp_rank == 0 else [])
+    engine.infer_batch(mine)
+    return {"steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]}
+
+
+@pytest.fixture(scope="module")
 def references(runs):
     return {
         model: tiny_models.reference_scores(tiny_models.build(model), runs.batch)
@@ -29,7 +80,7 @@ def by_sample(reference: np.ndarray, runs) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_logits_log_probs_and_entropy_equal_transformers(runs, references, model, layout):
     logits, log_probs, entropy = (by_sample(part, runs) for part in references[model])
-    for result in runs.results[f"{model}/{layout}"]:  # every rank, also inside a TP group
+    for result in runs.parity(model, layout):  # every rank, also inside a TP group
         rows = result["rows"]
         wanted = torch.cat([logits[row] for row in rows])
         torch.testing.assert_close(result["logits"], wanted, rtol=0, atol=1e-5)
@@ -42,7 +93,7 @@ def test_logits_log_probs_and_entropy_equal_transformers(runs, references, model
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_export_gives_back_each_tensor_bit_for_bit(runs, model, layout):
     original = load_file(runs.checkpoints[model] / "model.safetensors")
-    first, *others = runs.results[f"{model}/{layout}"]
+    first, *others = runs.parity(model, layout)
     assert first["exported"].keys() == original.keys()
     for name, tensor in original.items():
         assert torch.equal(first["exported"][name], tensor), name
@@ -51,21 +102,21 @@ def test_export_gives_back_each_tensor_bit_for_bit(runs, model, layout):
 
 @pytest.mark.parametrize(("model", "layout"), PARALLEL)
 def test_two_training_steps_equal_one_rank(runs, model, layout):
-    single = runs.results[f"{model}/tp1"][0]
-    for result in runs.results[f"{model}/{layout}"]:
+    single = runs.parity(model, "tp1")[0]
+    for result in runs.parity(model, layout):
         for step, wanted in zip(result["steps"], single["steps"], strict=True):
             assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
             assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
             assert step["approx_kl"] == pytest.approx(wanted["approx_kl"], rel=1e-4)
             assert step["lr"] == wanted["lr"]
-    trained = runs.results[f"{model}/{layout}"][0]["trained"]
+    trained = runs.parity(model, layout)[0]["trained"]
     for name, tensor in single["trained"].items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
 
 
 def test_the_steps_do_train(runs):
     """Guards the test above: two steps at this rate move weights far beyond its tolerance."""
-    result = runs.results["qwen3_moe/tp1"][0]
+    result = runs.parity("qwen3_moe", "tp1")[0]
     for name, tensor in result["exported"].items():
         assert (result["trained"][name] - tensor).abs().max() > 5e-4, name
     assert [step["lr"] for step in result["steps"]] == [5e-4, 1e-3]
@@ -75,7 +126,7 @@ def test_the_loss_equals_a_plain_torch_step_on_transformers(runs):
     """Loss and gradient norm of the first step against autograd through the transformers model."""
     model = tiny_models.build("qwen3_moe")
     loss, grad_norm = tiny_models.reference_step(model, runs.batch)
-    step = runs.results["qwen3_moe/tp1"][0]["steps"][0]
+    step = runs.parity("qwen3_moe", "tp1")[0]["steps"][0]
     assert step["loss"] == pytest.approx(loss, rel=1e-5)
     assert step["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
 
@@ -83,10 +134,10 @@ def test_the_loss_equals_a_plain_torch_step_on_transformers(runs):
 @pytest.mark.parametrize("layout", ["tp1", "tp2ep2"])
 def test_bfloat16_stays_near_float32(runs, references, layout):
     """Log-probs on average within 0.02 nats, the first step within 2%, the weights in bfloat16."""
-    result = runs.results[f"bfloat16/{layout}"][0]
+    result = runs.parity("qwen3_moe", layout, "bfloat16")[0]
     wanted = torch.from_numpy(references["qwen3_moe"][1])
     assert (torch.cat(result["log_probs"]) - wanted).abs().mean() < 0.02
-    found, exact = result["steps"][0], runs.results["qwen3_moe/tp1"][0]["steps"][0]
+    found, exact = result["steps"][0], runs.parity("qwen3_moe", "tp1")[0]["steps"][0]
     assert found["loss"] == pytest.approx(exact["loss"], rel=0.02)
     assert found["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.02)
     assert {tensor.dtype for tensor in result["trained"].values()} == {torch.bfloat16}
@@ -94,26 +145,32 @@ def test_bfloat16_stays_near_float32(runs, references, layout):
 
 @pytest.mark.parametrize("layout", ["dp2", "ep2"])
 def test_a_distributed_optimizer_takes_the_same_steps(runs, layout):
-    single = runs.results["qwen3_moe/tp1"][0]
-    for result in runs.results[f"distributed_optimizer/{layout}"]:
+    single = runs.parity("qwen3_moe", "tp1")[0]
+    by_rank = distributed_optimizer(runs.checkpoints["qwen3_moe"], MOE[layout], runs.batch)
+    for result in by_rank:
         for step, wanted in zip(result["steps"], single["steps"], strict=True):
             assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
             assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-    trained = runs.results[f"distributed_optimizer/{layout}"][0]["trained"]
+    trained = by_rank[0]["trained"]
     for name, tensor in single["trained"].items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
 
 
 def test_a_data_parallel_rank_without_samples_joins_the_step(runs):
-    single = runs.results["few/tp1"][0]["steps"]
-    for result in runs.results["few/ep2"]:
+    one, two = (
+        fewer_samples_than_ranks(runs.checkpoints["qwen3_moe"], MOE[name], runs.batch)
+        for name in ("tp1", "ep2")
+    )
+    single = one[0]["steps"]
+    for result in two:
         for step, wanted in zip(result["steps"], single, strict=True):
             assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
             assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
 
 
-def test_two_steps_after_a_resume_equal_those_without_a_stop(runs):
-    for result in runs.results["resume"]:
+def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, tmp_path):
+    path = runs.checkpoints["qwen3_moe"]
+    for result in ranks.resume(path, MOE["tp2ep2"], runs.batch, tmp_path):
         for found, wanted in zip(result["resumed"], result["steps"][2:], strict=True):
             assert found == wanted
         for name, tensor in result["trained"].items():

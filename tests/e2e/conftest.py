@@ -1,5 +1,7 @@
 """A job as a user runs it, with everything that descends from it on record."""
 
+from __future__ import annotations
+
 import contextlib
 import getpass
 import os
@@ -13,12 +15,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from mcore_rl.data.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
+
+if TYPE_CHECKING:
+    from tests.e2e.served import Served
 
 MARKER = "MCORE_RL_SESSION"  # in the environment of what a job starts
 # Torch keeps what it compiles for the next run; jobs share the usual place for it.
@@ -115,6 +121,25 @@ def _heed_interrupts() -> None:
 
 def _marker(process: psutil.Process) -> str:
     return environ(process).get(MARKER, "")
+
+
+_SERVERS = contextlib.ExitStack()
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """One for all tests that swap weights: starting one takes seconds."""
+    from tests.e2e import served  # imports vLLM and transformers
+
+    config = served.tiny_families.served_config("qwen3_moe")
+    return _SERVERS.enter_context(served.serving(config, tmp_path_factory.mktemp("served")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """The server ends with its lane: it has changed the environment of this process."""
+    if nextitem is None or not nextitem.get_closest_marker("server"):
+        _SERVERS.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,17 @@ import time
 import pytest
 from safetensors import safe_open
 
+from tests.nightly import all_but
+
 STEPS = ("trainer.num_steps=1000", "trainer.prompts_per_step=16", "trainer.eval_samples=16")
 WARM_START = (*STEPS, "warm_start.num_steps=1000")
 TRAINING = (
     *STEPS, "warm_start.num_steps=0", "actor.layout.tp=1", "actor.layout.ep=1",
     "weight_sync.method=full_export",
+)  # fmt: skip
+DISAGGREGATED = (
+    "weight_sync.method=disaggregated", "actor.layout.dp=2", "actor.layout.ep=2",
+    "algorithm.kl_coef=0.001",
 )  # fmt: skip
 
 
@@ -61,6 +67,22 @@ def assert_ended(job, number, word) -> None:
     assert job.stderr == f"mcore-rl rl: {word}\n"
 
 
+def test_a_killed_job_that_trains_leaves_nothing(start_job, own_model_and_data):
+    """With servers on devices of their own and a reference model, until a second step."""
+    job = start_job(*own_model_and_data, *TRAINING, *DISAGGREGATED)
+    job.wait_until(lambda: len(metrics(job)) >= 2, "the second step")
+    assert len(job.processes) > 8
+    interrupt_an_export(job)
+    job.process.kill()
+    assert job.process.wait() == -signal.SIGKILL
+    assert_gone_soon(job)
+    assert_whole(job)
+    for row in metrics(job):
+        assert 0 < row["max_logprob_gap"] <= 1e-4
+        assert "actor/reference_kl" in row
+
+
+@pytest.mark.nightly
 def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_interrupted_one(
     start_job, own_model_and_data
 ):
@@ -80,7 +102,7 @@ def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_inter
     assert list(interrupted.output.glob("logs/worker-*.err"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", all_but([signal.SIGTERM], [signal.SIGKILL, signal.SIGTERM]))
 def test_a_job_that_is_ended_while_it_makes_its_task_leaves_no_half_of_it(start_job, number):
     job = start_job()
     job.wait_until((job.output / ".task.partial").exists, "the task")

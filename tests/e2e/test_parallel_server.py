@@ -29,6 +29,8 @@ from mcore_rl.rollout.protocol import Completion, TokenScores
 from tests.e2e import parallel_server, reference
 from tests.e2e.processes import command_line, session, shared_memory
 
+pytestmark = pytest.mark.server
+
 _TOKENS = parallel_server.TOKENS
 
 

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.config.schema import Layout
+from tests.nightly import nightly
 
 WARM_STEPS, RL_STEPS, TESTS = 200, 3, 256
+EACH = ["run", nightly("shuffled")]
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +73,20 @@ def test_held_out_accuracy_rises_by_twenty_points(run):
     assert summary(run)["accuracy_grpo"] - summary(run)["accuracy_warm_start"] >= 0.20
 
 
+@pytest.mark.nightly
 def test_shuffled_rewards_teach_nothing(shuffled):
     found = summary(shuffled)
     assert found["accuracy_grpo"] - found["accuracy_warm_start"] <= 0.08
     assert all("actor/reference_kl" in row for row in rows(shuffled))
 
 
+@pytest.mark.nightly
 def test_both_runs_start_from_the_same_accuracy(run, shuffled):
     """The same checkpoint, seed and questions: a vLLM server answers them alike."""
     assert summary(shuffled)["accuracy_warm_start"] == summary(run)["accuracy_warm_start"]
 
 
-@pytest.mark.parametrize("name", ["run", "shuffled"])
+@pytest.mark.parametrize("name", EACH)
 def test_trainer_and_rollout_agree_at_every_step(name, request):
     job = request.getfixturevalue(name)
     gaps = [row["max_logprob_gap"] for row in rows(job)]
@@ -166,7 +170,7 @@ def test_transformers_loads_the_export_and_its_answers_are_in_format(run):
     assert example["prompt"].endswith("<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("name", ["run", "shuffled"])
+@pytest.mark.parametrize("name", EACH)
 def test_nothing_is_left_but_the_output(name, request):
     job = request.getfixturevalue(name)
     assert len(job.processes) > 10

@@ -1,21 +1,19 @@
 """A vLLM server's scores and traces are transformers' on the same checkpoint, in float32.
 
-A dense model with a tied head, and one with latent attention, shared experts and a router with
-groups, bias and scale; two workers have a test of their own (test_parallel_server.py).
+A model with experts, and one with latent attention, shared experts and a router with groups, bias
+and scale, which test_parallel_server.py has on two workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
 
@@ -26,42 +24,32 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.protocol import SamplingParams, TokenScores
 from mcore_rl.rollout.vllm_server import VLLMServer
-from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
+from mcore_rl.weight_sync.stream import StreamEndpoint
 from tests.e2e.hosting import hosting
 from tests.e2e.reference import NATS, check, check_trace, expected
+from tests.e2e.served import EOS, MAX_TOKENS, Served, serving
+from tests.nightly import nightly
 
-_MAX_TOKENS, _EOS = 256, 1
+pytestmark = pytest.mark.server
+
 _LONG = torch.randint(2, tiny_models.VOCAB, (200,), generator=torch.manual_seed(4)).tolist()
 
 
-@dataclass(frozen=True)
-class Served:
-    """A server, how to run on its loop, and two models: it starts with the first one's weights."""
-
-    server: VLLMServer
-    run: Callable[[Any], Any]
-    models: list[Any]
-    paths: list[Path]
-
-    async def update(self, seed: int) -> None:
-        version = self.server.weight_version + 1
-        weights = load_file(self.paths[seed] / "model.safetensors").items()
-        with StreamSender("127.0.0.1", num_receivers=1, timeout_s=20.0) as sender:
-            sent = asyncio.to_thread(sender.send, weights, version)
-            await asyncio.gather(sent, self.server.update_weights(sender.endpoint, version))
+@pytest.fixture(scope="module", params=["qwen3_moe", nightly("deepseek_v3")])
+def started(request, tmp_path_factory) -> Iterator[Served]:
+    if request.param == "qwen3_moe":
+        yield request.getfixturevalue("shared_server")
+    else:
+        config = tiny_families.served_config(request.param)
+        with serving(config, tmp_path_factory.mktemp("served")) as own:
+            yield own
 
 
-@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
-def served(request, tmp_path_factory) -> Iterator[Served]:
-    config = tiny_families.served_config(request.param)
-    models = [tiny_models.build_from(config, seed) for seed in (0, 1)]
-    paths = [tiny_families.save_served(m, tmp_path_factory.mktemp("model")) for m in models]
-    config = RolloutConfig(max_num_seqs=16, kv_cache_bytes=32 << 20)
-    server = VLLMServer(str(paths[0]), "float32", _MAX_TOKENS, config, seed=0)
-    with hosting(), asyncio.Runner() as runner:
-        runner.run(server.start())
-        yield Served(server, runner.run, models, paths)
-        runner.run(server.close())
+@pytest.fixture
+def served(started) -> Served:
+    """On the weights of its first model."""
+    started.take(0)
+    return started
 
 
 def test_scores_are_the_references_at_every_position_of_a_cached_prompt_too(served):
@@ -69,7 +57,7 @@ def test_scores_are_the_references_at_every_position_of_a_cached_prompt_too(serv
         served.run(served.server.generate(_LONG, SamplingParams(max_tokens=1)))
         scores = served.run(served.server.score(_LONG))
         assert scores.token_ids == _LONG[1:]
-        check(scores, served.models[0], _LONG[:1])
+        check(scores, served.models[0].reference, _LONG[:1])
     assert served.run(served.server.score(_LONG[:1])) == TokenScores([], [], [])
 
 
@@ -78,8 +66,8 @@ def test_sampled_tokens_are_scored_as_the_reference_and_a_prefill_score_them(ser
     decoded = [served.run(served.server.decode(prompt, 200, seed)) for seed in (2, 3)]
     for scores in decoded:
         assert len(scores.token_ids) == 200
-        check(scores, served.models[0], prompt)
-    assert all(_EOS in scores.token_ids[:-1] for scores in decoded)  # which ends nothing here
+        check(scores, served.models[0].reference, prompt)
+    assert all(EOS in scores.token_ids[:-1] for scores in decoded)  # which ends nothing here
     again = served.run(served.server.decode(prompt, 200, seed=3))
     assert again.token_ids == decoded[1].token_ids != decoded[0].token_ids
     prefilled = served.run(served.server.score(prompt + decoded[0].token_ids))
@@ -91,7 +79,7 @@ def test_every_module_of_a_trace_is_the_references_and_a_trace_leaves_nothing_be
     for token_ids in (_LONG, _LONG[:1], _LONG):
         traced = served.run(served.server.trace(token_ids))
         assert {t.dtype for t in traced.values()} == {torch.float32}
-        check_trace(traced, served.models[0], token_ids)
+        check_trace(traced, served.models[0].reference, token_ids)
     assert served.run(served.server.score(_LONG)) == before
 
 
@@ -108,19 +96,19 @@ def test_a_trace_has_the_engine_to_itself(served):
         return await asyncio.gather(trace, *late, *early)
 
     traced, scores, decoded, *early = served.run(among_others())
-    check_trace(traced, served.models[0], _LONG[:40])
-    check(scores, served.models[0], _LONG[:1])
-    check(decoded, served.models[0], _LONG[:50])
+    check_trace(traced, served.models[0].reference, _LONG[:40])
+    check(scores, served.models[0].reference, _LONG[:1])
+    check(decoded, served.models[0].reference, _LONG[:50])
     assert [len(completions) for completions in early] == [2] * 3
 
 
 def test_scores_and_traces_are_of_the_weights_after_an_update_and_of_none_after_a_failed_one(
     served,
 ):
-    old, new = served.models
+    old, new = (model.reference for model in served.models)
     gap = expected(old, _LONG)[0] - expected(new, _LONG)[0]
     assert gap.abs().max() > 0.1  # the test can tell the two apart
-    served.run(served.update(1))
+    served.take(1)
     check(served.run(served.server.score(_LONG)), new, _LONG[:1])
     check_trace(served.run(served.server.trace(_LONG)), new, _LONG)
     nobody = StreamEndpoint("127.0.0.1", 9, "0" * 32, 1.0)
@@ -129,7 +117,7 @@ def test_scores_and_traces_are_of_the_weights_after_an_update_and_of_none_after_
     for call in _calls(served.server, 10):
         with pytest.raises(RuntimeError, match=r"does not serve: its update .* did not complete"):
             served.run(call)
-    served.run(served.update(0))
+    served.take(0)
     check(served.run(served.server.decode(_LONG[:5], 9, seed=0)), old, _LONG[:5])
 
 
@@ -139,12 +127,12 @@ def _calls(server: VLLMServer, num_tokens: int) -> list[Any]:
 
 
 def test_what_does_not_fit_is_refused_and_the_last_that_fits_is_not(served):
-    for call in _calls(served.server, _MAX_TOKENS):
+    for call in _calls(served.server, MAX_TOKENS):
         with pytest.raises(ConfigError, match="256 tokens and 1 exceed the server's 256 tokens"):
             served.run(call)
-    fitting = [served.run(call) for call in _calls(served.server, _MAX_TOKENS - 1)]
-    assert len(fitting[0].token_ids) == _MAX_TOKENS - 2
-    assert len(fitting[2]["lm_head"]) == _MAX_TOKENS - 1
+    fitting = [served.run(call) for call in _calls(served.server, MAX_TOKENS - 1)]
+    assert len(fitting[0].token_ids) == MAX_TOKENS - 2
+    assert len(fitting[2]["lm_head"]) == MAX_TOKENS - 1
 
 
 def test_compiled_graphs_are_not_traced(served, monkeypatch):
@@ -166,7 +154,7 @@ def test_heads_that_the_cpu_does_not_take_are_refused_before_the_engine_starts(
     path = tiny_families.save_served(
         tiny_models.build_from(tiny_families.cases()[name].config), tmp_path
     )
-    server = VLLMServer(str(path), "float32", _MAX_TOKENS, RolloutConfig(), seed=0)
+    server = VLLMServer(str(path), "float32", MAX_TOKENS, RolloutConfig(), seed=0)
     with hosting(), pytest.raises(ConfigError, match=message):
         asyncio.run(server.start())
     with pytest.raises(RuntimeError, match="it has not been started"):
@@ -177,7 +165,7 @@ def test_an_engine_that_does_not_start_is_an_error_and_the_server_has_not_starte
     model = tiny_models.build_from(tiny_families.served_config("qwen3"))
     path = tiny_families.save_served(model, tmp_path)
     config = RolloutConfig(kv_cache_bytes=1)
-    server = VLLMServer(str(path), "float32", _MAX_TOKENS, config, seed=0)
+    server = VLLMServer(str(path), "float32", MAX_TOKENS, config, seed=0)
     with hosting(), pytest.raises(RuntimeError, match="vLLM's engine does not start"):
         asyncio.run(server.start())
     with pytest.raises(RuntimeError, match="it has not been started"):

@@ -1,8 +1,6 @@
 """A real vLLM server: its log-probs are the model's, before and after every weight update.
 
 The reference is transformers in float32 on the same checkpoint.
-
-Long because: one server, which takes seconds to start, serves nearly every test here.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,137 +18,48 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
-from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
-from tests.e2e.hosting import hosting
+from mcore_rl.weight_sync.stream import StreamEndpoint
 from tests.e2e.processes import command_line, lives, shared_memory
+from tests.e2e.served import (
+    EOS,
+    MAX_TOKENS,
+    PROMPT,
+    Model,
+    push,
+    serving,
+    tiny_families,
+    tokenizer,
+)
 
-_VOCABULARY, _EOS, _MAX_TOKENS = 64, 2, 256
-_PROMPT = [1, *range(10, 40)]
-_SHAPE = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 128,
-    "max_position_embeddings": _MAX_TOKENS,
-    "bos_token_id": 1,
-    "eos_token_id": _EOS,
-    "pad_token_id": 0,
-}
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Versions whose lines the corrections of vllm_worker.py were read against.
 _REVIEWED_VLLM = {"0.32.0"}
 
-Weights = dict[str, torch.Tensor]
 
-
-class Model:
-    """A checkpoint on disk, its weights, and transformers' log-probs for them."""
-
-    def __init__(self, folder: Path, config: Any, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.path = str(folder)
-        self._model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        with torch.no_grad():
-            for parameter in self._model.parameters():  # spread, so that wrong weights show
-                if parameter.dim() >= 2:
-                    parameter.normal_(0, 0.1)
-                else:
-                    parameter.uniform_(0.8, 1.2)
-        self._model.save_pretrained(folder)
-        _tokenizer().save_pretrained(folder)
-        self.weights: Weights = load_file(folder / "model.safetensors")
-
-    @torch.no_grad()
-    def log_probs(
-        self, prompt: list[int], response: list[int], temperature: float = 1.0
-    ) -> list[float]:
-        logits = self._model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        table = (logits / temperature).log_softmax(-1)
-        return table[torch.arange(len(response)), response].tolist()
-
-    def gap(self, prompt: list[int], completion: Completion, temperature: float = 1.0) -> float:
-        reference = self.log_probs(prompt, completion.token_ids, temperature)
-        pairs = zip(completion.log_probs, reference, strict=True)
-        return max(abs(a - b) for a, b in pairs)
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": _EOS} | {f"w{i}": i for i in range(3, _VOCABULARY)}
-    core = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-
-
-@contextlib.contextmanager
-def _serving(path: str) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """A started server and a function that runs a coroutine on its event loop."""
-    config = RolloutConfig(max_num_seqs=32, kv_cache_bytes=32 << 20)
-    server = VLLMServer(path, "float32", _MAX_TOKENS, config, seed=0)
-    with hosting(), asyncio.Runner() as runner:
-        runner.run(server.start())
-        try:
-            yield server, runner.run
-        finally:
-            runner.run(server.close())
-
-
-async def _update(server: VLLMServer, weights: Any, number: int) -> list[BaseException | None]:
-    """Outcome of the sender and of the server."""
-    items = weights.items() if isinstance(weights, dict) else weights
-    with StreamSender("127.0.0.1", num_receivers=1, timeout_s=20.0) as sender:
-        return await asyncio.gather(
-            asyncio.to_thread(sender.send, items, number),
-            server.update_weights(sender.endpoint, number),
-            return_exceptions=True,
-        )
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory) -> list[Model]:
-    config = Qwen3MoeConfig(**_SHAPE, **_EXPERTS, norm_topk_prob=True, tie_word_embeddings=False)
-    return [Model(tmp_path_factory.mktemp(f"moe{seed}"), config, seed) for seed in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def served(moe):
-    """The shared server, the way to run on its loop, and what it generated before any update."""
-    with _serving(moe[0].path) as (server, run):
-        yield server, run, run(server.generate(_PROMPT, SamplingParams(n=2, max_tokens=24)))
+@pytest.fixture
+def run(shared_server):
+    return shared_server.run
 
 
 @pytest.fixture
-def run(served):
-    return served[1]
+def moe(shared_server) -> list[Model]:
+    return shared_server.models
 
 
 @pytest.fixture
-def server(served, run, moe):
+def server(shared_server):
     """The shared server on the weights of moe[0], whatever the test before left."""
-    assert run(_update(served[0], moe[0].weights, served[0].weight_version + 1)) == [None, None]
-    return served[0]
+    shared_server.take(0)
+    return shared_server.server
 
 
 def _check_generation(run, server, model: Model, number: int, tolerance: float = 1e-4) -> None:
-    prompts = [_PROMPT[: len(_PROMPT) - i] for i in range(4)]
+    prompts = [PROMPT[: len(PROMPT) - i] for i in range(4)]
     sampling = SamplingParams(n=3, max_tokens=24)
 
     async def generate() -> list[list[Completion]]:
@@ -170,49 +78,49 @@ def test_the_corrections_were_read_against_the_installed_vllm():
             assert version(distribution) in _REVIEWED_VLLM
 
 
-def test_log_probs_equal_the_reference_at_start(served, moe):
-    for completion in served[2]:
-        assert moe[0].gap(_PROMPT, completion) < 1e-5
-        assert moe[1].gap(_PROMPT, completion) > 0.1  # the test can tell the two checkpoints apart
+def test_log_probs_equal_the_reference_at_start(shared_server, moe):
+    for completion in shared_server.first:
+        assert moe[0].gap(PROMPT, completion) < 1e-5
+        assert moe[1].gap(PROMPT, completion) > 0.1  # the test can tell the two checkpoints apart
         assert set(completion.weight_versions) == {0}
 
 
 def test_log_probs_equal_the_reference_after_each_of_several_updates(server, run, moe):
     first = server.weight_version
     for number, seed in ((first + 1, 1), (first + 2, 0), (first + 3, 1)):
-        assert run(_update(server, moe[seed].weights, number)) == [None, None]
+        assert run(push(server, moe[seed].weights, number)) == [None, None]
         assert server.weight_version == number
         _check_generation(run, server, moe[seed], number, tolerance=1e-5)
 
 
 def test_log_probs_are_those_of_the_distribution_sampled_from(server, run, moe):
     sampling = SamplingParams(n=4, temperature=0.5, max_tokens=24)
-    for completion in run(server.generate(_PROMPT, sampling)):
-        assert moe[0].gap(_PROMPT, completion, temperature=0.5) < 1e-4
+    for completion in run(server.generate(PROMPT, sampling)):
+        assert moe[0].gap(PROMPT, completion, temperature=0.5) < 1e-4
 
 
 def test_top_p_log_probs_are_renormalised_over_the_kept_tokens(server, run):
     narrow = SamplingParams(n=2, top_p=1e-6, max_tokens=8)  # keeps one token
-    for completion in run(server.generate(_PROMPT, narrow)):
+    for completion in run(server.generate(PROMPT, narrow)):
         assert completion.log_probs == pytest.approx([0.0] * len(completion.token_ids), abs=1e-6)
 
 
 def test_a_response_ends_with_the_end_token_or_at_the_length(server, run):
-    completions = run(server.generate(_PROMPT, SamplingParams(n=32, max_tokens=100)))
+    completions = run(server.generate(PROMPT, SamplingParams(n=32, max_tokens=100)))
     reasons = {c.finish_reason for c in completions}
     assert reasons == {"stop", "length"}
     for c in completions:
         assert len(c.log_probs) == len(c.token_ids)
         if c.finish_reason == "stop":
-            assert c.token_ids.index(_EOS) == len(c.token_ids) - 1
+            assert c.token_ids.index(EOS) == len(c.token_ids) - 1
         else:
-            assert _EOS not in c.token_ids
+            assert EOS not in c.token_ids
             assert len(c.token_ids) == 100
 
 
 def test_a_seed_repeats_a_request_and_its_completions_differ(server, run):
     sampling = SamplingParams(n=3, max_tokens=16, seed=5)
-    first, second = (run(server.generate(_PROMPT, sampling)) for _ in range(2))
+    first, second = (run(server.generate(PROMPT, sampling)) for _ in range(2))
     assert [c.token_ids for c in first] == [c.token_ids for c in second]
     assert len({tuple(c.token_ids) for c in first}) == 3
 
@@ -223,7 +131,7 @@ def test_cached_prompts_are_forgotten_at_an_update(server, run, moe):
     (before,) = run(server.generate(prompt, greedy))
     (cached,) = run(server.generate(prompt, greedy))
     assert cached.token_ids == before.token_ids
-    assert run(_update(server, moe[1].weights, server.weight_version + 1)) == [None, None]
+    assert run(push(server, moe[1].weights, server.weight_version + 1)) == [None, None]
     (after,) = run(server.generate(prompt, SamplingParams(max_tokens=12)))
     assert moe[1].gap(prompt, after) < 1e-5
 
@@ -236,11 +144,11 @@ def test_requests_in_flight_finish_on_the_old_weights_and_waiting_ones_run_on_th
 
     async def generate_across_an_update() -> tuple[list[Completion], list[Completion]]:
         # One turn of the event loop lets a request in; with a sleep it might already be answered.
-        early = [asyncio.create_task(server.generate(_PROMPT, sampling)) for _ in range(4)]
+        early = [asyncio.create_task(server.generate(PROMPT, sampling)) for _ in range(4)]
         await asyncio.sleep(0)
-        update = asyncio.create_task(_update(server, moe[1].weights, number + 1))
+        update = asyncio.create_task(push(server, moe[1].weights, number + 1))
         await asyncio.sleep(0)
-        late = [asyncio.create_task(server.generate(_PROMPT, sampling)) for _ in range(4)]
+        late = [asyncio.create_task(server.generate(PROMPT, sampling)) for _ in range(4)]
         assert not any(task.done() for task in early)
         assert await update == [None, None]
         flatten = [[c for t in tasks for c in await t] for tasks in (early, late)]
@@ -250,12 +158,12 @@ def test_requests_in_flight_finish_on_the_old_weights_and_waiting_ones_run_on_th
     for completions, model, expected in ((early, moe[0], number), (late, moe[1], number + 1)):
         for completion in completions:
             assert set(completion.weight_versions) == {expected}
-            assert model.gap(_PROMPT, completion) < 1e-4
+            assert model.gap(PROMPT, completion) < 1e-4
 
 
 def _refuses(run, server) -> None:
     with pytest.raises(RuntimeError, match="did not complete"):
-        run(server.generate(_PROMPT, SamplingParams(max_tokens=1)))
+        run(server.generate(PROMPT, SamplingParams(max_tokens=1)))
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "extra"])
@@ -272,12 +180,12 @@ def test_an_update_with_a_wrong_tensor_is_refused_by_name_until_a_whole_one(
         name = "model.layers.9.mlp.gate.weight"
         weights[name] = torch.zeros(8, 64)
     number = server.weight_version
-    _, outcome = run(_update(server, weights, number + 1))
+    _, outcome = run(push(server, weights, number + 1))
     assert isinstance(outcome, RuntimeError)
     assert name in str(outcome)
     assert server.weight_version == number
     _refuses(run, server)
-    assert run(_update(server, moe[1].weights, number + 1)) == [None, None]
+    assert run(push(server, moe[1].weights, number + 1)) == [None, None]
     _check_generation(run, server, moe[1], number + 1)
 
 
@@ -288,9 +196,9 @@ def test_requests_that_wait_for_an_update_are_refused_when_it_fails(server, run,
         raise OSError("the trainer broke off")
 
     async def wait_for_it() -> Any:
-        update = asyncio.create_task(_update(server, tensors(), server.weight_version + 1))
+        update = asyncio.create_task(push(server, tensors(), server.weight_version + 1))
         await asyncio.sleep(0.05)
-        request = server.generate(_PROMPT, SamplingParams(max_tokens=1))
+        request = server.generate(PROMPT, SamplingParams(max_tokens=1))
         return await asyncio.gather(update, request, return_exceptions=True)
 
     (sent, updated), request = run(wait_for_it())
@@ -303,6 +211,8 @@ _DYING_SENDER = """
 import itertools, json, sys, time
 from safetensors.torch import load_file
 from mcore_rl.weight_sync.stream import StreamSender
+
+pytestmark = pytest.mark.server
 def slowly(items):
     for i, item in enumerate(items):
         if i == 12:
@@ -333,7 +243,7 @@ def test_a_killed_sender_leaves_a_server_that_refuses_until_a_whole_update(serve
     assert "closed the connection" in str(outcome)
     assert "after 12 tensors" in str(outcome)
     _refuses(run, server)
-    assert run(_update(server, moe[1].weights, number)) == [None, None]
+    assert run(push(server, moe[1].weights, number)) == [None, None]
     _check_generation(run, server, moe[1], number)
 
 
@@ -342,8 +252,8 @@ def test_a_loop_gives_samples_of_every_prompt_in_order(server, run):
         assert "<eos>" not in text
         return {"reward": float(len(text.split())), "ended": float(finish_reason == "stop")}
 
-    loop = SingleTurnLoop(server, _tokenizer(), reward)
-    prompts = [Prompt(_PROMPT[:n], n, {"n": n}) for n in (4, 9)]
+    loop = SingleTurnLoop(server, tokenizer(), reward)
+    prompts = [Prompt(PROMPT[:n], n, {"n": n}) for n in (4, 9)]
     samples = run(loop.run_all(prompts, SamplingParams(n=4, max_tokens=30)))
     assert [s.group_id for s in samples] == [4] * 4 + [9] * 4
     for sample in samples:
@@ -366,7 +276,7 @@ def test_seeded_prompts_beyond_one_step_of_prefill_are_served(server, run, moe):
 
 def test_a_response_that_cannot_fit_is_refused(server, run):
     with pytest.raises(ConfigError, match=r"31 tokens and rollout.max_response_tokens = 226"):
-        run(server.generate(_PROMPT, SamplingParams(max_tokens=_MAX_TOKENS - 30)))
+        run(server.generate(PROMPT, SamplingParams(max_tokens=MAX_TOKENS - 30)))
 
 
 @pytest.mark.parametrize(
@@ -375,7 +285,7 @@ def test_a_response_that_cannot_fit_is_refused(server, run):
 )
 def test_wrong_settings_are_named_before_anything_starts(moe, path, dtype, message):
     with pytest.raises(ConfigError, match=message):
-        VLLMServer(path or moe[0].path, dtype, _MAX_TOKENS, RolloutConfig(), seed=0)
+        VLLMServer(path or moe[0].path, dtype, MAX_TOKENS, RolloutConfig(), seed=0)
 
 
 def _check_gone(processes: list[psutil.Process], files: set[Path], within_s: float = 15.0) -> None:
@@ -390,14 +300,14 @@ def _check_gone(processes: list[psutil.Process], files: set[Path], within_s: flo
 
 
 def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_factory):
-    config = Qwen3Config(**_SHAPE, tie_word_embeddings=True)
-    tied = [Model(tmp_path_factory.mktemp(f"tied{seed}"), config, seed) for seed in (0, 1)]
-    assert "lm_head.weight" not in tied[0].weights
+    config = tiny_families.served_config("qwen3")
     before = psutil.Process().children(recursive=True)
-    with _serving(tied[0].path) as (server, run):
+    with serving(config, tmp_path_factory.mktemp("tied")) as served:
+        server, run, tied = served.server, served.run, served.models
+        assert "lm_head.weight" not in tied[0].weights
         _check_generation(run, server, tied[0], 0)
         for number, seed in ((1, 1), (2, 0)):
-            assert run(_update(server, tied[seed].weights, number)) == [None, None]
+            assert run(push(server, tied[seed].weights, number)) == [None, None]
             _check_generation(run, server, tied[seed], number)
         own = ("resource_tracker", "forkserver")  # Python's: they live as long as their parent
         engines = [
@@ -409,4 +319,4 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
         memory = set().union(*map(shared_memory, engines))
     _check_gone(engines, memory)
     with pytest.raises(RuntimeError, match="it has been closed"):
-        asyncio.run(server.generate(_PROMPT, SamplingParams(max_tokens=1)))
+        asyncio.run(server.generate(PROMPT, SamplingParams(max_tokens=1)))

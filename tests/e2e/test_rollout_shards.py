@@ -6,10 +6,9 @@ trainers of every layout.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import shards
-import tiny_families
-import tiny_models
 
-from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync import colocated, shared_memory
-from tests.e2e.hosting import hosting
+
+pytestmark = pytest.mark.server
 
 Served = tuple[VLLMServer, shards.Trainer, Callable[..., Any]]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(shared_server) -> Served:
     """A server with experts, its trainer, and the way to run on the server's loop."""
-    folder, paths = tmp_path_factory.mktemp("models"), []
-    for seed in (0, 1):
-        model = tiny_models.build_from(tiny_families.served_config("qwen3_moe"), seed=seed)
-        paths.append(tiny_families.save_served(model, folder / str(seed)))
-    config = RolloutConfig(max_num_seqs=16, kv_cache_bytes=32 << 20)
-    server = VLLMServer(str(paths[0]), "float32", 256, config, seed=0)
-    with hosting(), asyncio.Runner() as runner:
-        runner.run(server.start())
-        try:
-            yield server, shards.Trainer(paths), runner.run
-        finally:
-            runner.run(server.close())
+    trainer = shards.Trainer([Path(model.path) for model in shared_server.models])
+    return shared_server.server, trainer, shared_server.run
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.job
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
 def test_kernels_compile_for_both_gpus_without_spills_and_load_without_any(tmp_path: Path) -> None:
     result = build(ROOT, tmp_path, MCORE_RL_CUDA="1", NVCC_APPEND_FLAGS="-Xptxas -v")

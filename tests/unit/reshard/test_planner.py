@@ -22,6 +22,7 @@ from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, Tr
 from mcore_rl.reshard.placement import Devices
 from mcore_rl.reshard.planner import Demand, Plan
 from mcore_rl.reshard.rules import Shard, Weight
+from tests.nightly import all_but
 
 NUM_TRIPLES = 560
 ITEMSIZE = 2
@@ -179,7 +180,7 @@ def test_the_triples_cover_every_axis_and_both_modes():
     assert 100 < len(shared) < len(CASES) - 100
 
 
-@pytest.mark.parametrize("start", range(0, NUM_TRIPLES, 40))
+@pytest.mark.parametrize("start", all_but((0, 280), range(0, NUM_TRIPLES, 40)))
 def test_a_plan_writes_each_element_once_and_receives_what_is_missing_and_no_more(start):
     for case in CASES[start : start + 40]:
         (training, rules), (served, vllm_rules) = case.sides
@@ -222,7 +223,7 @@ def lower_bounds(case: Case, whole, sources, wanted) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("start", range(0, NUM_TRIPLES, 140))
+@pytest.mark.parametrize("start", all_but((0,), range(0, NUM_TRIPLES, 140)))
 def test_what_a_rank_sends_is_what_others_receive_from_it_and_every_rank_plans_alike(start):
     for case in CASES[start : start + 140]:
         plan = case.plan
