@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cli.compose import compose_config, setting_names
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.config.describe import setting_names
 from mcore_rl.config.resolve import resolve
 from mcore_rl.config.schema import RLConfig
 
@@ -152,7 +153,7 @@ def commands_of(page: Path) -> list[list[str]]:
 @each_page
 def test_every_command_has_settings_that_fit_together(page: Path):
     for overrides in commands_of(page):
-        resolve(compose_config("rl", RLConfig, overrides))
+        resolve(compose_config(RLConfig, overrides))
 
 
 def anchors_of(page: Path) -> set[str]:
