@@ -17,7 +17,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.warnings import warnings_of
 
 _USAGE = "mcore-rl rl [recipe=NAME|PATH] [key=value ...] [OPTION]"
-_EXAMPLES = """\
+EXAMPLES = """\
   mcore-rl rl recipe=quickstart seed=7 trainer.num_steps=40
   mcore-rl rl recipe=mine.yaml --dry-run
   mcore-rl rl recipe=quickstart actor.layout.ep=1 --print-config > mine.yaml
@@ -83,7 +83,7 @@ def _help(parser: Parser, topics: Sequence[str]) -> str:
     parts = [
         parser.format_help().rstrip(),
         "\n".join(["recipes (or the path of your own):", *recipe_lines]),
-        f"examples:\n{_EXAMPLES}",
+        f"examples:\n{EXAMPLES}",
         "settings and their defaults:",
         *("\n".join(_described(group)) for group in found),
     ]

@@ -31,7 +31,8 @@ SETTINGS = (
     "model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet",
     "data.max_prompt_tokens=64", "rollout.max_response_tokens=32", "trainer.prompts_per_step=20",
     "warm_start.num_steps=2", "warm_start.batch_size=20",
-    "warm_start.train_file=warm_start.parquet", "actor.layout.tp=2", "actor.layout.ep=2", "algorithm.kl_coef=0.1", "output_dir=new/out",
+    "warm_start.train_file=warm_start.parquet", "actor.layout.tp=2",
+    "actor.layout.ep=2", "algorithm.kl_coef=0.1", "output_dir=new/out",
 )  # fmt: skip
 
 
