@@ -44,6 +44,8 @@ def main(arguments: list[str]) -> None:
     if options.print_config:
         show(f"# {shlex.join(['mcore-rl', 'rl', *words])}\n{as_recipe(config)}".rstrip())
         return
+    if not words:
+        raise ConfigError("no settings; try recipe=quickstart, or see mcore-rl rl --help")
     for warning in warnings_of(config):
         print(f"mcore-rl rl: warning: {warning}", file=sys.stderr)
     if options.dry_run:

@@ -7,6 +7,8 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 
 from __future__ import annotations
 
+import re
+
 from mcore_rl.config.checks import at_least, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import (
@@ -23,6 +25,7 @@ WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl", "disk")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
+_CORES = "[0-9]+([-,|][0-9]+)*"
 
 
 def resolve(config: RLConfig) -> None:
@@ -121,6 +124,10 @@ def _resolve_rollout(config: RolloutConfig) -> None:
         raise ConfigError(
             f"rollout.cores={config.cores!r} must list the cores of each of the "
             f"rollout.tp={config.tp} workers of a server, separated by '|'"
+        )
+    if config.cores and not re.fullmatch(_CORES, config.cores):
+        raise ConfigError(
+            f"rollout.cores={config.cores!r}; allowed: numbers and ranges such as '0-3,8|4-7'"
         )
     # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
     positive("rollout.temperature", config.temperature)

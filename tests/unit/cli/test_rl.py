@@ -142,6 +142,12 @@ def test_an_option_that_there_is_not_is_named(monkeypatch, capsys, flag, message
     assert message in err
 
 
+def test_without_any_setting_the_next_step_is_named(monkeypatch, capsys):
+    status, out, err = command(monkeypatch, capsys, "rl")
+    assert (status, out) == (2, "")
+    assert "try recipe=quickstart, or see mcore-rl rl --help" in err
+
+
 DOUBTFUL = {
     "data.train_file=a data.test_file=a": "data.test_file='a' is data.train_file",
     "warm_start.train_file=a": "warm_start.train_file='a' is not read",

@@ -58,6 +58,7 @@ BAD = [
         {"rollout__cores": "0|1"},
         "rollout.cores='0|1' must list the cores of each of the",
     ),
+    ({"rollout__cores": "a"}, "rollout.cores='a'; allowed: numbers and ranges"),
     ({"output_dir": ""}, "output_dir='' names no folder"),
     ({"trainer__num_steps": 0}, "trainer.num_steps=0; allowed: at least 1"),
     ({"data__max_prompt_tokens": 0}, "data.max_prompt_tokens=0; allowed: at least 1"),
