@@ -11,8 +11,8 @@ from safetensors import safe_open
 STEPS = ("trainer.num_steps=1000", "trainer.prompts_per_step=16", "trainer.eval_samples=16")
 WARM_START = (*STEPS, "warm_start.num_steps=1000")
 TRAINING = (
-    *STEPS, "warm_start.num_steps=0", "actor.layout.tp=1", "actor.layout.ep=1",
-    "weight_sync.method=full_export",
+    *STEPS, "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1",
+    "actor.layout.ep=1", "weight_sync.method=full_export",
 )  # fmt: skip
 
 
