@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jinja2 import TemplateError
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
@@ -167,6 +166,8 @@ def _templated(
     path: str | Path,
     setting: str,
 ) -> str:
+    from jinja2 import TemplateError  # comes with transformers
+
     try:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:  # many templates refuse roles, or their order

@@ -94,13 +94,13 @@ def spans(ranks: Sequence[int]) -> str:
     >>> spans([0, 1, 2, 6, 8, 9])
     '0-2, 6, 8-9'
     """
-    spans: list[list[int]] = []
+    found: list[list[int]] = []
     for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
         else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+            found.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def _summary(config: RLConfig, found: Sequence[Role]) -> list[str]:
