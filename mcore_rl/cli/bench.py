@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from mcore_rl.cli.options import Parser, parse_axes
+from mcore_rl.cli.options import AXES, SERVED_AXES, Parser, parse_layout
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
@@ -18,13 +18,13 @@ resharding with its gloo copy service."""
 
 
 def main(arguments: list[str]) -> None:
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     for name in ("layers", "bucket_mib", "repetitions"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     layouts = (
-        parse_axes("--train", options.train, Layout),
-        parse_axes("--generate", options.generate, GenerationLayout),
-        parse_axes("--target", options.target, Layout),
+        parse_layout("--train", options.train, Layout),
+        parse_layout("--generate", options.generate, GenerationLayout),
+        parse_layout("--target", options.target, Layout),
     )
     from mcore_rl.tools import bench_reshard
 
@@ -37,12 +37,12 @@ def main(arguments: list[str]) -> None:
         bench_reshard.show(report)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl bench", description="Measurements on this machine.")
     what = parser.add_subparsers(dest="what", required=True, metavar="reshard", parser_class=Parser)
     add = what.add_parser("reshard", description=_ABOUT).add_argument
-    add("--train", default="tp=2,pp=2,ep=2", metavar="tp=2,ep=2", help="tp pp cp dp ep etp")
-    add("--generate", default="tp=4,ep=4", metavar="tp=4", help="tp pp dp ep, of vLLM")
+    add("--train", default="tp=2,pp=2,ep=2", metavar="tp=2,ep=2", help=AXES)
+    add("--generate", default="tp=4,ep=4", metavar="tp=4", help=SERVED_AXES)
     add("--target", default="tp=4,ep=4", metavar="tp=4", help="of Megatron, for its own resharding")
     add("--layers", type=int, default=6, help="57 MB each; default: 6, so 408 MB in all")
     add("--bucket-mib", type=int, default=8, help="a rank stages two of them; default: 8")

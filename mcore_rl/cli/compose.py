@@ -1,94 +1,211 @@
-"""Hydra at the edge: YAML, recipes and overrides become a typed config; no DictConfig leaves."""
+"""Settings from YAML, recipes and overrides, as a typed config; no DictConfig leaves."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-import mcore_rl
+from mcore_rl.cli import recipes
+from mcore_rl.cli.options import closest
+from mcore_rl.config.describe import Setting, groups
 from mcore_rl.config.errors import ConfigError
 
 T = TypeVar("T")
-CONFIGS = Path(mcore_rl.__file__).parent / "configs"
-_GROUPS = ("recipe",)
+Settings = Mapping[str, Setting]  # by key
+_RECIPE = "recipe"  # the one key that is no setting
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true, false",
+    "str": "text, in which ${...} is looked up",
+}
+_FEW = 12  # names that are listed in one message
+
+# The time of day in a setting: ${now:%H%M}. One config sees one time.
+OmegaConf.register_new_resolver(
+    "now", lambda form: time.strftime(form), use_cache=True, replace=True
+)
 
 
-def compose_config(name: str, schema: type[T], overrides: Sequence[str]) -> T:
-    """The config `name` (configs/<name>.yaml) with Hydra overrides, as an instance of `schema`.
+def compose_config(schema: type[T], arguments: Sequence[str]) -> T:
+    """The defaults, changed by a recipe (recipe=NAME or PATH), then by the other key=value.
 
     Raises:
-        ConfigError: an unknown key, recipe or value, or an override that does not parse.
+        ConfigError: an unknown key, recipe or value, or a file that cannot be read.
     """
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    try:
-        _check_keys(overrides, schema)
-        with initialize_config_dir(str(CONFIGS.resolve()), version_base="1.3"):
-            config = OmegaConf.to_object(compose(name, overrides=list(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, schema)) from error
-    if not isinstance(config, schema):
-        raise TypeError(f"configs/{name}.yaml does not inherit {name}_schema")
-    return config
-
-
-def setting_names(schema: type, prefix: str = "") -> list[str]:
-    """The full key of every setting, such as actor.layout.tp."""
-    found: list[str] = []
-    for entry in fields(schema):  # type: ignore[arg-type]
-        default = entry.default_factory() if callable(entry.default_factory) else entry.default
-        key = prefix + entry.name
-        found += setting_names(type(default), f"{key}.") if is_dataclass(default) else [key]
+    settings = {s.key: s for group in groups(schema()) for s in group.settings}
+    overrides = [_split(argument, settings) for argument in arguments]
+    config = OmegaConf.structured(schema)
+    chosen = [text for key, text in overrides if key == _RECIPE]
+    if len(chosen) > 1:
+        raise ConfigError(f"recipe is given {len(chosen)} times: {', '.join(chosen)}")
+    for recipe in chosen:
+        _change(config, recipes.find(_unquoted(recipe), _RECIPE, Path()), settings)
+    for key, text in overrides:
+        if key != _RECIPE:
+            _set(config, settings[key], _parsed(settings[key], text), "")
+    found = _checked(config)
+    assert isinstance(found, schema)
     return found
 
 
-def _check_keys(overrides: Sequence[str], schema: type) -> None:
-    known = setting_names(schema)
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        key = override.key_or_group
-        if override.is_add() or override.is_delete():
-            raise ConfigError(
-                f"{override.input_line}: settings are neither added nor removed; use key=value"
-            )
-        if key in _GROUPS:
-            _check_choice(key, override.value())
+def as_recipe(config: Any) -> str:
+    """YAML of every setting; as a recipe it gives the same config."""
+    escaped = _escaped(asdict(config))
+    return OmegaConf.to_yaml(OmegaConf.create(escaped))
+
+
+def _escaped(value: Any) -> Any:
+    """The same, with texts that read like interpolations kept from being one."""
+    if isinstance(value, dict):
+        return {key: _escaped(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_escaped(entry) for entry in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _split(argument: str, settings: Settings) -> tuple[str, str]:
+    """(key, text) of key=text."""
+    key, equals, text = argument.partition("=")
+    if key.startswith(("+", "~")):
+        raise ConfigError(f"{argument}: settings are neither added nor removed; use key=value")
+    if not equals:
+        hint = f"{_RECIPE}={key}" if key in recipes.names() or "/" in key else f"{key}=VALUE"
+        if key not in settings and not hint.startswith(_RECIPE):
+            raise ConfigError(f"{argument!r} is no key=value; {unknown(key, list(settings))}")
+        raise ConfigError(f"{argument!r} is no key=value; did you mean {hint}?")
+    if key != key.strip():
+        raise ConfigError(f"{argument!r}: no blanks around the '='")
+    if key != _RECIPE and key not in settings:
+        raise ConfigError(unknown(key, list(settings)))
+    return key, text
+
+
+def _unquoted(text: str) -> str:
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if is_quoted else text
+
+
+def _set(config: DictConfig, setting: Setting, value: object, where: str) -> None:
+    try:
+        OmegaConf.update(config, setting.key, value, merge=False)
+    except OmegaConfBaseException as error:
+        raise _refused(setting, value, where) from error
+
+
+def _parsed(setting: Setting, text: str) -> object:
+    """A text as it stands, without quotes around it; another value by Hydra's grammar."""
+    if setting.kind == "str":
+        return _unquoted(text)
+    try:
+        parsed = OverridesParser.create().parse_override(f"{setting.key}={text}")
+    except HydraException as error:
+        raise _refused(setting, text) from error
+    if parsed.is_sweep_override():
+        raise _refused(setting, text)
+    value: object = parsed.value()
+    return value
+
+
+def _refused(setting: Setting, value: object, where: str = "") -> ConfigError:
+    kind, _, empty = setting.kind.partition(" | ")
+    allowed = _KINDS.get(kind, kind) + (", null" if empty else "")
+    if isinstance(setting.default, list):
+        allowed = f"a list such as [{','.join(setting.default)}]"
+    return ConfigError(f"{where}{setting.key}={value!r}; allowed: {allowed}")
+
+
+def _checked(config: DictConfig, where: str = "") -> object:
+    """The config as a dataclass, its interpolations resolved."""
+    try:
+        return OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        key, message = error.full_key, str(error).partition("\n")[0]
+        raise ConfigError(f"{where}{key}: {message}") from error
+
+
+def _change(
+    config: DictConfig, path: Path, settings: Settings, above: tuple[Path, ...] = ()
+) -> None:
+    """What a recipe changes, after the recipe that it starts from."""
+    path = path.resolve()
+    if path in above:
+        raise ConfigError(f"{above[-1]}: {_RECIPE}: {path} starts from this file itself")
+    changes = _load(path)
+    base = changes.pop(_RECIPE, None)
+    if base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(f"{path}: {_RECIPE}={base!r}; allowed: a name or a path")
+        found = recipes.find(base, f"{path}: {_RECIPE}", path.parent)
+        _change(config, found, settings, (*above, path))
+    for key, value in _leaves(changes, list(settings), f"{path}: "):
+        _set(config, settings[key], value, f"{path}: ")
+    _checked(config, f"{path}: ")
+
+
+def _leaves(
+    changes: Mapping[Any, Any], known: Sequence[str], where: str, prefix: str = ""
+) -> Iterator[tuple[str, object]]:
+    """(full key, value) of each setting in nested ones, which must all be known."""
+    for name, value in changes.items():
+        key = f"{prefix}{name}"
+        is_group = any(other.startswith(f"{key}.") for other in known)
+        if is_group and "." not in str(name) and (value is None or isinstance(value, dict)):
+            yield from _leaves(value or {}, known, where, f"{key}.")
         elif key not in known:
-            raise ConfigError(_unknown(key, known))
+            raise ConfigError(f"{where}{unknown(key, known)}")
+        elif "." in str(name):
+            nested = ": {".join(str(name).split("."))
+            raise ConfigError(
+                f"{where}{key} as one key; allowed: nested, as in {nested}: "
+                f"{value}{'}' * str(name).count('.')}"
+            )
+        else:
+            yield key, value
 
 
-def _check_choice(group: str, choice: object) -> None:
-    allowed = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-    if choice not in allowed:
-        raise ConfigError(f"{group}={choice}; allowed: {', '.join(allowed)}")
+def _load(path: Path) -> dict[Any, Any]:
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path} is not valid YAML{at}: {error.problem}") from error
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{path}: {error.full_key}: {reason}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except OSError as error:
+        reason = error.strerror or "it must hold settings, not a single value"
+        raise ConfigError(f"{path} cannot be read: {reason}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a list; allowed: settings, one a line as key: value")
+    return found
 
 
-def _unknown(key: str, known: Sequence[str]) -> str:
+def unknown(key: str, known: Sequence[str]) -> str:
+    """Why a key is no setting, with those that it may have been meant for."""
     inside = [name for name in known if name.startswith(f"{key}.")]
     if inside:
-        return f"{key} is a group of settings; set one of: {', '.join(inside)}"
+        listed = ", ".join(inside[:_FEW]) + (", ..." if len(inside) > _FEW else "")
+        return f"{key} is a group of settings; set one of: {listed}"
     leaf = key.rpartition(".")[2]
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.7)
-    close = close or [name for name in known if name.rpartition(".")[2] == leaf]
-    if close:
-        return f"unknown setting {key!r}; did you mean {' or '.join(close)}?"
-    return f"unknown setting {key!r}; allowed: {', '.join(known)}"
-
-
-def _explain(error: BaseException, schema: type) -> str:
-    """One line of the innermost cause, with the closest keys when YAML names an unknown one."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    key = getattr(error, "full_key", None)
-    if isinstance(error, ConfigKeyError) and key:
-        return _unknown(key, setting_names(schema))
-    message = " ".join(str(error).split("\n")[0].split())
-    return f"{key}: {message}" if key else " ".join(str(error).split())
+    ends: dict[str, list[str]] = {}
+    for name in known:
+        ends.setdefault(name.rpartition(".")[2], []).append(name)
+    close = ends.get(leaf) or closest(key, known)
+    close = close or [name for end in closest(leaf, ends) for name in ends[end]][:3]
+    if "." in key:  # the whole key says more than its end
+        close = closest(key, known) or close
+    hint = f"did you mean {' or '.join(close)}?" if close else "mcore-rl rl --help lists them all"
+    return f"unknown setting {key!r}; {hint}"

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mcore_rl.cli.options import Parser, parse_axes
+from mcore_rl.cli.options import AXES, Parser, parse_layout
 from mcore_rl.config.schema import Layout
 
 
 def main(arguments: list[str]) -> int:
-    options = vars(_parser().parse_args(arguments))
+    options = vars(build_parser().parse_args(arguments))
     command = options.pop("command")
     if "layout" in options:
-        options["layout"] = parse_axes("--layout", options["layout"], Layout)
+        options["layout"] = parse_layout("--layout", options["layout"], Layout)
     from mcore_rl.jobs.convert.commands import COMMANDS  # imports torch: not for a wrong option
 
     return COMMANDS[command](**options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_mcore = commands.add_parser("hf-to-mcore", help="a Hugging Face folder for Megatron")
@@ -27,13 +27,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what is in a folder of either kind")
     verify = commands.add_parser("verify", help="whether two folders hold the same weights")
     _folder(to_mcore, "--model", "Hugging Face folder")
-    to_mcore.add_argument("--layout", default="", metavar="tp=2,ep=2", help="of the ranks to come")
-    to_mcore.add_argument("--dtype", help="float32 or bfloat16; default: that of the weights")
+    add = to_mcore.add_argument
+    add("--layout", default="", metavar="tp=2,ep=2", help=f"of the ranks to come: {AXES}")
+    add("--dtype", metavar="float32|bfloat16", help="default: that of the weights")
     _folder(to_hf, "--checkpoint", "Megatron folder")
     _folder(to_hf, "--reference", "Hugging Face folder of the same model", required=False)
-    to_hf.add_argument("--dtype", help="float32, bfloat16 or fp8; default: that of the weights")
-    to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
-    to_hf.add_argument("--lora", default="merge", metavar="merge|separate", help="default: merge")
+    add = to_hf.add_argument
+    add("--dtype", metavar="float32|bfloat16|fp8", help="default: that of the weights")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
+    add("--lora", default="merge", metavar="merge|separate", help="default: merge")
     for command in (to_mcore, to_hf):
         _folder(command, "--output", "new or empty folder")
         command.add_argument("--workers", type=int, metavar="N", help="processes that convert")

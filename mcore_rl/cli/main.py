@@ -11,25 +11,56 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
 
-_COMMANDS = {
+COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
     "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",
     "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",
     "verify": "whether the engines agree: mcore-rl verify parity --model DIR --layout tp=2 ...",
+    "completion": 'words that the Tab key completes: eval "$(mcore-rl completion bash)"',
+}
+OPTIONS = {
+    "--help": "this; mcore-rl COMMAND --help says more",
+    "--version": "of mcore-rl and of the packages that results depend on, and the lane",
 }
 
 
 def main() -> int:
     leave_garbage_at_exit()
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] not in _COMMANDS:
-        wanted = arguments and arguments[0] not in ("-h", "--help")
-        lines = [f"unknown command {arguments[0]!r}"] if wanted else []
-        lines += ["usage: mcore-rl COMMAND ...", *(f"  {n:10} {h}" for n, h in _COMMANDS.items())]
-        print("\n".join(lines), file=sys.stderr if wanted else sys.stdout)
-        return 2 if wanted else 0
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        return _show(_usage())
+    if arguments[0] in ("-V", "--version"):
+        from mcore_rl.observability.versions import lane, versions
+
+        return _show("\n".join(f"{n} {v}" for n, v in {**versions(), "lane": lane()}.items()))
+    if arguments[0] not in COMMANDS:
+        return _refuse(arguments[0])
     return _run(arguments[0], arguments[1:])
+
+
+def _usage() -> str:
+    rows = [f"  {name:12}{meaning}" for name, meaning in {**COMMANDS, **OPTIONS}.items()]
+    return "\n".join(["usage: mcore-rl COMMAND ...", *rows])
+
+
+def _show(text: str) -> int:
+    from mcore_rl.cli.options import show
+
+    show(text)
+    return 0
+
+
+def _refuse(word: str) -> int:
+    from mcore_rl.cli.options import closest
+
+    kind, known = ("option", OPTIONS) if word.startswith("-") else ("command", COMMANDS)
+    close = closest(word, known)
+    if not close and "=" in word:
+        close = [f"mcore-rl rl {word}"]
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    print(f"mcore-rl: unknown {kind} {word!r}{hint}\n{_usage()}", file=sys.stderr)
+    return 2
 
 
 def _run(name: str, arguments: list[str]) -> int:

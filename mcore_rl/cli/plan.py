@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from mcore_rl.cli.options import Parser, parse_axes
+from mcore_rl.cli.options import AXES, SERVED_AXES, Parser, parse_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
@@ -17,9 +17,9 @@ gather-then-slice would move between the same layouts. Weights are not needed.""
 
 
 def main(arguments: list[str]) -> None:
-    options = _parser().parse_args(arguments)
-    train = parse_axes("--train", options.train, Layout)
-    generate = parse_axes("--generate", options.generate, GenerationLayout)
+    options = build_parser().parse_args(arguments)
+    train = parse_layout("--train", options.train, Layout)
+    generate = parse_layout("--generate", options.generate, GenerationLayout)
     from mcore_rl.tools import plan_reshard
 
     cluster = plan_reshard.Cluster(
@@ -39,14 +39,14 @@ def main(arguments: list[str]) -> None:
         plan_reshard.show(report)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl plan", description="What something would cost.")
     what = parser.add_subparsers(dest="what", required=True, metavar="reshard", parser_class=Parser)
     add = what.add_parser("reshard", description=_ABOUT).add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder, or a config.json")
     add("--mode", default="colocated", help="colocated (the default) or disaggregated")
-    add("--train", required=True, metavar="tp=2,ep=8", help="tp pp cp dp ep etp vpp")
-    add("--generate", required=True, metavar="tp=8", help="tp pp dp ep, of vLLM")
+    add("--train", required=True, metavar="tp=2,ep=8", help=AXES)
+    add("--generate", required=True, metavar="tp=8", help=SERVED_AXES)
     add("--nodes", type=int, help="default: as many as the ranks need")
     add("--gpus-per-node", type=int, default=8)
     add("--nic-gbps", type=float, default=400.0, help="gigabits a second of a GPU; default: 400")

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from mcore_rl.cli.options import Parser, parse_axes
+from mcore_rl.cli.options import AXES, Parser, parse_layout
 from mcore_rl.config.schema import Layout
 
 _ABOUT = """\
@@ -22,8 +22,8 @@ _TOLERANCE = (
 
 
 def main(arguments: list[str]) -> None:
-    options = _parser().parse_args(arguments)
-    layout = parse_axes("--layout", options.layout, Layout)
+    options = build_parser().parse_args(arguments)
+    layout = parse_layout("--layout", options.layout, Layout)
     from rich.console import Console
 
     from mcore_rl.jobs.parity.run import run  # imports torch: not for a bad option
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl verify", description="Proof that the engines agree.")
     what = parser.add_subparsers(dest="what", required=True, metavar="parity", parser_class=Parser)
     parity = what.add_parser(
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parity.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
-    add("--layout", required=True, metavar="tp=2,ep=2", help="axes: tp pp cp dp ep etp vpp")
+    add("--layout", required=True, metavar="tp=2,ep=2", help=AXES)
     add("--against", required=True, metavar="hf,vllm", help="engines to compare Megatron with")
     add(
         "--prompts",

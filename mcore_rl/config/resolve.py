@@ -7,6 +7,8 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 
 from __future__ import annotations
 
+import re
+
 from mcore_rl.config.checks import at_least, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import (
@@ -23,6 +25,7 @@ WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl", "disk")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
+_CORES = "[0-9]+([-,|][0-9]+)*"
 
 
 def resolve(config: RLConfig) -> None:
@@ -33,7 +36,7 @@ def resolve(config: RLConfig) -> None:
     one_of("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
     one_of("weight_sync.verify", config.weight_sync.verify, VERIFY)
     at_least("seed", config.seed, 0)
-    at_least("trainer.num_steps", config.trainer.num_steps, 0)
+    at_least("trainer.num_steps", config.trainer.num_steps, 1)
     at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
     positive("trainer.max_logprob_gap", config.trainer.max_logprob_gap)
@@ -45,6 +48,7 @@ def resolve(config: RLConfig) -> None:
         )
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")
+    at_least("data.max_prompt_tokens", config.data.max_prompt_tokens, 1)
     _resolve_files(config)
     resolve_engine("actor", config.actor)
     if config.actor.moe.router_replay == "rollout":
@@ -59,7 +63,10 @@ def resolve(config: RLConfig) -> None:
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
     warm = config.warm_start
+    at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
+        at_least("warm_start.batch_size", warm.batch_size, 1)
+        at_least("warm_start.moe_aux_loss_coef", warm.moe_aux_loss_coef, 0)
         resolve_layout("warm_start.layout", warm.layout)
         resolve_optimizer("warm_start.optimizer", warm.optimizer)
         resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
@@ -87,6 +94,7 @@ def _resolve_files(config: RLConfig) -> None:
 
 
 def _resolve_weight_sync(config: RLConfig) -> None:
+    positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
     bucket_bytes = config.weight_sync.bucket_bytes
     if bucket_bytes < 32 or bucket_bytes % 32:  # two halves, each of aligned boxes
         raise ConfigError(
@@ -111,10 +119,15 @@ def _resolve_weight_sync(config: RLConfig) -> None:
 def _resolve_rollout(config: RolloutConfig) -> None:
     for name in ("num_servers", "tp", "max_response_tokens", "max_num_seqs", "kv_cache_bytes"):
         at_least(f"rollout.{name}", getattr(config, name), 1)
+    positive("rollout.start_timeout_s", config.start_timeout_s)
     if config.cores and len(config.cores.split("|")) != config.tp:
         raise ConfigError(
             f"rollout.cores={config.cores!r} must list the cores of each of the "
             f"rollout.tp={config.tp} workers of a server, separated by '|'"
+        )
+    if config.cores and not re.fullmatch(_CORES, config.cores):
+        raise ConfigError(
+            f"rollout.cores={config.cores!r}; allowed: numbers and ranges such as '0-3,8|4-7'"
         )
     # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
     positive("rollout.temperature", config.temperature)

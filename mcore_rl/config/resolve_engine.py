@@ -6,6 +6,7 @@ Megatron would do wrong without an error is refused here, or repaired in the eng
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mcore_rl.config.checks import at_least, divides, one_of, positive
@@ -113,8 +114,19 @@ def resolve_layout(key: str, layout: Layout) -> None:
     if layout.world_size % experts:
         raise ConfigError(
             f"{key}: etp * ep * pp = {layout.etp} * {layout.ep} * {layout.pp} = {experts} must "
-            f"divide the world size tp * pp * cp * dp = {layout.world_size}"
+            f"divide the world size tp * pp * cp * dp = {layout.world_size}; the smallest {key}.dp "
+            f"that fits: {smallest_dp(layout)}"
         )
+
+
+def smallest_dp(layout: Layout) -> int:
+    """The least dp with which the ranks of the other axes hold the experts' axes.
+
+    >>> smallest_dp(Layout(tp=2, ep=4))
+    2
+    """
+    experts, others = layout.etp * layout.ep, layout.tp * layout.cp
+    return experts // math.gcd(experts, others)
 
 
 def resolve_optimizer(key: str, config: OptimizerConfig) -> None:

@@ -50,7 +50,7 @@ def load_prompts(
     """Chats of a parquet file through the tokenizer's chat template, ready for a response.
 
     `setting` is the key that named `path`. Raises ConfigError, naming it, when the file is missing,
-    is no parquet, is empty, lacks a column or has a prompt over config.max_prompt_tokens.
+    is no parquet, is empty, lacks a column or an answer or has a prompt over max_prompt_tokens.
     """
     table = _read(path, setting)
     _require_column(table, config.prompt_column, "data.prompt_column", path, setting)
@@ -63,6 +63,12 @@ def load_prompts(
             f"tokens; allowed: up to data.max_prompt_tokens={config.max_prompt_tokens}"
         )
     answers = table.column(config.answer_column).to_pylist()
+    for row, answer in enumerate(answers):
+        if answer is None or answer != answer:  # what pandas writes for a missing number
+            raise ConfigError(
+                f"{setting}={str(path)!r}: row {row} has no answer in column "
+                f"{config.answer_column!r} (data.answer_column): it is {answer}"
+            )
     others = table.drop_columns([config.prompt_column]).to_pylist()
     return PromptDataset(
         [
@@ -90,11 +96,12 @@ def load_supervised(
     _require_column(table, response_column, "warm_start.response_column", path, setting)
     prompts = _prompt_ids(table, prompt_column, tokenizer, path, setting)
     texts = table.column(response_column).to_pylist()
-    if not all(isinstance(text, str) for text in texts):
-        raise ConfigError(
-            f"{setting}={str(path)!r}: column {response_column!r} must hold text in every row, "
-            f"it is {table.schema.field(response_column).type}"
-        )
+    for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"{setting}={str(path)!r}: row {row} of column {response_column!r} "
+                f"(warm_start.response_column) is {str(text)[:80]!r}; it must be text"
+            )
     responses = [[*ids, tokenizer.eos_token_id] for ids in _encode(texts, tokenizer)]
     response_ids = Jagged.of(responses, np.int64)
     return Batch(
@@ -106,12 +113,17 @@ def load_supervised(
     )
 
 
-def _read(path: str | Path, setting: str) -> pa.Table:
+def check_parquet(path: str | Path, setting: str) -> None:
+    """Raise ConfigError, naming `setting`, when `path` is no parquet file with rows in it."""
+    _read(path, setting, columns=[])
+
+
+def _read(path: str | Path, setting: str, columns: list[str] | None = None) -> pa.Table:
     if not Path(path).is_file():
         raise ConfigError(f"{setting}={str(path)!r} is not a file; it must be a parquet file")
     try:
-        table = pq.read_table(path)
-    except pa.ArrowInvalid as error:
+        table = pq.read_table(path, columns=columns)
+    except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{setting}={str(path)!r} cannot be read as parquet: {error}") from error
     if table.num_rows == 0:
         raise ConfigError(f"{setting}={str(path)!r} has no rows")
@@ -140,17 +152,39 @@ def _prompt_ids(
         if not _is_chat(chat):
             raise ConfigError(
                 f"{setting}={str(path)!r}: row {row} of column {column!r} (data.prompt_column) is "
-                f"{str(chat)[:80]!r}; it must be a list of messages with a role and a content"
+                f"{str(chat)[:80]!r}; it must be a list of messages with a role and a content "
+                "of text"
             )
-    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    texts = [_templated(chat, tokenizer, row, path, setting) for row, chat in enumerate(chats)]
     return _encode(texts, tokenizer)
+
+
+def _templated(
+    chat: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    row: int,
+    path: str | Path,
+    setting: str,
+) -> str:
+    from jinja2 import TemplateError  # comes with transformers
+
+    try:
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:  # many templates refuse roles, or their order
+        raise ConfigError(
+            f"{setting}={str(path)!r}: row {row} does not fit the model's chat template: {error}"
+        ) from error
+    return str(text)
 
 
 def _is_chat(value: object) -> bool:
     return (
         isinstance(value, list)
         and len(value) > 0
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+        and all(
+            isinstance(m, dict) and all(isinstance(m.get(n), str) for n in ("role", "content"))
+            for m in value
+        )
     )
 
 

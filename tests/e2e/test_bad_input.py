@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -109,7 +110,10 @@ BAD_SETTINGS = {
     "group as a key": ({"actor.layout": "3"}, ["actor.layout", "actor.layout.tp"]),
     "added key": ({"+trainer.extra": "3"}, ["+trainer.extra=3", "key=value"]),
     "words for a number": ({"trainer.num_steps": "many"}, ["trainer.num_steps", "'many'"]),
-    "unknown recipe": ({"recipe": "quickstrat"}, ["recipe=quickstrat", "allowed: quickstart"]),
+    "unknown recipe": (
+        {"recipe": "quickstrat"},
+        ["recipe='quickstrat'", "did you mean quickstart"],
+    ),
     "no data": ({"data.test_file": ""}, ["data.test_file=''"]),
     "task and own data": ({"task.name": "last_digit"}, ["model.path='model'", "allowed: ''"]),
     "world size": (
@@ -192,6 +196,22 @@ BAD_SETTINGS = {
         {"rollout.kv_cache_bytes": "20000"},
         ["rollout.kv_cache_bytes=20000", "96 tokens takes 147456 bytes", "allowed: at least"],
     ),
+    "more prompts in a step than rows": (
+        {"trainer.prompts_per_step": "24"},
+        ["trainer.prompts_per_step=24", "data.train_file='train.parquet' has 20 rows"],
+    ),
+    "more evaluated than rows": (
+        {"trainer.prompts_per_step": "20", "trainer.eval_samples": "21"},
+        ["trainer.eval_samples=21", "data.test_file='test.parquet' has 20 rows"],
+    ),
+    "no training": (
+        WARM_START | {"trainer.num_steps": "0"},
+        ["trainer.num_steps=0", "allowed: at least 1"],
+    ),
+    "recipe of the user's own": (
+        {"recipe": "model/config.json"},
+        ["model/config.json: unknown setting 'architectures'"],
+    ),
     "output folder in use": ({"output_dir": "model"}, ["output_dir='model'", "allowed: a new"]),
     "output folder is a file": (
         {"output_dir": "train.parquet"},
@@ -265,6 +285,15 @@ BAD_FILES: dict[str, tuple[Callable[[Place], object], list[str]]] = {
     "no answer column": (
         lambda at: at.table("train.parquet", lambda table: table.drop_columns(["answer"])),
         ["data.train_file='train.parquet'", "'answer' (data.answer_column)", "it has: messages"],
+    ),
+    "a row without an answer": (
+        lambda at: at.table(
+            "train.parquet",
+            lambda table: table.set_column(
+                1, "answer", pa.array([*table["answer"].to_pylist()[:-1], None])
+            ),
+        ),
+        ["data.train_file='train.parquet'", "row 19 has no answer", "data.answer_column"],
     ),
     "no rows": (
         lambda at: at.table("train.parquet", lambda table: table.slice(0, 0)),

@@ -13,8 +13,8 @@ from tests.nightly import all_but
 STEPS = ("trainer.num_steps=1000", "trainer.prompts_per_step=16", "trainer.eval_samples=16")
 WARM_START = (*STEPS, "warm_start.num_steps=1000")
 TRAINING = (
-    *STEPS, "warm_start.num_steps=0", "actor.layout.tp=1", "actor.layout.ep=1",
-    "weight_sync.method=full_export",
+    *STEPS, "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1",
+    "actor.layout.ep=1", "weight_sync.method=full_export",
 )  # fmt: skip
 DISAGGREGATED = (
     "weight_sync.method=disaggregated", "actor.layout.dp=2", "actor.layout.ep=2",

@@ -14,7 +14,6 @@ from rich.console import Console
 from mcore_rl.controller.guard import guard
 from mcore_rl.data.tokenizer import has_tokenizer, read_tokenizer
 from mcore_rl.jobs.failure import told_in_one_line
-from mcore_rl.jobs.output import versions
 from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
 from mcore_rl.jobs.parity.compare import Gap, Scores, compare
 from mcore_rl.jobs.parity.modules import Trace, differences, first_different
@@ -22,6 +21,7 @@ from mcore_rl.jobs.parity.report import Pair, Report
 from mcore_rl.jobs.parity.settings import CONTINUATION, HF, VLLM, Plan, Request, checked
 from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
 from mcore_rl.observability.console import waiting
+from mcore_rl.observability.versions import versions
 
 WITH_HF, WITH_PREFILL, WITH_DECODE = "megatron~hf", "megatron~vllm_prefill", "megatron~vllm_decode"
 _MEGATRON = "megatron"

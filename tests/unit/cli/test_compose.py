@@ -2,55 +2,151 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from mcore_rl.cli.compose import CONFIGS, compose_config, setting_names
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.cli import recipes
+from mcore_rl.cli.compose import as_recipe, compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve
-from mcore_rl.config.schema import Layout, RLConfig
-
-RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
+from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", recipes.names())
 def test_every_recipe_composes_and_resolves(recipe):
-    config = compose_config("rl", RLConfig, [f"recipe={recipe}"])
+    config = compose_config(RLConfig, [f"recipe={recipe}"])
     assert isinstance(config, RLConfig)
     resolve(config)
 
 
 def test_overrides_win_over_the_recipe_and_keep_their_types():
     config = compose_config(
-        "rl", RLConfig, ["recipe=quickstart", "seed=7", "actor.layout.ep=1", "output_dir=/x"]
+        RLConfig, ["recipe=quickstart", "seed=7", "actor.layout.ep=1", "output_dir=/x"]
     )
     assert (config.seed, config.output_dir) == (7, "/x")
     assert config.actor.layout == Layout(tp=2, ep=1)
 
 
 def test_without_a_recipe_the_defaults_stand():
-    assert compose_config("rl", RLConfig, []) == RLConfig()
+    assert compose_config(RLConfig, []) == RLConfig()
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("actor.layot.tp=2", "unknown setting 'actor.layot.tp'; did you mean actor.layout.tp"),
-        ("learning_rate=1", "unknown setting 'learning_rate'; allowed: seed, output_dir, "),
-        ("recipe=nope", "recipe=nope; allowed: quickstart"),
-        ("seed=abc", "seed: Value 'abc' of type 'str' could not be converted to Integer"),
+        ("learning_rate=1", "unknown setting 'learning_rate'; mcore-rl rl --help lists them all"),
+        ("trainer.num_step=1", "did you mean trainer.num_steps"),
+        ("lr=1", "unknown setting 'lr'; did you mean warm_start.optimizer.lr or actor.optimizer"),
+        ("recipe=a.yaml", "recipe is given 2 times: quickstart, a.yaml"),
+        ("seed=abc", "seed='abc'; allowed: a whole number"),
+        ("seed=", "seed=''; allowed: a whole number"),
+        ("seed=1,2", "seed='1,2'; allowed: a whole number"),
+        ("rollout.ep=3x", "rollout.ep='3x'; allowed: true, false"),
+        ("actor.lora.targets=linear_qkv", r"actor.lora.targets=.*; allowed: a list such as \["),
         ("actor.layout=3", "actor.layout is a group of settings; set one of: actor.layout.tp"),
         ("+new=1", r"\+new=1: settings are neither added nor removed"),
         ("~seed", "~seed: settings are neither added nor removed"),
-        ("a b", "a b"),
+        ("a b", "'a b' is no key=value"),
+        ("seed", "'seed' is no key=value; did you mean seed=VALUE"),
+        ("quickstart", "'quickstart' is no key=value; did you mean recipe=quickstart"),
+        ("output_dir=${nope}", "output_dir: Interpolation key 'nope' not found"),
+        ("output_dir=${", "output_dir='\\${'; allowed: text"),
     ],
 )
 def test_a_wrong_override_is_one_clear_error(override, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        compose_config("rl", RLConfig, ["recipe=quickstart", override])
+        compose_config(RLConfig, ["recipe=quickstart", override])
     assert "\n" not in str(caught.value)
 
 
-def test_setting_names_are_full_keys():
-    names = setting_names(RLConfig)
-    assert {"seed", "actor.layout.tp", "warm_start.optimizer.lr"} <= set(names)
-    assert len(names) == len(set(names))
+@pytest.mark.parametrize("path", ["/ö/x(1)#a=b,c", "a b", "null", "~/x", "it's", "3", "[a]"])
+def test_a_text_is_taken_as_it_stands_in_quotes_or_without(path):
+    for text in (path, f'"{path}"', f"'{path}'"):
+        assert compose_config(RLConfig, [f"model.path={text}"]).model.path == path
+
+
+def recipe(folder: Path, text: str, name: str = "mine.yaml") -> str:
+    (folder / name).write_text(text)
+    return f"recipe={folder / name}"
+
+
+def test_a_recipe_may_be_a_file_and_start_from_another(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    recipe(tmp_path, "recipe: quickstart\nseed: 7\nactor: {layout: {ep: 1}}\n", "base.yml")
+    given = recipe(tmp_path, "recipe: ../base.yml\nseed: 8\n", "sub/a b.yaml")
+    config = compose_config(RLConfig, [given, "trainer.num_steps=3"])
+    assert (config.seed, config.trainer.num_steps) == (8, 3)
+    assert config.actor.layout == Layout(tp=2, ep=1)
+    assert config.task.name == "last_digit"
+    monkeypatch.chdir(tmp_path / "sub")
+    assert compose_config(RLConfig, ["recipe=../base.yml"]).seed == 7
+
+
+BAD_RECIPES = {
+    "seed: x": "mine.yaml: seed='x'; allowed: a whole number",
+    "actor: {layot: {tp: 2}}": "unknown setting 'actor.layot'; did you mean actor.layout",
+    "actor: 3": "mine.yaml: actor is a group of settings",
+    "actor.layout.tp: 2": r"actor.layout.tp as one key; .* as in actor: \{layout: \{tp",
+    "- seed": "mine.yaml holds a list",
+    "a: [": "mine.yaml is not valid YAML in line 1, column 5",
+    "seed: 1\nseed: 2": "mine.yaml is not valid YAML in line 2, column 1: found duplicate key seed",
+    "7": "mine.yaml cannot be read: it must hold settings",
+    "recipe: mine.yaml": "mine.yaml: recipe: .*mine.yaml starts from this file itself",
+    "recipe: nope": "mine.yaml: recipe='nope'; allowed: quickstart, or the path",
+    "recipe: ./nope.yaml": "mine.yaml: recipe='./nope.yaml' does not exist",
+    "recipe: [1]": r"mine.yaml: recipe=\[1\]; allowed: a name or a path",
+    "output_dir: ${nope}": "mine.yaml: output_dir: Interpolation key 'nope' not found",
+    "output_dir: ${": "mine.yaml: output_dir: ",
+    "\0": "mine.yaml is not valid YAML",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_RECIPES.items())
+def test_what_is_wrong_in_a_recipe_is_told_with_its_file(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        compose_config(RLConfig, [recipe(tmp_path, text)])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nope", "recipe='nope'; allowed: quickstart, or the path of a YAML file"),
+        ("quickstrat", "did you mean quickstart"),
+        ("mine", "did you mean mine.yaml"),
+        ("./nope.yaml", "recipe='./nope.yaml' does not exist"),
+        (".yaml/", "recipe='.yaml/' does not exist"),
+        ("./", "recipe='./' is a folder"),
+    ],
+)
+def test_a_recipe_that_there_is_not_is_named(tmp_path, monkeypatch, given, message):
+    recipe(tmp_path, "seed: 1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        compose_config(RLConfig, [f"recipe={given}"])
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["C"])).map(str.strip)
+
+
+@settings(max_examples=30)
+@given(TEXTS, st.floats(allow_nan=False), st.lists(TEXTS), st.none() | st.integers())
+def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path_factory, text, lr, names, layers):
+    assume("\\" not in text and not any("\\" in name for name in names))
+    config = RLConfig(output_dir=text, rollout=RolloutConfig(cores="1e-6", ep=True))
+    config.actor.optimizer = OptimizerConfig(lr=lr)
+    config.actor.recompute.modules = names
+    config.actor.layout.first_stage_layers = layers
+    given = recipe(tmp_path_factory.getbasetemp(), as_recipe(config))
+    assert compose_config(RLConfig, [given]) == config
+
+
+@pytest.mark.parametrize(
+    "text", ["null", "yes", "0x1F", "1_000", "${now:%Y}", "a: b", "#", "~", ""]
+)
+def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text):
+    config = RLConfig(output_dir=text)
+    assert compose_config(RLConfig, [recipe(tmp_path, as_recipe(config))]) == config

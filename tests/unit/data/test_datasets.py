@@ -96,7 +96,10 @@ def test_a_file_without_rows_is_refused(parquet, tokenizer):
         load_prompts(path, DataConfig(), tokenizer)
 
 
-@pytest.mark.parametrize("chat", ["Add 1 and 2.", None])
+@pytest.mark.parametrize(
+    "chat",
+    ["Add 1 and 2.", None, [], [{"role": "user", "content": None}], [{"content": "Add 1 and 2."}]],
+)
 def test_a_prompt_that_is_no_chat_is_refused(parquet, tokenizer, chat):
     path = parquet(messages=[chat], answer=["3"])
     with pytest.raises(ConfigError, match=r"row 0 of column 'messages' .*list of messages"):
@@ -113,8 +116,26 @@ def test_a_prompt_that_is_too_long_is_named_with_the_limit(parquet, tokenizer):
 
 def test_a_response_that_is_no_text_is_refused(parquet, tokenizer):
     path = parquet(messages=CHATS, response=["#### 3", None])
-    with pytest.raises(ConfigError, match="'response' must hold text in every row"):
+    with pytest.raises(ConfigError, match=r"row 1 of column 'response' .*'None'; it must be text"):
         load_supervised(path, "messages", "response", tokenizer)
+
+
+@pytest.mark.parametrize(("answers", "row"), [(["3", None], 1), ([float("nan"), 34.0], 0)])
+def test_a_row_without_an_answer_is_refused(parquet, tokenizer, answers, row):
+    path = parquet(messages=CHATS, answer=answers)
+    with pytest.raises(ConfigError, match=rf"row {row} has no answer in column 'answer'"):
+        load_prompts(path, DataConfig(), tokenizer)
+
+
+def test_a_chat_that_the_template_refuses_is_named_by_its_row(parquet):
+    words = tiny_model.train_tokenizer(["user\nAdd 1 and 2. Be brief.", "assistant\n#### 3"] * 20)
+    words.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}"
+        "{{ raise_exception('no system prompts') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    path = parquet(messages=CHATS, answer=["3", "34"])
+    with pytest.raises(ConfigError, match=r"row 1 does not fit .*chat template: no system prompts"):
+        load_prompts(path, DataConfig(), words)
 
 
 def test_a_saved_tokenizer_loads_and_encodes_the_same(tmp_path, tokenizer):

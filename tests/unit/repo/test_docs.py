@@ -6,14 +6,22 @@ import os
 import re
 import runpy
 import shlex
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mcore_rl.cli.compose import compose_config, setting_names
+from mcore_rl.cli import rl
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.cli.main import main
+from mcore_rl.cli.options import parse_layout
+from mcore_rl.config.describe import setting_names
 from mcore_rl.config.resolve import resolve
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.resolve_engine import resolve_layout
+from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.reshard.layout import GenerationLayout
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -135,24 +143,64 @@ def test_every_setting_exists(page: Path):
     assert [key for key in keys if key not in SETTINGS and key not in GROUPS] == []
 
 
+def command_lines(text: str) -> Iterator[list[str]]:
+    """The arguments of every `mcore-rl` and quickstart command in lines of a shell."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if "launch/quickstart.sh" in words:
+            yield ["rl", "recipe=quickstart", *words[words.index("launch/quickstart.sh") + 1 :]]
+        for program in (word for word in words[:1] if word.endswith("mcore-rl")):
+            yield words[words.index(program) + 1 :]
+
+
 def commands_of(page: Path) -> list[list[str]]:
-    """The overrides of every `mcore-rl rl` and quickstart command in a bash block."""
-    found = []
-    for language, block in FENCE.findall(page.read_text()):
-        lines = block.replace("\\\n", " ").splitlines() if language == "bash" else []
-        for words in (shlex.split(line, comments=True) for line in lines):
-            if "launch/quickstart.sh" in words:
-                quickstart = words[words.index("launch/quickstart.sh") + 1 :]
-                found.append(["recipe=quickstart", *quickstart])
-            elif "rl" in words and any(word.endswith("mcore-rl") for word in words):
-                found.append(words[words.index("rl") + 1 :])
-    return found
+    blocks = FENCE.findall(page.read_text())
+    shell = [block for language, block in blocks if language == "bash"]
+    return [words for block in shell for words in command_lines(block)]
+
+
+def write_recipes(text: str, folder: Path) -> None:
+    """The recipe that a page shows, where its commands expect it."""
+    for block in (block for language, block in FENCE.findall(text) if language == "yaml"):
+        for path in (folder / "here" / "mine.yaml", folder / "recipes" / "mine.yaml"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block)
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings fit together, what only prints prints, and layouts of options fit."""
+    name, arguments = words[0], words[1:]
+    if name == "rl" and not set(arguments) & {"--help", "--list-recipes"}:
+        resolve(compose_config(RLConfig, [a for a in arguments if not a.startswith("-")]))
+        arguments = [a for a in arguments if a != "--dry-run"] + ["--print-config"]
+    if name in ("rl", "completion") or name.startswith("-"):
+        monkeypatch.setattr(sys, "argv", ["mcore-rl", name, *arguments])
+        assert main() == 0
+        return
+    options = importlib.import_module(f"mcore_rl.cli.{name}").build_parser().parse_args(arguments)
+    for option in ("layout", "train", "target"):
+        if text := getattr(options, option, None):
+            resolve_layout(f"--{option}", parse_layout(f"--{option}", text, Layout))
+    if text := getattr(options, "generate", None):
+        parse_layout("--generate", text, GenerationLayout)
 
 
 @each_page
-def test_every_command_has_settings_that_fit_together(page: Path):
-    for overrides in commands_of(page):
-        resolve(compose_config("rl", RLConfig, overrides))
+def test_every_command_has_settings_and_options_that_fit_together(page, monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    write_recipes(page.read_text(), tmp_path)
+    monkeypatch.chdir(tmp_path / "here")
+    for words in commands_of(page):
+        check_command(words, monkeypatch)
+
+
+def test_the_examples_of_the_help_are_commands_that_work(monkeypatch, tmp_path):
+    write_recipes(CONFIGURATION.read_text(), tmp_path)
+    monkeypatch.chdir(tmp_path / "here")
+    commands = list(command_lines(rl.EXAMPLES.replace(" > mine.yaml", "")))
+    assert len(commands) == rl.EXAMPLES.count("mcore-rl rl")
+    for words in commands:
+        check_command(words, monkeypatch)
 
 
 def anchors_of(page: Path) -> set[str]:

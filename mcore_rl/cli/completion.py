@@ -1,0 +1,144 @@
+"""mcore-rl completion: scripts for the Tab key, and the words that they ask for.
+
+Nothing here imports more than the settings and the parsers: a Tab is answered in a moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from mcore_rl.cli import main as command_line
+from mcore_rl.cli import recipes
+from mcore_rl.cli.options import Parser, show
+from mcore_rl.config.describe import Setting, groups
+from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.reshard.layout import GenerationLayout
+
+_BASH = """\
+_mcore_rl() {
+    local line=${COMP_LINE:0:COMP_POINT} typed= reply
+    case $COMP_WORDBREAKS in # bash replaces no more than what stands behind the last =
+        *=*) typed=${line##* } typed=${typed%"${typed##*=}"} ;;
+    esac
+    COMPREPLY=()
+    while IFS= read -r reply; do
+        COMPREPLY+=("${reply#"$typed"}")
+    done < <("${COMP_WORDS[0]}" completion words "$line" 2>/dev/null)
+    case ${COMPREPLY[0]-} in *=) compopt -o nospace ;; esac
+}
+complete -o default -F _mcore_rl mcore-rl"""
+_ZSH = """\
+_mcore_rl() {
+    local -a found
+    found=(${(f)"$("${words[1]}" completion words "$LBUFFER" 2>/dev/null)"})
+    if (( ! $#found )); then
+        compset -P '*='
+        _files
+    elif [[ ${found[1]} == *= ]]; then
+        compadd -Q -S '' -a found
+    else
+        compadd -Q -a found
+    fi
+}
+compdef _mcore_rl mcore-rl"""
+SCRIPTS = {"bash": _BASH, "zsh": _ZSH}
+_AXES = {"--layout": Layout, "--train": Layout, "--target": Layout, "--generate": GenerationLayout}
+
+
+def main(arguments: list[str]) -> None:
+    """`words LINE` is what the scripts call: the words that may stand at the end of the line."""
+    if arguments[:1] == ["words"]:
+        show("\n".join(words(arguments[1])))
+        return
+    shell = build_parser().parse_args(arguments).shell
+    show(SCRIPTS[shell])
+
+
+def build_parser() -> Parser:
+    about = """eval "$(mcore-rl completion bash)" in ~/.bashrc, or zsh in ~/.zshrc, lets the Tab key
+    complete commands, options, settings, recipes and values."""
+    found = Parser(prog="mcore-rl completion", description=about)
+    found.add_argument("shell", choices=sorted(SCRIPTS))
+    return found
+
+
+def words(line: str) -> list[str]:
+    """The words that may stand where a line ends; none where a file may."""
+    try:
+        before = shlex.split(line)
+    except ValueError:  # an open quote
+        before = line.split()
+    current = "" if line[-1:].isspace() else before.pop()
+    return [word for word in _candidates(before[1:], current) if word.startswith(current)]
+
+
+def _candidates(before: Sequence[str], current: str) -> Iterator[str]:
+    if not before:
+        yield from (*command_line.COMMANDS, *command_line.OPTIONS)
+        return
+    name = before[0]
+    if name == "rl" and not current.startswith("-"):
+        yield from _settings(current, is_topic="-h" in before or "--help" in before)
+    if name not in command_line.COMMANDS or (name == "rl" and current[:1] not in ("", "-")):
+        return
+    found = importlib.import_module(f"mcore_rl.cli.{name}").build_parser()
+    for word in before[1:]:
+        found = _subcommands(found).get(word, found)
+    yield from _of_parser(found, before[-1], current)
+
+
+def _settings(current: str, *, is_topic: bool) -> Iterator[str]:
+    found = list(groups(RLConfig()))
+    if is_topic:
+        yield from (group.key for group in found if group.key)
+        return
+    key, equals, _ = current.partition("=")
+    if not equals:
+        yield from ("recipe=", *(f"{s.key}=" for group in found for s in group.settings))
+    elif key == "recipe":
+        yield from (f"recipe={name}" for name in recipes.names())
+    else:
+        for group in found:
+            for setting in group.settings:
+                if setting.key == key:
+                    yield from (f"{key}={value}" for value in _values(setting))
+
+
+def _values(setting: Setting) -> Sequence[str]:
+    return ("true", "false") if setting.kind == "bool" else setting.choices
+
+
+def _of_parser(found: argparse.ArgumentParser, last: str, current: str) -> Iterator[str]:
+    taking = [a for a in found._actions if last in a.option_strings and a.nargs != 0]
+    if taking:
+        yield from _of_option(taking[0], last, current)
+        return
+    yield from _subcommands(found)
+    for action in found._actions:
+        if action.choices is not None and not isinstance(action, argparse._SubParsersAction):
+            yield from map(str, action.choices)
+        yield from (name for name in action.option_strings if name.startswith("--"))
+
+
+def _of_option(action: argparse.Action, option: str, current: str) -> Iterator[str]:
+    """The values of an option: the axes of a layout, or the names that its help lists."""
+    if option in _AXES:
+        done, comma, _ = current.rpartition(",")
+        given = [part.partition("=")[0] for part in done.split(",")]
+        free = [field.name for field in fields(_AXES[option]) if field.name not in given]
+        yield from (f"{done}{comma}{name}=" for name in free)
+    elif isinstance(action.metavar, str) and "|" in action.metavar:
+        yield from action.metavar.split("|")
+
+
+def _subcommands(found: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return {
+        name: parser
+        for action in found._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, parser in action.choices.items()
+    }

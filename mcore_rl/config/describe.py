@@ -1,0 +1,111 @@
+"""What each setting means: its default, the comment beside its field, the names it may have."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+
+from mcore_rl.config import resolve, resolve_engine
+
+# Values of the settings that choose something by name, by the last two parts of their keys. Those
+# of the registries are repeated here, since filling one imports torch.
+CHOICES: Mapping[str, Sequence[str]] = {
+    "algorithm.advantage": ("grpo",),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "algorithm.loss_aggregation": (
+        "sequence_mean_token_mean",
+        "sequence_mean_token_sum",
+        "token_mean",
+    ),
+    "model.dtype": resolve.DTYPES,
+    "moe.aux_loss": resolve_engine.AUX_LOSSES,
+    "moe.dispatcher": resolve_engine.DISPATCHERS,
+    "moe.router_replay": resolve_engine.ROUTER_REPLAYS,
+    "optimizer.schedule": resolve_engine.SCHEDULES,
+    "recompute.granularity": resolve_engine.GRANULARITIES,
+    "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
+    "reward.name": ("final_number",),
+    "task.name": tuple(name for name in resolve.TASKS if name),
+    "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,
+    "weight_sync.transport": resolve.TRANSPORTS,
+    "weight_sync.verify": resolve.VERIFY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    key: str  # in full, such as actor.layout.tp
+    kind: str  # its type, as the schema spells it: "int | None"
+    default: object
+    meaning: str  # the comment beside its field, and the allowed names where that lacks one
+    choices: tuple[str, ...]  # empty for a setting that is no name from a list
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Settings that stand in one dataclass."""
+
+    key: str  # such as actor.layout; "" for the settings of the whole run
+    about: str  # the docstring of the dataclass
+    settings: tuple[Setting, ...]
+
+
+def groups(part: object, key: str = "") -> Iterator[Group]:
+    """The groups of settings in an instance of a dataclass of settings, outer ones first."""
+    kind = type(part)
+    comments = _comments(kind.__module__)
+    found, inner = [], []
+    for entry in fields(part):  # type: ignore[arg-type]
+        value, name = getattr(part, entry.name), f"{key}.{entry.name}".lstrip(".")
+        if is_dataclass(value):
+            inner.append((value, name))
+            continue
+        choices = tuple(CHOICES.get(".".join(name.split(".")[-2:]), ()))
+        meaning = _with_choices(comments[kind.__name__, entry.name], choices)
+        found.append(Setting(name, str(entry.type), value, meaning, choices))
+    about = kind.__doc__ or ""
+    if about.startswith(f"{kind.__name__}("):  # what dataclass writes where there is no docstring
+        about = ""
+    yield Group(key, inspect.cleandoc(about), tuple(found))
+    for value, name in inner:
+        yield from groups(value, name)
+
+
+def setting_names(schema: type) -> list[str]:
+    """The full key of every setting, such as actor.layout.tp."""
+    return [setting.key for group in groups(schema()) for setting in group.settings]
+
+
+def _with_choices(meaning: str, choices: Sequence[str]) -> str:
+    if all(word in meaning for word in choices):
+        return meaning
+    listed = f"one of: {', '.join(choices)}"
+    return f"{meaning}; {listed}" if meaning else listed
+
+
+@cache
+def _comments(module: str) -> dict[tuple[str, str], str]:
+    """By (class, field): comments on the lines of a field, or on lines of their own above it."""
+    source = inspect.getsource(sys.modules[module])
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}
+    found: dict[tuple[str, str], str] = {}
+    for part in ast.parse(source).body:
+        if not isinstance(part, ast.ClassDef):
+            continue
+        for node in part.body:
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                continue
+            first = node.lineno
+            while (above := comments.get(first - 1)) and above.line.lstrip().startswith("#"):
+                first -= 1
+            lines = range(first, (node.end_lineno or node.lineno) + 1)
+            texts = [comments[n].string.lstrip("# ") for n in lines if n in comments]
+            found[part.name, node.target.id] = " ".join(texts)
+    return found

@@ -1,0 +1,202 @@
+"""What each role of a run holds on its ranks, from config.json and settings alone. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
+from mcore_rl.engine.lora_targets import adapted_linear
+from mcore_rl.models.base import (
+    HFConfig,
+    family_of,
+    model_sizes,
+    padded_vocab_size,
+)
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.stages import Chunk, split_into_chunks
+from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
+from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.weight_sync.sync import generation_layout
+
+_ITEMSIZES = {"float32": 4, "bfloat16": 2}
+_FLOAT32 = 4  # bytes of a gradient, of a main parameter, of each of Adam's two moments
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Ranks of a role that hold the same numbers of everything."""
+
+    ranks: tuple[int, ...]  # world ranks of the role, or workers of its servers
+    layers: str  # which decoder layers, and what stands around them
+    parameters: int  # of one rank, padding of the vocabulary included
+    weight_bytes: int  # of one rank, as are the others
+    gradient_bytes: int
+    optimizer_bytes: int
+    cache_bytes: int = 0  # key/value cache of a server's worker
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    name: str
+    task: str  # what it is there for
+    layout: str  # axes above 1
+    stages: tuple[Stage, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(stage.ranks) for stage in self.stages)
+
+
+@dataclass(slots=True)
+class _Held:
+    """Elements on one rank."""
+
+    parameters: int = 0
+    wide: int = 0  # of them, those kept in float32 whatever the dtype: buffers, without gradients
+    dense: int = 0  # trained, outside of experts
+    expert: int = 0  # trained, of experts
+
+
+def roles(config: RLConfig, model: HFConfig) -> list[Role]:
+    """In the order in which they run; the warm start is over when the others begin."""
+    found = []
+    actor = config.actor
+    plain = replace(actor, lora=LoRAConfig())
+    if config.warm_start.num_steps:
+        settings = config.warm_start
+        warm = replace(plain, layout=settings.layout, optimizer=settings.optimizer)
+        found.append(_trainer("warm_start", "supervised training", warm, config, model))
+    found.append(_trainer("actor", "log-probs, updates", actor, config, model))
+    if config.algorithm.kl_coef:
+        found.append(
+            _trainer("reference", "log-probs for the KL", plain, config, model, trains=False)
+        )
+    return [*found, _servers(config, model)]
+
+
+def _trainer(
+    name: str,
+    task: str,
+    engine: EngineConfig,
+    config: RLConfig,
+    model: HFConfig,
+    *,
+    trains: bool = True,
+) -> Role:
+    """A role of Megatron's: a stage for each pipeline rank."""
+    family, layout, sizes = family_of(model), engine.layout, model_sizes(model)
+    num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef else 0
+    chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
+    mesh = Mesh(layout)
+    weights = [
+        weight
+        for weight in family.weights(model, padded_vocab_size(model, layout.tp))
+        if num_mtp or weight.stage != "mtp"
+    ]
+    held = _held(TrainingRanks(mesh, chunks, sizes.num_experts), weights, engine.lora)
+    itemsize = _ITEMSIZES[config.model.dtype]
+    stages = []
+    for pp_rank in range(layout.pp):
+        ranks = mesh.ranks(pp_rank=pp_rank)
+        mine = held[ranks[0]]
+        trained = mine.dense + mine.expert if trains else 0
+        stages.append(
+            Stage(
+                ranks=tuple(ranks),
+                layers=_layers([chunk for chunk in chunks if chunk.pp_rank == pp_rank]),
+                parameters=mine.parameters,
+                weight_bytes=mine.parameters * itemsize + mine.wide * (_FLOAT32 - itemsize),
+                gradient_bytes=trained * _FLOAT32,
+                optimizer_bytes=_optimizer_bytes(mine, engine, mesh, itemsize) if trains else 0,
+            )
+        )
+    return Role(name, task, _axes(layout), tuple(stages))
+
+
+def _optimizer_bytes(held: _Held, engine: EngineConfig, mesh: Mesh, itemsize: int) -> int:
+    """Adam's two moments and, beside weights in bfloat16, a copy in float32; all of it sharded
+    over data-parallel ranks by the distributed optimizer."""
+    dense, expert = held.dense, held.expert
+    if engine.optimizer.distributed:
+        dense = -(-dense // (mesh.sizes["dp"] * mesh.sizes["cp"]))
+        expert = -(-expert // mesh.sizes["edp"])
+    return (dense + expert) * _FLOAT32 * (2 if itemsize == _FLOAT32 else 3)
+
+
+def _servers(config: RLConfig, model: HFConfig) -> Role:
+    """vLLM's workers: all servers are alike."""
+    rollout, sizes = config.rollout, model_sizes(model)
+    layout = generation_layout(rollout)
+    held = _held(
+        GenerationRanks(layout, sizes.num_layers, sizes.num_experts),
+        family_of(model).vllm_weights(model),
+        LoRAConfig(),
+    )
+    itemsize = _ITEMSIZES[config.model.dtype]
+    most = max(held, key=lambda rank: rank.parameters)  # experts may not divide evenly
+    stage = Stage(
+        ranks=tuple(range(layout.world_size)),
+        layers=f"all {sizes.num_layers} layers",
+        parameters=most.parameters,
+        weight_bytes=most.parameters * itemsize + most.wide * (_FLOAT32 - itemsize),
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        cache_bytes=rollout.kv_cache_bytes,
+    )
+    server = GenerationLayout(tp=rollout.tp)
+    task = f"generation: {rollout.num_servers} vLLM server{'s' * (rollout.num_servers > 1)}"
+    return Role("rollout", task, _axes(server) + " ep" * rollout.ep, (stage,))
+
+
+def _held(ranks: Ranks, weights: Sequence[Weight], lora: LoRAConfig) -> list[_Held]:
+    """What each rank holds."""
+    found = [_Held() for _ in range(ranks.world_size)]
+    for weight in weights:
+        holders = ranks.holders(weight)
+        for index, members in enumerate(holders):
+            shape = weight.rule.local_shape(Shard(index, len(holders)))
+            size, trained = math.prod(shape), _trained(weight, shape, lora)
+            for rank in members:
+                mine = found[rank]
+                mine.parameters += size + (trained if lora.rank else 0)
+                if weight.float32:
+                    mine.wide += size
+                elif weight.expert is None:
+                    mine.dense += trained
+                else:
+                    mine.expert += trained
+    return found
+
+
+def _trained(weight: Weight, shape: tuple[int, ...], lora: LoRAConfig) -> int:
+    """Elements that get gradients: those of the weight, or of the two factors of its adapter."""
+    if not lora.rank:
+        return 0 if weight.float32 else math.prod(shape)
+    return lora.rank * sum(shape) if adapted_linear(weight) in lora.targets else 0
+
+
+def _layers(chunks: Sequence[Chunk]) -> str:
+    return ", ".join(_parts(chunks))
+
+
+def _parts(chunks: Sequence[Chunk]) -> Iterator[str]:
+    for chunk in chunks:
+        if chunk.has_embedding:
+            yield "embedding"
+        if len(chunk.layers):
+            first, last = chunk.layers[0], chunk.layers[-1]
+            yield f"layer {first}" if first == last else f"layers {first}-{last}"
+        if chunk.has_head:
+            yield "head"
+
+
+def _axes(layout: Layout | GenerationLayout) -> str:
+    """
+    >>> _axes(Layout(tp=2, ep=2))
+    'tp=2 ep=2'
+    """
+    sizes = asdict(layout)
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n not in (1, None)) or "tp=1"

