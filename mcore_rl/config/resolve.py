@@ -7,7 +7,7 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 
 from __future__ import annotations
 
-from mcore_rl.config.checks import at_least, divides, one_of, positive
+from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
@@ -23,6 +23,7 @@ WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl", "disk")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
+MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
 
 
 def resolve(config: RLConfig) -> None:
@@ -32,7 +33,8 @@ def resolve(config: RLConfig) -> None:
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
     one_of("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
     one_of("weight_sync.verify", config.weight_sync.verify, VERIFY)
-    at_least("seed", config.seed, 0)
+    between("seed", config.seed, 0, MAX_SEED)
+    between("task.worked_share", config.task.worked_share, 0, 1)
     at_least("trainer.num_steps", config.trainer.num_steps, 0)
     at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
@@ -62,6 +64,7 @@ def resolve(config: RLConfig) -> None:
     if warm.num_steps:
         resolve_layout("warm_start.layout", warm.layout)
         resolve_optimizer("warm_start.optimizer", warm.optimizer)
+        at_least("warm_start.moe_aux_loss_coef", warm.moe_aux_loss_coef, 0)
         resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 
@@ -87,6 +90,7 @@ def _resolve_files(config: RLConfig) -> None:
 
 
 def _resolve_weight_sync(config: RLConfig) -> None:
+    positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
     bucket_bytes = config.weight_sync.bucket_bytes
     if bucket_bytes < 32 or bucket_bytes % 32:  # two halves, each of aligned boxes
         raise ConfigError(
@@ -111,6 +115,7 @@ def _resolve_weight_sync(config: RLConfig) -> None:
 def _resolve_rollout(config: RolloutConfig) -> None:
     for name in ("num_servers", "tp", "max_response_tokens", "max_num_seqs", "kv_cache_bytes"):
         at_least(f"rollout.{name}", getattr(config, name), 1)
+    positive("rollout.start_timeout_s", config.start_timeout_s)
     if config.cores and len(config.cores.split("|")) != config.tp:
         raise ConfigError(
             f"rollout.cores={config.cores!r} must list the cores of each of the "
@@ -131,8 +136,7 @@ def _resolve_algorithm(config: AlgorithmConfig) -> None:
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
     at_least("algorithm.clip_ratio_high", config.clip_ratio_high, 0)
-    if not 0 <= config.clip_ratio_low <= 1:
-        raise ConfigError(f"algorithm.clip_ratio_low={config.clip_ratio_low}; allowed: 0 to 1")
+    between("algorithm.clip_ratio_low", config.clip_ratio_low, 0, 1)
 
 
 def _resolve_batch(config: RLConfig) -> None:
