@@ -16,7 +16,7 @@ from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.prompt_batches import prompt_batch, prompt_batches
+from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.engine.base import EngineSpec, LossFunction
 from mcore_rl.engine.megatron.device import device_name
@@ -111,7 +111,7 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
 def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     num_tests = config.trainer.eval_samples or len(inputs.test)
-    tests = prompt_batch(inputs.test, range(min(num_tests, len(inputs.test))), 0)
+    tests = held_out_batch(inputs.test, min(num_tests, len(inputs.test)))
     with contextlib.ExitStack() as stack:
         loss = PolicyLoss(config.algorithm)
         with waiting("starting the servers and the trainer"):
