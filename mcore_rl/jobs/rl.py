@@ -134,7 +134,9 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
         with output.progress("training", config.trainer.num_steps) as report:
             trainer.train(prompts, report)
         with waiting("evaluating and exporting"):
-            after = actor.compute_log_probs(rollout.generate(tests, n=1))
+            after = actor.compute_log_probs(
+                rollout.generate(tests, n=1), temperature=config.rollout.temperature
+            )
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
             actor.export(str(output.folder / "checkpoint"))
@@ -175,7 +177,6 @@ def _model(
     spec = EngineSpec(
         model=config.model,
         engine=engine,
-        temperature=config.rollout.temperature,
         seed=config.seed,
         total_steps=total_steps,
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
