@@ -85,10 +85,11 @@ class BaseEngine(ABC):
     def train_batch(
         self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> Metrics:
-        """One optimizer step on a mini-batch; "loss" is the sum of loss_weights * loss, all ranks'.
+        """One optimizer step on a mini-batch; its loss is the sum of loss_weights * loss.
 
-        The loss function reads scores at `temperature`: see infer_batch. Its metrics come back as
-        means over the trained tokens of all ranks, those whose loss weight is not 0.
+        The sum is over the tokens of all ranks. The loss function reads scores at `temperature`, as
+        infer_batch gives them. Its metrics come back as means over the trained tokens of all ranks:
+        those whose loss weight is not 0.
 
         They, and those of the load of experts ("moe/..."), come from the last pipeline stage; the
         others return "grad_norm" and "lr" only.

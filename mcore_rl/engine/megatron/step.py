@@ -196,10 +196,11 @@ def _loss_closure(
         loss, metrics = loss_function(scores, micro.columns)
         weights = micro.columns["loss_weights"]
         total = (loss * weights).sum()
-        result = {"loss": total.detach()}
-        for name, value in metrics.items():
-            trained = torch.where(weights != 0, value.detach(), 0)
-            result[name] = trained.sum() / max(counts.trained, 1)
+        result = {
+            name: torch.where(weights != 0, value.detach(), 0).sum() / max(counts.trained, 1)
+            for name, value in metrics.items()
+        }
+        result["loss"] = total.detach()
         if predictions:
             mtp_loss = prediction_loss(head, chunk, predictions, micro)
             result["mtp_loss"] = mtp_loss.detach()
