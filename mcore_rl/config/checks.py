@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mcore_rl.config.errors import ConfigError
@@ -13,13 +14,22 @@ def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def at_least(key: str, value: float, least: float) -> None:
-    if value < least:
-        raise ConfigError(f"{key}={value}; allowed: at least {least}")
+    if not least <= value < math.inf:  # false for NaN, as every comparison with it
+        raise ConfigError(f"{key}={value}; allowed: at least {least}{_finite(value)}")
 
 
 def positive(key: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{key}={value}; allowed: above 0")
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{key}={value}; allowed: above 0{_finite(value)}")
+
+
+def between(key: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{key}={value}; allowed: {least} to {most}")
+
+
+def _finite(value: float) -> str:
+    return "" if -math.inf < value < math.inf else ", finite"
 
 
 def divides(key: str, size: int, what: str, number: int) -> None:

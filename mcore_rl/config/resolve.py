@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from mcore_rl.config.checks import at_least, divides, one_of, positive
+from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
@@ -26,6 +26,7 @@ TRANSPORTS = ("process_group", "nixl", "disk")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
 _CORES = "[0-9]+([-,|][0-9]+)*"
+MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
 
 
 def resolve(config: RLConfig) -> None:
@@ -35,7 +36,8 @@ def resolve(config: RLConfig) -> None:
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
     one_of("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
     one_of("weight_sync.verify", config.weight_sync.verify, VERIFY)
-    at_least("seed", config.seed, 0)
+    between("seed", config.seed, 0, MAX_SEED)
+    between("task.worked_share", config.task.worked_share, 0, 1)
     at_least("trainer.num_steps", config.trainer.num_steps, 1)
     at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
@@ -144,8 +146,7 @@ def _resolve_algorithm(config: AlgorithmConfig) -> None:
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
     at_least("algorithm.clip_ratio_high", config.clip_ratio_high, 0)
-    if not 0 <= config.clip_ratio_low <= 1:
-        raise ConfigError(f"algorithm.clip_ratio_low={config.clip_ratio_low}; allowed: 0 to 1")
+    between("algorithm.clip_ratio_low", config.clip_ratio_low, 0, 1)
 
 
 def _resolve_batch(config: RLConfig) -> None:

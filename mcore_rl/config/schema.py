@@ -203,7 +203,7 @@ class TaskConfig:
 
 @dataclass
 class RLConfig:
-    seed: int = 0  # of data order, initial weights of a task's model, sampling
+    seed: int = 0  # of data order, initial weights of a task's model, sampling; up to 4294967295
     output_dir: str = "outputs/rl"  # new or empty; everything that a run leaves
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,8 +1,8 @@
 """One worker a rank, called as one object: WorkerGroup -> Ray actor -> worker.
 
     group = WorkerGroup(ModelWorker, init_kwargs={"config": config}, layout=layout, pool=pool)
-    batch = group.compute_log_probs(batch)            # fans out, waits, gathers
-    pending = group.update.submit(batch)              # returns at once
+    batch = group.compute_log_probs(batch, temperature=1.0)  # fans out, waits, gathers
+    pending = group.update.submit(batch)                     # returns at once
     metrics = pending.result(timeout_s=600)
 
 A worker class is a plain class; methods marked with `register` become attributes of the group. A

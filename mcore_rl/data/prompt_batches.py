@@ -12,19 +12,31 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.sampler import IndexSampler
 
 
-def prompt_batch(dataset: PromptDataset, rows: Sequence[int], first_group_id: int) -> Batch:
-    """Columns prompt_ids, group_ids (counted up from first_group_id) and fields (JSON text)."""
+def prompt_batches(dataset: PromptDataset, batch_size: int, seed: int) -> Iterator[Batch]:
+    """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
+
+    Columns: prompt_ids, group_ids and fields (JSON text).
+    """
+    for number, rows in enumerate(IndexSampler(len(dataset), batch_size, seed)):
+        first = number * batch_size
+        yield _prompt_batch(dataset, rows, range(first, first + batch_size))
+
+
+def held_out_batch(dataset: PromptDataset, num_prompts: int) -> Batch:
+    """The first prompts of an evaluation, in columns as above.
+
+    Group ids count down from -1, so that training has none of them, nor a seed made of one; those
+    of a prompt are the same however many are asked.
+    """
+    return _prompt_batch(dataset, range(num_prompts), range(-1, -1 - num_prompts, -1))
+
+
+def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequence[int]) -> Batch:
     prompts = [dataset[row] for row in rows]
     return Batch(
         {
             "prompt_ids": Jagged.of((p.prompt_ids for p in prompts), np.int64),
-            "group_ids": np.arange(first_group_id, first_group_id + len(rows), dtype=np.int64),
+            "group_ids": np.array(group_ids, dtype=np.int64),
             "fields": np.array([json.dumps(p.fields, default=str) for p in prompts], dtype=np.str_),
         }
     )
-
-
-def prompt_batches(dataset: PromptDataset, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Shuffled batches without end; no two prompts of a run share a group id."""
-    for number, rows in enumerate(IndexSampler(len(dataset), batch_size, seed)):
-        yield prompt_batch(dataset, rows, number * batch_size)

@@ -27,7 +27,6 @@ class EngineSpec:
 
     model: ModelConfig
     engine: EngineConfig
-    temperature: float  # of the sampling that log-probs refer to
     seed: int
     total_steps: int = 0
     entropy_in_loss: bool = False  # whether the loss function reads the entropy
@@ -66,8 +65,11 @@ class BaseEngine(ABC):
         """Join the process groups, build the model and load its weights."""
 
     @abstractmethod
-    def infer_batch(self, batch: Batch) -> Batch | None:
+    def infer_batch(self, batch: Batch, *, temperature: float = 1.0) -> Batch | None:
         """Adds "log_probs" and "entropy": one float32 a response token, in nats.
+
+        They are those of softmax(logits / temperature), with the temperature of the sampling that
+        they refer to, above 0. Value models have no logits and do not read it, here and below.
 
         With spec.num_top_log_probs = k also "top_log_probs" and "top_ids", k a response token, the
         likeliest first. A value model adds "values" instead: one float32 a response token, the
@@ -80,20 +82,32 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
-    def train_batch(self, batch: Batch, loss_function: LossFunction) -> Metrics:
-        """One optimizer step on a mini-batch; `loss_weights` of all ranks together sum its loss.
+    def train_batch(
+        self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> Metrics:
+        """One optimizer step on a mini-batch; its loss is the sum of loss_weights * loss.
 
-        Metrics of the loss, and of the load of experts ("moe/..."), come from the last pipeline
-        stage; the others return "grad_norm" and "lr" only.
+        The sum is over the tokens of all ranks. The loss function reads scores at `temperature`, as
+        infer_batch gives them. Its metrics come back as means over the trained tokens of all ranks:
+        those whose loss weight is not 0.
+
+        They, and those of the load of experts ("moe/..."), come from the last pipeline stage; the
+        others return "grad_norm" and "lr" only.
         """
 
     @abstractmethod
     def forward_backward_batch(
-        self, batch: Batch, loss_function: LossFunction | None, *, forward_only: bool
+        self,
+        batch: Batch,
+        loss_function: LossFunction | None,
+        *,
+        forward_only: bool,
+        temperature: float = 1.0,
     ) -> list[dict[str, torch.Tensor]]:
         """Run all micro-batches; gradients accumulate unless forward_only.
 
-        One result each on the last pipeline stage, none on the others.
+        One result each on the last pipeline stage, none on the others: its parts of the sums that
+        train_batch returns or, without a loss function, its scores.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.prompt_batches import prompt_batch, prompt_batches
+from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
 from mcore_rl.engine.base import EngineSpec, LossFunction
 from mcore_rl.engine.megatron.device import device_name
 from mcore_rl.jobs.failure import told_in_one_line
@@ -95,7 +95,7 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
 def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     num_tests = config.trainer.eval_samples or len(inputs.test)
-    tests = prompt_batch(inputs.test, range(min(num_tests, len(inputs.test))), 0)
+    tests = held_out_batch(inputs.test, min(num_tests, len(inputs.test)))
     with contextlib.ExitStack() as stack:
         loss = PolicyLoss(config.algorithm)
         with waiting("starting the servers and the trainer"):
@@ -118,7 +118,9 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
         with output.progress("training", config.trainer.num_steps) as report:
             trainer.train(prompts, report)
         with waiting("evaluating and exporting"):
-            after = actor.compute_log_probs(rollout.generate(tests, n=1))
+            after = actor.compute_log_probs(
+                rollout.generate(tests, n=1), temperature=config.rollout.temperature
+            )
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
             actor.export(str(output.folder / "checkpoint"))
@@ -159,7 +161,6 @@ def _model(
     spec = EngineSpec(
         model=config.model,
         engine=engine,
-        temperature=config.rollout.temperature,
         seed=config.seed,
         total_steps=total_steps,
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,

@@ -54,7 +54,8 @@ class SingleTurnLoop:
     ) -> list[Sample]:
         """`sampling.n` samples of one prompt.
 
-        A `sampling.seed` is shifted by the group, so that no two prompts share random numbers.
+        A `sampling.seed` is shifted by group_id * n: vLLM gives sample i of a request seed + i, so
+        that no two samples share a seed while n stays the same.
         """
         prompt_ids = self._prompt_ids(prompt)
         if sampling.seed is not None:

@@ -18,9 +18,12 @@ def train(
     seed: int,
     report: Report,
 ) -> None:
-    """Minimise the mean negative log-likelihood of the response tokens of `load_supervised`."""
+    """Minimise the mean negative log-likelihood of the response tokens of `load_supervised`.
+
+    At temperature 1: no sampling has a part in it.
+    """
     rows = IndexSampler(len(examples), batch_size, seed)
     for step in range(1, num_steps + 1):
         batch = examples.take(next(rows))
         weights = loss_weights(batch.jagged("response_mask"), "token_mean")
-        report(step, model.update(batch.with_columns(loss_weights=weights))[0])
+        report(step, model.update(batch.with_columns(loss_weights=weights), temperature=1.0)[0])

@@ -47,7 +47,8 @@ class SyncTrainer:
             _check_versions(batch, step - 1)
             metrics, num_tokens = _describe(batch), int(batch.num_tokens.sum())
             with clock("log_probs"):
-                batch = self.actor.compute_log_probs(batch)
+                temperature = self.config.rollout.temperature
+                batch = self.actor.compute_log_probs(batch, temperature=temperature)
                 if self.reference is not None:
                     batch = self._with_reference(batch)
             metrics |= self._check_gaps(batch, step)
@@ -61,7 +62,9 @@ class SyncTrainer:
 
     def _with_reference(self, batch: Batch) -> Batch:
         assert self.reference is not None
-        scored = self.reference.compute_log_probs(batch.select("prompt_ids", "response_ids"))
+        scored = self.reference.compute_log_probs(
+            batch.select("prompt_ids", "response_ids"), temperature=self.config.rollout.temperature
+        )
         return batch.with_columns(reference_log_probs=scored["log_probs"])
 
     def _check_gaps(self, batch: Batch, step: int) -> dict[str, float]:
@@ -100,8 +103,9 @@ class SyncTrainer:
             weights = loss_weights(
                 part.jagged("response_mask"), self.config.algorithm.loss_aggregation
             )
-            # Every data-parallel rank reports the sums over all of them.
-            found.append(self.actor.update(part.with_columns(loss_weights=weights))[0])
+            part = part.with_columns(loss_weights=weights)
+            # Every data-parallel rank reports what is true of all of them.
+            found.append(self.actor.update(part, temperature=self.config.rollout.temperature)[0])
         return {f"actor/{name}": value for name, value in merge(found).items()}
 
 

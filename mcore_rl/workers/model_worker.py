@@ -62,9 +62,9 @@ class ModelWorker:
         self._engine.initialize()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def compute_log_probs(self, batch: Batch) -> Batch | None:
-        """Adds the columns log_probs and entropy; of a language model."""
-        return self._engine.infer_batch(batch)
+    def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
+        """Adds the columns log_probs and entropy of a language model, at a temperature above 0."""
+        return self._engine.infer_batch(batch, temperature=temperature)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def compute_values(self, batch: Batch) -> Batch | None:
@@ -72,11 +72,14 @@ class ModelWorker:
         return self._engine.infer_batch(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def update(self, batch: Batch) -> Metrics:
-        """One optimizer step on a mini-batch, whose loss_weights sum to one over all ranks."""
+    def update(self, batch: Batch, *, temperature: float = 1.0) -> Metrics:
+        """One optimizer step on a mini-batch; its loss is that of scores at `temperature`.
+
+        See BaseEngine.train_batch for what comes back.
+        """
         if self._loss_function is None:
             raise RuntimeError("update on a model without a loss function")
-        return self._engine.train_batch(batch, self._loss_function)
+        return self._engine.train_batch(batch, self._loss_function, temperature=temperature)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weight_stream(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
@@ -21,13 +23,29 @@ class RolloutPool:
     def generate(self, prompts: Batch, n: int) -> Batch:
         """`n` samples a prompt; the prompts of one call are spread over the servers.
 
-        A response depends on the seed, its group id and the weights, not on the server.
+        A response depends on the run's seed, its group id, its number in the group, `n` and the
+        weights, not on the server.
         """
         sampling = SamplingParams(
             n=n,
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             max_tokens=self.config.max_response_tokens,
-            seed=self.seed << 24,  # agent loops add the group id
+            seed=first_seed(self.seed),  # agent loops go on from here by the group id
         )
         return Batch.concat([samples for (samples,) in self.servers.generate(prompts, sampling)])
+
+
+def first_seed(run_seed: int) -> int:
+    """The seed of sample 0 of group 0; sample i of group g of n has this plus g * n + i.
+
+    Training's groups count up from 0 and those of held-out prompts down from -1, hence no two
+    samples of a run share a seed, but those of evaluations that ask the same prompt again. Their
+    lower 32 bits differ too, up to 2**32 samples: torch's CPU generator reads no more.
+
+    Runs with other seeds begin at a place of their own, drawn by np.random.SeedSequence. They share
+    seeds by chance only: two runs of N samples with probability 2N / 2**32 on the CPU, else
+    2N / 2**61. All seeds lie in [2**62 - 2**32, 2**63), which torch and vLLM take.
+    """
+    (drawn,) = np.random.SeedSequence(run_seed).generate_state(1, np.uint64)
+    return 2**62 + int(drawn >> np.uint64(3))

@@ -87,7 +87,7 @@ def start_engine(folder: Path, hidden: int, layers: int, threads: int) -> Any:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     settings = EngineConfig(max_tokens_per_micro_batch=1 << 30, threads_per_rank=threads)
     model = ModelConfig(path=str(folder), dtype="float32")
-    engine = MegatronEngine(EngineSpec(model, settings, temperature=1.0, seed=0, total_steps=1))
+    engine = MegatronEngine(EngineSpec(model, settings, seed=0, total_steps=1))
     engine.initialize()
     return engine
 

@@ -103,7 +103,7 @@ def engine_spec(path: Path, layout: Layout, dtype: str = "float32") -> EngineSpe
         logprob_chunk_bytes=32 << 10,
     )
     model = ModelConfig(path=str(path), dtype=dtype)
-    return EngineSpec(model, settings, temperature=1.0, seed=3, total_steps=6)
+    return EngineSpec(model, settings, seed=3, total_steps=6)
 
 
 _STARTED: list[MegatronEngine] = []

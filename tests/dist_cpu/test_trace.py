@@ -42,7 +42,7 @@ Traces = list[dict[str, torch.Tensor]]
 
 def spec(path: Path, layout: Layout) -> EngineSpec:
     model = ModelConfig(path=str(path))
-    return EngineSpec(model, EngineConfig(layout=layout), temperature=1.0, seed=0)
+    return EngineSpec(model, EngineConfig(layout=layout), seed=0)
 
 
 @pytest.fixture(scope="module")

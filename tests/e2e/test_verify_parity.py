@@ -141,7 +141,7 @@ def faulty(fault: Fault, good: Path, folder: Path) -> Path:
 
 def spec(path: Path, layout: Layout) -> EngineSpec:
     model, engine = ModelConfig(path=str(path)), EngineConfig(layout=layout)
-    return EngineSpec(model, engine, temperature=1.0, seed=0, num_top_log_probs=1)
+    return EngineSpec(model, engine, seed=0, num_top_log_probs=1)
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,6 @@ def prepare(directory: Path, seed: int, worked_share: float) -> PreparedTask:
     problems are the same for every seed. Everything is written aside and renamed to `directory`,
     replacing what an earlier call made there; ConfigError when something else lies there.
     """
-    if not 0.0 <= worked_share <= 1.0:
-        raise ConfigError(f"task.worked_share={worked_share} is not a share; allowed: 0 to 1")
     _refuse_foreign(directory)
     aside = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed

@@ -102,11 +102,11 @@ class MegatronEngine(BaseEngine):
         return ()
 
     @torch.no_grad()
-    def infer_batch(self, batch: Batch) -> Batch | None:
+    def infer_batch(self, batch: Batch, *, temperature: float = 1.0) -> Batch | None:
         self._finish_weights()
         micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
         with self._routing(batch, scoring=True, forward_only=True) as routing:
-            results = self._run(micros, None, routing, forward_only=True)
+            results = self._run(micros, None, routing, temperature, forward_only=True)
         routed = routing.columns(batch)
         if not self._has_head:
             return None
@@ -125,22 +125,31 @@ class MegatronEngine(BaseEngine):
         micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
         routing = self._routing(batch, scoring=True, forward_only=True)
         with Tracing(self.chunks) as tracing, routing:
-            self._run(micros, None, routing, forward_only=True)
+            self._run(micros, None, routing, 1.0, forward_only=True)
         return tracing.whole(micros, int(batch.num_tokens.sum()), self.hf_config["vocab_size"])
 
-    def train_batch(self, batch: Batch, loss_function: LossFunction) -> Metrics:
+    def train_batch(
+        self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> Metrics:
         self.optimizer_zero_grad()
-        results = self.forward_backward_batch(batch, loss_function, forward_only=False)
+        results = self.forward_backward_batch(
+            batch, loss_function, forward_only=False, temperature=temperature
+        )
         lr = self.lr_scheduler_step()
         grad_norm = self.optimizer_step()
         return {**self._summed(results), **self._balance(), "grad_norm": grad_norm, "lr": lr}
 
     def forward_backward_batch(
-        self, batch: Batch, loss_function: LossFunction | None, *, forward_only: bool
+        self,
+        batch: Batch,
+        loss_function: LossFunction | None,
+        *,
+        forward_only: bool,
+        temperature: float = 1.0,
     ) -> list[Result]:
         micros = self._micro_batches(batch, training=not forward_only)
         with self._routing(batch, scoring=False, forward_only=forward_only) as routing:
-            return self._run(micros, loss_function, routing, forward_only=forward_only)
+            return self._run(micros, loss_function, routing, temperature, forward_only=forward_only)
 
     def expert_load(self) -> dict[int, torch.Tensor]:
         """By decoder layer with experts, [experts]: tokens routed to each, of all ranks.
@@ -298,6 +307,7 @@ class MegatronEngine(BaseEngine):
         micros: list[Any],
         loss_function: LossFunction | None,
         routing: Any,
+        temperature: float,
         *,
         forward_only: bool,
     ) -> list[Result]:
@@ -306,22 +316,22 @@ class MegatronEngine(BaseEngine):
         for chunk in self.wrapped:
             chunk.train(not forward_only)
         if loss_function is None:
-            make_loss = step.inference(self._head(training=False))
+            make_loss = step.inference(self._head(temperature, training=False))
         else:
-            total = step.tokens_of_all_ranks(micros, self.device)
-            head = self._head(training=True)
+            counts = step.count_tokens(micros, self.device)
+            head = self._head(temperature, training=True)
             coef = self.spec.engine.mtp_loss_coef
-            make_loss = step.training(head, loss_function, total, coef)
+            make_loss = step.training(head, loss_function, counts, coef)
         return step.run_micro_batches(
             self.wrapped, micros, make_loss, routing.around, forward_only=forward_only
         )
 
-    def _head(self, *, training: bool) -> Any:
+    def _head(self, temperature: float, *, training: bool) -> Any:
         from mcore_rl.engine.megatron.heads import LanguageModelHead
 
         return LanguageModelHead(
             vocab_size=self.hf_config["vocab_size"],
-            temperature=self.spec.temperature,
+            temperature=temperature,
             chunk_bytes=self.spec.engine.logprob_chunk_bytes,
             with_entropy=self.spec.entropy_in_loss or not training,
             num_top=0 if training else self.spec.num_top_log_probs,
@@ -345,7 +355,7 @@ class MegatronEngine(BaseEngine):
         return responses.with_values(values)
 
     def _summed(self, results: list[Result]) -> Metrics:
-        """Metrics of all micro-batches and data ranks, on the last stage; elsewhere none."""
+        """Metrics of all micro-batches, data and context ranks, on the last stage; else none."""
         from megatron.core import parallel_state
 
         if not self._has_head:

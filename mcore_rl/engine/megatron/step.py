@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -138,18 +139,38 @@ def inference(head: Head) -> Callable[[Any, MicroBatch], LossClosure]:
     return partial(_score_closure, head)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Of all micro-batches of all data- and context-parallel ranks."""
+
+    total: int  # of samples, without padding: what Megatron will divide gradients by
+    trained: int  # response tokens with a loss weight: what metrics are means over
+
+
+def count_tokens(micros: list[MicroBatch], device: torch.device) -> TokenCounts:
+    trained = [micro.columns["loss_weights"].count_nonzero() for micro in micros]
+    total = torch.tensor(sum(micro.num_tokens for micro in micros), device=device)
+    counts = torch.stack([total, torch.stack(trained).sum()])
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(counts, group=group)
+    return TokenCounts(*counts.tolist())
+
+
 def training(
-    head: Head, loss_function: LossFunction, total_tokens: int, mtp_loss_coef: float = 0.0
+    head: Head, loss_function: LossFunction, counts: TokenCounts, mtp_loss_coef: float = 0.0
 ) -> Callable[[Any, MicroBatch], LossClosure]:
-    """The sum of loss_weights * loss over the response tokens; metrics, weighted alike.
+    """The sum of loss_weights * loss over the response tokens; parts of the means of its metrics.
 
     With multi-token prediction, its loss times `mtp_loss_coef` on top; "loss" is without it.
 
+    Weights do not sum to one in every aggregation, so that metrics have a norm of their own: each
+    micro-batch gives the sum over its trained tokens, divided by those of all.
+
     Megatron divides gradients by the number of tokens of all ranks and micro-batches, which is what
-    its router losses need. Our weights already sum to one over the mini-batch, so the loss is
-    multiplied by that number first.
+    its router losses need. Our weights already hold every mean, so the loss is multiplied by that
+    number first.
     """
-    return partial(_loss_closure, head, loss_function, total_tokens, mtp_loss_coef)
+    return partial(_loss_closure, head, loss_function, counts, mtp_loss_coef)
 
 
 def _score_closure(head: Head, chunk: Any, micro: MicroBatch) -> LossClosure:
@@ -164,7 +185,7 @@ def _score_closure(head: Head, chunk: Any, micro: MicroBatch) -> LossClosure:
 def _loss_closure(
     head: Head,
     loss_function: LossFunction,
-    total_tokens: int,
+    counts: TokenCounts,
     mtp_loss_coef: float,
     chunk: Any,
     micro: MicroBatch,
@@ -175,24 +196,19 @@ def _loss_closure(
         loss, metrics = loss_function(scores, micro.columns)
         weights = micro.columns["loss_weights"]
         total = (loss * weights).sum()
-        result = {name: (value * weights).sum().detach() for name, value in metrics.items()}
+        result = {
+            name: torch.where(weights != 0, value.detach(), 0).sum() / max(counts.trained, 1)
+            for name, value in metrics.items()
+        }
         result["loss"] = total.detach()
         if predictions:
             mtp_loss = prediction_loss(head, chunk, predictions, micro)
             result["mtp_loss"] = mtp_loss.detach()
             total = total + mtp_loss_coef * mtp_loss
         tokens = torch.tensor(micro.num_tokens, dtype=torch.int, device=output.device)
-        return total * total_tokens, tokens, result
+        return total * counts.total, tokens, result
 
     return close
-
-
-def tokens_of_all_ranks(micros: list[MicroBatch], device: torch.device) -> int:
-    """What Megatron will divide gradients by: tokens of all data- and context-parallel ranks."""
-    total = torch.tensor(sum(micro.num_tokens for micro in micros), device=device)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(total, group=group)
-    return int(total)
 
 
 def whole_column(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:

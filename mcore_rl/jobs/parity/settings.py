@@ -169,7 +169,7 @@ def _engine_spec(request: Request, config: HFConfig) -> EngineSpec:
     lora = _lora_of_checkpoint(request, config) if request.checkpoint else LoRAConfig()
     engine = EngineConfig(layout=request.layout, lora=lora, threads_per_rank=max(1, num_threads))
     model = ModelConfig(path=request.model, dtype=request.dtype)
-    return EngineSpec(model, engine, temperature=1.0, seed=0, num_top_log_probs=1)
+    return EngineSpec(model, engine, seed=0, num_top_log_probs=1)
 
 
 def _lora_of_checkpoint(request: Request, config: HFConfig) -> LoRAConfig:

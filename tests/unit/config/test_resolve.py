@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import fields, is_dataclass
 
+import numpy as np
 import pytest
+import torch
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve, resolve_rollout_model
+from mcore_rl.config.resolve import MAX_SEED, resolve, resolve_rollout_model
 from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
 
@@ -53,7 +56,9 @@ BAD = [
     ),
     ({"weight_sync__bind_address": "0.0.0.0"}, "weight_sync.bind_address='0.0.0.0': servers conn"),
     ({"trainer__mean_logprob_gap": -1.0}, "trainer.mean_logprob_gap=-1.0; allowed: above 0"),
-    ({"seed": -1}, "seed=-1; allowed: at least 0"),
+    ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
+    ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
+    ({"task__worked_share": 1.5}, "task.worked_share=1.5; allowed: 0 to 1"),
     (
         {"rollout__cores": "0|1"},
         "rollout.cores='0|1' must list the cores of each of the",
@@ -99,6 +104,35 @@ BAD = [
 def test_a_bad_setting_is_named(changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve(config(**changes))
+
+
+def float_settings(part, prefix=""):
+    for entry in fields(part):
+        value = getattr(part, entry.name)
+        if is_dataclass(value):
+            yield from float_settings(value, f"{prefix}{entry.name}__")
+        elif entry.type == "float":
+            yield prefix + entry.name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", float_settings(RLConfig()))
+def test_a_number_that_is_not_finite_is_named(key, value):
+    made = config(**{key: value}, warm_start__num_steps=1)
+    with pytest.raises(ConfigError, match=re.escape(f"{key.replace('__', '.')}={value}")):
+        resolve(made)
+
+
+def test_the_largest_seed_is_taken_by_all_that_draw_from_it():
+    resolve(config(seed=MAX_SEED))
+    state = np.random.get_state(), torch.random.get_rng_state()
+    try:
+        np.random.seed(MAX_SEED)  # vLLM's utils/torch_utils.py:549
+        torch.manual_seed(MAX_SEED + 2718 + 1024)  # Megatron's tensor_parallel/random.py:412
+    finally:
+        np.random.set_state(state[0])
+        torch.random.set_rng_state(state[1])
+    np.random.default_rng([MAX_SEED, 0])
 
 
 DENSE = ModelSizes(

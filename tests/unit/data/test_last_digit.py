@@ -184,12 +184,6 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("worked_share", [-0.1, 1.5])
-def test_a_worked_share_that_is_no_share_is_refused(tmp_path, worked_share):
-    with pytest.raises(ConfigError, match=r"task\.worked_share=.*allowed: 0 to 1"):
-        prepare(tmp_path / "task", SEED, worked_share)
-
-
 def test_settings_of_the_task_are_written_down(task):
     settings = json.loads((task.model_dir.parent / "task.json").read_text())
     assert settings == {"task": "last_digit", "seed": SEED, "worked_share": WORKED_SHARE}

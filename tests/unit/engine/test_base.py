@@ -12,7 +12,7 @@ from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.engine.megatron.offload import move
 from mcore_rl.engine.megatron.value_engine import ValueEngine
 
-SPEC = EngineSpec(ModelConfig(path="/nowhere"), EngineConfig(), temperature=1.0, seed=0)
+SPEC = EngineSpec(ModelConfig(path="/nowhere"), EngineConfig(), seed=0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

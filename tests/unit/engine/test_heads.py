@@ -52,7 +52,7 @@ def test_every_parameter_tells_megatron_whether_tp_ranks_hold_parts_of_its_gradi
 
 def test_an_export_differs_from_a_language_model_in_head_and_architecture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    engine = ValueEngine(EngineSpec(ModelConfig(str(tmp_path)), EngineConfig(), 1.0, seed=0))
+    engine = ValueEngine(EngineSpec(ModelConfig(str(tmp_path)), EngineConfig(), seed=0))
     assert engine.config_changes == {
         "architectures": ["Qwen3ForTokenClassification"],
         "tie_word_embeddings": False,
@@ -65,5 +65,5 @@ def test_an_export_has_the_config_of_the_value_model_that_it_began_with(tmp_path
     changes = {"architectures": ["Qwen3ForTokenClassification"], "tie_word_embeddings": False}
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | changes | labels))
-    engine = ValueEngine(EngineSpec(ModelConfig(str(tmp_path)), EngineConfig(), 1.0, seed=0))
+    engine = ValueEngine(EngineSpec(ModelConfig(str(tmp_path)), EngineConfig(), seed=0))
     assert engine.config_changes == {}

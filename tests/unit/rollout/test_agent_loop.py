@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -27,10 +28,10 @@ class Echo:
     """Answers with the prompt; every second completion stops at the end of sequence."""
 
     def __init__(self):
-        self.seeds = []
+        self.asked = []
 
     async def generate(self, prompt_ids, sampling):
-        self.seeds.append(sampling.seed)
+        self.asked.append(sampling)
         await asyncio.sleep(0)
         if _EOS in prompt_ids:
             raise RuntimeError("broken prompt")
@@ -75,13 +76,11 @@ def test_messages_are_rendered_and_groups_come_back_in_order():
 def test_no_two_completions_of_a_run_share_a_seed():
     generator = Echo()
     loop = SingleTurnLoop(generator, Letters(), _reward)
-    prompts = [Prompt([i], i, {"answer": ""}) for i in range(3)]
-    asyncio.run(loop.run_all(prompts, SamplingParams(n=4, seed=100)))
-    assert generator.seeds == [
-        100,
-        104,
-        108,
-    ]  # the engine counts on from here for the n completions
+    prompts = [Prompt([1], group, {"answer": ""}) for group in (0, 1, 2, -1)]
+    sampling = SamplingParams(n=4, temperature=0.7, top_p=0.9, max_tokens=33, seed=100)
+    asyncio.run(loop.run_all(prompts, sampling))
+    # The engine counts on from here for the n completions. All else arrives as it was asked.
+    assert generator.asked == [replace(sampling, seed=seed) for seed in (100, 104, 108, 96)]
 
 
 def test_the_first_failure_is_raised():

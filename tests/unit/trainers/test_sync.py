@@ -56,10 +56,14 @@ def test_the_gap_is_the_largest_difference_at_chosen_tokens():
     assert logprob_gaps(masked)["max_logprob_gap"] == pytest.approx(0.25)
 
 
-def test_a_gap_that_is_not_a_number_is_not_hidden():
-    column = batch().jagged("log_probs")
-    broken = batch().with_columns(log_probs=column.with_values(np.full(9, np.nan, np.float32)))
-    assert np.isnan(logprob_gaps(broken)["max_logprob_gap"])
+@pytest.mark.parametrize("column", ["log_probs", "rollout_log_probs"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_log_prob_that_is_not_finite_stops_the_run(column, value):
+    values = batch().jagged(column).values.copy()
+    values[4] = value
+    broken = batch().with_columns(**{column: batch().jagged(column).with_values(values)})
+    with pytest.raises(PolicyMismatchError, match=r"step 1: max_logprob_gap .* is (nan|inf) nats"):
+        trainer(max_logprob_gap=1.0, mean_logprob_gap=1.0)._check_gaps(broken, 1)
 
 
 def trainer(**bounds):
@@ -124,3 +128,87 @@ def test_uniform_groups_are_left_out_when_asked():
     made = batch().with_columns(rewards=rewards, response_ids=batch().jagged("log_probs"))
     kept = SyncTrainer(config, None, None, None, None)._with_advantages(made, 1)
     assert kept.array("group_ids").tolist() == [0, 0]
+
+
+class Model:
+    """A worker group whose model gives every token the same log-prob; keeps what it is asked."""
+
+    def __init__(self, log_prob: float):
+        self.log_prob = log_prob
+        self.temperatures: list[float] = []
+        self.updates: list[Batch] = []
+
+    def compute_log_probs(self, batch, *, temperature):
+        self.temperatures.append(temperature)
+        responses = batch.jagged("response_ids")
+        values = np.full(len(responses.values), self.log_prob, np.float32)
+        return batch.with_columns(log_probs=responses.with_values(values))
+
+    def update(self, batch, *, temperature):
+        self.temperatures.append(temperature)
+        self.updates.append(batch)
+        return [{"loss": 0.0}]
+
+
+class Servers:
+    """A pool that answers with `batch`, whatever is asked; takes new weights."""
+
+    def __init__(self, batch: Batch):
+        self.batch, self.versions = batch, []
+
+    def generate(self, prompts, n):
+        return self.batch
+
+    def push(self, version):
+        self.versions.append(version)
+
+
+def answered() -> Batch:
+    """Three groups of two; the policy has not chosen the third token of the third response."""
+    column, mask = batch().jagged("log_probs"), np.ones(9, np.int8)
+    mask[5] = 0
+    return batch().with_columns(
+        prompt_ids=Jagged.of([[1, 2]] * 6, np.int64),
+        response_ids=column.with_values(np.arange(9)),
+        response_mask=column.with_values(mask),
+        rollout_log_probs=column.with_values(np.full(9, -1.0, np.float32)),
+        weight_versions=column.with_values(np.zeros(9, np.int64)),
+        rewards=np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], np.float32),
+        finish_reasons=np.array(["stop"] * 6),
+    )
+
+
+@pytest.fixture
+def one_step():
+    """The actor, the reference and the batch of the only update, after one step."""
+    config = RLConfig(trainer=TrainerConfig(num_steps=1))
+    config.rollout.temperature = 0.7
+    config.algorithm.kl_coef = 0.1
+    config.algorithm.loss_aggregation = "sequence_mean_token_sum"
+    actor, reference, servers = Model(-1.0625), Model(-3.5), Servers(answered())
+    trained = SyncTrainer(config, actor, reference, servers, servers)
+    trained.train(iter([None]), lambda step, metrics: None)
+    assert servers.versions == [1]
+    [update] = actor.updates
+    return actor, reference, update
+
+
+def test_an_update_has_the_log_probs_of_the_actor_and_those_of_the_reference(one_step):
+    _, reference, update = one_step
+    assert set(update.jagged("log_probs").values.tolist()) == {-1.0625}
+    assert set(update.jagged("reference_log_probs").values.tolist()) == {-3.5}
+    assert reference.updates == []
+
+
+def test_every_call_has_the_temperature_of_the_sampling(one_step):
+    actor, reference, _ = one_step
+    assert actor.temperatures == [0.7, 0.7]
+    assert reference.temperatures == [0.7]
+
+
+def test_tokens_that_the_policy_did_not_choose_have_no_weight(one_step):
+    """Each of the six sequences weighs a sixth, and so does each of its tokens: a sum, no mean."""
+    update = one_step[2]
+    weights, mask = update.jagged("loss_weights"), update.jagged("response_mask")
+    assert 0 in mask.values
+    np.testing.assert_allclose(weights.values, mask.values / 6, rtol=1e-6)

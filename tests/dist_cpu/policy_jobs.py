@@ -1,0 +1,85 @@
+"""What the ranks of test_policy.py run: updates of a policy that samples at a temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import ranks
+import torch
+
+from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.workers.policy_loss import PolicyLoss
+
+TEMPERATURE = 2.0
+LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1, entropy_coef=0.3))
+
+
+def update(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """Scores, whole gradients by Hugging Face name, and the metrics of an optimizer step."""
+    worker = ModelWorker(replace(ranks.engine_spec(path, layout), entropy_in_loss=True), LOSS)
+    worker.initialize()
+    engine = worker._engine
+    ranks._STARTED.append(engine)
+    rows = ranks.share_of(engine, batch)
+    mine = batch.take(rows)
+    scored = worker.compute_log_probs(mine, temperature=TEMPERATURE)
+    found: ranks.Result = {"metrics": worker.update(mine, temperature=TEMPERATURE)}
+    if scored is not None:
+        for name in ("log_probs", "entropy"):
+            column = scored.jagged(name)
+            found[name] = {row: column[i].tolist() for i, row in enumerate(rows)}
+    return found
+
+
+def gradients(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """Of a loss at a temperature, whole and by Hugging Face name, on rank 0."""
+    spec = replace(ranks.engine_spec(path, layout), entropy_in_loss=True)
+    engine = ranks.started(spec)
+    mine = batch.take(ranks.share_of(engine, batch))
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(mine, LOSS, forward_only=False, temperature=TEMPERATURE)
+    with torch.no_grad():  # they are laid out as the weights are, and so is their export
+        for chunk in engine.chunks:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+    return {"gradients": dict(engine.get_per_tensor_param())}
+
+
+def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ranks.Result:
+    """Losses of two steps of the job's own supervised training, with its rank in this process."""
+    from mcore_rl.jobs import rl
+
+    config = RLConfig()
+    config.model.path = str(path)
+    config.rollout.temperature = temperature
+    config.warm_start.num_steps, config.warm_start.batch_size = 2, len(batch)
+    losses: list[float] = []
+
+    @contextmanager
+    def progress(*_: Any) -> Iterator[Any]:
+        yield lambda step, metrics: losses.append(metrics["loss"])
+
+    output: Any = SimpleNamespace(folder=folder, progress=progress)
+    with mock.patch.object(rl, "_group", _group_of_one):
+        rl._warm_start(config, batch, output)
+    return {"losses": losses}
+
+
+@contextmanager
+def _group_of_one(worker: type, args: tuple[Any, ...], *_: Any) -> Iterator[Any]:
+    """In place of rl._group: the worker, which hands its results out as a group does."""
+    made = worker(*args)
+    ranks._STARTED.append(made._engine)
+    yield SimpleNamespace(
+        initialize=made.initialize,
+        update=lambda *args, **kwargs: [made.update(*args, **kwargs)],
+        export=made.export,
+    )

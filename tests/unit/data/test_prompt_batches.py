@@ -1,0 +1,24 @@
+"""Prompts as batches: each has a group id that no other prompt of the run has."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+from mcore_rl.data.datasets import Prompt, PromptDataset
+from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
+
+DATASET = PromptDataset([Prompt([1, row], {"answer": row}) for row in range(5)])
+
+
+def test_prompts_of_training_count_up_over_epochs():
+    batches = list(itertools.islice(prompt_batches(DATASET, 3, seed=0), 4))
+    ids = [group for batch in batches for group in batch.array("group_ids").tolist()]
+    assert ids == list(range(12))
+
+
+def test_held_out_prompts_count_down_from_minus_one():
+    batch = held_out_batch(DATASET, 3)
+    assert batch.array("group_ids").tolist() == [-1, -2, -3]
+    assert [ids.tolist() for ids in batch.jagged("prompt_ids")] == [[1, 0], [1, 1], [1, 2]]
+    assert [json.loads(text)["answer"] for text in batch.array("fields")] == [0, 1, 2]

@@ -1,0 +1,108 @@
+"""What the pool asks of its servers: the settings of sampling, and seeds that nobody shares."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import torch
+
+from mcore_rl.config.resolve import MAX_SEED
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.datasets import Prompt as Row
+from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
+from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
+from mcore_rl.rollout.protocol import Completion, SamplingParams
+from mcore_rl.workers.rollout_pool import RolloutPool, first_seed
+
+DATASET = PromptDataset([Row([1, row], {}) for row in range(50)])
+
+
+class Generator:
+    """Answers with one token, and keeps what it was asked."""
+
+    def __init__(self):
+        self.asked: list[SamplingParams] = []
+
+    async def generate(self, prompt_ids, sampling):
+        self.asked.append(sampling)
+        return [Completion([1], [-1.0], "length", [0])] * sampling.n
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of all samples, as vLLM makes them: sample i of a request has its seed + i."""
+        return [asked.seed + i for asked in self.asked for i in range(asked.n)]
+
+
+class Tokenizer:
+    def decode(self, token_ids):
+        return ""
+
+
+class Servers:
+    """A group of one server: the agent loop over a generator."""
+
+    def __init__(self, generator):
+        self._loop = SingleTurnLoop(generator, Tokenizer(), lambda *_: {"reward": 1.0})
+
+    def generate(self, prompts, sampling):
+        asked = [Prompt([1], group) for group in prompts.array("group_ids").tolist()]
+        return [(Batch.of(asyncio.run(self._loop.run_all(asked, sampling))),)]
+
+
+def pool(seed: int = 0, **settings) -> tuple[RolloutPool, Generator]:
+    generator = Generator()
+    return RolloutPool(Servers(generator), RolloutConfig(**settings), seed), generator
+
+
+def test_a_request_carries_the_settings_of_sampling():
+    made, generator = pool(temperature=0.6, max_response_tokens=77)
+    made.generate(held_out_batch(DATASET, 2), n=3)
+    wanted = {"n": 3, "temperature": 0.6, "top_p": 1.0, "max_tokens": 77}
+    assert len(generator.asked) == 2
+    for asked in generator.asked:
+        assert {name: getattr(asked, name) for name in wanted} == wanted
+
+
+def test_no_two_samples_of_training_and_evaluation_share_a_seed():
+    """In the lower 32 bits either: torch's CPU generator reads no more."""
+    made, generator = pool()
+    for batch in itertools.islice(prompt_batches(DATASET, 10, seed=0), 20):
+        made.generate(batch, n=8)
+    made.generate(held_out_batch(DATASET, 50), n=1)
+    assert len(generator.seeds) == 20 * 10 * 8 + 50
+    assert len({seed % 2**32 for seed in generator.seeds}) == len(generator.seeds)
+
+
+def test_evaluations_repeat_their_seeds():
+    made, generator = pool()
+    for _ in range(2):
+        made.generate(held_out_batch(DATASET, 5), n=1)
+    assert generator.seeds[:5] == generator.seeds[5:]
+
+
+def test_a_long_run_does_not_reach_the_seeds_of_the_next_run():
+    """Group 2**21 of 8 samples has had the seeds of group 0 under the next seed."""
+    late = held_out_batch(DATASET, 1).with_columns(group_ids=np.array([2**21]))
+    first = next(prompt_batches(DATASET, 1, seed=0))
+    (old, old_asked), (new, new_asked) = pool(seed=6), pool(seed=7)
+    old.generate(late, n=8)
+    new.generate(first, n=8)
+    assert not {s % 2**32 for s in old_asked.seeds} & {s % 2**32 for s in new_asked.seeds}
+
+
+def test_runs_begin_far_from_each_other():
+    """A hundred runs of 16,384 samples each: no two share a seed, in 32 bits either."""
+    starts = sorted(first_seed(seed) % 2**32 for seed in range(100))
+    gaps = np.diff([*starts, starts[0] + 2**32])
+    assert gaps.min() > 16_384
+
+
+def test_seeds_are_taken_by_torch_whatever_the_run():
+    for seed in (0, 1, MAX_SEED):
+        for end in (first_seed(seed) - 2**32, first_seed(seed) + 2**32):
+            assert 0 <= end < 2**63  # vLLM's GPU worker keeps them as int64
+            torch.Generator().manual_seed(end)
