@@ -6,6 +6,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
@@ -18,6 +19,8 @@ _COMMANDS = {
     "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",
     "verify": "whether the engines agree: mcore-rl verify parity --model DIR --layout tp=2 ...",
 }
+# What signals that the guard of a run turns into exits are called.
+_ENDED = {128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
 
 
 def main() -> int:
@@ -46,11 +49,12 @@ def _run(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt as error:
         return _say(name, str(error) or "interrupted", 128 + signal.SIGINT)
     except SystemExit as error:
-        if error.code != 128 + signal.SIGTERM:
+        if error.code not in _ENDED:
             raise
-        return _say(name, "terminated", 128 + signal.SIGTERM)
+        return _say(name, _ENDED[error.code], error.code)
 
 
 def _say(name: str, message: str, status: int) -> int:
-    print(f"mcore-rl {name}: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # a terminal that has hung up
+        print(f"mcore-rl {name}: {' '.join(message.split())}", file=sys.stderr)
     return status

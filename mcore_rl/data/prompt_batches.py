@@ -13,13 +13,14 @@ from mcore_rl.data.sampler import IndexSampler
 
 
 def prompt_batch(dataset: PromptDataset, rows: Sequence[int], first_group_id: int) -> Batch:
-    """Columns prompt_ids, group_ids (counted up from first_group_id) and fields (JSON text)."""
+    """Columns prompt_ids, group_ids (counted up from first_group_id), fields (JSON), rows."""
     prompts = [dataset[row] for row in rows]
     return Batch(
         {
             "prompt_ids": Jagged.of((p.prompt_ids for p in prompts), np.int64),
             "group_ids": np.arange(first_group_id, first_group_id + len(rows), dtype=np.int64),
             "fields": np.array([json.dumps(p.fields, default=str) for p in prompts], dtype=np.str_),
+            "rows": np.array(rows, dtype=np.int64),
         }
     )
 
