@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mcore_rl.controller import janitor
 
 MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
+_TWICE_S = 1.0  # a terminal that hangs up tells its session's leader and its processes
 _LONGEST_TEMP_DIR = 24  # Ray adds about 80 characters; a socket's path may have 107
 
 
@@ -85,10 +87,15 @@ def _signals_exit() -> Iterator[None]:
         yield  # only the main thread may set handlers
         return
     received: list[int] = []
+    last = -_TWICE_S
 
     def leave(signum: int, frame: object) -> None:
-        received.append(signum)
-        raise SystemExit(128 + signum)
+        nonlocal last
+        now = time.monotonic()
+        is_new, last = now - last > _TWICE_S, now
+        if is_new:
+            received.append(signum)
+            raise SystemExit(128 + signum)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():

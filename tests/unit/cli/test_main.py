@@ -18,6 +18,7 @@ from mcore_rl.jobs.failure import RunFailed, told_in_one_line
         (RunFailed("rank 1 died"), 1, "mcore-rl rl: rank 1 died\n"),
         (KeyboardInterrupt(), 130, "mcore-rl rl: interrupted\n"),
         (SystemExit(128 + signal.SIGTERM), 143, "mcore-rl rl: terminated\n"),
+        (SystemExit(128 + signal.SIGHUP), 129, "mcore-rl rl: hung up\n"),
         (None, 0, ""),
     ],
 )
