@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
 
@@ -20,6 +21,11 @@ def at_least(key: str, value: float, least: float) -> None:
 def positive(key: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"{key}={value}; allowed: above 0")
+
+
+def exists(key: str, path: str | Path) -> None:
+    if not Path(path).exists():
+        raise ConfigError(f"{key}={str(path)!r} does not exist")
 
 
 def divides(key: str, size: int, what: str, number: int) -> None:
