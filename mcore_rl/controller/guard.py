@@ -38,7 +38,7 @@ def guard(*folders: Path, logs: Path | None = None, locks: Sequence[int] = ()) -
     with (
         _signals_exit(),
         _janitor(f"{MARKER}={session}", scratch, folders, logs, locks),
-        _environment(**{MARKER: session, "TMPDIR": str(scratch)}),
+        environment(**{MARKER: session, "TMPDIR": str(scratch)}),
     ):
         yield scratch
 
@@ -67,7 +67,7 @@ def _janitor(
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def environment(**variables: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

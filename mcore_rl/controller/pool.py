@@ -15,7 +15,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.guard import guard, own_sigterm
+from mcore_rl.controller.guard import environment, guard, own_sigterm
 from mcore_rl.controller.janitor import RAY_DIR
 
 _RAY_CONFIG = {
@@ -91,14 +91,15 @@ def _check_resources(needed: Mapping[str, float], address: str | None) -> None:
 def _join(address: str, log_to_driver: bool) -> Iterator[None]:
     host, _, port = address.rpartition(":")
     try:
-        if port.isdigit():  # Ray itself goes on trying for minutes
+        if port.isdigit():  # Ray itself tries for minutes, and with that setting for one
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        with own_sigterm():
+        with own_sigterm(), environment(RAY_gcs_server_port_wait_time_s="1"):
             ray.init(address=address, log_to_driver=log_to_driver, logging_level="error")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a Ray that does not know us, say
         raise ConfigError(
-            f"RAY_ADDRESS is {address!r}, where no Ray cluster answers ({error}); start one there "
-            "with `ray start`, or unset it to run a private one"
+            f"RAY_ADDRESS is {address!r}, where no Ray cluster answers "
+            f"({str(error).partition('Last connection')[0].strip()}); start one there with `ray "
+            "start`, or unset it to run a private one"
         ) from error
     try:
         yield

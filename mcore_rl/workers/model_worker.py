@@ -170,7 +170,7 @@ class ModelWorker:
         except OSError as error:
             for _ in tensors:  # the other ranks go on sending
                 pass
-            return f"{error.strerror}: {error.filename}"
+            return f"{error.strerror}: {error.filename or path}"
         return ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

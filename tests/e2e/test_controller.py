@@ -172,7 +172,9 @@ def test_unknown_methods_and_unequal_pools_are_refused(group: WorkerGroup, pool:
 
 def test_a_pool_that_does_not_fit_says_what_was_asked_and_what_there_is(pool: ResourcePool):
     with pytest.raises(ConfigError, match=r"CPU: asked 9, cluster has 1, free"):
-        ResourcePool(3, {"CPU": 3}, timeout_s=0.3)
+        ResourcePool(3, {"CPU": 3})  # at once: it will never fit
+    with pytest.raises(ConfigError, match=r"did not find room in 0.3 s \(CPU: asked 0.9, cluster"):
+        ResourcePool(9, {"CPU": 0.1}, timeout_s=0.3)  # others have some of it
 
 
 @pytest.mark.parametrize(
@@ -304,8 +306,33 @@ def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: P
         wait_until(lambda n=number: not started[n] & start_times().items(), 30)
         wait_until(lambda f=folder: not Path(f).parent.exists(), 30)
     for number in drivers:
-        assert (tmp_path / number.name / "Worker-0.log").read_text().startswith("born\n")
+        assert "born\n" in (tmp_path / number.name / "Worker-0.log").read_text()
         assert (tmp_path / number.name / "ray" / "raylet.out").stat().st_size > 0
+
+
+def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place(tmp_path: Path):
+    """It tells all processes that run in it, Ray's too."""
+    script, logs = tmp_path / "driver.py", tmp_path / "logs"
+    script.write_text(DRIVER)
+    driver = subprocess.Popen(
+        [sys.executable, str(script), str(logs)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        start_new_session=True,
+    )
+    assert driver.stdin is not None and driver.stdout is not None
+    assert driver.stdout.readline() == "session\n"
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+    assert driver.stdout.readline()
+    assert "born\n" in (logs / "Worker-0.log").read_text()
+    started = descendants_with_start_times(driver.pid)
+    os.killpg(driver.pid, signal.SIGHUP)
+    assert driver.wait(timeout=60) == 128 + signal.SIGHUP
+    assert not started & start_times().items()
+    assert (logs / "ray" / "raylet.out").stat().st_size > 0
 
 
 def janitor_of(driver: int) -> int:

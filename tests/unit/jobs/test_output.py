@@ -122,3 +122,15 @@ def test_a_summary_that_cannot_be_written_says_where_the_weights_are(tmp_path: P
     (tmp_path / "summary.json").mkdir()  # what a full disk does to a rename
     with pytest.raises(RunFailed, match=rf"summary cannot be written: .*{tmp_path}/checkpoint$"):
         output.finish(peak_memory_bytes=0, wall_s=0.0)
+
+
+def test_bad_input_that_shows_when_a_run_has_started_ends_it_with_a_story(tmp_path: Path):
+    """Status 2 is for what was found before anything was started or left."""
+    from mcore_rl.jobs.rl import _told
+
+    with (
+        pytest.raises(RunFailed, match=r"^rank 1: seed is odd \(the whole story: "),
+        _told(tmp_path / "logs" / "error.txt"),
+    ):
+        raise ConfigError("rank 1: seed is odd")
+    assert "ConfigError: rank 1" in (tmp_path / "logs" / "error.txt").read_text()
