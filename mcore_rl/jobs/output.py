@@ -86,13 +86,15 @@ def _locked(file: int, folder: Path, output_dir: str) -> Iterator[None]:
     in_use = f"output_dir={output_dir!r} is in use by "
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
     except BlockingIOError:
         holder = os.pread(file, 300, 0).decode(errors="replace") or "a run that starts"
         raise ConfigError(f"{in_use}{holder}; allowed: a new folder") from None
     except OSError as error:
         raise ConfigError(
             f"output_dir={output_dir!r} cannot be locked: {error.strerror}; allowed: a folder on "
-            "a file system that has flock"
+            "a file system with flock and room"
         ) from error
     path = folder / _LOCK
     try:
@@ -102,8 +104,6 @@ def _locked(file: int, folder: Path, output_dir: str) -> Iterator[None]:
     if not is_ours:
         raise ConfigError(f"{in_use}a run that ends; allowed: a new folder")
     try:
-        os.truncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
         yield
     finally:
         path.unlink(missing_ok=True)
