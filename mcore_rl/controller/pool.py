@@ -93,7 +93,7 @@ def _join(address: str, log_to_driver: bool) -> Iterator[None]:
     try:
         if port.isdigit():  # Ray itself tries for minutes, and with that setting for one
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        tries = os.environ.get("RAY_gcs_server_port_wait_time_s", "1")
+        tries = os.environ.get("RAY_gcs_server_port_wait_time_s", "1")  # noqa: SIM112 (Ray spells it so)
         with own_sigterm(), environment(RAY_gcs_server_port_wait_time_s=tries):
             ray.init(address=address, log_to_driver=log_to_driver, logging_level="error")
     except (OSError, RuntimeError) as error:  # RuntimeError: a Ray that does not know us, say
