@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def writing_shard(folder: Path, shard: ShardPlan) -> Iterator[ShardWriter]:
     The file appears under its name when it is complete.
 
     Raises:
-        ConfigError: the file cannot be written (a full disk).
+        OSError: the file cannot be written (a full disk).
         ValueError: other tensors came than those planned.
     """
     with _file_aside(folder / shard.file) as fd:
@@ -186,7 +187,7 @@ def _file_aside(path: Path) -> Iterator[int]:
     """A file to write into; it becomes `path` at the end, on an error nothing.
 
     Raises:
-        ConfigError: it cannot be written.
+        OSError: it cannot be written; names `path`.
     """
     aside = path.with_name(f".{path.name}.partial")
     try:
@@ -194,7 +195,7 @@ def _file_aside(path: Path) -> Iterator[int]:
             yield file.fileno()
         aside.rename(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         aside.unlink(missing_ok=True)
 
@@ -227,12 +228,14 @@ def copy_companions(
     left out: weights in float8 need one in `changes`.
 
     Raises:
-        ConfigError: a file cannot be copied.
+        OSError: a file cannot be copied.
     """
     for pattern in _COMPANIONS:
         for companion in reference.glob(pattern):
             if ".index." not in companion.name:
-                _copy(companion, folder / companion.relative_to(reference))
+                target = folder / companion.relative_to(reference)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(companion, target)
     if (reference / "config.json").is_file():
         config = read_json_object(reference / "config.json")
         config.pop("quantization_config", None)
@@ -240,14 +243,6 @@ def copy_companions(
             if key in config:
                 config[key] = str(dtype).removeprefix("torch.")
         _write_json(folder / "config.json", config | dict(changes or {}))
-
-
-def _copy(source: Path, target: Path) -> None:
-    try:
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, target)
-    except OSError as error:
-        raise ConfigError(f"{source} cannot be copied to {target}: {error.strerror}") from error
 
 
 @contextmanager
@@ -269,6 +264,23 @@ def written_aside(path: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextmanager
+def room_for(path: Path, num_bytes: int) -> Iterator[None]:
+    """Makes the folder around `path`, for this user alone; an empty one is gone again at the end.
+
+    Raises:
+        OSError: it cannot be made, or has less room than `num_bytes`.
+    """
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        if shutil.disk_usage(path.parent).free < num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        yield
+    finally:
+        with suppress(OSError):  # it holds something
+            path.parent.rmdir()
+
+
 def write_checkpoint(
     path: str | Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
@@ -282,7 +294,8 @@ def write_checkpoint(
     `config_changes` are fields of config.json that differ from the reference's.
 
     Raises:
-        ConfigError: `path` exists, or cannot be written.
+        ConfigError: `path` exists.
+        OSError: it cannot be written.
     """
     with written_aside(Path(path)) as folder:
         shards: list[ShardPlan] = []

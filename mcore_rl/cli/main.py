@@ -6,6 +6,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
@@ -23,6 +24,8 @@ OPTIONS = {
     "--help": "this; mcore-rl COMMAND --help says more",
     "--version": "of mcore-rl and of the packages that results depend on, and the lane",
 }
+# What signals that the guard of a run turns into exits are called.
+_ENDED = {128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
 
 
 def main() -> int:
@@ -77,11 +80,12 @@ def _run(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt as error:
         return _say(name, str(error) or "interrupted", 128 + signal.SIGINT)
     except SystemExit as error:
-        if error.code != 128 + signal.SIGTERM:
+        if error.code not in _ENDED:
             raise
-        return _say(name, "terminated", 128 + signal.SIGTERM)
+        return _say(name, _ENDED[error.code], error.code)
 
 
 def _say(name: str, message: str, status: int) -> int:
-    print(f"mcore-rl {name}: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # a terminal that has hung up
+        print(f"mcore-rl {name}: {' '.join(message.split())}", file=sys.stderr)
     return status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
 
@@ -30,6 +31,11 @@ def between(key: str, value: float, least: float, most: float) -> None:
 
 def _finite(value: float) -> str:
     return "" if -math.inf < value < math.inf else ", finite"
+
+
+def exists(key: str, path: str | Path) -> None:
+    if not Path(path).exists():
+        raise ConfigError(f"{key}={str(path)!r} does not exist")
 
 
 def divides(key: str, size: int, what: str, number: int) -> None:

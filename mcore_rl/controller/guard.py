@@ -10,40 +10,51 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mcore_rl.controller import janitor
 
 MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
+_TWICE_S = 1.0  # a terminal that hangs up tells its session's leader and its processes
 _LONGEST_TEMP_DIR = 24  # Ray adds about 80 characters; a socket's path may have 107
 
 
 @contextlib.contextmanager
-def guard(*folders: Path) -> Iterator[Path]:
+def guard(*folders: Path, logs: Path | None = None, locks: Sequence[int] = ()) -> Iterator[Path]:
     """Yields a scratch folder with a short path, the TMPDIR of every process started meanwhile.
 
     However this process ends, even by SIGKILL, what it started meanwhile is gone a moment later:
     processes, shared-memory files, the scratch folder, and in `folders`, which must belong to this
-    run, whatever is called `.<name>.partial`. SIGTERM raises SystemExit(143) in the main thread.
+    run, whatever is called `.<name>.partial`. Until then `locks`, descriptors of locked files, stay
+    locked. What Ray has logged in the scratch folder becomes the folder `logs`.
+
+    SIGTERM raises SystemExit(143) in the main thread, and SIGHUP SystemExit(129), unless it is
+    ignored, as under nohup.
     """
     scratch = Path(tempfile.mkdtemp(prefix="mcr_", dir=_short_temp_dir()))
     session = secrets.token_hex(8)
     with (
-        _sigterm_exits(),
-        _janitor(f"{MARKER}={session}", scratch, folders),
-        _environment(**{MARKER: session, "TMPDIR": str(scratch)}),
+        _signals_exit(),
+        _janitor(f"{MARKER}={session}", scratch, folders, logs, locks),
+        environment(**{MARKER: session, "TMPDIR": str(scratch)}),
     ):
         yield scratch
 
 
 @contextlib.contextmanager
-def _janitor(marker: str, scratch: Path, folders: tuple[Path, ...]) -> Iterator[None]:
-    swept = [str(folder.resolve()) for folder in (scratch, *folders)]
+def _janitor(
+    marker: str, scratch: Path, folders: tuple[Path, ...], logs: Path | None, locks: Sequence[int]
+) -> Iterator[None]:
+    swept = [str(folder.resolve()) for folder in folders]
+    kept = str(logs.absolute()) if logs else ""
+    places = [str(scratch.resolve()), kept, *swept]
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), marker, *swept],
+        [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), marker, *places],
         stdin=subprocess.PIPE,
         start_new_session=True,
+        pass_fds=locks,
     )
     try:
         yield
@@ -56,7 +67,7 @@ def _janitor(marker: str, scratch: Path, folders: tuple[Path, ...]) -> Iterator[
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def environment(**variables: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -70,22 +81,31 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """The handler from before comes back at the end."""
+def _signals_exit() -> Iterator[None]:
+    """The handlers from before come back at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
     received: list[int] = []
+    last = -_TWICE_S
 
     def leave(signum: int, frame: object) -> None:
-        received.append(signum)
-        raise SystemExit(128 + signum)
+        nonlocal last
+        now = time.monotonic()
+        is_new, last = now - last > _TWICE_S, now
+        if is_new:
+            received.append(signum)
+            raise SystemExit(128 + signum)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if number == signal.SIGTERM or handler is not signal.SIG_IGN:
+            signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if received:  # a call into Ray that was interrupted forgets the exit code
             raise SystemExit(128 + received[0])
 

@@ -5,19 +5,20 @@ at once and some after seconds; processes that workers started, shared memory an
 The janitor remembers which processes descend from the driver and which shared-memory files they
 map: it looks twice a second, and when a file has been made. When the driver goes, or ends the
 session by a word on the janitor's stdin, it kills every one of them that is not a descendant of a
-living driver. Then it removes those files, the scratch folder, and from the run's own folders what
-was still being written: everything in this project is written under the name `.<name>.partial` and
-renamed when it is whole.
+living driver. Then it keeps what Ray has logged, and removes those files, the scratch folder, and
+from the run's own folders what was still being written: everything in this project is written under
+the name `.<name>.partial` and renamed when it is whole.
 
-Runs as a script (`python -I -S janitor.py DRIVER_PID MARKER SCRATCH [FOLDER...]`) with the standard
-library only, in a session of its own, so that a signal to the driver's process group does not reach
-it. Linux only.
+Runs as a script (`python -I -S janitor.py DRIVER_PID MARKER SCRATCH LOGS [FOLDER...]`, LOGS empty
+where Ray's are not wanted) with the standard library only, in a session of its own, so that a
+signal to the driver's process group does not reach it. Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import select
 import shutil
@@ -32,6 +33,7 @@ MAPPED_S = 0.1  # after a file has been made, at least, before it is looked at
 SWEEP_S = 20.0  # a process in uninterruptible sleep may outlast SIGKILL; then it is left
 TRACKER_S = 3.0  # for Python's resource trackers: they unlink what dead processes have made
 SHM = "/dev/shm"
+RAY_DIR = "r"  # of Ray in the scratch folder: short, because sockets are in it
 IN_CREATE = 0x100  # <sys/inotify.h>
 
 SharedMemory = dict[str, int]  # name -> inode
@@ -136,12 +138,22 @@ def remove_partials(folder: str) -> None:
                     os.unlink(path)
 
 
+def keep_logs(scratch: str, folder: str) -> None:
+    """Copies the logs of Ray's session, as far as there is room."""
+    for logs in glob.glob(os.path.join(glob.escape(scratch), RAY_DIR, "session_2*", "logs")):
+        with contextlib.suppress(OSError):  # shutil.Error is one, after all files were tried
+            shutil.copytree(logs, folder, symlinks=True, dirs_exist_ok=True)
+
+
 class Janitor:
-    def __init__(self, driver: int, marker: str, scratch: str, folders: list[str]) -> None:
+    def __init__(
+        self, driver: int, marker: str, scratch: str, folders: list[str], logs: str = ""
+    ) -> None:
         self.driver = driver
         self.marker = marker.encode()
         self.scratch = scratch
         self.folders = folders  # of the run, which may hold something half-written
+        self.logs = logs  # where Ray's are kept
         self.known: dict[int, str] = {}  # pid -> start time; a pid may be used again
         self.files: SharedMemory = {}  # of the session
         self.looks = dict.fromkeys(shared_memory(), LOOKS)  # how often each file was looked at
@@ -197,6 +209,8 @@ class Janitor:
             if inode not in in_use:
                 with contextlib.suppress(OSError):
                     os.unlink(f"{SHM}/{name}")
+        if self.logs:
+            keep_logs(self.scratch, self.logs)
         shutil.rmtree(self.scratch, ignore_errors=True)
         for folder in self.folders:
             remove_partials(folder)
@@ -227,7 +241,7 @@ class Janitor:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    janitor = Janitor(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])
+    janitor = Janitor(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5:], sys.argv[4])
     janitor.watch()
     janitor.sweep()
 

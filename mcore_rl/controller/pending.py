@@ -143,4 +143,4 @@ def _last_lines(file: str) -> str:
         lines = Path(file).read_text(errors="replace").splitlines()[-STDERR_LINES:]
     except OSError:  # the rank lived on another node
         return ""
-    return "\nThe end of its stderr:\n" + "\n".join(lines) if lines else ""
+    return f"\nThe end of {file}:\n" + "\n".join(lines) if lines else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.guard import guard, own_sigterm
+from mcore_rl.controller.guard import environment, guard, own_sigterm
+from mcore_rl.controller.janitor import RAY_DIR
 
 _RAY_CONFIG = {
     # Workers kept ready would never be used: each rank has an environment of its own.
@@ -36,18 +36,20 @@ def ray_session(
     resources: Mapping[str, float] | None = None,
     object_store_bytes: int = 512 << 20,
     log_to_driver: bool = True,
-    log_dir: Path | None = None,
+    needed: Mapping[str, float] | None = None,
 ) -> Iterator[None]:
     """Starts a private Ray on this machine, on the loopback interface, and ends it whole on exit.
 
     With RAY_ADDRESS set it joins that cluster instead, and all other arguments but `log_to_driver`
-    are the cluster's own business. `num_cpus` is a scheduling quantity, not a limit: ranks ask for
-    fractions of it. `num_gpus=None` counts the GPUs.
-    `log_dir` receives Ray's logs and the output of the workers at the end, unless the driver is
-    killed with SIGKILL; without it they are deleted.
+    and `needed` are the cluster's own business. `num_cpus` is a scheduling quantity, not a limit:
+    ranks ask for fractions of it. `num_gpus=None` counts the GPUs. `needed` names resources that
+    pools will ask for, all together.
 
     `scratch` is what a `guard` around the session gave; without it the session has a guard of its
     own. Either way nothing of the session outlives the driver.
+
+    Raises:
+        ConfigError: the cluster does not answer, or has less in all than `needed`.
     """
     if ray.is_initialized():
         raise RuntimeError("this process already has a Ray session")
@@ -59,7 +61,6 @@ def ray_session(
         else:
             session = _start(
                 folder,
-                log_dir,
                 num_cpus=num_cpus,
                 num_gpus=num_gpus,
                 resources=dict(resources or {}),
@@ -67,21 +68,39 @@ def ray_session(
                 log_to_driver=log_to_driver,
             )
             stack.enter_context(session)
+        _check_resources(needed or {}, address)
         yield
+
+
+def _check_resources(needed: Mapping[str, float], address: str | None) -> None:
+    total = ray.cluster_resources()
+    short = [
+        f"{amount:g} of {name!r} (it has {total.get(name, 0):g})"
+        for name, amount in needed.items()
+        if amount > total.get(name, 0)
+    ]
+    if short:
+        place = f"the Ray cluster at RAY_ADDRESS={address!r}" if address else "this machine"
+        raise ConfigError(
+            f"{place} has too little of what the run needs: {', '.join(short)}; use a smaller "
+            "layout, or start nodes with more (ray start --resources)"
+        )
 
 
 @contextlib.contextmanager
 def _join(address: str, log_to_driver: bool) -> Iterator[None]:
     host, _, port = address.rpartition(":")
     try:
-        if port.isdigit():  # Ray itself goes on trying for minutes
+        if port.isdigit():  # Ray itself tries for minutes, and with that setting for one
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        with own_sigterm():
+        tries = os.environ.get("RAY_gcs_server_port_wait_time_s", "1")  # noqa: SIM112 (Ray spells it so)
+        with own_sigterm(), environment(RAY_gcs_server_port_wait_time_s=tries):
             ray.init(address=address, log_to_driver=log_to_driver, logging_level="error")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a Ray that does not know us, say
         raise ConfigError(
-            f"RAY_ADDRESS is {address!r}, where no Ray cluster answers ({error}); start one there "
-            "with `ray start`, or unset it to run a private one"
+            f"RAY_ADDRESS is {address!r}, where no Ray cluster answers "
+            f"({str(error).partition('Last connection')[0].strip()}); start one there with `ray "
+            "start`, or unset it to run a private one"
         ) from error
     try:
         yield
@@ -90,11 +109,11 @@ def _join(address: str, log_to_driver: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _start(scratch: Path, log_dir: Path | None, **settings: Any) -> Iterator[None]:
+def _start(scratch: Path, **settings: Any) -> Iterator[None]:
     # Ray reads its token once a process, so one token serves every session of this process.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    ray_dir = scratch / "r"  # Ray opens its own folder to every user; the one around it stays shut
+    ray_dir = scratch / RAY_DIR  # Ray opens it to every user; the one around it stays shut
     try:
         with _loopback(), own_sigterm():
             ray.init(
@@ -109,8 +128,6 @@ def _start(scratch: Path, log_dir: Path | None, **settings: Any) -> Iterator[Non
         yield
     finally:
         ray.shutdown()
-        if log_dir is not None:
-            _keep_logs(ray_dir, log_dir)
 
 
 @contextlib.contextmanager
@@ -128,21 +145,13 @@ def _loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def _keep_logs(ray_dir: Path, log_dir: Path) -> None:
-    for logs in ray_dir.glob("session_2*/logs"):
-        aside = log_dir.with_name(f".{log_dir.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(logs, aside, symlinks=True)
-        shutil.rmtree(log_dir, ignore_errors=True)
-        aside.rename(log_dir)
-
-
 class ResourcePool:
     """A placement group of one bundle a rank, held until `close`.
 
     `resources_per_rank` names Ray resources: {"GPU": 1} on GPUs, {"CPU": 0.25} on a small CPU
     machine, any custom name. Groups that share a pool each take a share of every bundle
-    (`WorkerGroup(..., share=0.5)`).
+    (`WorkerGroup(..., share=0.5)`). Ranks print to `log_dir`/GROUP-RANK.log on nodes that have that
+    folder; elsewhere, and without it, to Ray's own logs.
     """
 
     def __init__(
@@ -152,8 +161,12 @@ class ResourcePool:
         *,
         strategy: str = "PACK",
         timeout_s: float = 60.0,
+        log_dir: Path | None = None,
     ) -> None:
-        """Raises ConfigError when the cluster does not provide the bundles within `timeout_s`."""
+        """Raises ConfigError when the cluster does not provide the bundles within `timeout_s`.
+
+        At once, when its nodes could not hold them even if all were free.
+        """
         if num_ranks < 1 or not resources_per_rank or min(resources_per_rank.values()) <= 0:
             raise ConfigError(
                 f"a pool of {num_ranks} ranks with {dict(resources_per_rank)} each; it needs one "
@@ -161,12 +174,15 @@ class ResourcePool:
             )
         self.num_ranks = num_ranks
         self.resources_per_rank = dict(resources_per_rank)
+        self.log_dir = log_dir
+        if _most_bundles(resources_per_rank) < num_ranks:
+            raise ConfigError(self._shortage("do not fit, busy or free"))
         self._free = 1.0  # the share of each bundle that no group has
         self.placement_group: PlacementGroup = placement_group(
             [dict(resources_per_rank)] * num_ranks, strategy=strategy
         )
         if not self.placement_group.wait(timeout_seconds=timeout_s):
-            message = self._shortage(timeout_s)
+            message = self._shortage(f"did not find room in {timeout_s:g} s")
             self.close()
             raise ConfigError(message)
 
@@ -199,7 +215,7 @@ class ResourcePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _shortage(self, timeout_s: float) -> str:
+    def _shortage(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
         lines = [
             f"{name}: asked {amount * self.num_ranks:g}, cluster has {total.get(name, 0):g}, "
@@ -207,7 +223,15 @@ class ResourcePool:
             for name, amount in self.resources_per_rank.items()
         ]
         return (
-            f"{self.num_ranks} ranks of {self.resources_per_rank} each did not find room in "
-            f"{timeout_s:g} s ({'; '.join(lines)}; {len(ray.nodes())} nodes). Use a smaller layout "
-            "or a larger cluster"
+            f"{self.num_ranks} ranks of {self.resources_per_rank} each {what} ({'; '.join(lines)}; "
+            f"{len(ray.nodes())} nodes). Use a smaller layout or a larger cluster"
         )
+
+
+def _most_bundles(bundle: Mapping[str, float]) -> int:
+    """How many of these bundles all nodes together can hold; a bundle lies on one node."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(
+        int(min(node.get(name, 0) / amount for name, amount in bundle.items()) + 1e-9)
+        for node in nodes
+    )

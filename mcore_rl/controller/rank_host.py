@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,8 +63,10 @@ class Birth:
 class RankHost:
     """One rank of a group. `build` comes first; before it rank 0 is asked where all can meet."""
 
-    def __init__(self, group: str, rank: int) -> None:
+    def __init__(self, group: str, rank: int, log_dir: Path | None = None) -> None:
         self._label = f"{group}[{rank}]"
+        if log_dir is not None:
+            _print_to(log_dir / f"{group}-{rank}.log")
         self._worker: Any = None
 
     def __repr__(self) -> str:
@@ -121,6 +124,19 @@ def _guarded(run: Callable[[], Any]) -> Reply:
         kind = FailureKind.CONFIG if isinstance(error, ConfigError) else FailureKind.RAISED
         trace = "".join(traceback.format_exception(error))
         return Reply(failure=Failure(kind, type(error).__name__, str(error), trace))
+
+
+def _print_to(log: Path) -> None:
+    """Both streams of this process, and of those that it starts, go to the end of a file."""
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:  # another node, without the output folder
+        print(f"{log} cannot be written, so this is the log: {error}", file=sys.stderr)
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+    os.close(file)
 
 
 def _free_endpoint() -> tuple[str, int]:

@@ -133,7 +133,7 @@ class WorkerGroup:
                 "runtime_env": {"env_vars": common | {"RANK": str(rank)} | env},
                 "max_concurrency": max_concurrency,
             }
-            self._actors.append(host.options(**options).remote(self.name, rank))
+            self._actors.append(host.options(**options).remote(self.name, rank, pool.log_dir))
 
     def _build(self, recipe: Recipe, timeout_s: float | None) -> dict[int, Birth]:
         """Builds the workers, which meet on the node of rank 0; their births by rank."""

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -119,6 +120,7 @@ def check_parquet(path: str | Path, setting: str) -> None:
 
 
 def _read(path: str | Path, setting: str, columns: list[str] | None = None) -> pa.Table:
+    exists(setting, path)
     if not Path(path).is_file():
         raise ConfigError(f"{setting}={str(path)!r} is not a file; it must be a parquet file")
     try:

@@ -15,7 +15,7 @@ from mcore_rl.data.sampler import IndexSampler
 def prompt_batches(dataset: PromptDataset, batch_size: int, seed: int) -> Iterator[Batch]:
     """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
 
-    Columns: prompt_ids, group_ids and fields (JSON text).
+    Columns: prompt_ids, group_ids, fields (JSON text) and rows (of the data set).
     """
     for number, rows in enumerate(IndexSampler(len(dataset), batch_size, seed)):
         first = number * batch_size
@@ -38,5 +38,6 @@ def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequen
             "prompt_ids": Jagged.of((p.prompt_ids for p in prompts), np.int64),
             "group_ids": np.array(group_ids, dtype=np.int64),
             "fields": np.array([json.dumps(p.fields, default=str) for p in prompts], dtype=np.str_),
+            "rows": np.array(rows, dtype=np.int64),
         }
     )

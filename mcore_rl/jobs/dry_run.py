@@ -33,8 +33,8 @@ def dry_run(config: RLConfig, console: Console | None = None) -> None:
     """
     console = console or Console()
     resolve(config)
-    with claimed(config.output_dir) as folder, waiting("checking the inputs"):
-        prepared = prepare_task(config, folder)
+    with claimed(config.output_dir) as claim, waiting("checking the inputs"):
+        prepared = prepare_task(config, claim.folder)
         complete = has_weights(prepared)
         inputs = check_inputs(prepared) if complete else check_without_weights(prepared)
         found = roles(prepared, read_config(prepared.model.path))

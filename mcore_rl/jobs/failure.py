@@ -18,9 +18,12 @@ def told_in_one_line(trace_file: Path, *kinds: type[Exception]) -> Iterator[None
     try:
         yield
     except kinds as error:
-        trace_file.parent.mkdir(parents=True, exist_ok=True)
-        aside = trace_file.with_name(f".{trace_file.name}.partial")
-        aside.write_text("".join(traceback.format_exception(error)))
-        aside.replace(trace_file)
         reason = str(error).partition("\n")[0]
+        try:
+            trace_file.parent.mkdir(parents=True, exist_ok=True)
+            aside = trace_file.with_name(f".{trace_file.name}.partial")
+            aside.write_text("".join(traceback.format_exception(error)))
+            aside.replace(trace_file)
+        except OSError as full:
+            raise RunFailed(f"{reason} (no room for the whole story: {full})") from error
         raise RunFailed(f"{reason} (the whole story: {trace_file})") from error

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
+from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.plots import plot_reward_curve
@@ -20,41 +24,95 @@ from mcore_rl.observability.sinks import MetricsSinks
 from mcore_rl.observability.versions import versions
 
 _STARTED = "config.json"  # the first thing that a run writes
+# Says who has the folder. After a SIGKILL the guard of the run removes it, by this name.
+_LOCK = ".lock.partial"
+LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
+CHECKPOINT = "checkpoint"  # the folder with the weights of the end
+
+
+class OutputError(RunFailed):
+    """What a run tells about itself could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A folder, and the descriptor of the lock on it: whoever holds that keeps other runs out."""
+
+    folder: Path
+    lock: int
 
 
 @contextmanager
-def claimed(output_dir: str) -> Iterator[Path]:
+def claimed(output_dir: str) -> Iterator[Claim]:
     """A new or empty folder for a run; gone again at the end when no RunOutput was made in it.
 
     Raises:
-        ConfigError: it cannot be made, or holds something.
+        ConfigError: it cannot be made, holds something, or another run has claimed it.
     """
     folder = Path(output_dir)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        empty = not any(folder.iterdir())
+        file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(
             f"output_dir={output_dir!r} cannot be made: {error.strerror}; allowed: a new folder"
         ) from error
-    if not empty:
-        raise ConfigError(f"output_dir={output_dir!r} is not empty; allowed: a new folder")
     try:
-        yield folder
+        with _locked(file, folder, output_dir):
+            if any(entry.name != _LOCK for entry in folder.iterdir()):
+                raise ConfigError(f"output_dir={output_dir!r} is not empty; allowed: a new folder")
+            is_refused = False
+            try:
+                yield Claim(folder, file)
+            except ConfigError:
+                is_refused = True
+                raise
+            finally:
+                has_logs = (folder / LOGS).exists() and not is_refused
+                if not has_logs and not (folder / _STARTED).exists():
+                    _empty(folder)
     finally:
-        if not (folder / _STARTED).exists():
-            _empty(folder)
-            with suppress(OSError):  # another run may have put something beside ours
-                for place in missing:
-                    place.rmdir()
+        os.close(file)
+        with suppress(OSError):  # there is something in it
+            for place in missing:
+                place.rmdir()
+
+
+@contextmanager
+def _locked(file: int, folder: Path, output_dir: str) -> Iterator[None]:
+    """The lock is the kernel's: it goes with the last process that has the file open."""
+    in_use = f"output_dir={output_dir!r} is in use by "
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(file, 300, 0).decode(errors="replace") or "a run that starts"
+        raise ConfigError(f"{in_use}{holder}; allowed: a new folder") from None
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={output_dir!r} cannot be locked: {error.strerror}; allowed: a folder on "
+            "a file system with flock and room"
+        ) from error
+    path = folder / _LOCK
+    try:
+        is_ours = path.stat().st_ino == os.fstat(file).st_ino
+    except FileNotFoundError:
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"{in_use}a run that ends; allowed: a new folder")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _empty(folder: Path) -> None:
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
-        else:
+        elif entry.name != _LOCK:
             entry.unlink()
 
 
@@ -63,6 +121,7 @@ class RunOutput:
 
     def __init__(self, folder: Path, config: RLConfig) -> None:
         self.folder = folder
+        (folder / LOGS).mkdir()
         self._config = config
         self._sinks = MetricsSinks(folder)
         self._rewards: list[float] = []
@@ -71,10 +130,18 @@ class RunOutput:
 
     @contextmanager
     def progress(self, title: str, num_steps: int, prefix: str = "") -> Iterator[Report]:
-        """A live display of a phase; each report is shown and recorded."""
+        """A live display of a phase; each report is shown and recorded, or raises OutputError."""
         with StepProgress(title, num_steps) as display:
 
             def report(step: int, metrics: dict[str, float]) -> None:
+                try:
+                    show(step, metrics)
+                except OSError as error:
+                    raise OutputError(
+                        f"{title}, step {step}: metrics cannot be written: {error}"
+                    ) from error
+
+            def show(step: int, metrics: dict[str, float]) -> None:
                 self._sinks.write(step, {prefix + name: value for name, value in metrics.items()})
                 if "reward" in metrics:
                     self._rewards.append(metrics["reward"])
@@ -99,7 +166,20 @@ class RunOutput:
         self._results[name] = value
 
     def finish(self, *, peak_memory_bytes: int, wall_s: float) -> None:
-        """Write the picture and the summary, and print the table."""
+        """Write the picture and the summary, and print the table.
+
+        Raises:
+            OutputError: the disk is full, say. All else that the run leaves is there.
+        """
+        try:
+            self._finish(peak_memory_bytes, wall_s)
+        except OSError as error:
+            raise OutputError(
+                f"the summary cannot be written: {error}; the weights are in "
+                f"{self.folder / CHECKPOINT}"
+            ) from error
+
+    def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         before, after = self._results["accuracy_warm_start"], self._results["accuracy_grpo"]
         self._sinks.close()
         plot_reward_curve(

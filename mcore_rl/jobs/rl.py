@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.guard import guard
@@ -18,8 +21,9 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
 from mcore_rl.engine.base import EngineSpec, LossFunction
 from mcore_rl.engine.megatron.device import device_name
-from mcore_rl.jobs.failure import told_in_one_line
-from mcore_rl.jobs.output import RunOutput, claimed
+from mcore_rl.jobs import room
+from mcore_rl.jobs.failure import RunFailed, told_in_one_line
+from mcore_rl.jobs.output import CHECKPOINT, LOGS, OutputError, RunOutput, claimed
 from mcore_rl.jobs.preflight import Inputs, check_inputs, prepare_task
 from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
@@ -44,19 +48,17 @@ def run(config: RLConfig) -> RunOutput:
     """
     started = time.monotonic()
     resolve(config)
-    with claimed(config.output_dir) as folder, guard(folder) as scratch, PeakMemory() as memory:
+    with (
+        claimed(config.output_dir) as claim,
+        guard(claim.folder, logs=claim.folder / LOGS / "ray", locks=[claim.lock]) as scratch,
+        PeakMemory() as memory,
+    ):
         with waiting("checking the inputs"):
-            prepared = prepare_task(config, folder)
+            prepared = prepare_task(config, claim.folder)
             inputs = check_inputs(prepared)
-        output = RunOutput(folder, config)
-        session = ray_session(
-            scratch=scratch,
-            resources=_session_resources(config),
-            log_to_driver=False,
-            log_dir=folder / "logs",
-        )
-        trace_file = folder / "logs" / "error.txt"
-        with told_in_one_line(trace_file, WorkerError, PolicyMismatchError), session:
+            room.check_room(prepared, claim.folder)
+        with _session(config, scratch), _told(claim.folder / LOGS / "error.txt"):
+            output = RunOutput(claim.folder, config)
             if inputs.examples is not None:
                 prepared = _warm_start(prepared, inputs.examples, output)
             _reinforce(prepared, inputs, output)
@@ -64,6 +66,11 @@ def run(config: RLConfig) -> RunOutput:
             _generate_with_transformers(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
     return output
+
+
+def _told(trace_file: Path) -> AbstractContextManager[None]:
+    """What stops a run that has started, bad input that shows late too."""
+    return told_in_one_line(trace_file, ConfigError, WorkerError, PolicyMismatchError)
 
 
 def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfig:
@@ -88,7 +95,7 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
                 seed=config.seed,
                 report=report,
             )
-        model.export(str(path))
+        room.export(model, path, room.weight_bytes(config))
     return replace(config, model=replace(config.model, path=str(path)))
 
 
@@ -115,15 +122,19 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
             output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
         trainer = SyncTrainer(config, actor, reference, rollout, sync)
         prompts = prompt_batches(inputs.train, config.trainer.prompts_per_step, config.seed)
-        with output.progress("training", config.trainer.num_steps) as report:
-            trainer.train(prompts, report)
+        checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
+        try:
+            with output.progress("training", config.trainer.num_steps) as report:
+                trainer.train(prompts, report)
+        except OutputError as error:  # the disk is full: what has been learned is kept
+            raise RunFailed(f"{error}; {room.kept(actor, checkpoint, num_bytes)[1]}") from error
         with waiting("evaluating and exporting"):
             after = actor.compute_log_probs(
                 rollout.generate(tests, n=1), temperature=config.rollout.temperature
             )
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
-            actor.export(str(output.folder / "checkpoint"))
+            room.export(actor, checkpoint, num_bytes)
 
 
 def _frozen(engine: EngineConfig) -> EngineConfig:
@@ -138,9 +149,7 @@ def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        output.folder / "checkpoint", local_files_only=True
-    )
+    model = AutoModelForCausalLM.from_pretrained(output.folder / CHECKPOINT, local_files_only=True)
     prompt_ids = torch.tensor([inputs.test[0].prompt_ids])
     ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64)[0].tolist()
     output.record(
@@ -165,7 +174,8 @@ def _model(
         total_steps=total_steps,
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
     )
-    with _group(ModelWorker, (spec, loss), engine.layout, name, engine.threads_per_rank) as group:
+    threads = engine.threads_per_rank
+    with _group(config, ModelWorker, (spec, loss), engine.layout, name, threads) as group:
         yield group
 
 
@@ -181,18 +191,25 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
         seed=config.seed,
     )
     layout = Layout(dp=config.rollout.num_servers)
-    with _group(RolloutWorker, (spec,), layout, "rollout", 1, config.rollout.tp) as group:
+    with _group(config, RolloutWorker, (spec,), layout, "rollout", 1, config.rollout.tp) as group:
         yield group
         group.shut_down()
 
 
 @contextlib.contextmanager
 def _group(
-    worker: type, args: tuple[Any, ...], layout: Layout, name: str, threads: int, devices: int = 1
+    config: RLConfig,
+    worker: type,
+    args: tuple[Any, ...],
+    layout: Layout,
+    name: str,
+    threads: int,
+    devices: int = 1,
 ) -> Iterator[WorkerGroup]:
     resource = "GPU" if device_name() == "cuda" else RANK
+    log_dir = Path(config.output_dir).absolute() / LOGS
     with (
-        ResourcePool(layout.world_size, {resource: devices}) as pool,
+        ResourcePool(layout.world_size, {resource: devices}, log_dir=log_dir) as pool,
         WorkerGroup(
             worker, init_args=args, layout=layout, pool=pool, name=name, threads_per_rank=threads
         ) as group,
@@ -200,10 +217,13 @@ def _group(
         yield group
 
 
-def _session_resources(config: RLConfig) -> dict[str, float]:
-    """On the CPU lane a rank takes one unit of a resource of its own: cores are shared by turns."""
-    if device_name() == "cuda":
-        return {}
+def _session(config: RLConfig, scratch: Path) -> AbstractContextManager[None]:
+    """A private Ray has as much as the run needs; on the CPU lane ranks share cores by turns."""
     models = 2 if config.algorithm.kl_coef else 1
     ranks = models * config.actor.layout.world_size + config.rollout.num_servers * config.rollout.tp
-    return {RANK: max(ranks, config.warm_start.layout.world_size)}
+    if config.warm_start.num_steps:
+        ranks = max(ranks, config.warm_start.layout.world_size)
+    if device_name() == "cuda":
+        return ray_session(scratch=scratch, log_to_driver=False, needed={"GPU": ranks})
+    needed = {RANK: ranks}
+    return ray_session(scratch=scratch, log_to_driver=False, resources=needed, needed=needed)

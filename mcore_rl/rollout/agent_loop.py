@@ -12,8 +12,9 @@ from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Content = Sequence[int] | Sequence[Message]  # token ids, or chat messages still to be rendered
-# (response text, columns of the data source, finish reason) -> "reward" (the total) and its parts
-Reward = Callable[[str, dict[str, Any], str], Mapping[str, float]]
+# (response text, columns of the data source, finish reason, which prompt it was, in words)
+# -> "reward" (the total) and its parts
+Reward = Callable[[str, dict[str, Any], str, str], Mapping[str, float]]
 
 
 class Tokenizer(Protocol):
@@ -29,6 +30,7 @@ class Prompt:
     content: Content
     group_id: int
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
+    row: int = 0  # in the data source
 
 
 class SingleTurnLoop:
@@ -40,7 +42,7 @@ class SingleTurnLoop:
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
         """Samples of all prompts, in the prompts' order. The first failure cancels the rest."""
         tasks = [
-            asyncio.create_task(self.run(p.content, sampling, p.group_id, p.fields))
+            asyncio.create_task(self.run(p.content, sampling, p.group_id, p.fields, p.row))
             for p in prompts
         ]
         try:
@@ -50,7 +52,12 @@ class SingleTurnLoop:
                 task.cancel()
 
     async def run(
-        self, prompt: Content, sampling: SamplingParams, group_id: int, fields: dict[str, Any]
+        self,
+        prompt: Content,
+        sampling: SamplingParams,
+        group_id: int,
+        fields: dict[str, Any],
+        row: int = 0,
     ) -> list[Sample]:
         """`sampling.n` samples of one prompt.
 
@@ -61,7 +68,8 @@ class SingleTurnLoop:
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + group_id * sampling.n)
         completions = await self._generator.generate(prompt_ids, sampling)
-        return [self._sample(prompt_ids, c, group_id, fields) for c in completions]
+        where = f"row {row} of the data (group {group_id})"
+        return [self._sample(prompt_ids, c, group_id, fields, where) for c in completions]
 
     def _prompt_ids(self, prompt: Content) -> list[int]:
         ids = [token for token in prompt if isinstance(token, int)]
@@ -73,12 +81,17 @@ class SingleTurnLoop:
         )
 
     def _sample(
-        self, prompt_ids: list[int], completion: Completion, group_id: int, fields: dict[str, Any]
+        self,
+        prompt_ids: list[int],
+        completion: Completion,
+        group_id: int,
+        fields: dict[str, Any],
+        where: str,
     ) -> Sample:
         ids = completion.token_ids
         ended = completion.finish_reason == "stop"  # then the last token is the end of sequence
         text = self._tokenizer.decode(ids[:-1] if ended else ids)
-        parts = dict(self._reward(text, fields, completion.finish_reason))
+        parts = dict(self._reward(text, fields, completion.finish_reason, where))
         return Sample(
             prompt_ids=prompt_ids,
             response_ids=ids,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
-from mcore_rl.config.checks import at_least, divides, one_of, positive
+from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
@@ -152,6 +152,7 @@ def _traffic(plan: Plan) -> Traffic:
 
 
 def _read(model: Path) -> HFConfig:
+    exists("--model", model)
     if not model.is_file():
         config = read_config(model)
     else:

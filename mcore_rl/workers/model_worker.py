@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.checkpoint.hf_writer import write_checkpoint
+from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
@@ -151,19 +151,30 @@ class ModelWorker:
         self._route.send(self._engine.local_weights(), version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, path: str) -> None:
-        """Write a Hugging Face checkpoint, with config and tokenizer of the one started from."""
+    def export(self, path: str, num_bytes: int) -> str:
+        """Write a Hugging Face checkpoint, with config and tokenizer of the one started from.
+
+        Returns why it could not be written, for less room than `num_bytes` or another fault of the
+        disk; "" when it stands there. A folder made on the way is for this user alone.
+        """
         tensors = self._engine.get_per_tensor_param()
-        if self._engine.is_main_rank:
-            write_checkpoint(
-                path,
-                tensors,
-                reference=self._spec.model.path,
-                config_changes=self._engine.config_changes,
-            )
-        else:
+        if not self._engine.is_main_rank:
             for _ in tensors:
                 raise RuntimeError("weights surfaced on a rank that does not write")
+            return ""
+        try:
+            with room_for(Path(path), num_bytes):
+                write_checkpoint(
+                    path,
+                    tensors,
+                    reference=self._spec.model.path,
+                    config_changes=self._engine.config_changes,
+                )
+        except OSError as error:
+            for _ in tensors:  # the other ranks go on sending
+                pass
+            return f"{error.strerror}: {error.filename or path}"
+        return ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -14,7 +14,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.base import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
@@ -46,7 +46,7 @@ class RolloutWorker:
             spec.model_path, spec.dtype, spec.max_model_tokens, spec.rollout, spec.seed
         )
         tokenizer = load_tokenizer(spec.model_path)
-        self._agent = SingleTurnLoop(self._server, tokenizer, get_reward(spec.reward))
+        self._agent = SingleTurnLoop(self._server, tokenizer, Judge(spec.reward))
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, daemon=True).start()
 
@@ -61,16 +61,17 @@ class RolloutWorker:
     def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
         """`sampling.n` samples a prompt, in one batch.
 
-        `prompts` has prompt_ids, group_ids and fields (JSON).
+        `prompts` has prompt_ids, group_ids, fields (JSON) and rows (of their file).
         """
         columns = (
             prompts.jagged("prompt_ids"),
             prompts.array("group_ids"),
             prompts.array("fields"),
+            prompts.array("rows"),
         )
         asked = [
-            Prompt(ids.tolist(), int(group_id), json.loads(str(fields)))
-            for ids, group_id, fields in zip(*columns, strict=True)
+            Prompt(ids.tolist(), int(group_id), json.loads(str(fields)), int(row))
+            for ids, group_id, fields, row in zip(*columns, strict=True)
         ]
         return (Batch.of(self._wait(self._agent.run_all(asked, sampling))),)
 

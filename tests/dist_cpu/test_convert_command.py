@@ -333,3 +333,11 @@ def test_verify_has_an_exit_status_and_one_object(place, capsys, monkeypatch, co
         .splitlines()[-1]
         .startswith("equal: " if change == "none" else "DIFFERENT: ")
     )
+
+
+@pytest.mark.parametrize("lora", ["merge", "separate"])
+def test_separate_adapters_of_a_checkpoint_without_any_are_warned_of(original, lora):
+    checkpoint = original / "checkpoint"
+    plan = to_hf.plan(checkpoint, original / "out", None, None, 1 << 30, lora)
+    warning = f"warning: {checkpoint} has no adapters: --lora=separate writes none"
+    assert plan.notes == ((warning,) if lora == "separate" else ())

@@ -22,6 +22,7 @@ import pytest
 
 from mcore_rl.data.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
+from tests.small_disk import on_small_disk
 
 if TYPE_CHECKING:
     from tests.e2e.served import Served
@@ -35,18 +36,23 @@ class Job:
     """`mcore-rl rl` in a session of its own; its outcome lies in `output`.
 
     Temporary files go to a folder of the job's own, so that what it leaves can be told from what
-    others make at the same time.
+    others make at the same time. With `disk`, a size such as "24m", `output` is a file system of
+    its own that only the job sees.
     """
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    def __init__(self, folder: Path, *settings: str, disk: str = "") -> None:
         self.output = folder / "out"
         self.temp = Path(tempfile.mkdtemp(prefix="job", dir="/tmp"))  # sockets need short paths
         self._streams = {name: folder / name for name in ("stdout", "stderr")}
-        command = [Path(sys.executable).with_name("mcore-rl"), "rl", "recipe=quickstart"]
+        job = [Path(sys.executable).with_name("mcore-rl"), "rl", "recipe=quickstart"]
+        command = [*job, *settings, f"output_dir={self.output}"]
+        if disk:
+            self.output.mkdir()
+            command = on_small_disk(self.output, disk, command)
         with contextlib.ExitStack() as files:
             streams = {n: files.enter_context(f.open("wb")) for n, f in self._streams.items()}
             self.process = subprocess.Popen(
-                [*command, *settings, f"output_dir={self.output}"],
+                command,
                 env={**os.environ, "TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED},
                 start_new_session=True,
                 preexec_fn=_heed_interrupts,
@@ -157,11 +163,11 @@ def own_model_and_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
-    """start_job(*settings) runs the quickstart recipe with these overrides."""
+    """start_job(*settings) runs the quickstart recipe with these overrides; see Job."""
     with contextlib.ExitStack() as jobs:
 
-        def start(*settings: str) -> Job:
-            job = Job(tmp_path_factory.mktemp("job"), *settings)
+        def start(*settings: str, disk: str = "") -> Job:
+            job = Job(tmp_path_factory.mktemp("job"), *settings, disk=disk)
             jobs.callback(job.close)
             return job
 

@@ -17,7 +17,12 @@ import ray
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.cli.main import main
+from mcore_rl.config.schema import ModelConfig, RLConfig
 from mcore_rl.data.tasks import last_digit
+from mcore_rl.jobs.convert.options import format_bytes
+from mcore_rl.jobs.output import claimed
+from mcore_rl.jobs.room import weight_bytes
+from tests.small_disk import on_small_disk
 
 DEFAULTS = {
     "model.path": "model",
@@ -320,6 +325,41 @@ def test_an_empty_output_folder_stays_and_folders_made_on_the_way_go(place, capf
     bad = DEFAULTS | {"data.max_prompt_tokens": "20"}
     for output_dir in ("runs", "runs/a/b"):
         refusal(place, capfd, monkeypatch, bad | {"output_dir": output_dir})
+
+
+def test_a_folder_that_another_run_has_is_refused(place, capfd, monkeypatch):
+    with claimed("out") as claim:
+        line = refusal(place, capfd, monkeypatch, DEFAULTS)
+        assert claim.folder.exists()
+    assert f"output_dir='out' is in use by process {os.getpid()} on host " in line
+
+
+def test_a_cluster_that_does_not_answer_is_refused_and_leaves_no_folder(place, capfd, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    line = refusal(place, capfd, monkeypatch, DEFAULTS)
+    assert "RAY_ADDRESS is '127.0.0.1:1', where no Ray cluster answers" in line
+
+
+def test_the_weights_of_a_run_take_as_much_room_as_those_it_starts_from(place):
+    tensors = load_file(place.folder / "model" / "model.safetensors").values()
+    config = RLConfig(model=ModelConfig(path="model"))
+    assert weight_bytes(config) == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_a_disk_without_room_for_the_weights_is_refused(place: Place):
+    """Once for the warm start, and once for what comes after it."""
+    disk = place.folder / "disk"
+    disk.mkdir()
+    command = Path(sys.executable).with_name("mcore-rl")
+    settings = DEFAULTS | WARM_START | {"output_dir": "disk/out"}
+    job = [command, "rl", *(f"{key}={value}" for key, value in settings.items())]
+    done = subprocess.run(on_small_disk(disk, "10m", job), capture_output=True, text=True)
+    needed = 2 * weight_bytes(RLConfig(model=ModelConfig(path="model")))
+    assert needed > 10 << 20
+    assert done.returncode == 2, done.stderr
+    assert "output_dir='disk/out' has 10.5 MB left; needed are " in done.stderr
+    assert f"needed are {format_bytes(needed)} (" in done.stderr
+    assert "the checkpoint" in done.stderr and "the warm start's" in done.stderr
 
 
 def test_the_command_itself_refuses_what_does_not_fit_its_own_task(tmp_path: Path):

@@ -172,7 +172,9 @@ def test_unknown_methods_and_unequal_pools_are_refused(group: WorkerGroup, pool:
 
 def test_a_pool_that_does_not_fit_says_what_was_asked_and_what_there_is(pool: ResourcePool):
     with pytest.raises(ConfigError, match=r"CPU: asked 9, cluster has 1, free"):
-        ResourcePool(3, {"CPU": 3}, timeout_s=0.3)
+        ResourcePool(3, {"CPU": 3})  # at once: it will never fit
+    with pytest.raises(ConfigError, match=r"did not find room in 0.3 s \(CPU: asked 0.9, cluster"):
+        ResourcePool(9, {"CPU": 0.1}, timeout_s=0.3)  # others have some of it
 
 
 @pytest.mark.parametrize(
@@ -228,11 +230,13 @@ from multiprocessing import shared_memory
 import ray
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import register
+from mcore_rl.controller.guard import guard
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 
 class Worker:
     def __init__(self):
+        print("born", flush=True)
         self.memory = shared_memory.SharedMemory(create=True, size=1 << 16)
         self.child = subprocess.Popen(["sleep", "300"], start_new_session=True)
 
@@ -246,11 +250,15 @@ class Worker:
 
 if __name__ == "__main__":
     logs = Path(sys.argv[1])
-    with ray_session(object_store_bytes=100 << 20, log_to_driver=False, log_dir=logs):
+    logs.mkdir()
+    with (
+        guard(logs=logs / "ray") as scratch,
+        ray_session(scratch=scratch, object_store_bytes=100 << 20, log_to_driver=False),
+    ):
         folder = ray._private.worker._global_node.get_session_dir_path()
         print("session", flush=True)
         input()
-        with ResourcePool(1, {"CPU": 0.5}) as pool:
+        with ResourcePool(1, {"CPU": 0.5}, log_dir=logs) as pool:
             group = WorkerGroup(Worker, layout=Layout(), pool=pool)
             print(folder, group.memory_name(), flush=True)
             group.hang()
@@ -297,8 +305,34 @@ def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: P
             os.kill(janitor, signal.SIGCONT)
         wait_until(lambda n=number: not started[n] & start_times().items(), 30)
         wait_until(lambda f=folder: not Path(f).parent.exists(), 30)
-    assert not (tmp_path / "SIGKILL").exists()
-    assert list(tmp_path.glob("SIGTERM/worker-*.err"))
+    for number in drivers:
+        assert "born\n" in (tmp_path / number.name / "Worker-0.log").read_text()
+        assert (tmp_path / number.name / "ray" / "raylet.out").stat().st_size > 0
+
+
+def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place(tmp_path: Path):
+    """It tells all processes that run in it, Ray's too."""
+    script, logs = tmp_path / "driver.py", tmp_path / "logs"
+    script.write_text(DRIVER)
+    driver = subprocess.Popen(
+        [sys.executable, str(script), str(logs)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        start_new_session=True,
+    )
+    assert driver.stdin is not None and driver.stdout is not None
+    assert driver.stdout.readline() == "session\n"
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+    assert driver.stdout.readline()
+    assert "born\n" in (logs / "Worker-0.log").read_text()
+    started = descendants_with_start_times(driver.pid)
+    os.killpg(driver.pid, signal.SIGHUP)
+    assert driver.wait(timeout=60) == 128 + signal.SIGHUP
+    assert not started & start_times().items()
+    assert (logs / "ray" / "raylet.out").stat().st_size > 0
 
 
 def janitor_of(driver: int) -> int:

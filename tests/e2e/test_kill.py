@@ -22,9 +22,9 @@ DISAGGREGATED = (
 )  # fmt: skip
 
 
-def metrics(job) -> list[dict]:
-    """Every line must be whole."""
-    file = job.output / "metrics.jsonl"
+def metrics(job, output=None) -> list[dict]:
+    """Every line must be whole. `output` is where others find the job's, if elsewhere."""
+    file = (output or job.output) / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -32,8 +32,8 @@ def is_warm_starting(job) -> bool:
     return any("warm_start/loss" in row for row in metrics(job))
 
 
-def is_training(job) -> bool:
-    return any("reward" in row for row in metrics(job))
+def is_training(job, output=None) -> bool:
+    return any("reward" in row for row in metrics(job, output))
 
 
 def interrupt_an_export(job) -> None:
@@ -67,7 +67,14 @@ def assert_ended(job, number, word) -> None:
     assert job.stderr == f"mcore-rl rl: {word}\n"
 
 
-def test_a_killed_job_that_trains_leaves_nothing(start_job, own_model_and_data):
+def assert_logs(job) -> None:
+    """Of ranks, of servers and of Ray."""
+    logs = job.output / "logs"
+    assert {"actor-0.log", "rollout-0.log", "ray"} <= {path.name for path in logs.iterdir()}
+    assert (logs / "ray" / "raylet.out").stat().st_size > 0
+
+
+def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_model_and_data):
     """With servers on devices of their own and a reference model, until a second step."""
     job = start_job(*own_model_and_data, *TRAINING, *DISAGGREGATED)
     job.wait_until(lambda: len(metrics(job)) >= 2, "the second step")
@@ -77,6 +84,7 @@ def test_a_killed_job_that_trains_leaves_nothing(start_job, own_model_and_data):
     assert job.process.wait() == -signal.SIGKILL
     assert_gone_soon(job)
     assert_whole(job)
+    assert_logs(job)
     for row in metrics(job):
         assert 0 < row["max_logprob_gap"] <= 1e-4
         assert "actor/reference_kl" in row
@@ -95,20 +103,24 @@ def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_inter
     assert killed.process.wait() == -signal.SIGKILL
     assert_gone_soon(killed)
     assert_whole(killed)
+    assert_logs(killed)
     steps = len(metrics(interrupted))
     interrupted.wait_until(lambda: len(metrics(interrupted)) > steps, "another step")
     os.killpg(interrupted.process.pid, signal.SIGINT)  # as Ctrl-C: whatever is in the foreground
     assert_ended(interrupted, signal.SIGINT, "interrupted")
-    assert list(interrupted.output.glob("logs/worker-*.err"))
+    assert_logs(interrupted)
 
 
-@pytest.mark.parametrize("number", all_but([signal.SIGTERM], [signal.SIGKILL, signal.SIGTERM]))
+@pytest.mark.parametrize(
+    "number",
+    all_but([signal.SIGTERM, signal.SIGHUP], [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]),
+)
 def test_a_job_that_is_ended_while_it_makes_its_task_leaves_no_half_of_it(start_job, number):
     job = start_job()
     job.wait_until((job.output / ".task.partial").exists, "the task")
     job.process.send_signal(number)
-    if number == signal.SIGTERM:
-        assert_ended(job, number, "terminated")
+    if number != signal.SIGKILL:
+        assert_ended(job, number, {signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}[number])
     job.process.wait()
     assert_gone_soon(job)
     assert not (job.output / "config.json").exists()

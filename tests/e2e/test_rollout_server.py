@@ -248,7 +248,9 @@ def test_a_killed_sender_leaves_a_server_that_refuses_until_a_whole_update(serve
 
 
 def test_a_loop_gives_samples_of_every_prompt_in_order(server, run):
-    def reward(text: str, fields: dict[str, Any], finish_reason: str) -> dict[str, float]:
+    def reward(
+        text: str, fields: dict[str, Any], finish_reason: str, where: str
+    ) -> dict[str, float]:
         assert "<eos>" not in text
         return {"reward": float(len(text.split())), "ended": float(finish_reason == "stop")}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mcore_rl.config.checks import one_of
+from mcore_rl.config.checks import exists, one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.bridge import export_hf, import_hf
@@ -25,6 +25,7 @@ def hf_to_mcore(
     max_memory: str | None,
     bridge: str | None,
 ) -> int:
+    exists("--model", model)
     resources = _resources(workers, max_memory)
     if bridge is not None:
         _check_bridge(
@@ -48,6 +49,9 @@ def mcore_to_hf(
     max_memory: str | None,
     bridge: str | None,
 ) -> int:
+    exists("--checkpoint", checkpoint)
+    if reference is not None:
+        exists("--reference", reference)
     resources = _resources(workers, max_memory)
     shard_bytes = parse_bytes("--max-shard-size", max_shard_size)
     if bridge is not None:
@@ -69,11 +73,14 @@ def _check_bridge(bridge: str, **options: object) -> None:
 
 
 def show(*, folder: Path, json: bool) -> int:
+    exists("DIR", folder)
     inspect.inspect(folder, as_json=json)
     return 0
 
 
 def compare(*, a: Path, b: Path, json: bool) -> int:
+    for folder in (a, b):
+        exists("DIR", folder)
     return 0 if verify.verify(a, b, as_json=json) else 1
 
 

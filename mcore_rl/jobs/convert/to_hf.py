@@ -78,6 +78,9 @@ def plan(
     tensors = list(_tensors(written, asked))
     shards = plan_shards(tensors, max_shard_bytes)
     index_bytes = READ_ENTRY_BYTES * folder.num_chunks
+    notes = folder.notes
+    if lora == "separate" and not folder.lora:
+        notes += (f"warning: {checkpoint} has no adapters: --lora=separate writes none",)
     options = {"command": "mcore-to-hf", "--dtype": dtype, "--lora": lora}
     sources = {
         **files_of("checkpoint", folder.path),
@@ -94,7 +97,7 @@ def plan(
             tensors=tensors,
             separate=lora == "separate" and bool(folder.lora),
         ),
-        notes=folder.notes,
+        notes=notes,
         kept={"reader": folder.reader},
     )
 

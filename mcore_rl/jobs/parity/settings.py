@@ -15,7 +15,7 @@ import torch
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.stamp import read_stamp
-from mcore_rl.config.checks import at_least, divides, one_of
+from mcore_rl.config.checks import at_least, divides, exists, one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPES
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
@@ -127,6 +127,7 @@ def _check_options(request: Request) -> None:
 
 def _checked_model(option: str, path: str) -> HFConfig:
     """The config of a checkpoint whose family is known and whose tensors are all there."""
+    exists(option, path)
     try:
         family_of(read_config(path))
         reader = CheckpointReader(path)
@@ -152,6 +153,7 @@ def _prompts(
             "2 or more"
         )
     if request.prompts:
+        exists("--prompts", request.prompts)
         prompts = prompts_from_file(request.prompts, request.model, vocab_size, longest)
     else:
         prompts = drawn_prompts(vocab_size, longest)
@@ -174,6 +176,7 @@ def _engine_spec(request: Request, config: HFConfig) -> EngineSpec:
 
 def _lora_of_checkpoint(request: Request, config: HFConfig) -> LoRAConfig:
     """The adapters that a Megatron checkpoint has; it must fit the model and the dtype."""
+    exists("--checkpoint", request.checkpoint)
     stamp: dict[str, Any] = read_stamp(Path(request.checkpoint))
     if stamp.get("vocab_size") != config["vocab_size"]:
         raise ConfigError(

@@ -175,8 +175,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    message = r"model\.safetensors cannot be written: No space left on device"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors"):
         write_shard(tmp_path, one_shard(TENSORS), TENSORS.items())
     assert not os.listdir(tmp_path)
 
@@ -242,7 +241,7 @@ def test_files_that_are_links_are_copied_as_files(tmp_path):
     copy_companions(source, target, torch.bfloat16)
     assert not (target / "tokenizer.json").is_symlink()
     (tmp_path / "blob").unlink()
-    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be copied to .*: No such file"):
+    with pytest.raises(OSError, match=r"No such file .*tokenizer\.json"):
         copy_companions(source, target, torch.bfloat16)
 
 

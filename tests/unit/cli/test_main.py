@@ -18,6 +18,7 @@ from mcore_rl.jobs.failure import RunFailed, told_in_one_line
         (RunFailed("rank 1 died"), 1, "mcore-rl rl: rank 1 died\n"),
         (KeyboardInterrupt(), 130, "mcore-rl rl: interrupted\n"),
         (SystemExit(128 + signal.SIGTERM), 143, "mcore-rl rl: terminated\n"),
+        (SystemExit(128 + signal.SIGHUP), 129, "mcore-rl rl: hung up\n"),
         (None, 0, ""),
     ],
 )
@@ -31,6 +32,39 @@ def test_every_end_has_its_line_and_status(monkeypatch, capsys, end, status, lin
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl", "seed=x"])
     assert main() == status
     assert capsys.readouterr() == ("", line)
+
+
+HERE = "/"  # exists
+PARITY = ["verify", "parity", "--layout", "tp=1", "--against", "hf"]
+TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["convert", "hf-to-mcore", "--output", "out", "--model", "typo"], "--model"),
+        ([*TO_HF, "--checkpoint", "typo"], "--checkpoint"),
+        ([*TO_HF, "--checkpoint", HERE, "--reference", "typo"], "--reference"),
+        (["convert", "inspect", "typo"], "DIR"),
+        (["convert", "verify", HERE, "typo"], "DIR"),
+        (
+            ["plan", "reshard", "--train", "tp=1", "--generate", "tp=1", "--model", "typo"],
+            "--model",
+        ),
+        ([*PARITY, "--model", "typo"], "--model"),
+        (
+            ["rl", "model.path=typo", "data.train_file=a", "data.test_file=b", "output_dir=out"],
+            "model.path",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_does_not_exist_is_said_not_to(monkeypatch, capsys, tmp_path, arguments, key):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", *arguments])
+    assert main() == 2
+    assert capsys.readouterr().err == f"mcore-rl {arguments[0]}: {key}='typo' does not exist\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):

@@ -67,7 +67,7 @@ def test_supervised_rows_end_with_the_end_of_sequence_and_train_on_all_of_the_re
 
 
 def test_a_missing_file_is_named_with_its_setting(tokenizer):
-    with pytest.raises(ConfigError, match=r"data\.test_file='/no/such\.parquet' is not a file"):
+    with pytest.raises(ConfigError, match=r"data\.test_file='/no/such\.parquet' does not exist"):
         load_prompts("/no/such.parquet", DataConfig(), tokenizer, setting="data.test_file")
 
 

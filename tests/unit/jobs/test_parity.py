@@ -218,14 +218,15 @@ def test_a_prompts_file_that_does_not_do_is_refused_by_line(model, tmp_path, lin
         ({"layout": Layout(tp=4)}, r"--layout.tp=4 does not divide the model's 2 key/value heads"),
         ({"layout": Layout(pp=4)}, r"--layout"),
         ({"layout": Layout(tp=2, ep=2)}, r"--layout.ep=2: the model has no experts"),
-        ({"model": "nowhere"}, r"--model nowhere: there is no config.json in that folder"),
-        ({"reference": "nowhere"}, r"--reference nowhere: there is no config.json"),
+        ({"model": "nowhere"}, r"--model='nowhere' does not exist"),
+        ({"reference": "nowhere"}, r"--reference='nowhere' does not exist"),
         (
             {"against": ("vllm",), "vllm_tp": 3},
             r"--vllm-tp=3 does not divide",
         ),
         ({"against": ("vllm",), "vllm_tp": 0}, r"--vllm-tp=0"),
-        ({"checkpoint": "nowhere"}, r"checkpoint folder nowhere does not exist"),
+        ({"checkpoint": "nowhere"}, r"--checkpoint='nowhere' does not exist"),
+        ({"prompts": "nowhere"}, r"--prompts='nowhere' does not exist"),
     ],
 )
 def test_a_wrong_option_is_refused(model, options, message):

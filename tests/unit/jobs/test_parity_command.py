@@ -35,7 +35,7 @@ def status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["parity", *GOOD, "--shards", "3"], "unrecognized arguments: --shards 3"),
         (["parity", *GOOD, "--layout", "tp=2,xp=3"], "--layout=tp=2,xp=3: 'xp' is unknown"),
         (["parity", *GOOD, "--layout", "tp=two"], "--layout=tp=two: 'tp=two'"),
-        (["parity", *GOOD], "--model here: there is no config.json"),
+        (["parity", *GOOD], "--model='here' does not exist"),
     ],
 )
 def test_a_wrong_option_ends_with_status_2_and_one_line(monkeypatch, capsys, arguments, message):

@@ -44,7 +44,7 @@ class Echo:
         ]
 
 
-def _reward(text, fields, finish_reason):
+def _reward(text, fields, finish_reason, where):
     right = float(text == fields["answer"])
     return {"reward": right + (finish_reason == "stop"), "right": right}
 
@@ -88,3 +88,15 @@ def test_the_first_failure_is_raised():
     prompts = [Prompt([0], 0, {"answer": ""}), Prompt([_EOS], 1, {"answer": ""})]
     with pytest.raises(RuntimeError, match="broken prompt"):
         asyncio.run(loop.run_all(prompts, SamplingParams()))
+
+
+def test_a_reward_is_told_which_prompt_it_is_about():
+    asked = []
+
+    def reward(text, fields, finish_reason, where):
+        asked.append(where)
+        return {"reward": 0.0}
+
+    loop = SingleTurnLoop(Echo(), Letters(), reward)
+    asyncio.run(loop.run_all([Prompt([0], 3, row=12)], SamplingParams(n=2)))
+    assert asked == ["row 12 of the data (group 3)"] * 2

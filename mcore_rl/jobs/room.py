@@ -1,0 +1,86 @@
+"""Room on disk for the weights of a run: asked for before it starts, found elsewhere if need be."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.jobs.convert.options import format_bytes
+from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.models.base import family_of, padded_vocab_size, read_config
+from mcore_rl.reshard.rules import logical_tensors
+
+_MEMORY = "/dev/shm"
+# Read before the guard of a run points TMPDIR to a folder that goes with the run.
+_ELSEWHERE = tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp", _MEMORY)))
+
+
+def weight_bytes(config: RLConfig) -> int:
+    """Of the model's weights in a Hugging Face checkpoint of model.dtype."""
+    hf_config = read_config(config.model.path)
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
+    return sum(
+        math.prod(tensor.shape) * (torch.float32.itemsize if weight.float32 else itemsize)
+        for weight in weights
+        for tensor in logical_tensors([weight])
+    )
+
+
+def check_room(config: RLConfig, folder: Path) -> None:
+    """Raise ConfigError when the disk under `folder` lacks room for what a run writes for sure."""
+    copies = {"the checkpoint": 1}
+    if config.warm_start.num_steps:
+        copies["the warm start's"] = 1
+    if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "disk":
+        copies["weights on their way to the servers"] = config.rollout.num_servers
+    size, free = weight_bytes(config), shutil.disk_usage(folder).free
+    needed = size * sum(copies.values())
+    if needed > free:
+        parts = ", ".join(f"{format_bytes(size * n)} {name}" for name, n in copies.items())
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} has {format_bytes(free)} left; needed are "
+            f"{format_bytes(needed)} ({parts})"
+        )
+
+
+def export(model: Any, path: Path, num_bytes: int) -> None:
+    """Write the weights of a model, a group of ModelWorker, to `path`.
+
+    Raises:
+        RunFailed: that is not possible. Where the weights are instead, it says.
+    """
+    place, told = kept(model, path, num_bytes)
+    if place != path:
+        raise RunFailed(told)
+
+
+def kept(model: Any, path: Path, num_bytes: int) -> tuple[Path | None, str]:
+    """Write weights to `path` or, if that fails, where there is room: where, and how to say it."""
+    aside = f"{path.parent.name}-{secrets.token_hex(4)}"
+    reasons: list[str] = []
+    for place in (path, *(Path(folder, aside, path.name) for folder in _ELSEWHERE)):
+        reason = model.export(str(place), num_bytes)[0]
+        if not reason:
+            why = f"{reasons[0]}; " if reasons else ""
+            return place, f"{why}the weights are in {_described(model, place)}"
+        reasons.append(reason)
+    return None, f"{'; '.join(reasons)}; the weights are lost"
+
+
+def _described(model: Any, place: Path) -> str:
+    """With the host, if it is another one, and a word on places that do not last."""
+    host = model.site()[0][1]
+    where = str(place) if host == socket.gethostname() else f"{place} on host {host}"
+    return (
+        f"{where} (in memory: gone when it restarts)" if str(place).startswith(_MEMORY) else where
+    )

@@ -1,0 +1,68 @@
+"""How the process under a guard ends when its terminal does."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+JOB = """
+import sys, time
+from pathlib import Path
+from types import ModuleType
+from mcore_rl.cli import main
+from mcore_rl.controller.guard import guard
+from mcore_rl.observability.console import StepProgress
+
+def job(arguments):
+    story, end = open(sys.argv[1], "w", buffering=1), Path(sys.argv[2])
+    with guard(), StepProgress("training", 2) as shown:
+        try:
+            shown.update(1, "loss 1.0")
+            print("waiting", file=story)
+            while not end.exists():
+                time.sleep(0.05)
+            print("all done", file=story)
+        finally:
+            print("closed in order", file=story)
+
+sys.modules["mcore_rl.cli.job"] = ModuleType("job")
+sys.modules["mcore_rl.cli.job"].main = job
+sys.exit(main._run("job", []))
+"""
+
+
+def wait_for(story: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not story.exists() or not story.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_terminal_that_hangs_up_ends_the_job_in_order(tmp_path: Path):
+    """What it says last goes nowhere, and its status is still that of the signal."""
+    story, end = tmp_path / "story", tmp_path / "end"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", JOB, str(story), str(end)])
+    wait_for(story)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+    assert story.read_text() == "waiting\nclosed in order\n"
+
+
+def test_under_nohup_a_job_goes_on(tmp_path: Path):
+    story, end = tmp_path / "story", tmp_path / "end"
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-c", JOB, story, end],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(story)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    end.touch()
+    assert process.wait(timeout=60) == 0
+    assert story.read_text() == "waiting\nall done\nclosed in order\n"

@@ -1,0 +1,136 @@
+"""Who has an output folder, and what becomes of a run that cannot write into it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.controller.janitor import processes
+from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.jobs.output import RunOutput, claimed
+from tests.small_disk import on_small_disk
+
+HOLDER = """
+import sys, time
+from mcore_rl.controller.guard import guard
+from mcore_rl.jobs.output import claimed
+with claimed(sys.argv[1]) as claim, guard(claim.folder, locks=[claim.lock]):
+    print("claimed", flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "claimed\n"
+        yield process
+        process.kill()
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ConfigError) as raised, claimed(str(folder)):
+        pass
+    return str(raised.value)
+
+
+def test_a_folder_that_a_run_has_is_refused_until_all_of_that_run_is_gone(holder, tmp_path: Path):
+    out = tmp_path / "out"
+    who = f"process {holder.pid} on host {socket.gethostname()}"
+    in_use = f"output_dir={str(out)!r} is in use by {who}; allowed: a new folder"
+    assert refused(out) == in_use
+    [janitor] = [pid for pid, (parent, _) in processes().items() if parent == holder.pid]
+    os.kill(janitor, signal.SIGSTOP)  # it has yet to clean up in there
+    holder.kill()
+    holder.wait()
+    assert refused(out) == in_use
+    os.kill(janitor, signal.SIGCONT)
+    deadline = time.monotonic() + 30
+    while list(out.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with claimed(str(out)) as claim:
+        assert claim.folder == out
+    assert out.exists()  # it was there before, so it stays
+
+
+def test_a_lock_whose_holder_is_gone_is_none(tmp_path: Path):
+    (tmp_path / ".lock.partial").write_text("process 1 on host nowhere")
+    with claimed(str(tmp_path)):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path):
+    (tmp_path / "mine").write_text("x")
+    assert refused(tmp_path) == f"output_dir={str(tmp_path)!r} is not empty; allowed: a new folder"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+FULL = """
+import sys
+from pathlib import Path
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.jobs.failure import RunFailed, told_in_one_line
+from mcore_rl.jobs.output import OutputError, RunOutput
+folder = Path(sys.argv[1])
+output = RunOutput(folder, RLConfig())
+try:
+    (folder / "filler").write_bytes(bytes(8 << 20))
+except OSError:
+    pass
+try:
+    with output.progress("training", 1000) as report:
+        for step in range(1, 1000):
+            report(step, {"loss": 0.5} | {f"metric_{number}": 0.25 for number in range(100)})
+except OutputError as error:
+    print(error)
+try:
+    with told_in_one_line(folder / "logs" / "error.txt", KeyError):
+        raise KeyError("the cause")
+except RunFailed as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_told_and_not_a_traceback(tmp_path: Path):
+    (tmp_path / "script.py").write_text(FULL)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [sys.executable, tmp_path / "script.py", disk]
+    done = subprocess.run(on_small_disk(disk, "4m", command), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *_, metrics, cause = done.stdout.splitlines()
+    assert metrics.startswith("training, step ")
+    assert "metrics cannot be written: [Errno 28] No space left on device" in metrics
+    assert cause.startswith("'the cause' (no room for the whole story: [Errno 28]")
+
+
+def test_a_summary_that_cannot_be_written_says_where_the_weights_are(tmp_path: Path):
+    output = RunOutput(tmp_path, RLConfig())
+    output.record("accuracy_warm_start", 0.0)
+    output.record("accuracy_grpo", 0.0)
+    (tmp_path / "summary.json").mkdir()  # what a full disk does to a rename
+    with pytest.raises(RunFailed, match=rf"summary cannot be written: .*{tmp_path}/checkpoint$"):
+        output.finish(peak_memory_bytes=0, wall_s=0.0)
+
+
+def test_bad_input_that_shows_when_a_run_has_started_ends_it_with_a_story(tmp_path: Path):
+    """Status 2 is for what was found before anything was started or left."""
+    from mcore_rl.jobs.rl import _told
+
+    with (
+        pytest.raises(RunFailed, match=r"^rank 1: seed is odd \(the whole story: "),
+        _told(tmp_path / "logs" / "error.txt"),
+    ):
+        raise ConfigError("rank 1: seed is odd")
+    assert "ConfigError: rank 1" in (tmp_path / "logs" / "error.txt").read_text()
