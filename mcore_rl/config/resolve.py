@@ -38,6 +38,9 @@ def resolve(config: RLConfig) -> None:
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
     positive("trainer.max_logprob_gap", config.trainer.max_logprob_gap)
     positive("trainer.mean_logprob_gap", config.trainer.mean_logprob_gap)
+    positive("timeouts.start_s", config.timeouts.start_s)
+    positive("timeouts.call_s", config.timeouts.call_s)
+    positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
     if config.weight_sync.bind_address in ("", "0.0.0.0", "::"):
         raise ConfigError(
             f"weight_sync.bind_address={config.weight_sync.bind_address!r}: servers connect to it; "

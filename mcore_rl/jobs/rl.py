@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.resolve import resolve
-from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig, TimeoutsConfig
 from mcore_rl.controller.guard import guard
 from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ResourcePool, ray_session
@@ -28,11 +28,11 @@ from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
 from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
-from mcore_rl.weight_sync.sync import connect
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
+from mcore_rl.workers.weight_sync import connect
 
 RANK = "rank"  # the Ray resource of the CPU lane
 
@@ -179,8 +179,12 @@ def _model(
         seed=config.seed,
         total_steps=total_steps,
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
+        timeout_s=config.inner_timeout_s,
     )
-    with _group(ModelWorker, (spec, loss), engine.layout, name, engine.threads_per_rank) as group:
+    start = _group(
+        ModelWorker, (spec, loss), engine.layout, name, config.timeouts, engine.threads_per_rank
+    )
+    with start as group:
         yield group
 
 
@@ -194,22 +198,36 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
         rollout=config.rollout,
         reward=config.reward.name,
         seed=config.seed,
+        timeout_s=config.inner_timeout_s,
     )
-    layout = Layout(dp=config.rollout.num_servers)
-    with _group(RolloutWorker, (spec,), layout, "rollout", 1, config.rollout.tp) as group:
+    layout, devices = Layout(dp=config.rollout.num_servers), config.rollout.tp
+    start = _group(RolloutWorker, (spec,), layout, "rollout", config.timeouts, devices=devices)
+    with start as group:
         yield group
         group.shut_down()
 
 
 @contextlib.contextmanager
 def _group(
-    worker: type, args: tuple[Any, ...], layout: Layout, name: str, threads: int, devices: int = 1
+    worker: type,
+    args: tuple[Any, ...],
+    layout: Layout,
+    name: str,
+    timeouts: TimeoutsConfig,
+    threads: int = 1,
+    devices: int = 1,
 ) -> Iterator[WorkerGroup]:
     resource = "GPU" if device_name() == "cuda" else RANK
     with (
-        ResourcePool(layout.world_size, {resource: devices}) as pool,
+        ResourcePool(layout.world_size, {resource: devices}, timeout_s=timeouts.start_s) as pool,
         WorkerGroup(
-            worker, init_args=args, layout=layout, pool=pool, name=name, threads_per_rank=threads
+            worker,
+            init_args=args,
+            layout=layout,
+            pool=pool,
+            timeouts=timeouts,
+            name=name,
+            threads_per_rank=threads,
         ) as group,
     ):
         yield group
