@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
@@ -68,7 +69,7 @@ def leave_groups() -> None:
 
 
 def _make_groups(layout: Layout, timeout_s: float | None) -> None:
-    own_timeout = {} if timeout_s is None else {"distributed_timeout_minutes": timeout_s / 60}
+    own = {} if timeout_s is None else {"distributed_timeout_minutes": timeout_s / 60}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -76,8 +77,12 @@ def _make_groups(layout: Layout, timeout_s: float | None) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        **own_timeout,
+        **own,
     )
+    if timeout_s is not None:  # parallel_state.py:1278 leaves it out
+        group = parallel_state._EXPERT_DATA_PARALLEL_GROUP_GLOO
+        backend = group._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def _are_for(layout: Layout) -> bool:
