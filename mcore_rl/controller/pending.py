@@ -166,9 +166,8 @@ def _ended_by_failure(calls: Sequence[Pending]) -> Exception:
 
 def _ended_by_limit(calls: Sequence[Pending], limit: Limit) -> WorkerError:
     late = [call for call in calls if call._waiting]
-    births = {call: call._group.births for call in late}
     silent = [
-        Silent(call._label, rank, births[call].get(rank))
+        Silent(call._label, rank, call._group.births.get(rank))
         for call in late
         for rank in call._waiting.values()
     ]

@@ -128,6 +128,7 @@ def assert_end(pids: set[int]) -> None:
             rf"rank 0 \(host {HOST}, pid \d+\): waiting, in Worker\.loop \(\w+\.py:\d+\)$",
         ),
     ],
+    ids=["stopped", "in a loop"],
 )
 def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     pools: list[ResourcePool], method: str, setting: str, doing: str
@@ -162,6 +163,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
             "(weight_sync.timeout_s): stopped by a signal, in Server.update_weights (",
         ),
     ],
+    ids=["trainer raises", "trainer dies", "server raises", "server stops"],
 )
 def test_a_push_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
     pools: list[ResourcePool], version: int, told: str
@@ -177,8 +179,7 @@ def test_a_push_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
         with pytest.raises(WorkerError) as raised:
             sync.push(version)
         assert str(raised.value).startswith(told.replace("PID", str(pid)))
-        assert actor.ended
-        assert servers.ended
+        assert (servers if told.startswith("rollout") else actor).ended
 
 
 def test_a_push_that_succeeds_leaves_both_sides_alone(pools: list[ResourcePool]):

@@ -53,6 +53,9 @@ BAD = [
     ),
     ({"weight_sync__bind_address": "0.0.0.0"}, "weight_sync.bind_address='0.0.0.0': servers conn"),
     ({"trainer__mean_logprob_gap": -1.0}, "trainer.mean_logprob_gap=-1.0; allowed: above 0"),
+    ({"timeouts__start_s": 0.0}, "timeouts.start_s=0.0; allowed: above 0"),
+    ({"timeouts__call_s": float("nan")}, "timeouts.call_s=nan; allowed: above 0"),
+    ({"weight_sync__timeout_s": -1.0}, "weight_sync.timeout_s=-1.0; allowed: above 0"),
     ({"seed": -1}, "seed=-1; allowed: at least 0"),
     (
         {"rollout__cores": "0|1"},
