@@ -25,7 +25,7 @@ from mcore_rl.workers.weight_sync import FullExportSync
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
 HOST = socket.gethostname()
-LATER_S = 0.7  # a failure is told on the wire first, and so much later to the driver
+LATER_S = 0.7  # the other side learns of a failure first, by wire, and the driver so much later
 
 
 class Worker:
@@ -64,7 +64,7 @@ class Trainer:
     def send_weights(self, version: int) -> None:
         try:
             self.sender.send(self.tensors(version), version)
-        except Exception:
+        except ValueError:
             time.sleep(LATER_S)
             raise
 
@@ -88,7 +88,7 @@ class Server:
                     raise ValueError("vLLM has no such module")
                 if version == 4 and name == "second":
                     os.kill(os.getpid(), signal.SIGSTOP)
-        except Exception:
+        except ValueError:
             time.sleep(LATER_S)
             raise
 
