@@ -52,6 +52,8 @@ class VLLMServer:
 
     During an update new requests wait and those in flight finish first. After an update that failed
     the server refuses to generate until a complete one succeeds: its weights may be mixed.
+
+    Waits for requests, updates and answers of workers have no limit here; who calls sets one.
     """
 
     def __init__(
