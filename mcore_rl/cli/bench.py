@@ -7,7 +7,7 @@ import json
 import sys
 
 from mcore_rl.cli.options import AXES, SERVED_AXES, Parser, parse_layout
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import at_least, positive
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
@@ -21,6 +21,7 @@ def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
     for name in ("layers", "bucket_mib", "repetitions"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+    positive("--timeout", options.timeout)
     layouts = (
         parse_layout("--train", options.train, Layout),
         parse_layout("--generate", options.generate, GenerationLayout),
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> None:
     )
     from mcore_rl.tools import bench_reshard
 
-    sizes = options.layers, options.bucket_mib << 20, options.repetitions
+    sizes = options.layers, options.bucket_mib << 20, options.repetitions, options.timeout
     report = bench_reshard.bench_reshard(bench_reshard.Settings(*layouts, *sizes))
     if options.json:
         json.dump(report.as_json(), sys.stdout, indent=1)
@@ -47,5 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=6, help="57 MB each; default: 6, so 408 MB in all")
     add("--bucket-mib", type=int, default=8, help="a rank stages two of them; default: 8")
     add("--repetitions", type=int, default=7, help="of each candidate; default: 7")
+    add("--timeout", type=float, default=3600.0, help="seconds for all of it; default: 3600")
     add("--json", action="store_true", help="print one JSON object")
     return parser

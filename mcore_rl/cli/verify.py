@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> None:
             reference=options.reference,
             checkpoint=options.checkpoint,
             vllm_tp=options.vllm_tp,
+            timeout_s=options.timeout,
         )
     )
     if options.json:
@@ -78,5 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="Megatron checkpoint that Megatron loads over the weights of --model",
     )
     add("--vllm-tp", type=int, default=1, metavar="N", help="workers of vLLM; default: 1")
+    add(
+        "--timeout",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="seconds that an engine may take, each time; default: 3600",
+    )
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -1,5 +1,9 @@
-"""The one exception that bad settings raise."""
+"""Exceptions that mean the same in every room."""
 
 
 class ConfigError(ValueError):
     """A setting, file or checkpoint that cannot work: named, with its value and what is allowed."""
+
+
+class PeerError(RuntimeError):
+    """Another rank or server did not do its part; when it tells why, that is the cause."""

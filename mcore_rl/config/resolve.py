@@ -43,6 +43,9 @@ def resolve(config: RLConfig) -> None:
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
     positive("trainer.max_logprob_gap", config.trainer.max_logprob_gap)
     positive("trainer.mean_logprob_gap", config.trainer.mean_logprob_gap)
+    positive("timeouts.start_s", config.timeouts.start_s)
+    positive("timeouts.call_s", config.timeouts.call_s)
+    positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
     if config.weight_sync.bind_address in ("", "0.0.0.0", "::"):
         raise ConfigError(
             f"weight_sync.bind_address={config.weight_sync.bind_address!r}: servers connect to it; "
@@ -96,7 +99,6 @@ def _resolve_files(config: RLConfig) -> None:
 
 
 def _resolve_weight_sync(config: RLConfig) -> None:
-    positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
     bucket_bytes = config.weight_sync.bucket_bytes
     if bucket_bytes < 32 or bucket_bytes % 32:  # two halves, each of aligned boxes
         raise ConfigError(
@@ -121,7 +123,6 @@ def _resolve_weight_sync(config: RLConfig) -> None:
 def _resolve_rollout(config: RolloutConfig) -> None:
     for name in ("num_servers", "tp", "max_response_tokens", "max_num_seqs", "kv_cache_bytes"):
         at_least(f"rollout.{name}", getattr(config, name), 1)
-    positive("rollout.start_timeout_s", config.start_timeout_s)
     if config.cores and len(config.cores.split("|")) != config.tp:
         raise ConfigError(
             f"rollout.cores={config.cores!r} must list the cores of each of the "

@@ -117,7 +117,6 @@ class RolloutConfig:
     max_response_tokens: int = 1024  # a response that gets there is cut off
     max_num_seqs: int = 256  # sequences a server runs at once
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
-    start_timeout_s: float = 600.0  # how long a server may take to start
     cores: str = ""  # CPU lane: cores of each worker, as in "0|1"; empty shares them out
 
 
@@ -165,7 +164,18 @@ class WeightSyncConfig:
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
     bucket_bytes: int = 64 << 20  # a rank stages twice as much of weights on their way
     bind_address: str = "127.0.0.1"  # where rank 0 of the trainer listens, where it does
-    timeout_s: float = 600.0  # how long either side waits for the other's next move
+    timeout_s: float = 600.0  # of a push to all servers, and of joining both sides before the first
+
+
+@dataclass
+class TimeoutsConfig:
+    """How long all ranks of a model, or all servers, may take before the run ends with an error.
+
+    It tells which rank did not answer, and what that was doing.
+    """
+
+    start_s: float = 600.0  # to start processes, load the model and join the process groups
+    call_s: float = 1800.0  # for any other call: generate, log-probs, update, evaluate, export
 
 
 @dataclass
@@ -214,4 +224,14 @@ class RLConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    @property
+    def inner_timeout_s(self) -> float:
+        """Of every wait inside a rank or a server: it outlasts those of the driver.
+
+        So the driver, which sees all ranks, is the one that tells who is stuck.
+        """
+        driver = self.timeouts.start_s, self.timeouts.call_s, self.weight_sync.timeout_s
+        return max(driver) + 60.0

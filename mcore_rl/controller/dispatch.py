@@ -38,15 +38,19 @@ class Dispatch(StrEnum):
 class Registration:
     dispatch_mode: Dispatch
     blocking: bool  # whether a plain call waits for the result or returns a Pending
+    is_start: bool  # whether it may take timeouts.start_s, or timeouts.call_s
 
 
 def register(
-    *, dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True
+    *,
+    dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL,
+    blocking: bool = True,
+    is_start: bool = False,
 ) -> Callable[[F], F]:
     """Marks a worker method as callable through its group."""
 
     def mark(method: F) -> F:
-        setattr(method, _ATTRIBUTE, Registration(Dispatch(dispatch_mode), blocking))
+        setattr(method, _ATTRIBUTE, Registration(Dispatch(dispatch_mode), blocking, is_start))
         return method
 
     return mark

@@ -1,10 +1,11 @@
-"""A call on a group that has been sent and not yet gathered."""
+"""Calls on groups that have been sent and not yet gathered."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,20 +14,35 @@ from ray.exceptions import RayError, RayTaskError
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.rank_host import Birth, Failure, FailureKind, Reply
+from mcore_rl.controller.silence import Silent, report
 
-GRACE_S = 1.0  # after a first failure: time for the rank that caused it to be heard too
+GRACE_S = 2.0  # after a first failure: time for the rank that caused it to be heard too
 STDERR_LINES = 20
 
 
 class WorkerError(RuntimeError):
-    """A rank of a group raised an exception or died; the message names group, method and rank."""
+    """A rank raised an exception, died or did not answer in time.
+
+    The message names group, method and rank.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How long a wait may take, and the setting that says so."""
+
+    seconds: float
+    setting: str  # "timeouts.call_s"
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s ({self.setting})"
 
 
 class Group(Protocol):
     """What a pending call needs of its group."""
 
     name: str
-    births: dict[int, Birth]  # by world rank, once built
+    births: dict[int, Birth]  # by world rank, of the processes that have come up
     ended: str  # why the group takes no calls; empty while it does
 
     def close(self, reason: str = "") -> None: ...
@@ -41,49 +57,26 @@ class Pending:
         method: str,
         calls: dict[Any, int],
         finish: Callable[[dict[int, Any]], Any],
+        limit: Limit,
     ) -> None:
         """`calls` maps Ray references to world ranks; `finish` joins the values by world rank."""
         self._group, self._label, self._finish = group, f"{group.name}.{method}", finish
+        self._limit = limit
         self._waiting = dict(calls)
         self._values: dict[int, Any] = {}
-        self._failures: list[tuple[int, Failure]] = []
+        self._failures: list[tuple[FailureKind, float, int, Failure]] = []  # when, and which rank
         self._error: Exception | None = None
 
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Waits for every rank. The first failure ends the group, whatever the other ranks do.
+    def result(self, limit: Limit | None = None) -> Any:
+        """Waits for every rank, for as long as `limit` says, which is the method's own by default.
 
-        Raises WorkerError, or ConfigError where a worker raised that; TimeoutError when
-        `timeout_s` pass, which leaves the call running.
+        The first failure ends the group, whatever the other ranks do, and so does the limit.
+
+        Raises:
+            ConfigError: a worker raised it.
+            WorkerError: a rank raised something else, died, or did not answer in time.
         """
-        if self._error is not None:
-            raise self._error
-        if not self._failures:
-            self._collect(timeout_s)
-        if self._failures:
-            already_ended = self._group.ended
-            if not already_ended:
-                self._collect(GRACE_S)
-            self._error = self._to_error(already_ended)
-            self._group.close(f"the group has ended: {str(self._error).splitlines()[0]}")
-            raise self._error
-        if self._waiting:
-            raise TimeoutError(
-                f"{self._label}: ranks {sorted(self._waiting.values())} have not answered in "
-                f"{timeout_s:g} s"
-            )
-        return self._finish(self._values)
-
-    def _collect(self, timeout_s: float | None) -> None:
-        """Takes in replies until all are there, the time is over, or one more rank has failed."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        failed_before = len(self._failures)
-        while self._waiting and len(self._failures) == failed_before:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=left)
-            if not ready:
-                return
-            for reference in ready:
-                self._take(reference)
+        return gathered([self], limit)[0]
 
     def _take(self, reference: Any) -> None:
         rank = self._waiting.pop(reference)
@@ -99,37 +92,89 @@ class Pending:
         if reply.failure is None:
             self._values[rank] = reply.value
         else:
-            self._failures.append((rank, reply.failure))
+            self._failures.append((reply.failure.kind, time.monotonic(), rank, reply.failure))
 
-    def _to_error(self, already_ended: str) -> Exception:
-        if already_ended:
-            return WorkerError(f"{self._label} was lost: {already_ended}")
-        rank, failure = min(self._failures, key=lambda item: item[1].kind)
+    def _to_error(self, rank: int, failure: Failure) -> Exception:
+        if self._group.ended:
+            return WorkerError(f"{self._label} was lost: {self._group.ended}")
         head = f"{self._label}: rank {rank}"
         if failure.kind is FailureKind.CONFIG:
             return ConfigError(f"{head}: {failure.message}")
         birth = self._group.births.get(rank)
         tail = _last_lines(birth.stderr_file) if birth else ""
         if failure.kind is FailureKind.DIED:
-            where = f" (pid {birth.pid})" if birth else ""
+            where = f" ({birth})" if birth else ""
             return WorkerError(f"{head}{where} died. {failure.message}{tail}")
         story = f"\n\n{failure.trace}".rstrip() + tail
         return WorkerError(f"{head} raised {failure.type_name}: {failure.message}{story}")
 
+    def _end(self, error: Exception) -> None:
+        self._error = error
+        self._group.close(f"the group has ended: {str(error).splitlines()[0]}")
 
-def gathered(calls: Sequence[Pending]) -> list[Any]:
-    """The results of calls on several groups. The first failure of any rank ends the wait for all.
 
-    Raises what `result` of the call that failed raises. The other groups stay as they are.
+def gathered(calls: Sequence[Pending], limit: Limit | None = None) -> list[Any]:
+    """The results of calls on several groups, for which it waits together.
+
+    The first failure of any rank, or the limit, ends the wait for all. By default the limit is the
+    longest of the calls'. Groups whose ranks failed, or did not answer, end; others stay as they
+    are. Of several failures the likeliest cause is raised: a death before bad input, before other
+    exceptions, before those that blame another rank; and of the same kind the first.
+
+    Raises:
+        ConfigError, WorkerError: as `Pending.result`.
     """
-    while not any(call._failures for call in calls):
-        sent = {reference: call for call in calls for reference in call._waiting}
-        if not sent:
-            break
-        [reference], _ = ray.wait(list(sent), num_returns=1)
-        sent[reference]._take(reference)
-    failed = [call for call in calls if call._failures]
-    return [call.result() for call in failed or calls]
+    for call in calls:
+        if call._error is not None:
+            raise call._error
+    limit = limit or max((call._limit for call in calls), key=lambda limit: limit.seconds)
+    _collect(calls, limit.seconds, until=FailureKind.BLAMED)
+    if any(call._failures for call in calls):
+        if not any(call._group.ended for call in calls):
+            _collect(calls, GRACE_S, until=FailureKind.DIED)
+        raise _ended_by_failure(calls)
+    if any(call._waiting for call in calls):
+        raise _ended_by_limit(calls, limit)
+    return [call._finish(call._values) for call in calls]
+
+
+def _collect(calls: Sequence[Pending], seconds: float, until: FailureKind) -> None:
+    """Takes in replies until all are there, the time is over, or there is such a failure or worse.
+
+    (`until` is the mildest kind of failure that ends the wait.)
+    """
+    deadline = time.monotonic() + seconds
+    while sent := {reference: call for call in calls for reference in call._waiting}:
+        if any(kind <= until for call in calls for kind, *_ in call._failures):
+            return
+        left = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(sent), num_returns=1, timeout=left)
+        if not ready:
+            return
+        for reference in ready:
+            sent[reference]._take(reference)
+
+
+def _ended_by_failure(calls: Sequence[Pending]) -> Exception:
+    failed = [(call, *failure) for call in calls for failure in call._failures]
+    call, _, _, rank, failure = min(failed, key=lambda found: found[1:3])
+    error = call._to_error(rank, failure)
+    for call, *_ in failed:
+        call._end(error)
+    return error
+
+
+def _ended_by_limit(calls: Sequence[Pending], limit: Limit) -> WorkerError:
+    late = [call for call in calls if call._waiting]
+    silent = [
+        Silent(call._label, rank, call._group.births.get(rank))
+        for call in late
+        for rank in call._waiting.values()
+    ]
+    error = WorkerError(report(silent, str(limit)))
+    for call in late:
+        call._end(error)
+    return error
 
 
 def _why(error: RayError) -> str:

@@ -20,8 +20,9 @@ from typing import Any
 
 import ray
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.stacks import answer_signals
 
 Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
 
@@ -32,6 +33,7 @@ class FailureKind(IntEnum):
     DIED = 0  # the peers of a dead rank raise errors about a lost connection
     CONFIG = 1
     RAISED = 2
+    BLAMED = 3  # a PeerError: another rank's failure, seen from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,19 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """Where a worker lives."""
+    """Where a rank lives."""
 
+    host: str
+    node_id: str  # Ray's
     pid: int
-    stderr_file: str  # on the node of the rank
+    stderr_file: str  # on that host
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}"
 
 
 class RankHost:
-    """One rank of a group. `build` comes first; before it rank 0 is asked where all can meet."""
+    """One rank of a group. First its `birth` is asked for, and of rank 0 where all can meet."""
 
     def __init__(self, group: str, rank: int, log_dir: Path | None = None) -> None:
         self._label = f"{group}[{rank}]"
@@ -72,19 +79,25 @@ class RankHost:
     def __repr__(self) -> str:
         return self._label  # Ray puts it before each line that the worker prints
 
+    def birth(self) -> Reply:
+        """The value is a `Birth`."""
+        answer_signals()
+        node = ray.get_runtime_context().get_node_id()
+        stderr = os.path.realpath("/proc/self/fd/2")
+        return Reply(Birth(socket.gethostname(), node, os.getpid(), stderr))
+
     def free_endpoint(self) -> Reply:
         """The value is an address and a port of this node."""
         return _guarded(_free_endpoint)
 
     def build(self, meeting: tuple[str, int], recipe: Recipe) -> Reply:
-        """Makes the worker from its class and arguments; the value is a `Birth`."""
+        """Makes the worker from its class and arguments."""
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting[0], str(meeting[1])
         worker_class, args, kwargs = recipe
 
-        def make() -> Birth:
+        def make() -> None:
             with long_lived():
                 self._worker = worker_class(*args, **kwargs)
-            return Birth(os.getpid(), os.path.realpath("/proc/self/fd/2"))
 
         return _guarded(make)
 
@@ -121,9 +134,14 @@ def _guarded(run: Callable[[], Any]) -> Reply:
     try:
         return Reply(run())
     except Exception as error:  # noqa: BLE001 - whatever it is, the driver raises it again
-        kind = FailureKind.CONFIG if isinstance(error, ConfigError) else FailureKind.RAISED
         trace = "".join(traceback.format_exception(error))
-        return Reply(failure=Failure(kind, type(error).__name__, str(error), trace))
+        return Reply(failure=Failure(_kind_of(error), type(error).__name__, str(error), trace))
+
+
+def _kind_of(error: Exception) -> FailureKind:
+    if isinstance(error, ConfigError):
+        return FailureKind.CONFIG
+    return FailureKind.BLAMED if isinstance(error, PeerError) else FailureKind.RAISED
 
 
 def _print_to(log: Path) -> None:

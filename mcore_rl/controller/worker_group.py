@@ -1,9 +1,9 @@
 """One worker a rank, called as one object: WorkerGroup -> Ray actor -> worker.
 
-    group = WorkerGroup(ModelWorker, init_kwargs={"config": config}, layout=layout, pool=pool)
+    group = WorkerGroup(ModelWorker, layout=layout, pool=pool, timeouts=config.timeouts)
     batch = group.compute_log_probs(batch, temperature=1.0)  # fans out, waits, gathers
     pending = group.update.submit(batch)                     # returns at once
-    metrics = pending.result(timeout_s=600)
+    metrics = pending.result()
 
 A worker class is a plain class; methods marked with `register` become attributes of the group. A
 worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The columns
@@ -20,9 +20,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout
+from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Part, Registration, gather, registered_methods, scatter
-from mcore_rl.controller.pending import Pending
+from mcore_rl.controller.pending import Limit, Pending
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_host import Birth, RankHost, Recipe, Stored
 from mcore_rl.data.batch import Batch
@@ -44,7 +44,7 @@ class Method:
 
 
 class WorkerGroup:
-    """The workers of one layout. A failure of one rank ends the group, with one error."""
+    """The workers of one layout. A rank that fails, or does not answer in time, ends the group."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class WorkerGroup:
         *,
         layout: Layout,
         pool: ResourcePool,
+        timeouts: TimeoutsConfig,
         init_args: Sequence[Any] = (),
         init_kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
@@ -59,20 +60,21 @@ class WorkerGroup:
         share: float = 1.0,
         threads_per_rank: int = 1,
         max_concurrency: int = 1,
-        start_timeout_s: float | None = None,
     ) -> None:
         """Starts the ranks and builds every worker, in parallel; returns when all are built.
 
         `share` is the part of each bundle of the pool that the group takes. `max_concurrency` above
         1 runs calls on one rank in as many threads. Raises ConfigError when pool and layout differ
         in size or the pool is used up, and WorkerError (or ConfigError) when a worker cannot be
-        built.
+        built, or not within timeouts.start_s.
         """
         self.name = name or worker_class.__name__
         self.mesh = Mesh(layout)
         self.births: dict[int, Birth] = {}
         self.ended = ""
         self._actors: list[Any] = []
+        self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
+        self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
         if pool.num_ranks != self.mesh.world_size:
             raise ConfigError(
                 f"{self.name}: the layout {layout} has {self.mesh.world_size} ranks and the pool "
@@ -84,7 +86,7 @@ class WorkerGroup:
         try:
             self._start(pool, threads_per_rank, dict(env or {}), max_concurrency)
             recipe = (worker_class, tuple(init_args), dict(init_kwargs or {}))
-            self.births = self._build(recipe, start_timeout_s)
+            self._build(recipe)
         except BaseException:
             self.close()
             raise
@@ -135,15 +137,16 @@ class WorkerGroup:
             }
             self._actors.append(host.options(**options).remote(self.name, rank, pool.log_dir))
 
-    def _build(self, recipe: Recipe, timeout_s: float | None) -> dict[int, Birth]:
-        """Builds the workers, which meet on the node of rank 0; their births by rank."""
+    def _build(self, recipe: Recipe) -> None:
+        """Builds the workers, which meet on the node of rank 0."""
+        born = {actor.birth.remote(): rank for rank, actor in enumerate(self._actors)}
+        self.births = Pending(self, "__init__", born, dict, self._start_limit).result()
         asked = {self._actors[0].free_endpoint.remote(): 0}
-        meeting = Pending(self, "__init__", asked, dict).result(timeout_s)[0]
+        meeting = Pending(self, "__init__", asked, dict, self._start_limit).result()[0]
         stored = ray.put(recipe)
         built = [actor.build.remote(meeting, stored) for actor in self._actors]
         calls = {reference: rank for rank, reference in enumerate(built)}
-        births: dict[int, Birth] = Pending(self, "__init__", calls, dict).result(timeout_s)
-        return births
+        Pending(self, "__init__", calls, dict, self._start_limit).result()
 
     def _submit(
         self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -155,7 +158,8 @@ class WorkerGroup:
         calls: dict[Any, int] = {}
         for part in parts:
             calls |= self._send(method, part)
-        return Pending(self, method, calls, functools.partial(gather, mode, parts))
+        limit = self._start_limit if registration.is_start else self._call_limit
+        return Pending(self, method, calls, functools.partial(gather, mode, parts), limit)
 
     def _send(self, method: str, part: Part) -> dict[Any, int]:
         """One call a rank. A batch that several ranks get is stored once."""

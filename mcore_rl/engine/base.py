@@ -31,6 +31,7 @@ class EngineSpec:
     total_steps: int = 0
     entropy_in_loss: bool = False  # whether the loss function reads the entropy
     num_top_log_probs: int = 0  # likeliest ids of each token that infer_batch returns
+    timeout_s: float | None = None  # of each collective of the ranks; None: torch's own
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -23,6 +24,7 @@ from typing import Any
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
+from mcore_rl.observability.stacks import answer_signals, in_full, in_short, look_at
 
 # Containers of tensors, numbers and text: what torch.load takes without running anything.
 Result = Any
@@ -37,15 +39,18 @@ class ProcessFailed(RuntimeError):
     """The first line says which process and why; the rest is its trace and what it printed."""
 
 
-def run_on_ranks(job: Job, world_size: int, log_dir: Path) -> list[Result]:
+def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> list[Result]:
     """What `job` returns on each of `world_size` ranks of this machine, by rank.
+
+    `timeout_s` is what the user gave as --timeout.
 
     A rank finds itself by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and makes its
     process groups itself.
 
     Raises:
         ConfigError: a rank raised it.
-        ProcessFailed: a rank raised something else, or ended without a result.
+        ProcessFailed: a rank raised something else, ended without a result, or did not answer in
+            time.
     """
     common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     common["MASTER_PORT"] = str(_free_port())
@@ -53,20 +58,20 @@ def run_on_ranks(job: Job, world_size: int, log_dir: Path) -> list[Result]:
         f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         for rank in range(world_size)
     }
-    return _run(job, environments, log_dir)
+    return _run(job, environments, log_dir, timeout_s)
 
 
-def run_in_process(job: Job, name: str, log_dir: Path) -> Result:
+def run_in_process(job: Job, name: str, log_dir: Path, timeout_s: float) -> Result:
     """What `job` returns in a process of its own; `name` stands in its error.
 
-    Raises:
-        ConfigError: it raised that.
-        ProcessFailed: it raised something else, or ended without a result.
+    Raises as `run_on_ranks`.
     """
-    return _run(job, {name: {}}, log_dir)[0]
+    return _run(job, {name: {}}, log_dir, timeout_s)[0]
 
 
-def _run(job: Job, environments: Mapping[str, Mapping[str, str]], log_dir: Path) -> list[Result]:
+def _run(
+    job: Job, environments: Mapping[str, Mapping[str, str]], log_dir: Path, timeout_s: float
+) -> list[Result]:
     # Unpickled by hand: that imports torch, for which environment and streams must be ready.
     packed = pickle.dumps(job)
     context = multiprocessing.get_context("spawn")
@@ -80,7 +85,7 @@ def _run(job: Job, environments: Mapping[str, Mapping[str, str]], log_dir: Path)
             processes[-1].start()
             there.close()
             pipes.append(here)
-        results = _gather(processes, pipes, logs)
+        results = _gather(processes, pipes, logs, timeout_s)
         for process in processes:
             process.join(_END_S)
         return results
@@ -92,14 +97,19 @@ def _run(job: Job, environments: Mapping[str, Mapping[str, str]], log_dir: Path)
 
 
 def _gather(
-    processes: Sequence[Any], pipes: Sequence[Connection], logs: Sequence[Path]
+    processes: Sequence[Any], pipes: Sequence[Connection], logs: Sequence[Path], timeout_s: float
 ) -> list[Result]:
     import torch
 
+    deadline = time.monotonic() + timeout_s
     results: dict[int, Result] = {}
     while len(results) < len(pipes):
         waiting = [pipe for index, pipe in enumerate(pipes) if index not in results]
-        for pipe in wait(waiting):
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            silent = [process for index, process in enumerate(processes) if index not in results]
+            raise _silence(silent, timeout_s)
+        for pipe in ready:
             index = pipes.index(pipe)  # type: ignore[arg-type]
             try:
                 outcome, answer = pipes[index].recv()
@@ -113,6 +123,15 @@ def _gather(
                 raise _failure(processes[index].name, answer, logs[index])
             results[index] = torch.load(io.BytesIO(answer), weights_only=True)
     return [results[index] for index in range(len(pipes))]
+
+
+def _silence(silent: Sequence[Any], timeout_s: float) -> ProcessFailed:
+    looks = {process.name: look_at(process.pid) for process in silent}
+    first, *others = sorted(looks, key=lambda name: min(look.urgency for look in looks[name]))
+    line = f"{first} has not answered in {timeout_s:g} s (--timeout): {in_short(looks[first])}"
+    if others:
+        line += f". Nor has {'; nor has '.join(f'{n}: {in_short(looks[n])}' for n in others)}"
+    return ProcessFailed("\n\n".join([line, *(f"{n}:\n{in_full(looks[n])}" for n in looks)]))
 
 
 def _failure(name: str, answer: tuple[str, str], log: Path) -> ProcessFailed:
@@ -141,6 +160,7 @@ def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connectio
     _end_with_parent()
     _print_to(log)
     os.environ.update(environment)
+    answer_signals()
     leave_garbage_at_exit()
     try:
         with long_lived():

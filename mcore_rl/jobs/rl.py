@@ -30,11 +30,11 @@ from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
 from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
-from mcore_rl.weight_sync.sync import connect
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
+from mcore_rl.workers.weight_sync import connect
 
 RANK = "rank"  # the Ray resource of the CPU lane
 
@@ -173,6 +173,7 @@ def _model(
         seed=config.seed,
         total_steps=total_steps,
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
+        timeout_s=config.inner_timeout_s,
     )
     threads = engine.threads_per_rank
     with _group(config, ModelWorker, (spec, loss), engine.layout, name, threads) as group:
@@ -189,6 +190,7 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
         rollout=config.rollout,
         reward=config.reward.name,
         seed=config.seed,
+        timeout_s=config.inner_timeout_s,
     )
     layout = Layout(dp=config.rollout.num_servers)
     with _group(config, RolloutWorker, (spec,), layout, "rollout", 1, config.rollout.tp) as group:
@@ -209,9 +211,20 @@ def _group(
     resource = "GPU" if device_name() == "cuda" else RANK
     log_dir = Path(config.output_dir).absolute() / LOGS
     with (
-        ResourcePool(layout.world_size, {resource: devices}, log_dir=log_dir) as pool,
+        ResourcePool(
+            layout.world_size,
+            {resource: devices},
+            timeout_s=config.timeouts.start_s,
+            log_dir=log_dir,
+        ) as pool,
         WorkerGroup(
-            worker, init_args=args, layout=layout, pool=pool, name=name, threads_per_rank=threads
+            worker,
+            init_args=args,
+            layout=layout,
+            pool=pool,
+            timeouts=config.timeouts,
+            name=name,
+            threads_per_rank=threads,
         ) as group,
     ):
         yield group

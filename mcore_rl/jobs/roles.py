@@ -19,7 +19,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import Chunk, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
-from mcore_rl.weight_sync.sync import generation_layout
+from mcore_rl.workers.weight_sync import generation_layout
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4  # bytes of a gradient, of a main parameter, of each of Adam's two moments

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
+from mcore_rl.config.errors import PeerError
 
-class ReshardError(RuntimeError):
+
+class ReshardError(PeerError):
     """An exchange that did not come to its end; the message names rank, peer and bucket."""
 
 

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import itertools
 import json
+import math
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.observability.garbage import long_lived
@@ -51,6 +52,8 @@ class VLLMServer:
 
     During an update new requests wait and those in flight finish first. After an update that failed
     the server refuses to generate until a complete one succeeds: its weights may be mixed.
+
+    Waits for requests, updates and answers of workers have no limit here; who calls sets one.
     """
 
     def __init__(
@@ -61,12 +64,13 @@ class VLLMServer:
         config: RolloutConfig,
         seed: int,
         *,
+        timeout_s: float | None = None,  # of the engine's start and its steps; None: vLLM's own
         eager: bool = False,  # what `trace` needs: no compiled graphs, as on the CPU lane anyway
     ) -> None:
         _check(model_path, dtype, config)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
-        self._eager = eager
+        self._eager, self._timeout_s = eager, timeout_s
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
@@ -90,7 +94,6 @@ class VLLMServer:
         the engine does not start: why, its processes have told this one's stderr.
         """
         os.environ |= _QUIET
-        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._config.start_timeout_s))
         with long_lived():
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -113,6 +116,7 @@ class VLLMServer:
             generation_config="vllm",  # sampling comes from our config alone
             logprobs_mode="processed_logprobs",  # those of the distribution sampled from
             disable_log_stats=True,
+            **self._timeouts(),
             use_tqdm_on_load=False,
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
             **vllm_worker.lane_arguments(
@@ -128,6 +132,17 @@ class VLLMServer:
             raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
         self._refusal = ""
         self._admitting.set()
+
+    def _timeouts(self) -> dict[str, Any]:
+        """The engine arguments; what else vLLM limits goes into the environment."""
+        if self._timeout_s is None:
+            return {}
+        seconds = math.ceil(self._timeout_s)
+        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(seconds)
+        os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(seconds)
+        return dict.fromkeys(
+            ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"), seconds
+        )
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingParams) -> list[Completion]:
         """`sampling.n` completions. Waits while an update runs.
@@ -241,7 +256,8 @@ class VLLMServer:
     async def update_weights(self, endpoint: StreamEndpoint, version: int) -> None:
         """Replace all weights by the stream at `endpoint` (one connection for each of tp workers).
 
-        Raises RuntimeError with every worker's reason when one of them did not get a complete set.
+        Raises RuntimeError with every worker's reason when one of them did not get a complete set:
+        a PeerError when all of them blame the trainer.
         """
         fields = (endpoint.host, endpoint.port, endpoint.token, endpoint.timeout_s, version)
         await self._update("receive_weights", fields, version)
@@ -313,8 +329,9 @@ class VLLMServer:
     async def _check_workers(self, engine: AsyncLLM, what: str) -> None:
         errors = await engine.collective_rpc("weight_error")
         if any(errors):
-            reasons = "; ".join(f"worker {i}: {e}" for i, e in enumerate(errors) if e)
-            raise RuntimeError(f"{what} failed: {reasons}")
+            reasons = "; ".join(f"worker {i}: {e[0]}" for i, e in enumerate(errors) if e)
+            kind = PeerError if all(e[1] for e in errors if e) else RuntimeError
+            raise kind(f"{what} failed: {reasons}")
 
     async def close(self) -> None:
         """End the engine and its processes; safe to call twice."""

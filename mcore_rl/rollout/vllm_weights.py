@@ -39,6 +39,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.platforms import current_platform
 
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import PeerError
 from mcore_rl.reshard.executor import Arrival, crc32_of
 from mcore_rl.weight_sync.announced import Announced
 from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
@@ -116,8 +117,8 @@ class WeightReceiver:
                 writer.write(pieces)
             writer.finish()
 
-    def weight_error(self) -> str | None:
-        """What went wrong in the last update of this worker."""
+    def weight_error(self) -> tuple[str, bool] | None:
+        """What went wrong in the last update of this worker, and whether the trainer is blamed."""
         return self._weight_error
 
     def weight_layout(self) -> str:
@@ -143,12 +144,13 @@ class WeightReceiver:
 
     @contextlib.contextmanager
     def _errors_kept(self) -> Iterator[None]:
-        self._weight_error: str | None = None
+        self._weight_error: tuple[str, bool] | None = None
         try:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 yield
         except Exception as error:  # noqa: BLE001 (kept, and asked for afterwards)
-            self._weight_error = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
+            self._weight_error = reason, isinstance(error, PeerError)
 
 
 def _make_reloadable(layer: torch.nn.Module) -> None:

@@ -27,6 +27,7 @@ from vllm.platforms import current_platform
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.observability.garbage import leave_garbage_at_exit
+from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.rollout.vllm_trace import TraceTaker
 from mcore_rl.rollout.vllm_weights import WeightReceiver
 
@@ -233,6 +234,7 @@ def _enter_process(name: str) -> ServerName:
     if os.getpid() == server.pid:  # a copy inside the server itself
         return server
     _die_with(server)
+    answer_signals()
     leave_garbage_at_exit()
     if current_platform.is_cpu():
         _route_local_experts()

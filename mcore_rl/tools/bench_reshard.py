@@ -46,6 +46,7 @@ class Settings:
     num_layers: int = 6
     bucket_bytes: int = 8 * _MIB
     repetitions: int = 7
+    timeout_s: float = 3600.0
 
     def config(self) -> dict[str, Any]:
         """A mixture of experts of 57 MB a layer and 67 MB outside of them, in bfloat16."""
@@ -111,9 +112,8 @@ def bench_reshard(settings: Settings) -> Report:
     settings.check()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            results = run_on_ranks(
-                partial(_measure, settings), settings.train.world_size, Path(folder)
-            )
+            job, world_size = partial(_measure, settings), settings.train.world_size
+            results = run_on_ranks(job, world_size, Path(folder), settings.timeout_s)
         except ProcessFailed as error:
             raise RunFailed(str(error)) from error
     first = results[0]

@@ -15,8 +15,8 @@ from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.metrics import Report, merge
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.weight_sync.sync import WeightSync
 from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.weight_sync import WeightSync
 
 
 class PolicyMismatchError(RuntimeError):

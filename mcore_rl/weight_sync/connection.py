@@ -18,11 +18,13 @@ import struct
 import time
 from typing import Any
 
+from mcore_rl.config.errors import PeerError
+
 _MAX_HEADER_BYTES = 1 << 20  # of a stranger's, too
 HANDSHAKE_TIMEOUT_S = 10.0  # a stranger that connects and stays silent must not block the others
 
 
-class StreamError(RuntimeError):
+class StreamError(PeerError):
     """Weights that did not arrive whole; the message says what is missing or wrong."""
 
 

@@ -57,7 +57,7 @@ class ModelWorker:
         self._meeting_point: MeetingPoint | None = None
         self._checkpoint_engine: CheckpointEngine | None = None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def initialize(self) -> None:
         self._engine.initialize()
 

@@ -35,6 +35,7 @@ class RolloutSpec:
     rollout: RolloutConfig
     reward: str  # name in the reward registry
     seed: int
+    timeout_s: float  # of everything that the worker asks of its server
 
 
 class RolloutWorker:
@@ -43,7 +44,12 @@ class RolloutWorker:
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
         self._server = VLLMServer(
-            spec.model_path, spec.dtype, spec.max_model_tokens, spec.rollout, spec.seed
+            spec.model_path,
+            spec.dtype,
+            spec.max_model_tokens,
+            spec.rollout,
+            spec.seed,
+            timeout_s=spec.timeout_s,
         )
         tokenizer = load_tokenizer(spec.model_path)
         self._agent = SingleTurnLoop(self._server, tokenizer, Judge(spec.reward))
@@ -51,9 +57,17 @@ class RolloutWorker:
         threading.Thread(target=self._events.run_forever, daemon=True).start()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._events).result()
+        """Raises TimeoutError after the spec's timeout_s, and then the work is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(work, self._events)
+        try:
+            return future.result(self._spec.timeout_s)
+        except TimeoutError as error:
+            if not future.cancel():  # it ended, with this error
+                raise
+            limit = f"{self._spec.timeout_s:g} s"
+            raise TimeoutError(f"the server has not answered in {limit}") from error
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def start(self) -> None:
         self._wait(self._server.start())
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -137,7 +138,33 @@ def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(
     assert job.left() == []
     assert_whole(job)
     trace_file = job.output / "logs" / "error.txt"
-    assert job.stderr.startswith(f"mcore-rl rl: warm_start.update: rank 0 (pid {rank.pid}) died.")
+    who = f"rank 0 (host {socket.gethostname()}, pid {rank.pid})"
+    assert job.stderr.startswith(f"mcore-rl rl: warm_start.update: {who} died.")
     assert job.stderr.endswith(f" (the whole story: {trace_file})\n")
     assert job.stderr.count("\n") == 1
     assert "WorkerError" in trace_file.read_text()
+
+
+def test_a_rank_that_is_stopped_ends_the_job_within_the_limit_with_its_stack(
+    start_job, own_model_and_data
+):
+    job = start_job(*own_model_and_data, *WARM_START, "timeouts.call_s=25")
+    job.wait_until(lambda: is_warm_starting(job), "the first step")
+    rank = job.rank(1)
+    rank.suspend()
+    stopped = time.monotonic()
+    assert job.process.wait() == 1
+    assert time.monotonic() - stopped < 25 + 60 + 30  # the limit, the look at the ranks, the end
+    assert job.left() == []
+    assert_whole(job)
+    who = f"rank 1 (host {socket.gethostname()}, pid {rank.pid})"
+    assert job.stderr.startswith(
+        f"mcore-rl rl: warm_start.update: {who} has not answered in 25 s (timeouts.call_s): "
+        "stopped by a signal, in "
+    )
+    trace_file = job.output / "logs" / "error.txt"
+    assert job.stderr.endswith(f" (the whole story: {trace_file})\n")
+    assert job.stderr.count("\n") == 1
+    story = trace_file.read_text()
+    assert story.count("ModelWorker.update (") == 2  # of both ranks
+    assert "died" not in story

@@ -51,7 +51,8 @@ class MegatronEngine(BaseEngine):
 
         settings = self.spec.engine
         optimizer.check(settings.optimizer, self.spec.total_steps)
-        initialize_groups(self.layout, device.collective_backend(), self.spec.seed)
+        backend, timeout_s = device.collective_backend(), self.spec.timeout_s
+        initialize_groups(self.layout, backend, self.spec.seed, timeout_s)
         self.device = torch.device(torch.cuda.current_device())
         self.world_rank = dist.get_rank()
         at = self.mesh.coordinate(self.world_rank)

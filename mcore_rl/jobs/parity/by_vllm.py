@@ -27,6 +27,7 @@ class ServerSpec:
     max_model_tokens: int  # of a sequence, and one more, which vLLM generates after a prefill
     tp: int
     kv_cache_bytes: int
+    timeout_s: float | None = None  # of waits inside vLLM
 
 
 def score(spec: ServerSpec, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
@@ -73,7 +74,13 @@ def kv_cache_bytes(config: HFConfig, num_tokens: int) -> int:
 async def _server(spec: ServerSpec, *, eager: bool = False) -> AsyncIterator[VLLMServer]:
     config = RolloutConfig(tp=spec.tp, max_num_seqs=4, kv_cache_bytes=spec.kv_cache_bytes)
     server = VLLMServer(
-        spec.model_path, spec.dtype, spec.max_model_tokens, config, _SEED, eager=eager
+        spec.model_path,
+        spec.dtype,
+        spec.max_model_tokens,
+        config,
+        _SEED,
+        timeout_s=spec.timeout_s,
+        eager=eager,
     )
     try:
         await server.start()

@@ -63,17 +63,18 @@ def _score(plan: Plan, logs: Path) -> tuple[list[list[int]], dict[str, Scores]]:
     if plan.server is not None:
         with _waiting("vLLM continues and scores the prompts"):
             job = partial(by_vllm.score, plan.server, plan.prompts, CONTINUATION)
-            answer = run_in_process(job, VLLM, logs)
+            answer = run_in_process(job, VLLM, logs, plan.request.timeout_s)
         sequences = answer["sequences"]
         scores[WITH_PREFILL] = Scores(**answer["prefill"])
         scores[WITH_DECODE] = Scores(**answer["decode"])
     if HF in request.against:
         with _waiting("transformers scores them"):
             job = partial(by_transformers.score, plan.reference, request.dtype, sequences)
-            scores = {WITH_HF: Scores(**run_in_process(job, "transformers", logs)), **scores}
+            answer = run_in_process(job, "transformers", logs, request.timeout_s)
+        scores = {WITH_HF: Scores(**answer), **scores}
     with _waiting("Megatron scores them"):
         job = partial(by_megatron.score, plan.engine, request.checkpoint, sequences)
-        by_rank = run_on_ranks(job, request.layout.world_size, logs)
+        by_rank = run_on_ranks(job, request.layout.world_size, logs, request.timeout_s)
     scores[_MEGATRON] = by_megatron.gathered(by_rank)
     return sequences, scores
 
@@ -94,7 +95,8 @@ def _bisect(
         job = partial(
             by_megatron.trace, plan.engine, plan.request.checkpoint, list(tokens.values())
         )
-        mine = by_megatron.joined(run_on_ranks(job, plan.request.layout.world_size, logs))
+        world_size, timeout_s = plan.request.layout.world_size, plan.request.timeout_s
+        mine = by_megatron.joined(run_on_ranks(job, world_size, logs, timeout_s))
     return {
         pair: differences(trace, theirs[pair], plan.num_layers)
         for pair, trace in zip(tokens, mine, strict=True)
@@ -107,13 +109,13 @@ def _traces_of_others(plan: Plan, tokens: Mapping[str, list[int]], logs: Path) -
     if of_vllm and plan.server is not None:
         with _waiting("tracing vLLM"):
             job = partial(by_vllm.trace, plan.server, [tokens[pair] for pair in of_vllm])
-            traces = run_in_process(job, VLLM, logs)
+            traces = run_in_process(job, VLLM, logs, plan.request.timeout_s)
         found |= zip(of_vllm, traces, strict=True)
     if WITH_HF in tokens:
         with _waiting("tracing transformers"):
             dtype = plan.request.dtype
             job = partial(by_transformers.trace, plan.reference, dtype, [tokens[WITH_HF]])
-            [found[WITH_HF]] = run_in_process(job, "transformers", logs)
+            [found[WITH_HF]] = run_in_process(job, "transformers", logs, plan.request.timeout_s)
     return found
 
 

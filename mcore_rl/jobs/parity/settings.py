@@ -15,7 +15,7 @@ import torch
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.stamp import read_stamp
-from mcore_rl.config.checks import at_least, divides, exists, one_of
+from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPES
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
@@ -55,6 +55,12 @@ class Request:
     reference: str = ""  # folder that the other engines load; the model's by default
     checkpoint: str = ""  # Megatron checkpoint that is loaded over the model's weights
     vllm_tp: int = 1
+    timeout_s: float = 3600.0  # of what one engine does at a time
+
+    @property
+    def inner_timeout_s(self) -> float:
+        """Of waits inside an engine: they outlast ours, so that we tell who is stuck."""
+        return self.timeout_s + 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,8 @@ def checked(request: Request) -> Plan:
         longest += CONTINUATION + 1
         cache = kv_cache_bytes(configs[-1], longest)
         path = request.reference or request.model
-        server = ServerSpec(path, request.dtype, longest, request.vllm_tp, cache)
+        timeout_s = request.inner_timeout_s
+        server = ServerSpec(path, request.dtype, longest, request.vllm_tp, cache, timeout_s)
     return Plan(request, prompts, _engine_spec(request, model), server, sizes.num_layers)
 
 
@@ -117,6 +124,7 @@ def _check_options(request: Request) -> None:
     if request.tolerance is not None and not 0 <= request.tolerance < math.inf:
         raise ConfigError(f"--tolerance={request.tolerance}; allowed: 0 or more, in nats")
     at_least("--vllm-tp", request.vllm_tp, 1)
+    positive("--timeout", request.timeout_s)
     if VLLM in request.against and importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"--against={VLLM}: vllm is not installed; allowed: {HF}")
     resolve_layout("--layout", request.layout)
@@ -171,7 +179,7 @@ def _engine_spec(request: Request, config: HFConfig) -> EngineSpec:
     lora = _lora_of_checkpoint(request, config) if request.checkpoint else LoRAConfig()
     engine = EngineConfig(layout=request.layout, lora=lora, threads_per_rank=max(1, num_threads))
     model = ModelConfig(path=request.model, dtype=request.dtype)
-    return EngineSpec(model, engine, seed=0, num_top_log_probs=1)
+    return EngineSpec(model, engine, seed=0, num_top_log_probs=1, timeout_s=request.inner_timeout_s)
 
 
 def _lora_of_checkpoint(request: Request, config: HFConfig) -> LoRAConfig:

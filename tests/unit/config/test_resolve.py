@@ -56,6 +56,9 @@ BAD = [
     ),
     ({"weight_sync__bind_address": "0.0.0.0"}, "weight_sync.bind_address='0.0.0.0': servers conn"),
     ({"trainer__mean_logprob_gap": -1.0}, "trainer.mean_logprob_gap=-1.0; allowed: above 0"),
+    ({"timeouts__start_s": 0.0}, "timeouts.start_s=0.0; allowed: above 0"),
+    ({"timeouts__call_s": float("nan")}, "timeouts.call_s=nan; allowed: above 0"),
+    ({"weight_sync__timeout_s": -1.0}, "weight_sync.timeout_s=-1.0; allowed: above 0"),
     ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
     ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
     ({"task__worked_share": 1.5}, "task.worked_share=1.5; allowed: 0 to 1"),
@@ -68,8 +71,6 @@ BAD = [
     ({"trainer__num_steps": 0}, "trainer.num_steps=0; allowed: at least 1"),
     ({"data__max_prompt_tokens": 0}, "data.max_prompt_tokens=0; allowed: at least 1"),
     ({"warm_start__num_steps": -1}, "warm_start.num_steps=-1; allowed: at least 0"),
-    ({"rollout__start_timeout_s": 0.0}, "rollout.start_timeout_s=0.0; allowed: above 0"),
-    ({"weight_sync__timeout_s": -1.0}, "weight_sync.timeout_s=-1.0; allowed: above 0"),
     ({"trainer__prompts_per_step": 0}, "trainer.prompts_per_step=0; allowed: at least 1"),
     ({"trainer__max_logprob_gap": 0.0}, "trainer.max_logprob_gap=0.0; allowed: above 0"),
     ({"actor__layout": Layout(tp=0)}, "actor.layout.tp=0; allowed: at least 1"),
@@ -116,7 +117,7 @@ def float_settings(part, prefix=""):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("key", float_settings(RLConfig()))
+@pytest.mark.parametrize("key", list(float_settings(RLConfig())))
 def test_a_number_that_is_not_finite_is_named(key, value):
     made = config(**{key: value}, warm_start__num_steps=1)
     with pytest.raises(ConfigError, match=re.escape(f"{key.replace('__', '.')}={value}")):

@@ -50,18 +50,18 @@ class Base:
 class Child(Base):
     def compute(self) -> None: ...
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.RANK_ZERO, is_start=True)
     def save(self) -> None: ...
 
 
 def test_marks_are_inherited_and_can_be_changed():
     assert registered_methods(Base) == {
-        "compute": Registration(Dispatch.DP_COMPUTE, True),
-        "save": Registration(Dispatch.ONE_TO_ALL, False),
+        "compute": Registration(Dispatch.DP_COMPUTE, True, False),
+        "save": Registration(Dispatch.ONE_TO_ALL, False, False),
     }
     assert registered_methods(Child) == {
-        "compute": Registration(Dispatch.DP_COMPUTE, True),
-        "save": Registration(Dispatch.RANK_ZERO, True),
+        "compute": Registration(Dispatch.DP_COMPUTE, True, False),
+        "save": Registration(Dispatch.RANK_ZERO, True, True),
     }
 
 

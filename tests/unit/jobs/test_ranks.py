@@ -15,6 +15,8 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
 
+LIMIT_S = 300.0
+
 # A module that processes can import by name; with importlib mode this file is none.
 JOBS = """
 import os, sys, time
@@ -42,6 +44,12 @@ def stumble(how):
         raise RuntimeError("it failed. See root cause above.")
     raise ValueError("no such weight\\nsecond line")
 
+def hang():
+    looping = os.environ["RANK"] == "1"
+    while looping:
+        pass
+    time.sleep(600)
+
 def linger(file):
     with open(file, "a") as log:
         log.write(f"{os.getpid()} ")
@@ -63,7 +71,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_ranks_meet_and_answer_in_order(jobs, tmp_path, capfd):
-    found = run_on_ranks(jobs.whoami, 2, tmp_path)
+    found = run_on_ranks(jobs.whoami, 2, tmp_path, LIMIT_S)
     assert [rank["rank"] for rank in found] == [0, 1]
     assert [int(rank["sum"]) for rank in found] == [3, 3]
     assert found[0]["names"] == ["a"]
@@ -85,8 +93,19 @@ def test_the_failure_of_one_rank_ends_the_others_and_is_the_error(
 ):
     started, before = time.monotonic(), spawned()
     with pytest.raises(error, match=message):
-        run_on_ranks(partial(jobs.stumble, how), 2, tmp_path)
+        run_on_ranks(partial(jobs.stumble, how), 2, tmp_path, LIMIT_S)
     assert time.monotonic() - started < 60  # rank 0 would sleep for ten minutes
+    assert not spawned() - before
+
+
+def test_of_ranks_that_do_not_answer_in_time_the_one_in_a_loop_is_told_first(jobs, tmp_path):
+    before = spawned()
+    with pytest.raises(ProcessFailed) as raised:
+        run_on_ranks(jobs.hang, 2, tmp_path, 20)
+    line = str(raised.value).partition("\n")[0]
+    assert line.startswith("rank 1 has not answered in 20 s (--timeout): running, in hang (")
+    assert ". Nor has rank 0: waiting, in hang (rank_jobs.py:" in line
+    assert str(raised.value).count("MainThread") == 2
     assert not spawned() - before
 
 
@@ -97,7 +116,7 @@ def spawned() -> set[psutil.Process]:
 
 def test_a_process_of_its_own_is_no_rank(jobs, tmp_path):
     with pytest.raises(ProcessFailed, match=r"^transformers: ValueError: .* RANK expected"):
-        run_in_process(jobs.whoami, "transformers", tmp_path)
+        run_in_process(jobs.whoami, "transformers", tmp_path, LIMIT_S)
 
 
 def test_ranks_end_with_their_parent_even_when_it_is_killed(jobs, tmp_path):
@@ -109,7 +128,7 @@ def test_ranks_end_with_their_parent_even_when_it_is_killed(jobs, tmp_path):
         "import rank_jobs\n"
         "from mcore_rl.jobs.ranks import run_on_ranks\n"
         "if __name__ == '__main__':\n"
-        "    run_on_ranks(partial(rank_jobs.linger, sys.argv[2]), 2, Path(sys.argv[3]))\n"
+        "    run_on_ranks(partial(rank_jobs.linger, sys.argv[2]), 2, Path(sys.argv[3]), 600)\n"
     )
     folder = str(Path(jobs.__file__).parent)
     script = tmp_path / "parent.py"

@@ -1,0 +1,94 @@
+"""Ranks that have not answered in time: a look at their processes, on their nodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mcore_rl.controller.rank_host import Birth
+from mcore_rl.observability.stacks import Look, in_full, in_short, look_at
+
+_LOOK_S = 60.0  # how long the looks may take, on all nodes together
+_MOST_NAMED = 4  # ranks of which the first line tells what they do
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A rank that has not answered a call."""
+
+    call: str  # "actor.update"
+    rank: int
+    birth: Birth | None  # None when its process has not come up
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" ({self.birth})" if self.birth else "")
+
+
+def report(silent: Sequence[Silent], limit: str) -> str:
+    """One line on who has not answered in time and what they do; then their stacks.
+
+    The first is the rank that is likeliest to hold up the others: it is gone, or stopped, or runs
+    while they wait. `limit` is how long was waited, and the setting that says so.
+    """
+    looks = _looks([rank.birth for rank in silent if rank.birth is not None])
+
+    def urgency(rank: Silent) -> int:
+        look = looks.get(rank.birth) if rank.birth else None
+        return min(process.urgency for process in look) if look else -1
+
+    first, *others = sorted(silent, key=urgency)
+    line = f"{first.call}: {first} has not answered in {limit}: {_doing(first, looks)}"
+    named = [
+        f"{'' if rank.call == first.call else f'{rank.call} '}{rank}: {_doing(rank, looks)}"
+        for rank in others[: _MOST_NAMED - 1]
+    ]
+    if others[_MOST_NAMED - 1 :]:
+        named.append(f"ranks {', '.join(str(rank.rank) for rank in others[_MOST_NAMED - 1 :])}")
+    if named:
+        line += f". Nor has {'; nor has '.join(named)}"
+    stacks = [
+        f"{rank.call}, {rank}:\n{in_full(looks[rank.birth])}"
+        for rank in (first, *others)
+        if rank.birth in looks
+    ]
+    return "\n\n".join([line, *stacks])
+
+
+def _doing(rank: Silent, looks: dict[Birth, list[Look]]) -> str:
+    if rank.birth is None:
+        return "its process has not come up"
+    look = looks.get(rank.birth)
+    return in_short(look) if look else f"no look at it in {_LOOK_S:g} s"
+
+
+def _looks(births: Iterable[Birth]) -> dict[Birth, list[Look]]:
+    """By a task on each node; without those of a node that does not answer in time."""
+    by_node: dict[str, list[Birth]] = defaultdict(list)
+    for birth in births:
+        by_node[birth.node_id].append(birth)
+    tasks = {
+        _look_at_all.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote([birth.pid for birth in born]): born
+        for node, born in by_node.items()
+    }
+    found: dict[Birth, list[Look]] = {}
+    done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_LOOK_S)
+    for task in done:
+        try:
+            found |= zip(tasks[task], ray.get(task), strict=True)
+        except RayError:  # the node is gone
+            continue
+    for task in late:
+        ray.cancel(task, force=True)
+    return found
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _look_at_all(pids: list[int]) -> list[list[Look]]:
+    return [look_at(pid) for pid in pids]

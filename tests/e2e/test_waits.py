@@ -1,0 +1,196 @@
+"""Ranks that do not answer, and pushes of weights in which one side fails: on a real Ray."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+import ray
+import torch
+
+from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
+from mcore_rl.controller.dispatch import Dispatch, register
+from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender, receive
+from mcore_rl.workers.weight_sync import FullExportSync
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+
+HOST = socket.gethostname()
+LATER_S = 0.7  # the other side learns of a failure first, by wire, and the driver so much later
+
+
+class Worker:
+    """Rank 1 does not answer; rank 0 has answered, or waits."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+
+    @register(is_start=True)
+    def stop(self) -> None:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    @register()
+    def loop(self) -> None:
+        if self.rank == 0:
+            time.sleep(600)
+        self.loop_for_ever()
+
+    def loop_for_ever(self) -> None:
+        while True:
+            pass
+
+
+class Trainer:
+    """Streams two tensors, and fails between them."""
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def open_weight_stream(
+        self, bind_address: str, num_receivers: int, timeout_s: float
+    ) -> StreamEndpoint:
+        self.sender = StreamSender(bind_address, num_receivers, timeout_s)
+        return self.sender.endpoint
+
+    @register()
+    def send_weights(self, version: int) -> None:
+        try:
+            self.sender.send(self.tensors(version), version)
+        except ValueError:
+            time.sleep(LATER_S)
+            raise
+
+    def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "first", torch.zeros(8)
+        if version == 1:
+            raise ValueError("the embedding holds NaN")
+        if version == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield "second", torch.zeros(8)
+
+
+class Server:
+    """Takes them, and fails at the second."""
+
+    @register()
+    def update_weights(self, endpoint: StreamEndpoint, version: int) -> None:
+        try:
+            for name, _ in receive(endpoint, version):
+                if version == 3 and name == "second":
+                    raise ValueError("vLLM has no such module")
+                if version == 4 and name == "second":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+        except ValueError:
+            time.sleep(LATER_S)
+            raise
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[list[ResourcePool]]:
+    """Of two bundles, and of one."""
+    with (
+        ray_session(num_cpus=1, object_store_bytes=100 << 20, log_to_driver=False),
+        ResourcePool(2, {"CPU": 0.1}) as two,
+        ResourcePool(1, {"CPU": 0.1}) as one,
+    ):
+        yield [two, one]
+
+
+def group_of(worker: type, pool: ResourcePool, name: str, call_s: float = 60) -> WorkerGroup:
+    timeouts = TimeoutsConfig(start_s=120, call_s=call_s)
+    layout = Layout(dp=pool.num_ranks)
+    return WorkerGroup(worker, layout=layout, pool=pool, timeouts=timeouts, name=name)
+
+
+def assert_end(pids: set[int]) -> None:
+    deadline = time.monotonic() + 30  # Ray gives a stopped process 5 s
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "doing"),
+    [
+        ("stop", "start_s", r"stopped by a signal, in Worker\.stop \(\w+\.py:\d+\)$"),
+        (
+            "loop",
+            "call_s",
+            r"running, in Worker\.loop_for_ever \(\w+\.py:\d+\)\. Nor has "
+            rf"rank 0 \(host {HOST}, pid \d+\): waiting, in Worker\.loop \(\w+\.py:\d+\)$",
+        ),
+    ],
+    ids=["stopped", "in a loop"],
+)
+def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
+    pools: list[ResourcePool], method: str, setting: str, doing: str
+):
+    group = group_of(Worker, pools[0], "policy", call_s=2)
+    group._start_limit = replace(group._start_limit, seconds=2)  # for which they had 120 s
+    pids = {birth.pid for birth in group.births.values()}
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as raised:
+        getattr(group, method)()
+    assert time.monotonic() - start < 2 + 60  # the limit, and that of the look at the rank
+    line, *stacks = str(raised.value).split("\n")
+    who = rf"rank 1 \(host {HOST}, pid {group.births[1].pid}\)"
+    told = rf"policy\.{method}: {who} has not answered in 2 s \(timeouts\.{setting}\): {doing}"
+    assert re.match(told, line)
+    assert "died" not in str(raised.value)
+    assert any("RankHost.call (" in frame for frame in stacks)  # the stack is whole
+    with pytest.raises(RuntimeError, match=rf"but the group has ended: policy\.{method}: rank 1"):
+        group.stop()
+    assert_end(pids)
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (1, "actor.send_weights: rank 0 raised ValueError: the embedding holds NaN"),
+        (2, f"actor.send_weights: rank 0 (host {HOST}, pid PID) died."),
+        (3, "rollout.update_weights: rank 0 raised ValueError: vLLM has no such module"),
+        (
+            4,
+            f"rollout.update_weights: rank 0 (host {HOST}, pid PID) has not answered in 3 s "
+            "(weight_sync.timeout_s): stopped by a signal, in Server.update_weights (",
+        ),
+    ],
+    ids=["trainer raises", "trainer dies", "server raises", "server stops"],
+)
+def test_a_push_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
+    pools: list[ResourcePool], version: int, told: str
+):
+    with (
+        ResourcePool(1, {"CPU": 0.1}) as pool,
+        group_of(Trainer, pool, "actor") as actor,
+        group_of(Server, pools[1], "rollout") as servers,
+    ):
+        pid = (servers if version == 4 else actor).births[0].pid
+        limit = Limit(3 if version == 4 else 60, "weight_sync.timeout_s")
+        sync = FullExportSync(actor, servers, RolloutConfig(), WeightSyncConfig(), limit)
+        with pytest.raises(WorkerError) as raised:
+            sync.push(version)
+        assert str(raised.value).startswith(told.replace("PID", str(pid)))
+        assert (servers if told.startswith("rollout") else actor).ended
+
+
+def test_a_push_that_succeeds_leaves_both_sides_alone(pools: list[ResourcePool]):
+    with (
+        ResourcePool(1, {"CPU": 0.1}) as pool,
+        group_of(Trainer, pool, "actor") as actor,
+        group_of(Server, pools[1], "rollout") as servers,
+    ):
+        limit = Limit(60, "weight_sync.timeout_s")
+        sync = FullExportSync(actor, servers, RolloutConfig(), WeightSyncConfig(), limit)
+        for version in (5, 6):
+            sync.push(version)
+        assert not actor.ended
+        assert not servers.ended
