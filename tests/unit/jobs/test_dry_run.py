@@ -103,7 +103,7 @@ def test_a_config_alone_will_do_and_what_is_not_checked_is_said(place, monkeypat
     [
         ("actor.layout.tp=4", "actor.layout.tp=4 does not divide the model's 2 key/value heads"),
         ("actor.layout.ep=4", "the smallest actor.layout.dp that fits: 2"),
-        ("data.train_file=no.parquet", "data.train_file='no.parquet' is not a file"),
+        ("data.train_file=no.parquet", "data.train_file='no.parquet' does not exist"),
         ("trainer.prompts_per_step=21", "trainer.prompts_per_step=21: data.train_file='train.pa"),
         ("trainer.eval_samples=21", "data.test_file='test.parquet' has 20 rows; allowed: up to"),
         ("warm_start.batch_size=21", "warm_start.batch_size=21: warm_start.train_file="),
