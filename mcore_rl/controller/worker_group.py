@@ -6,8 +6,9 @@
     metrics = pending.result(timeout_s=600)
 
 A worker class is a plain class; methods marked with `register` become attributes of the group. A
-worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The columns
-of a batch are views of shared memory in a worker, so they are read-only there.
+worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
+parallel/store.py reads. The columns of a batch are views of shared memory in a worker, so they are
+read-only there.
 """
 
 from __future__ import annotations
@@ -137,10 +138,10 @@ class WorkerGroup:
 
     def _build(self, recipe: Recipe, timeout_s: float | None) -> dict[int, Birth]:
         """Builds the workers, which meet on the node of rank 0; their births by rank."""
-        asked = {self._actors[0].free_endpoint.remote(): 0}
-        meeting = Pending(self, "__init__", asked, dict).result(timeout_s)[0]
+        asked = {self._actors[0].open_rendezvous.remote(): 0}
+        rendezvous = Pending(self, "__init__", asked, dict).result(timeout_s)[0]
         stored = ray.put(recipe)
-        built = [actor.build.remote(meeting, stored) for actor in self._actors]
+        built = [actor.build.remote(rendezvous, stored) for actor in self._actors]
         calls = {reference: rank for rank, reference in enumerate(built)}
         births: dict[int, Birth] = Pending(self, "__init__", calls, dict).result(timeout_s)
         return births

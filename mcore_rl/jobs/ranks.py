@@ -12,7 +12,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -23,6 +22,7 @@ from typing import Any
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
+from mcore_rl.parallel.rendezvous import RendezvousServer
 
 # Containers of tensors, numbers and text: what torch.load takes without running anything.
 Result = Any
@@ -40,20 +40,20 @@ class ProcessFailed(RuntimeError):
 def run_on_ranks(job: Job, world_size: int, log_dir: Path) -> list[Result]:
     """What `job` returns on each of `world_size` ranks of this machine, by rank.
 
-    A rank finds itself by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and makes its
-    process groups itself.
+    A rank finds itself by RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
+    parallel/store.py reads, and makes its process groups itself.
 
     Raises:
         ConfigError: a rank raised it.
         ProcessFailed: a rank raised something else, or ended without a result.
     """
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = str(_free_port())
-    environments = {
-        f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        for rank in range(world_size)
-    }
-    return _run(job, environments, log_dir)
+    with RendezvousServer("127.0.0.1") as rendezvous:
+        common = {"WORLD_SIZE": str(world_size), **rendezvous.endpoint.environment()}
+        environments = {
+            f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            for rank in range(world_size)
+        }
+        return _run(job, environments, log_dir)
 
 
 def run_in_process(job: Job, name: str, log_dir: Path) -> Result:
@@ -127,13 +127,6 @@ def _root_cause(reason: str, printed: str) -> str:
         return reason
     found = [match[0] for match in _REASON.finditer(printed) if "root cause" not in match[0]]
     return found[0] if found else reason
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connection) -> None:

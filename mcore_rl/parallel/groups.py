@@ -5,26 +5,27 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
+from mcore_rl.parallel.store import join_world
 
 
 def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float = 1800.0) -> None:
-    """Join the default group (from RANK, WORLD_SIZE, MASTER_*) and make Megatron's groups.
+    """Join the default group, where there is none yet, and make Megatron's groups.
 
     Calling it again with another layout over the same ranks replaces the groups, and engines built
     on the earlier ones can no longer run.
 
     Raises:
-        ConfigError: the launched world is not the layout's.
+        ConfigError: the launched world is not the layout's, or this process is no rank.
+        RuntimeError: other ranks did not come in time.
     """
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        join_world(backend, timeout_s)
     if dist.get_world_size() != layout.world_size:
         raise ConfigError(
             f"layout {layout} needs {layout.world_size} ranks; {dist.get_world_size()} were started"
