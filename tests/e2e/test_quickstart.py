@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.config.schema import Layout
+from tests import attacks
+from tests.e2e.processes import listeners
 
 WARM_STEPS, RL_STEPS, TESTS = 200, 3, 256
 
@@ -34,7 +36,7 @@ def run(start_job):
 def shuffled(run, start_job):
     """From the warm start of `run`, as from a user's own model and data, with shuffled rewards.
 
-    And with another way for the weights.
+    And with another way for the weights, and strangers at all that listens.
     """
     task = run.output / "task"
     job = start_job(
@@ -53,7 +55,8 @@ def shuffled(run, start_job):
         f"trainer.eval_samples={TESTS}",
         "seed=1",
     )
-    status = job.process.wait()
+    with attacks.siege(lambda: listeners(set(job.processes))) as job.listeners:
+        status = job.process.wait()
     assert status == 0, job.stderr
     return job
 
@@ -75,6 +78,14 @@ def test_shuffled_rewards_teach_nothing(shuffled):
     found = summary(shuffled)
     assert found["accuracy_grpo"] - found["accuracy_warm_start"] <= 0.08
     assert all("actor/reference_kl" in row for row in rows(shuffled))
+
+
+def test_every_port_is_on_the_loopback_interface(shuffled):
+    """Ray's, the rendezvous of each group and of the weights, and what gloo listens on."""
+    found = shuffled.listeners
+    assert not {a: who for a, who in found.items() if not a[0].endswith("127.0.0.1")}
+    # Two ranks of the trainer and a server: each has a port of Ray's and one of gloo's.
+    assert sum(who.startswith("ray::RankHost") for who in found.values()) >= 6, found
 
 
 def test_both_runs_start_from_the_same_accuracy(run, shuffled):
