@@ -94,7 +94,7 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
         return self._call_for(b"get", keys, self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._call_for(b"wait", keys, timeout or self.timeout)
+        self._call_for(b"wait", keys, self.timeout if timeout is None else timeout)
 
     def add(self, key: str, amount: int) -> int:
         return int(self._call(b"add", key.encode(), b"%d" % amount)[0])
@@ -155,6 +155,8 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
             )
         with self._lock:
             try:
+                if self._sock.fileno() < 0:
+                    raise ConnectionError("the connection was lost before")
                 deadline = time.monotonic() + timeout_s + _GRACE_S
                 set_deadline(self._sock, deadline)
                 self._sock.sendall(request)

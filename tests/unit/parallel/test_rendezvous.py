@@ -166,9 +166,8 @@ def test_the_token_is_neither_sent_nor_printed(server):
         sent = challenge.nonce + answer + reply
         assert token.encode() not in sent
         assert bytes.fromhex(token) not in sent
-        # What was said once proves nothing: neither to another listener nor sent back.
+        # What was said once proves nothing to another listener.
         assert Challenge(token).verdict(answer) == (False, bytes(32))
-        assert challenge.verdict(challenge.nonce + reply)[0] is False
 
 
 def test_a_listener_without_the_token_is_not_believed():
@@ -180,6 +179,12 @@ def test_a_listener_without_the_token_is_not_believed():
             handshake.challenge(mine, "another", deadline)
         with pytest.raises(PermissionError):
             proving.result()
+        for reply in (lambda answer: b"\1" * 32, lambda answer: answer[32:]):  # what it was shown
+            believing = threads.submit(handshake.prove, theirs, "token", deadline)
+            mine.sendall(bytes(32))
+            mine.sendall(reply(handshake.read_exactly(mine, handshake.ANSWER_BYTES, deadline)))
+            with pytest.raises(PermissionError):
+                believing.result()
 
 
 def test_torchs_own_store_does_what_a_stranger_says():
