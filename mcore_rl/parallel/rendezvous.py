@@ -259,8 +259,6 @@ class RendezvousServer:
         inbox = peer.inbox
         while not peer.wanted and len(inbox) >= 4:
             end = 4 + int.from_bytes(inbox[:4], "big")
-            if end > MAX_FRAME_BYTES + 4:
-                return self._drop(peer)
             if len(inbox) < end:
                 return
             body = bytes(inbox[4:end])
