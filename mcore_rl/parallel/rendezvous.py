@@ -187,17 +187,16 @@ class RendezvousServer:
             self._drop(strangers[0])
         try:
             sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:  # it has gone again, or this process is out of file descriptors
             time.sleep(0.001)
             return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = _Peer(sock, Challenge(self.endpoint.token), math.inf)
-        self._peers[sock.fileno()] = peer
+        challenge = Challenge(self.endpoint.token)
+        peer = self._peers[sock.fileno()] = _Peer(sock, challenge, math.inf)
         self._selector.register(sock, selectors.EVENT_READ, peer)
         self._set_deadline(peer, handshake.TIMEOUT_S)
-        assert peer.challenge is not None
-        self._send(peer, peer.challenge.nonce)
+        self._send(peer, challenge.nonce)
 
     def _drop(self, peer: _Peer) -> None:
         if self._peers.pop(peer.sock.fileno(), None) is not None:
@@ -302,8 +301,8 @@ class RendezvousServer:
         self._wait(peer, timeout_s, *keys, is_get=True)
 
     def _wait(self, peer: _Peer, timeout_s: bytes, *keys: bytes, is_get: bool = False) -> None:
-        peer.wanted, peer.is_get = keys, is_get
         self._set_deadline(peer, *struct.unpack(">d", timeout_s))
+        peer.wanted, peer.is_get = keys, is_get
         self._answer_when_there(peer)
 
     def _answer_when_there(self, peer: _Peer) -> None:
