@@ -146,7 +146,11 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
         arguments = struct.pack(">d", timeout_s), *(key.encode() for key in keys)
         return self._call(operation, *arguments, timeout_s=timeout_s)
 
-    def _call(self, operation: bytes, *arguments: bytes, timeout_s: float = 0.0) -> list[bytes]:
+    def _call(
+        self, operation: bytes, *arguments: bytes, timeout_s: float | None = None
+    ) -> list[bytes]:
+        if timeout_s is None:  # a server in a busy process may take long for what is quick
+            timeout_s = self.timeout.total_seconds()
         request = frame(operation, *arguments)
         if len(request) > rendezvous.MAX_FRAME_BYTES:
             raise ValueError(
