@@ -6,9 +6,7 @@ classes, and would wrap its message in pages of its own.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import socket
 import sys
 import traceback
@@ -23,6 +21,7 @@ import ray
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.observability.garbage import long_lived
 from mcore_rl.observability.stacks import answer_signals
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
 Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
 
@@ -75,6 +74,7 @@ class RankHost:
         if log_dir is not None:
             _print_to(log_dir / f"{group}-{rank}.log")
         self._worker: Any = None
+        self._rendezvous: RendezvousServer | None = None  # of rank 0
 
     def __repr__(self) -> str:
         return self._label  # Ray puts it before each line that the worker prints
@@ -86,13 +86,18 @@ class RankHost:
         stderr = os.path.realpath("/proc/self/fd/2")
         return Reply(Birth(socket.gethostname(), node, os.getpid(), stderr))
 
-    def free_endpoint(self) -> Reply:
-        """The value is an address and a port of this node."""
-        return _guarded(_free_endpoint)
+    def open_rendezvous(self) -> Reply:
+        """The value is the endpoint of a server that stays, on the address of this node."""
 
-    def build(self, meeting: tuple[str, int], recipe: Recipe) -> Reply:
+        def serve() -> RendezvousEndpoint:
+            self._rendezvous = RendezvousServer(ray.util.get_node_ip_address())
+            return self._rendezvous.endpoint
+
+        return _guarded(serve)
+
+    def build(self, rendezvous: RendezvousEndpoint, recipe: Recipe) -> Reply:
         """Makes the worker from its class and arguments."""
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting[0], str(meeting[1])
+        os.environ |= rendezvous.environment()
         worker_class, args, kwargs = recipe
 
         def make() -> None:
@@ -155,23 +160,3 @@ def _print_to(log: Path) -> None:
         stream.flush()
         os.dup2(file, stream.fileno())
     os.close(file)
-
-
-def _free_endpoint() -> tuple[str, int]:
-    """The address of this node and a port for a rendezvous that nobody listens on.
-
-    The port is picked below the range the kernel hands out by itself, so that no other program gets
-    it by chance before rank 0 listens.
-    """
-    lowest_ephemeral = 32768
-    with contextlib.suppress(OSError):
-        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-        lowest_ephemeral = int(text.split()[0])
-    candidates = range(20000, lowest_ephemeral)
-    for port in random.SystemRandom().sample(candidates, min(50, len(candidates))):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return ray.util.get_node_ip_address(), port
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return ray.util.get_node_ip_address(), int(probe.getsockname()[1])

@@ -6,8 +6,9 @@
     metrics = pending.result()
 
 A worker class is a plain class; methods marked with `register` become attributes of the group. A
-worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The columns
-of a batch are views of shared memory in a worker, so they are read-only there.
+worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
+parallel/store.py reads. The columns of a batch are views of shared memory in a worker, so they are
+read-only there.
 """
 
 from __future__ import annotations
@@ -141,10 +142,10 @@ class WorkerGroup:
         """Builds the workers, which meet on the node of rank 0."""
         born = {actor.birth.remote(): rank for rank, actor in enumerate(self._actors)}
         self.births = Pending(self, "__init__", born, dict, self._start_limit).result()
-        asked = {self._actors[0].free_endpoint.remote(): 0}
-        meeting = Pending(self, "__init__", asked, dict, self._start_limit).result()[0]
+        asked = {self._actors[0].open_rendezvous.remote(): 0}
+        rendezvous = Pending(self, "__init__", asked, dict, self._start_limit).result()[0]
         stored = ray.put(recipe)
-        built = [actor.build.remote(meeting, stored) for actor in self._actors]
+        built = [actor.build.remote(rendezvous, stored) for actor in self._actors]
         calls = {reference: rank for rank, reference in enumerate(built)}
         Pending(self, "__init__", calls, dict, self._start_limit).result()
 

@@ -31,7 +31,7 @@ class EngineSpec:
     total_steps: int = 0
     entropy_in_loss: bool = False  # whether the loss function reads the entropy
     num_top_log_probs: int = 0  # likeliest ids of each token that infer_batch returns
-    timeout_s: float | None = None  # of each collective of the ranks; None: torch's own
+    timeout_s: float = 1800.0  # of each collective of the ranks
 
 
 @dataclass(frozen=True, slots=True)

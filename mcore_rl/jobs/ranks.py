@@ -12,7 +12,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
 from mcore_rl.observability.stacks import answer_signals, in_full, in_short, look_at
+from mcore_rl.parallel.rendezvous import RendezvousServer
 
 # Containers of tensors, numbers and text: what torch.load takes without running anything.
 Result = Any
@@ -44,21 +44,21 @@ def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> 
 
     `timeout_s` is what the user gave as --timeout.
 
-    A rank finds itself by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and makes its
-    process groups itself.
+    A rank finds itself by RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
+    parallel/store.py reads, and makes its process groups itself.
 
     Raises:
         ConfigError: a rank raised it.
         ProcessFailed: a rank raised something else, ended without a result, or did not answer in
             time.
     """
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = str(_free_port())
-    environments = {
-        f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        for rank in range(world_size)
-    }
-    return _run(job, environments, log_dir, timeout_s)
+    with RendezvousServer("127.0.0.1") as rendezvous:
+        common = {"WORLD_SIZE": str(world_size), **rendezvous.endpoint.environment()}
+        environments = {
+            f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            for rank in range(world_size)
+        }
+        return _run(job, environments, log_dir, timeout_s)
 
 
 def run_in_process(job: Job, name: str, log_dir: Path, timeout_s: float) -> Result:
@@ -146,13 +146,6 @@ def _root_cause(reason: str, printed: str) -> str:
         return reason
     found = [match[0] for match in _REASON.finditer(printed) if "root cause" not in match[0]]
     return found[0] if found else reason
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connection) -> None:

@@ -13,23 +13,22 @@ from megatron.core import parallel_state, tensor_parallel
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
+from mcore_rl.parallel.store import join_world
 
 
-def initialize_groups(
-    layout: Layout, backend: str, seed: int, timeout_s: float | None = None
-) -> None:
-    """Join the default group (from RANK, WORLD_SIZE, MASTER_*) and make Megatron's groups.
+def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float = 1800.0) -> None:
+    """Join the default group, where there is none yet, and make Megatron's groups.
 
     Calling it again with another layout over the same ranks replaces the groups, and engines built
     on the earlier ones can no longer run. `timeout_s` is how long a rank waits for the others, in
-    any of the groups; None leaves it to torch.
+    any of the groups.
 
     Raises:
-        ConfigError: the launched world is not the layout's.
+        ConfigError: the launched world is not the layout's, or this process is no rank.
+        RuntimeError: other ranks did not come in time.
     """
     if not dist.is_initialized():
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, timeout=timeout)
+        join_world(backend, timeout_s)
     if dist.get_world_size() != layout.world_size:
         raise ConfigError(
             f"layout {layout} needs {layout.world_size} ranks; {dist.get_world_size()} were started"
@@ -68,8 +67,7 @@ def leave_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _make_groups(layout: Layout, timeout_s: float | None) -> None:
-    own = {} if timeout_s is None else {"distributed_timeout_minutes": timeout_s / 60}
+def _make_groups(layout: Layout, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -77,12 +75,12 @@ def _make_groups(layout: Layout, timeout_s: float | None) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        **own,
+        distributed_timeout_minutes=timeout_s / 60,
     )
-    if timeout_s is not None:  # parallel_state.py:1278 leaves it out
-        group = parallel_state._EXPERT_DATA_PARALLEL_GROUP_GLOO
-        backend = group._get_backend(torch.device("cpu"))
-        backend._set_default_timeout(timedelta(seconds=timeout_s))
+    # parallel_state.py:1278 leaves it out
+    group = parallel_state._EXPERT_DATA_PARALLEL_GROUP_GLOO
+    backend = group._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def _are_for(layout: Layout) -> bool:

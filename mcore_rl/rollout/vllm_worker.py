@@ -28,6 +28,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals
+from mcore_rl.parallel.rendezvous import interface_of
 from mcore_rl.rollout.vllm_trace import TraceTaker
 from mcore_rl.rollout.vllm_weights import WeightReceiver
 
@@ -60,6 +61,9 @@ def lane_arguments(
     its process.
     """
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a forked process would unpickle no name
+    # Workers are on this machine and meet in a file (v1/executor/multiproc_executor.py:143), but
+    # their gloo groups would listen where the host name points (distributed/parallel_state.py:509).
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1"))
     arguments: dict[str, Any] = {
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
         "enforce_eager": eager,

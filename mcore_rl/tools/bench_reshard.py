@@ -150,12 +150,12 @@ def _timing(by_rank: list[dict[str, Any]]) -> Timing:
 def _measure(settings: Settings) -> dict[str, Any]:
     """What one rank measures."""
     import torch
-    import torch.distributed as dist
 
+    from mcore_rl.parallel.store import join_world
     from mcore_rl.tools import reshard_candidates
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join_world("gloo", timeout_s=1800.0)
     case = reshard_candidates.IntoVLLM(settings)
     planned = {"into_vllm": case.exchange.received_bytes}
     found = {

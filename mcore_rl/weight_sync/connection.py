@@ -2,8 +2,9 @@
 
 A frame is a length (4 bytes, big endian) and a JSON header; a header may announce raw bytes that
 follow. Nothing is pickled, so a peer can send wrong numbers but never code. Every update begins
+with the handshake of parallel/handshake.py, and goes on with
 
-    receiver: hello (token, version)    sender: welcome (version)    receiver: ready
+    receiver: hello (version)    sender: welcome (version)    receiver: ready
 
 Every wait has a timeout and either side's death shows at the other as a `StreamError` that says so.
 """
@@ -11,17 +12,17 @@ Every wait has a timeout and either side's death shows at the other as a `Stream
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import socket
 import struct
 import time
 from typing import Any
 
-from mcore_rl.config.errors import PeerError
+from mcore_rl.config.errors import ConfigError, PeerError
+from mcore_rl.config.json_file import parse_json_object
+from mcore_rl.parallel import handshake
 
-_MAX_HEADER_BYTES = 1 << 20  # of a stranger's, too
-HANDSHAKE_TIMEOUT_S = 10.0  # a stranger that connects and stays silent must not block the others
+_MAX_HEADER_BYTES = 1 << 20
 
 
 class StreamError(PeerError):
@@ -34,11 +35,18 @@ class Connection:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.peer = peer
         self.sock = sock
+        self._deadline: float | None = None
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def set_timeout(self, timeout_s: float) -> None:
+        """For each of the peer's moves."""
+        self._deadline = None
         self.sock.settimeout(timeout_s)
+
+    def set_deadline(self, deadline: float) -> None:
+        """For all of the peer's moves, by time.monotonic(), until the next `set_timeout`."""
+        self._deadline = deadline
 
     def send(
         self, header: dict[str, Any], body: memoryview | None = None, doing: str = "sending"
@@ -49,7 +57,7 @@ class Connection:
             if body is not None:
                 self.sock.sendall(body)
         except OSError as error:
-            raise self._failure(doing, error) from error
+            raise self.failure(doing, error) from error
 
     def read_header(self, doing: str, limit_bytes: int = _MAX_HEADER_BYTES) -> dict[str, Any]:
         prefix = bytearray(4)
@@ -62,10 +70,10 @@ class Connection:
         encoded = bytearray(length)
         self.read_into(memoryview(encoded), doing)
         try:
-            header = json.loads(encoded)
-        except ValueError:
-            header = None
-        if not isinstance(header, dict) or "kind" not in header:
+            header = parse_json_object(bytes(encoded), f"a header of {self.peer}")
+        except ConfigError as error:
+            raise StreamError(str(error)) from error
+        if "kind" not in header:
             raise StreamError(f"{self.peer}: not a header of this protocol")
         return header
 
@@ -78,12 +86,14 @@ class Connection:
     def read_into(self, view: memoryview, doing: str) -> None:
         try:
             while view.nbytes:
+                if self._deadline is not None:
+                    handshake.set_deadline(self.sock, self._deadline)
                 received = self.sock.recv_into(view)
                 if received == 0:
                     raise StreamError(f"{self.peer} closed the connection: {doing}")
                 view = view[received:]
         except OSError as error:
-            raise self._failure(doing, error) from error
+            raise self.failure(doing, error) from error
 
     def tell_failure(self, reason: str) -> None:
         """Best effort: the peer may be gone, or in the middle of a tensor that will not come."""
@@ -94,7 +104,11 @@ class Connection:
     def close(self) -> None:
         self.sock.close()
 
-    def _failure(self, doing: str, error: OSError) -> StreamError:
+    def failure(self, doing: str, error: OSError) -> StreamError:
+        if isinstance(error, PermissionError):
+            return StreamError(f"{self.peer} refused: {error}")
+        if isinstance(error, TimeoutError) and self._deadline is not None:
+            return StreamError(f"{self.peer} was not done in time: {doing}")
         if isinstance(error, TimeoutError):
             return StreamError(f"{self.peer} made no move for {self.sock.gettimeout()} s: {doing}")
         return StreamError(f"{self.peer} went away ({error}): {doing}")
@@ -112,14 +126,18 @@ def accept(listener: socket.socket, deadline: float) -> tuple[socket.socket, Any
 def admit(connection: Connection, token: str, version: int, timeout_s: float) -> bool:
     """The sender's part of the handshake.
 
-    Whether the peer holds the token, wants this version and is still there. Otherwise it has been
-    told why not, and the connection is closed.
+    Whether the peer holds the token, wants this version and is still there. Otherwise the
+    connection is closed, and a peer that holds the token has been told why.
     """
-    connection.set_timeout(min(HANDSHAKE_TIMEOUT_S, timeout_s))
+    deadline = time.monotonic() + min(handshake.TIMEOUT_S, timeout_s)
     try:
-        hello = connection.read_header("waiting for hello")
-        if not hmac.compare_digest(str(hello.get("token")).encode(), token.encode()):
-            raise StreamError("wrong token")
+        handshake.challenge(connection.sock, token, deadline)
+    except OSError:
+        connection.close()
+        return False
+    connection.set_deadline(deadline)
+    try:
+        hello = connection.read_expected("hello", "waiting for hello")
         if hello.get("version") != version:
             raise StreamError(f"this sends version {version}, not {hello.get('version')}")
         connection.send({"kind": "welcome", "version": version})
@@ -135,7 +153,15 @@ def admit(connection: Connection, token: str, version: int, timeout_s: float) ->
 
 def greet(connection: Connection, token: str, version: int) -> None:
     """The receiver's part of the handshake; raises StreamError when the sender refuses."""
-    connection.send({"kind": "hello", "token": token, "version": version})
+    timeout_s = connection.sock.gettimeout() or 0.0
+    doing = "waiting for the sender to take the connection"
+    try:
+        handshake.prove(connection.sock, token, time.monotonic() + timeout_s)
+    except OSError as error:
+        connection.set_timeout(timeout_s)
+        raise connection.failure(doing, error) from error
+    connection.set_timeout(timeout_s)
+    connection.send({"kind": "hello", "version": version})
     connection.read_expected("welcome", "waiting for the sender's welcome")
     connection.send({"kind": "ready"})
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from mcore_rl.models.base import HFConfig
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.disk import DiskEngine, FolderEndpoint
 from mcore_rl.weight_sync.group import GroupEngine
-from mcore_rl.weight_sync.meeting import MeetingEndpoint
 from mcore_rl.weight_sync.nixl import NixlEngine
 
-Endpoint = MeetingEndpoint | FolderEndpoint
+Endpoint = RendezvousEndpoint | FolderEndpoint
 # By weight_sync.transport.
 _TRANSPORTS: Mapping[str, tuple[type[Endpoint], Any]] = MappingProxyType(
     {
-        "process_group": (MeetingEndpoint, GroupEngine),
-        "nixl": (MeetingEndpoint, NixlEngine),
+        "process_group": (RendezvousEndpoint, GroupEngine),
+        "nixl": (RendezvousEndpoint, NixlEngine),
         "disk": (FolderEndpoint, DiskEngine),
     }
 )

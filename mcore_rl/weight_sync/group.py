@@ -5,9 +5,8 @@ The group is one of its own beside those of Megatron and vLLM.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +14,12 @@ import torch
 import torch.distributed
 
 from mcore_rl.models.base import HFConfig
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.executor import IsChecked
 from mcore_rl.reshard.transport import Group, GroupTransport, Transport
 from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.connection import StreamError
-from mcore_rl.weight_sync.meeting import MeetingEndpoint, keys_of
 
 c10d: Any = torch.distributed  # whose groups have no type stubs
 
@@ -29,7 +29,7 @@ class GroupEngine(CheckpointEngine):
 
     def __init__(
         self,
-        endpoint: MeetingEndpoint,
+        endpoint: RendezvousEndpoint,
         plan: RoutePlan,
         model: HFConfig,
         rank: int,
@@ -43,8 +43,10 @@ class GroupEngine(CheckpointEngine):
         """
         super().__init__(plan, model, rank, device)
         try:
-            self._group = _joined(endpoint, rank, plan.world_size, device)
-            self._group_transport = GroupTransport(self._group, plan.settings.timeout_s)
+            timeout_s = plan.settings.timeout_s
+            store = RendezvousStore(endpoint, rank, plan.world_size, timeout_s)
+            self._group = _joined(store, rank, plan.world_size, device, timeout_s)
+            self._group_transport = GroupTransport(self._group, timeout_s)
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' group: {error}") from error
 
@@ -66,17 +68,15 @@ class GroupEngine(CheckpointEngine):
             raise StreamError(f"ranks of the weights' group are at versions {versions}")
 
 
-def _joined(endpoint: MeetingEndpoint, rank: int, world_size: int, device: torch.device) -> Group:
-    timeout = timedelta(seconds=endpoint.timeout_s)
-    keys = keys_of(endpoint)
+def _joined(
+    store: RendezvousStore, rank: int, world_size: int, device: torch.device, timeout_s: float
+) -> Group:
+    timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return c10d.ProcessGroupNCCL(keys, rank, world_size, options)
-    address = (endpoint.host, endpoint.port)
-    with closing(socket.create_connection(address, endpoint.timeout_s)) as probe:
-        own_address = probe.getsockname()[0]  # by which the others can reach this process
+        return c10d.ProcessGroupNCCL(store, rank, world_size, options)
     settings = c10d.ProcessGroupGloo._Options()
-    settings._devices = [c10d.ProcessGroupGloo.create_device(hostname=own_address)]
+    settings._devices = [c10d.ProcessGroupGloo.create_device(hostname=store.own_address)]
     settings._timeout = timeout
-    return c10d.ProcessGroupGloo(keys, rank, world_size, settings)
+    return c10d.ProcessGroupGloo(store, rank, world_size, settings)

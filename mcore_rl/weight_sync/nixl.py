@@ -2,8 +2,8 @@
 
 NIXL takes the way that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU memory
 too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the sender
-when that is done. Checksums travel in the notification. Each rank finds in the store of a
-MeetingPoint how to reach the others. NIXL itself asks nobody for a token: it belongs into a network
+when that is done. Checksums travel in the notification. Each rank finds at a rendezvous
+how to reach the others. NIXL itself asks nobody for a token: it belongs into a network
 that can be trusted, as NCCL does.
 """
 
@@ -16,17 +16,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 import torch
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import HFConfig
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, interface_of
+from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.executor import IsChecked
 from mcore_rl.reshard.transport import Pending, Transfer, Transport
 from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.connection import StreamError
-from mcore_rl.weight_sync.meeting import MeetingEndpoint, keys_of
 
 _POLL_S = 0.0005
 Notices = dict[tuple[int, int, int], dict[str, Any]]  # by version, peer and bucket
@@ -37,7 +39,7 @@ class NixlEngine(CheckpointEngine):
 
     def __init__(
         self,
-        endpoint: MeetingEndpoint,
+        endpoint: RendezvousEndpoint,
         plan: RoutePlan,
         model: HFConfig,
         rank: int,
@@ -52,19 +54,20 @@ class NixlEngine(CheckpointEngine):
         """
         super().__init__(plan, model, rank, device)
         api = nixl_api()
-        self._agent = api.nixl_agent(str(rank), api.nixl_agent_config(backends=["UCX"]))
-        self._staging = torch.empty(2 * self._half, dtype=torch.uint8, device=device)
-        self._agent.register_memory(self._staging)
-        self._used = 0  # of the staging memory, by the current version
-        self._notices: Notices = {}
         self._timeout_s = plan.settings.timeout_s
         try:
-            self._meet(endpoint, plan.world_size)
+            keys = RendezvousStore(endpoint, rank, plan.world_size, self._timeout_s)
+            _stay_on_loopback(keys.own_address)
+            self._agent = api.nixl_agent(str(rank), api.nixl_agent_config(backends=["UCX"]))
+            self._staging = torch.empty(2 * self._half, dtype=torch.uint8, device=device)
+            self._agent.register_memory(self._staging)
+            self._meet(keys, plan.world_size)
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' route: {error}") from error
+        self._used = 0  # of the staging memory, by the current version
+        self._notices: Notices = {}
 
-    def _meet(self, endpoint: MeetingEndpoint, world_size: int) -> None:
-        keys = keys_of(endpoint)
+    def _meet(self, keys: RendezvousStore, world_size: int) -> None:
         keys.set(f"agent-{self._rank}", self._agent.get_agent_metadata())
         for peer in range(world_size):
             if peer != self._rank:
@@ -93,6 +96,12 @@ def nixl_api() -> Any:
             "it: pip install 'mcore-rl[nixl]'"
         ) from error
     return nixl._api
+
+
+def _stay_on_loopback(own_address: str) -> None:
+    """UCX listens on every network device; where ranks share a machine it need not."""
+    if ip_address(own_address).is_loopback:
+        os.environ.setdefault("UCX_NET_DEVICES", interface_of(own_address))
 
 
 class _NixlTransport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, Metrics, create_engine
+from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.colocated import ShardEndpoint
 from mcore_rl.weight_sync.disaggregated import Endpoint, checkpoint_engine
 from mcore_rl.weight_sync.disk import FolderEndpoint
-from mcore_rl.weight_sync.meeting import MeetingPoint
 from mcore_rl.weight_sync.shards import (
     Places,
     ShardRoute,
@@ -54,7 +53,7 @@ class ModelWorker:
         self._engine: Any = create_engine(model_type, "megatron", device_name(), spec)
         self._sender: StreamSender | None = None
         self._route: ShardRoute | None = None
-        self._meeting_point: MeetingPoint | None = None
+        self._rendezvous: RendezvousServer | None = None
         self._checkpoint_engine: CheckpointEngine | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
@@ -126,9 +125,8 @@ class ModelWorker:
         if config.transport == "disk":
             folder.mkdir()
             return FolderEndpoint(str(folder), config.timeout_s), plan
-        token = secrets.token_hex(32)
-        self._meeting_point = MeetingPoint(config.bind_address, token, config.timeout_s)
-        return self._meeting_point.endpoint, plan
+        self._rendezvous = RendezvousServer(config.bind_address)
+        return self._rendezvous.endpoint, plan
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_checkpoint_engine(self, endpoint: Endpoint, plan: RoutePlan) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -68,6 +67,7 @@ def start_engine(folder: Path, hidden: int, layers: int, threads: int) -> Any:
     from mcore_rl.config.schema import EngineConfig, ModelConfig
     from mcore_rl.engine.base import EngineSpec
     from mcore_rl.engine.megatron.engine import MegatronEngine
+    from mcore_rl.parallel.rendezvous import RendezvousServer
 
     config = transformers.Qwen3Config(
         vocab_size=VOCAB,
@@ -81,9 +81,7 @@ def start_engine(folder: Path, hidden: int, layers: int, threads: int) -> Any:
         tie_word_embeddings=False,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    os.environ |= RendezvousServer("127.0.0.1").endpoint.environment()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     settings = EngineConfig(max_tokens_per_micro_batch=1 << 30, threads_per_rank=threads)
     model = ModelConfig(path=str(folder), dtype="float32")

@@ -16,6 +16,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import Columns
 from mcore_rl.engine.megatron.value_engine import ValueEngine
+from mcore_rl.parallel.store import join_world
 
 
 def split_problem(tokens: int, vocab: int, hidden: int = 7) -> tuple[torch.Tensor, ...]:
@@ -33,7 +34,7 @@ def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.
     from mcore_rl.engine.megatron.logprob import VocabShard, token_scores
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        join_world("gloo", timeout_s=60.0)
     h, w, targets, weights = split_problem(tokens, vocab)
     start = dist.get_rank() * rows
     shard = torch.full((rows, w.shape[1]), 1e3, dtype=w.dtype)  # padding that must not be seen

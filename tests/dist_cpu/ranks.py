@@ -9,7 +9,6 @@ import importlib
 import inspect
 import os
 import pickle
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +33,12 @@ from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.workers.policy_loss import PolicyLoss
 
 Result = dict[str, Any]  # tensors, numbers and containers of them: what torch.load takes safely
 Job = Callable[[], Result]
-World = tuple[int, int]  # how many ranks, and the port where they meet
+World = tuple[int, RendezvousEndpoint | None]  # how many ranks, and where they meet
 
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
 
@@ -235,9 +235,10 @@ def _serve(rank: int, orders: Connection) -> None:
 
 
 def _set_environment(rank: int, world: World) -> None:
-    size, port = world
+    size, endpoint = world
+    assert endpoint is not None
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= endpoint.environment()
 
 
 def _leave_world() -> None:
@@ -270,7 +271,8 @@ class _Rank:
 
 
 _RANKS: list[_Rank] = []
-_world: World = (0, 0)
+_rendezvous: list[RendezvousServer] = []  # of the last world
+_world: World = (0, None)
 
 
 def spawn(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
@@ -282,7 +284,9 @@ def spawn(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
     while len(_RANKS) < size:
         _RANKS.append(_Rank(len(_RANKS)))
     if _world[0] != size:
-        _world = size, free_port()
+        _close_rendezvous()
+        _rendezvous.append(RendezvousServer("127.0.0.1"))
+        _world = size, _rendezvous[0].endpoint
     try:
         by_rank = _results(_RANKS[:size], jobs)
     except BaseException:  # the other ranks may wait for ever
@@ -328,13 +332,6 @@ class Results(dict[str, list[Result]]):
         return self[name]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def dismiss(*, kill: bool = False) -> None:
     """End the processes."""
     global _world
@@ -345,7 +342,13 @@ def dismiss(*, kill: bool = False) -> None:
             rank.orders.send(None)
     while _RANKS:
         _RANKS.pop().process.join()
-    _world = 0, 0
+    _close_rendezvous()
+    _world = 0, None
+
+
+def _close_rendezvous() -> None:
+    while _rendezvous:
+        _rendezvous.pop().close()
 
 
 atexit.register(dismiss)  # or they would be waited for

@@ -20,6 +20,7 @@ from mcore_rl.engine.base import EngineSpec
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Exchange, LocalWeights, crc32_of
@@ -103,7 +104,7 @@ def sync(
 def _join() -> None:
     """The default group, which an engine would make."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        join_world("gloo", timeout_s=60.0)
 
 
 def _rank_of(device: int, devices: tuple[int, ...]) -> int | None:

@@ -74,7 +74,6 @@ class Report:
 def serve(
     rank: int,
     world: int,
-    port: int,
     name: str,
     folder: Path,
     orders: Sequence[Order],
@@ -88,7 +87,7 @@ def serve(
 
         server = pickle.loads(pickle.dumps(ServerName(name)))  # which makes the process a worker's
         for order in orders:
-            _Rank(rank, world, port, server, folder, report).run(order)
+            _Rank(rank, world, server, folder, report).run(order)
     except BaseException:  # noqa: BLE001 (told to the test)
         report.complaints.append(f"vLLM rank {rank} of {world}: {traceback.format_exc()}")
     pipe.send(report)
@@ -101,7 +100,6 @@ _SERVERS: list[Any] = []  # one that ends takes the process groups of all along
 class _Rank:
     rank: int
     world: int
-    port: int
     name: Any  # ServerName
     folder: Path
     report: Report
@@ -155,7 +153,7 @@ class _Rank:
 
         from mcore_rl.rollout import vllm_worker
 
-        meeting = (f"tcp://127.0.0.1:{self.port}", self.rank, self.rank)
+        meeting = (f"file://{self.folder}/{self.name}", self.rank, self.rank)
 
         class OneRank(ExecutorWithExternalLauncher):
             def _distributed_args(self) -> tuple[str, int, int]:

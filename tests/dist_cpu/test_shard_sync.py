@@ -204,11 +204,11 @@ def _start(
 ) -> tuple[list[Any], list[Any]]:
     """Forked from one process, which has imported vLLM; this one need not."""
     multiprocessing.set_forkserver_preload(served_ranks.IMPORTED)
-    context, port = multiprocessing.get_context("forkserver"), ranks.free_port()
+    context = multiprocessing.get_context("forkserver")
     processes, pipes = [], []
     for rank in range(world):
         mine, theirs = context.Pipe()
-        arguments = (rank, world, port, name, folder, orders, theirs)
+        arguments = (rank, world, name, folder, orders, theirs)
         process = context.Process(target=served_ranks.serve, args=arguments)
         with mock.patch.dict(os.environ, _QUIET):
             process.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,17 @@ def session(leader: int) -> list[psutil.Process]:
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(process.pid) == leader and lives(process):
                 found.append(process)
+    return found
+
+
+def listeners(processes: Iterable[psutil.Process]) -> dict[tuple[str, int], str]:
+    """Addresses on which they take TCP connections, and the command line of who does."""
+    found = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found[connection.laddr.ip, connection.laddr.port] = command_line(process)
     return found
 
 

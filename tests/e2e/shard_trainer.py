@@ -23,15 +23,15 @@ import reshard_jobs
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import Layout, WeightSyncConfig
+from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
 from mcore_rl.weight_sync.disaggregated import checkpoint_engine, endpoint_of
 from mcore_rl.weight_sync.disk import FolderEndpoint
-from mcore_rl.weight_sync.meeting import MeetingPoint
 
 TRANSPORTS = ("process_group", "nixl", "disk")
-_MEETINGS = []  # which stay while their groups live
+_OPEN = []  # which stay while their groups live
 
 
 def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[int]) -> None:
@@ -62,8 +62,8 @@ def write(file: Path, transport: str, world: int) -> None:
     if transport == "disk":
         endpoint: Any = FolderEndpoint(str(file.parent), settings.timeout_s)
     else:
-        _MEETINGS.append(MeetingPoint("127.0.0.1", "secret", settings.timeout_s))
-        endpoint = _MEETINGS[-1].endpoint
+        _OPEN.append(RendezvousServer("127.0.0.1"))
+        endpoint = _OPEN[-1].endpoint
     aside = file.with_suffix(".partial")
     aside.write_text(json.dumps([asdict(endpoint), plan.to_dict()]))
     aside.rename(file)

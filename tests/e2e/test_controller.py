@@ -45,11 +45,11 @@ class Worker:
     @register()
     def place(self) -> tuple[str, ...]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "FLAVOUR")
-        return (*(os.environ[name] for name in names), os.environ["MASTER_ADDR"])
+        return tuple(os.environ[name] for name in (*names, "RENDEZVOUS_HOST"))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def rendezvous(self) -> int:
-        return int(os.environ["MASTER_PORT"])
+        return int(os.environ["RENDEZVOUS_PORT"])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def double(self, batch: Batch, factor: int = 2) -> Batch:

@@ -27,7 +27,7 @@ import tiny_models
 
 from mcore_rl.rollout.protocol import Completion, TokenScores
 from tests.e2e import parallel_server, reference
-from tests.e2e.processes import command_line, session, shared_memory
+from tests.e2e.processes import command_line, listeners, session, shared_memory
 
 pytestmark = pytest.mark.server
 
@@ -85,6 +85,7 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
         scores, *completions = (next(told) for _ in range(5))
         family = session(process.pid)
         memory = set().union(*map(shared_memory, family))
+        ports = listeners(family)
         for tracker in family:  # a joined Ray kills an actor's children: who tidies up, too
             if "resource_tracker" in command_line(tracker):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -92,6 +93,9 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
     _check_scores(scores, models[0], tmp_path / "trace.safetensors")
     _check_completions([Completion(**found) for found in completions], models[1])
     assert len(family) >= 4
+    # gloo's of both workers, among themselves and with trainers, and NIXL's.
+    assert len(ports) >= 6
+    assert {address for address, _ in ports} == {"127.0.0.1"}
     kinds = (f"mcore_rl_{process.pid}-", "psm_", "sem.mp-")
     assert all(any(f.name.startswith(kind) for f in memory) for kind in kinds)
     _check_session_gone(process.pid, memory)

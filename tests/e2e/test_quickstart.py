@@ -12,10 +12,20 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.config.schema import Layout
+from tests import attacks
+from tests.e2e.processes import listeners
 from tests.nightly import nightly
 
 WARM_STEPS, RL_STEPS, TESTS = 200, 3, 256
 EACH = ["run", nightly("shuffled")]
+
+
+def ended_under_siege(job):
+    """The job, when it has ended well, with strangers at all that listened."""
+    with attacks.siege(lambda: listeners(set(job.processes))) as job.listeners:
+        status = job.process.wait()
+    assert status == 0, job.stderr
+    return job
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +37,7 @@ def run(start_job):
         f"trainer.eval_samples={TESTS}",
         "seed=1",
     )
-    status = job.process.wait()
-    assert status == 0, job.stderr
-    return job
+    return ended_under_siege(job)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +63,7 @@ def shuffled(run, start_job):
         f"trainer.eval_samples={TESTS}",
         "seed=1",
     )
-    status = job.process.wait()
-    assert status == 0, job.stderr
-    return job
+    return ended_under_siege(job)
 
 
 def summary(job) -> dict:
@@ -78,6 +84,15 @@ def test_shuffled_rewards_teach_nothing(shuffled):
     found = summary(shuffled)
     assert found["accuracy_grpo"] - found["accuracy_warm_start"] <= 0.08
     assert all("actor/reference_kl" in row for row in rows(shuffled))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_every_port_is_on_the_loopback_interface(name, request):
+    """Ray's, the rendezvous of each group and of the weights, and what gloo listens on."""
+    found = request.getfixturevalue(name).listeners
+    assert not {a: who for a, who in found.items() if not a[0].endswith("127.0.0.1")}
+    # Two ranks of the trainer and a server: each has a port of Ray's and one of gloo's.
+    assert sum(who.startswith("ray::RankHost") for who in found.values()) >= 6, found
 
 
 @pytest.mark.nightly

@@ -20,16 +20,21 @@ LIMIT_S = 300.0
 # A module that processes can import by name; with importlib mode this file is none.
 JOBS = """
 import os, sys, time
+import psutil
 from mcore_rl.config.errors import ConfigError
 
 def whoami():
     import torch
     import torch.distributed as dist
+    from mcore_rl.parallel.store import join_world
     print("chatter")
-    dist.init_process_group("gloo")
+    join_world("gloo", timeout_s=60.0)
     total = torch.tensor(int(os.environ["RANK"]) + 1)
     dist.all_reduce(total)
-    return {"rank": int(os.environ["RANK"]), "sum": total, "names": ["a"]}
+    ports = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+    listens_on = sorted({c.laddr.ip for c in ports})
+    rank = int(os.environ["RANK"])
+    return {"rank": rank, "sum": total, "names": ["a"], "listens_on": listens_on}
 
 def stumble(how):
     if os.environ.get("RANK", "0") == "0":
@@ -75,6 +80,7 @@ def test_ranks_meet_and_answer_in_order(jobs, tmp_path, capfd):
     assert [rank["rank"] for rank in found] == [0, 1]
     assert [int(rank["sum"]) for rank in found] == [3, 3]
     assert found[0]["names"] == ["a"]
+    assert [rank["listens_on"] for rank in found] == [["127.0.0.1"]] * 2  # gloo's
     assert capfd.readouterr() == ("", "")
     assert "chatter" in (tmp_path / "rank_1.log").read_text()
 
@@ -115,7 +121,7 @@ def spawned() -> set[psutil.Process]:
 
 
 def test_a_process_of_its_own_is_no_rank(jobs, tmp_path):
-    with pytest.raises(ProcessFailed, match=r"^transformers: ValueError: .* RANK expected"):
+    with pytest.raises(ConfigError, match=r"^RANK, WORLD_SIZE not set in the environment"):
         run_in_process(jobs.whoami, "transformers", tmp_path, LIMIT_S)
 
 

@@ -19,12 +19,12 @@ import tiny_models
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import Layout, WeightSyncConfig
+from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
 from mcore_rl.weight_sync.disaggregated import checkpoint_engine, endpoint_of
 from mcore_rl.weight_sync.disk import FolderEndpoint
-from mcore_rl.weight_sync.meeting import MeetingPoint
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -53,8 +53,8 @@ class Route:
         ]
         endpoint: Any = FolderEndpoint(str(folder), timeout_s)
         if transport != "disk":
-            self._meeting = MeetingPoint("127.0.0.1", "secret", timeout_s)
-            endpoint = self._meeting.endpoint
+            self.rendezvous = RendezvousServer("127.0.0.1")
+            endpoint = self.rendezvous.endpoint
         plan = RoutePlan(self.training, 0, self.generation, "float32", self.settings)
         assert endpoint_of(RoutePlan.from_dict(plan.to_dict()), asdict(endpoint)) == endpoint
         self.engines = together(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -46,6 +47,23 @@ def test_versions_arrive_whole_while_ranks_go_on_at_their_own_pace(checkpoint, t
             for name, tensor in wanted.items():
                 same = {"rtol": 0, "atol": 0, "equal_nan": True}
                 torch.testing.assert_close(found[name], tensor, **same, msg=name)
+
+
+@pytest.mark.parametrize("transport", ["process_group", "nixl"])
+def test_all_that_listens_for_a_route_is_on_the_address_that_was_chosen(
+    checkpoint, tmp_path, transport
+):
+    before = listening()
+    route = routes.Route(checkpoint, tmp_path, transport)
+    found = listening() - before
+    assert route.rendezvous.endpoint.port in {port for _, port in found}
+    assert len(found) > len(route.engines)
+    assert {address for address, _ in found} == {"127.0.0.1"}
+
+
+def listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections("tcp")
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):

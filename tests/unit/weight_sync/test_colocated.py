@@ -152,7 +152,7 @@ def test_a_receiver_that_does_not_come_and_a_sender_that_is_not_there():
 
 
 def test_a_connection_that_says_nothing_does_not_block_the_receiver(monkeypatch):
-    monkeypatch.setattr("mcore_rl.weight_sync.connection.HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mcore_rl.parallel.handshake.TIMEOUT_S", 0.2)
     sending = Sending(1)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(f"\0{sending.sender.endpoint.name}")

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mcore_rl.parallel import handshake
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.stream import StreamSender, receive
 
@@ -143,10 +144,11 @@ def _frame(header: dict[str, object]) -> bytes:
     return struct.pack(">I", len(encoded)) + encoded
 
 
-def _serve_raw(listener: socket.socket, payload: bytes) -> None:
+def _serve_raw(listener: socket.socket, token: str, payload: bytes) -> None:
     """A sender that welcomes its receiver, writes `payload` and dies."""
     sock, _ = listener.accept()
     with sock:
+        handshake.challenge(sock, token, time.monotonic() + 20)
         sock.recv(4096)
         sock.sendall(_frame({"kind": "welcome", "version": 1}))
         sock.recv(4096)
@@ -182,12 +184,12 @@ _GOOD = _frame(_TENSOR | {"crc32": 0x6522DF69}) + bytes(8)  # crc32 of eight zer
             _GOOD + _frame({"kind": "end", "count": 1, "version": 7}), "of version 7", id="version"
         ),
         pytest.param(struct.pack(">I", 1 << 31), "not part of this protocol", id="header_size"),
-        pytest.param(struct.pack(">I", 2) + b"{]", "not a header of this protocol", id="not_json"),
+        pytest.param(struct.pack(">I", 2) + b"{]", "is not valid JSON", id="not_json"),
     ],
 )
 def test_a_broken_stream_never_passes_for_a_whole_one(payload, message):
     with _sender() as owner, socket.create_server(("127.0.0.1", 0)) as listener:
-        server = threading.Thread(target=_serve_raw, args=(listener, payload))
+        server = threading.Thread(target=_serve_raw, args=(listener, owner.endpoint.token, payload))
         server.start()
         endpoint = replace(owner.endpoint, port=listener.getsockname()[1])
         with pytest.raises(StreamError, match=message):
@@ -196,7 +198,7 @@ def test_a_broken_stream_never_passes_for_a_whole_one(payload, message):
 
 
 def test_a_silent_stranger_does_not_keep_the_receivers_out(pool, monkeypatch):
-    monkeypatch.setattr("mcore_rl.weight_sync.connection.HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mcore_rl.parallel.handshake.TIMEOUT_S", 0.2)
     with _sender() as sender:
         address = (sender.endpoint.host, sender.endpoint.port)
         with socket.create_connection(address):

@@ -1,0 +1,140 @@
+"""What strangers do to a listener that is not theirs, and what they get out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+import torch.distributed
+
+from mcore_rl.parallel import handshake
+from mcore_rl.parallel.rendezvous import frame
+
+c10d: Any = torch.distributed  # whose stores have no type stubs
+Address = tuple[str, int]
+# What a listener says to anybody: its nonce, and that it refuses.
+SAID_AT_MOST = 32 + 32
+
+
+def framed(text: bytes) -> bytes:
+    """As weights are announced: behind a length."""
+    return struct.pack(">I", len(text)) + text
+
+
+_SENT: Mapping[str, bytes] = MappingProxyType(
+    {
+        "bad_utf8": framed(b'{"kind": "hello", "token": "\xff\xfe", "version": 1}'),
+        "lone_surrogate": framed(b'{"kind": "hello", "token": "\\ud800", "version": 1}'),
+        "deep_json": framed(b"[" * 60_000 + b"]" * 60_000),
+        "four_gib": b"\xff\xff\xff\xff" + bytes(1 << 16),
+        "no_token": frame(b"set", b"default_pg/0//cpu//0/0", b"mine") + frame(b"num_keys"),
+        # What torch's TCPStore takes from anybody: a magic number, and a key and its value.
+        "torch_write": b"\0\xce\xf7\x85\x3c"
+        b"\1" + struct.pack("<Q", 7) + b"/ours/0" + struct.pack("<Q", 4) + b"mine",
+        "no_token_hello": framed(b'{"kind": "hello", "version": 1}'),
+        "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(64),
+    }
+)
+SENDERS = tuple(_SENT)
+
+
+def send(address: Address, what: str, patience_s: float = 5.0) -> bytes:
+    """Connects and sends one of SENDERS; all that comes back until the listener closes."""
+    with socket.create_connection(address, patience_s) as sock:
+        with contextlib.suppress(OSError):  # it may have closed before all was sent
+            sock.sendall(_SENT[what])
+            sock.shutdown(socket.SHUT_WR)
+        return _all_of(sock)
+
+
+def drip(address: Address, pause_s: float, patience_s: float) -> float:
+    """One byte after the other; the seconds until the listener has enough of it."""
+    start = time.monotonic()
+    with contextlib.suppress(ConnectionError), socket.create_connection(address) as sock:
+        while time.monotonic() < start + patience_s:
+            sock.sendall(b"\0")
+            time.sleep(pause_s)
+    return time.monotonic() - start
+
+
+def guess_token(address: Address, patience_s: float = 5.0) -> None:
+    """Raises what the listener makes of a wrong token."""
+    with socket.create_connection(address, patience_s) as sock:
+        handshake.prove(sock, "0" * 64, time.monotonic() + patience_s)
+
+
+def use_as_torch_store(address: Address, use: Callable[[Any], Any]) -> Any:
+    """As a client of torch's own TCPStore, which asks for no token."""
+    return use(c10d.TCPStore(*address, is_master=False, timeout=timedelta(seconds=1)))
+
+
+TORCH_STORE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "list": lambda store: store.list_keys(),
+        "write": lambda store: store.set("default_pg/0//cpu//0/0", "mine"),
+        "delete": lambda store: store.delete_key("default_pg/0//cpu//0/0"),
+    }
+)
+
+
+def everything(address: Address) -> None:
+    """One thing after the other, and four connections that say nothing meanwhile."""
+    attempts: list[Callable[[], Any]] = [partial(send, address, what, 1.0) for what in SENDERS]
+    attempts += [partial(guess_token, address, 1.0), partial(drip, address, 2.0, 14.0)]
+    with contextlib.ExitStack() as silent:
+        for attempt in [partial(socket.create_connection, address, 1.0)] * 4 + attempts:
+            with contextlib.suppress(OSError, RuntimeError):  # whatever it meets
+                if isinstance(found := attempt(), socket.socket):
+                    silent.enter_context(found)
+
+
+@contextlib.contextmanager
+def siege(listeners: Callable[[], Mapping[Address, str]]) -> Iterator[dict[Address, str]]:
+    """Strangers at each listener as soon as it is there; what they have found so far."""
+    found: dict[Address, str] = {}
+    ended = threading.Event()
+
+    def besiege() -> None:
+        with ThreadPoolExecutor(16) as strangers:
+            while not ended.wait(0.5):
+                for address, owner in listeners().items():
+                    if address not in found:
+                        found[address] = owner
+                        strangers.submit(everything, address)
+
+    thread = threading.Thread(target=besiege)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+def other_addresses() -> list[str]:
+    """IPv4 addresses of this machine besides 127.0.0.1."""
+    found = {
+        one.address
+        for addresses in psutil.net_if_addrs().values()
+        for one in addresses
+        if one.family == socket.AF_INET
+    }
+    return sorted(found - {"127.0.0.1"} | {"127.0.0.2"})
+
+
+def _all_of(sock: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(OSError):
+        while part := sock.recv(1 << 16):
+            received += part
+    return received

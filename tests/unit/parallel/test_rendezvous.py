@@ -1,0 +1,272 @@
+"""Ranks meet, and nobody else: the store does as torch's own, and strangers change nothing."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.parallel import handshake, store
+from mcore_rl.parallel.handshake import Challenge
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, interface_of
+from mcore_rl.parallel.store import RendezvousStore
+from tests import attacks
+
+c10d: Any = torch.distributed
+
+
+@pytest.fixture(params=["127.0.0.1", attacks.other_addresses()[-1]])
+def server(request: pytest.FixtureRequest) -> Iterator[RendezvousServer]:
+    with RendezvousServer(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def rank_0(server: RendezvousServer) -> Iterator[RendezvousStore]:
+    connected = RendezvousStore(server.endpoint, 0, 2, timeout_s=20.0)
+    connected.set("address", "of rank 0")
+    yield connected
+    connected.close()
+
+
+def address(server: RendezvousServer) -> attacks.Address:
+    return server.endpoint.host, server.endpoint.port
+
+
+def use(keys: Any) -> list[Any]:
+    """Every operation, and what each gives; a key of nobody's has a short wait."""
+    keys.set("a", "1")
+    found: list[Any] = [keys.get("a"), keys.add("n", 5), keys.add("n", -7), keys.get("n")]
+    found += [keys.compare_set("c", "", "first"), keys.compare_set("c", "other", "second")]
+    found += [keys.compare_set("c", "first", "second"), keys.compare_set("none", "x", "y")]
+    found += [keys.check(["a", "c"]), keys.check(["a", "none"]), keys.delete_key("a")]
+    found += [keys.delete_key("a"), keys.check(["a"])]
+    keys.multi_set(["p", "q"], ["1", "2"])
+    keys.append("p", "0")
+    keys.append("new", "0")
+    keys.wait(["p", "q"], timedelta(seconds=5))
+    found += [keys.multi_get(["p", "q", "new"]), keys.has_extended_api()]
+    with pytest.raises(c10d.DistStoreError):
+        keys.wait(["p", "nobody's"], timedelta(seconds=0.05))
+    return found
+
+
+def test_it_does_what_torchs_store_does(rank_0):
+    theirs = c10d.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert use(rank_0) == use(theirs)
+    # As process groups use it: by C++, behind a prefix.
+    assert use(c10d.PrefixStore("p", rank_0)) == use(c10d.PrefixStore("p", theirs))
+    assert c10d.PrefixStore("p", rank_0).num_keys() == rank_0.num_keys() == 11
+
+
+def test_a_store_stays_while_c_plus_plus_has_it(server):
+    prefixed = c10d.PrefixStore("p", RendezvousStore(server.endpoint, 0, 1, 5.0))
+    prefixed.set("key", "value")
+    clone = prefixed.clone()
+    assert clone.get("key") == prefixed.get("key") == b"value"
+
+
+def test_a_wait_ends_when_the_last_key_comes(server, rank_0):
+    rank_1 = RendezvousStore(server.endpoint, 1, 2, 20.0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(rank_1.multi_get, ["x", "y"])
+        rank_0.set("y", "2")
+        time.sleep(0.05)
+        assert not waiting.done()
+        rank_0.set("x", "1")
+        assert waiting.result(20) == [b"1", b"2"]
+
+
+def test_a_wait_that_ends_names_its_key_and_the_ranks_that_are_missing(server):
+    rank_0 = RendezvousStore(server.endpoint, 0, 3, 0.1)
+    with pytest.raises(c10d.DistStoreError) as error:
+        c10d.PrefixStore("p", rank_0).get("key")
+    where = f"{server.endpoint.host}:{server.endpoint.port}"
+    assert str(error.value) == (
+        f"rank 0 of 3 waited 0.1 s at {where} for p/key; rank 1, rank 2 never came"
+    )
+    rank_1 = RendezvousStore(server.endpoint, 1, 3, 0.1)
+    RendezvousStore(server.endpoint, 2, 3, 0.1)
+    rank_0.set("there", "1")
+    rank_1.close()
+    with pytest.raises(c10d.DistStoreError, match=r"for key; rank 1 went away$"):
+        rank_0.wait(["there", "key"], timedelta(seconds=0.1))
+
+
+def test_many_ranks_count_right(server):
+    def count(rank: int) -> None:
+        mine = RendezvousStore(server.endpoint, rank, 16, 20.0)
+        for _ in range(50):
+            mine.add("total", rank)
+        mine.close()
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(count, range(16)))
+    assert RendezvousStore(server.endpoint, 0, 16, 20.0).get("total") == b"6000"
+
+
+def test_a_value_may_be_large_and_has_a_limit(rank_0):
+    large = bytes(range(256)) * (1 << 14)
+    rank_0.set("large", large)
+    assert rank_0.get("large") == large
+    with pytest.raises(ValueError, match="allowed at a rendezvous: 16777216"):
+        rank_0.set("larger", bytes(16 << 20))
+    assert rank_0.get("large") == large
+
+
+def test_a_server_that_is_gone_is_said_to_be(server, rank_0):
+    server.close()
+    with pytest.raises(c10d.DistNetworkError, match=r"rank 0 of 2: the rendezvous at .* closed"):
+        rank_0.get("address")
+    with pytest.raises(c10d.DistNetworkError, match="refused"):
+        RendezvousStore(server.endpoint, 1, 2, 5.0)
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused():
+    with pytest.raises(ConfigError, match=r"cannot listen on '192\.0\.2\.77'"):
+        RendezvousServer("192.0.2.77")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.77 is not an address of this machine"):
+        interface_of("192.0.2.77")
+
+
+def test_a_process_that_is_no_rank_is_told_what_is_missing(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match=r"^WORLD_SIZE not set in the environment: ranks are"):
+        store.join_world("gloo", 1.0)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RENDEZVOUS_PORT", "1")
+    with pytest.raises(ConfigError, match=r"^RENDEZVOUS_HOST, RENDEZVOUS_TOKEN not set"):
+        store.join_world("gloo", 1.0)
+
+
+def test_the_token_is_neither_sent_nor_printed(server):
+    token = server.endpoint.token
+    assert token not in f"{server.endpoint!r} {server.endpoint}"
+    mine, theirs = socket.socketpair()
+    with mine, theirs, ThreadPoolExecutor(1) as threads:
+        deadline = time.monotonic() + 20
+        proving = threads.submit(handshake.prove, theirs, token, deadline)
+        challenge = Challenge(token)
+        mine.sendall(challenge.nonce)
+        answer = handshake.read_exactly(mine, handshake.ANSWER_BYTES, deadline)
+        is_right, reply = challenge.verdict(answer)
+        mine.sendall(reply)
+        proving.result()
+        assert is_right
+        sent = challenge.nonce + answer + reply
+        assert token.encode() not in sent
+        assert bytes.fromhex(token) not in sent
+        # What was said once proves nothing to another listener.
+        assert Challenge(token).verdict(answer) == (False, bytes(32))
+
+
+def test_a_listener_without_the_token_is_not_believed():
+    mine, theirs = socket.socketpair()
+    with mine, theirs, ThreadPoolExecutor(1) as threads:
+        deadline = time.monotonic() + 20
+        proving = threads.submit(handshake.prove, theirs, "token", deadline)
+        with pytest.raises(PermissionError):
+            handshake.challenge(mine, "another", deadline)
+        with pytest.raises(PermissionError):
+            proving.result()
+        for reply in (lambda answer: b"\1" * 32, lambda answer: answer[32:]):  # what it was shown
+            believing = threads.submit(handshake.prove, theirs, "token", deadline)
+            mine.sendall(bytes(32))
+            mine.sendall(reply(handshake.read_exactly(mine, handshake.ANSWER_BYTES, deadline)))
+            with pytest.raises(PermissionError):
+                believing.result()
+
+
+def test_torchs_own_store_does_what_a_stranger_says():
+    """Which is why there is another."""
+    theirs = c10d.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    attacks.send((theirs.host, theirs.port), "torch_write", 1.0)
+    assert theirs.get("ours/0") == b"mine"
+    assert "ours/0" in attacks.use_as_torch_store((theirs.host, theirs.port), list_keys)
+
+
+def list_keys(keys: Any) -> list[str]:
+    return keys.list_keys()
+
+
+@pytest.mark.parametrize("what", attacks.SENDERS)
+def test_strangers_get_nothing_and_change_nothing(server, rank_0, what):
+    assert len(attacks.send(address(server), what)) <= attacks.SAID_AT_MOST
+    assert rank_0.get("address") == b"of rank 0"
+    assert rank_0.num_keys() == 1
+
+
+def test_a_wrong_token_is_refused_at_once(server, rank_0):
+    with pytest.raises(PermissionError, match="wrong token"):
+        attacks.guess_token(address(server))
+    wrong = RendezvousEndpoint(*address(server), token="guess")
+    with pytest.raises(c10d.DistNetworkError, match=r"rank 1 of 2: .*: wrong token"):
+        RendezvousStore(wrong, 1, 2, 20.0)
+    assert rank_0.num_keys() == 1
+
+
+@pytest.mark.parametrize("how", attacks.TORCH_STORE)
+def test_a_stranger_with_torchs_client_neither_lists_nor_writes(server, rank_0, how):
+    with pytest.raises(RuntimeError):
+        attacks.use_as_torch_store(address(server), attacks.TORCH_STORE[how])
+    assert rank_0.get("address") == b"of rank 0"
+    assert rank_0.num_keys() == 1
+    with pytest.raises(NotImplementedError):  # nor do ranks need to
+        rank_0.list_keys()
+
+
+def test_a_byte_now_and_then_does_not_outlast_the_handshake(server, rank_0, monkeypatch):
+    monkeypatch.setattr(handshake, "TIMEOUT_S", 0.5)
+    # Its last byte would come after 25 seconds.
+    assert 0.3 < attacks.drip(address(server), pause_s=0.4, patience_s=30.0) < 15
+    assert rank_0.get("address") == b"of rank 0"
+
+
+def test_silent_strangers_keep_nobody_out(server, rank_0):
+    silent = [socket.create_connection(address(server)) for _ in range(4)]
+    try:
+        start = time.monotonic()
+        RendezvousStore(server.endpoint, 1, 2, 20.0).set("late", "1")
+        assert rank_0.get("late") == b"1"
+        assert time.monotonic() - start < handshake.TIMEOUT_S / 2
+        # Nor do hundreds: the oldest has to go.
+        silent += [socket.create_connection(address(server)) for _ in range(300)]
+        RendezvousStore(server.endpoint, 1, 2, 20.0).set("later", "1")
+        assert rank_0.get("later") == b"1"
+        silent[0].settimeout(5)
+        assert silent[0].recv(64)[32:] == silent[0].recv(64) == b""
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_it_listens_on_the_address_that_was_chosen_and_on_no_other(server):
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+    found = [c.laddr.ip for c in listening if c.laddr.port == server.endpoint.port]
+    assert found == [server.endpoint.host]
+
+
+def test_garbage_from_a_rank_is_its_own_error(server, rank_0):
+    with pytest.raises(c10d.DistStoreError, match=r"rank 0: b'add': ValueError"):
+        rank_0.add("address", 1)
+    with pytest.raises(c10d.DistStoreError, match=r"KeyError"):
+        rank_0._call(b"list_keys")
+    assert rank_0.num_keys() == 1
+
+
+def test_a_server_leaves_no_thread():
+    before = threading.active_count()
+    server = RendezvousServer("127.0.0.1")
+    server.close()
+    server.close()
+    assert threading.active_count() == before
