@@ -172,14 +172,10 @@ def save(name: str, folder: Path, num_layers: int = 4) -> Path:
 
 def run_case(path: Path, case: Case, batch: Batch) -> ranks.Result:
     """Log-probs of this rank's rows, where the last stage is, and two optimizer steps."""
-    spec = ranks.engine_spec(path, case.layout)
     # Adam divides by the size of a gradient: without a floor it blows the rounding of one that is
     # nearly zero up to a whole step, and the loss of the second step shows it.
-    spec.engine.optimizer.eps = 1e-5
-    for key, value in case.settings.items():
-        group, leaf = key.split(".")
-        setattr(getattr(spec.engine, group), leaf, value)
-    engine = ranks.started(spec)
+    settings = {**case.settings, "optimizer.eps": 1e-5}
+    engine = ranks.started_with(path, case.layout, settings)
     rows = ranks.share_of(engine, batch)
     mine = batch.take(rows)
     scored = engine.infer_batch(mine)

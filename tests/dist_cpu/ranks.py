@@ -38,6 +38,7 @@ from mcore_rl.workers.policy_loss import PolicyLoss
 
 Result = dict[str, Any]  # tensors, numbers and containers of them: what torch.load takes safely
 Job = Callable[[], Result]
+Settings = Mapping[str, Any]  # of the engine
 World = tuple[int, int]  # how many ranks, and the port where they meet
 
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
@@ -114,6 +115,19 @@ def started(spec: EngineSpec, kind: Callable[..., Any] = MegatronEngine) -> Any:
     engine = kind(spec)
     engine.initialize()
     _STARTED.append(engine)
+    return engine
+
+
+def started_with(path: Path, layout: Layout, settings: Settings) -> MegatronEngine:
+    """Where an engine differs from the usual one, by dotted name."""
+    spec = engine_spec(path, layout)
+    for key, value in settings.items():
+        at: Any = spec.engine
+        *groups, leaf = key.split(".")
+        for group in groups:
+            at = getattr(at, group)
+        setattr(at, leaf, value)
+    engine: MegatronEngine = started(spec)
     return engine
 
 
