@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import golden_matrix
+import golden_models
 import moe_reference
 import numpy as np
 import pytest
@@ -176,7 +176,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("moe")
-    paths = {model: golden_matrix.save(model, folder) for model in ("moe", "deepseek")}
+    paths = {model: golden_models.save(model, folder) for model in ("moe", "deepseek")}
     load = transformers.AutoModelForCausalLM.from_pretrained
     models = {model: load(path).float().eval() for model, path in paths.items()}
     return Runs(tiny_models.make_batch(), paths, models)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import golden_matrix
+import golden_models
 import moe_reference
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from tests.nightly import all_but
 
 EXPERTS = {"recompute.granularity": "selective", "recompute.modules": ["moe"]}
 FULL = {"recompute.granularity": "full"}
-NUM_MOE_LAYERS = {"moe": 4, "deepseek": 3}  # of golden_matrix's models
+NUM_MOE_LAYERS = {"moe": 4, "deepseek": 3}  # of golden_models's models
 
 ONE, PP2, CP2, VPP = Layout(), Layout(pp=2), Layout(cp=2), Layout(pp=2, vpp=2)
 TP2EP2, TP2CP2, TP2PP2 = Layout(tp=2, ep=2), Layout(tp=2, cp=2), Layout(tp=2, pp=2)
@@ -187,7 +187,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder, batch = tmp_path_factory.mktemp("replay"), tiny_models.make_batch()
-    paths = {model: golden_matrix.save(model, folder) for model in NUM_MOE_LAYERS}
+    paths = {model: golden_models.save(model, folder) for model in NUM_MOE_LAYERS}
     forced = {m: with_random_experts(batch, layers) for m, layers in NUM_MOE_LAYERS.items()}
     load = transformers.AutoModelForCausalLM.from_pretrained
     models = {model: load(path).float().eval() for model, path in paths.items()}
