@@ -128,7 +128,9 @@ def serve_syncs(
     if not exported.exists():
         tensors = engine.get_per_tensor_param()
         if rank == 0:
-            write_checkpoint(exported, tensors, reference=spec.model.path)
+            aside = exported.with_suffix(".partial")
+            write_checkpoint(aside, tensors, reference=spec.model.path)
+            aside.rename(exported)  # servers wait for it
         else:
             assert list(tensors) == []
     dist.barrier()
