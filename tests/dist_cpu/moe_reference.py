@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
 
 # Of one sample and one layer: router logits [tokens, experts] and chosen experts [tokens, topk].
@@ -119,3 +121,18 @@ def counts(logits: torch.Tensor, topk: int) -> torch.Tensor:
     """[experts] how often each is among the best."""
     chosen = logits.topk(topk, dim=-1).indices.flatten()
     return torch.bincount(chosen, minlength=logits.shape[-1]).float()
+
+
+def last_stages(by_rank: list[dict[str, Any]], layout: Layout) -> list[dict[str, Any]]:
+    found = [result for result in by_rank if "loss" in result["steps"][0]]
+    assert len(found) == layout.world_size // layout.pp
+    return found
+
+
+def same_steps(by_rank: list[dict[str, Any]], one: dict[str, Any], layout: Layout) -> None:
+    for result in by_rank:
+        for step, wanted in zip(result["steps"], one["steps"], strict=True):
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+    for result in last_stages(by_rank, layout):
+        for step, wanted in zip(result["steps"], one["steps"], strict=True):
+            assert step["loss"] == pytest.approx(wanted["loss"], rel=2e-6)

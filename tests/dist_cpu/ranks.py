@@ -38,6 +38,7 @@ from mcore_rl.workers.policy_loss import PolicyLoss
 
 Result = dict[str, Any]  # tensors, numbers and containers of them: what torch.load takes safely
 Job = Callable[[], Result]
+Settings = Mapping[str, Any]  # of the engine
 World = tuple[int, RendezvousEndpoint | None]  # how many ranks, and where they meet
 
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
@@ -51,17 +52,15 @@ class OnRanks:
         self._signature = inspect.signature(body)
         functools.update_wrapper(self, body)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Result]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_rank:
+            return self._body(*args, **kwargs)
         key = pickle.dumps((self.__module__, self.__name__, args, kwargs))
         if key not in _RESULTS:
             given = self._signature.bind(*args, **kwargs).arguments
             size = self._size or given["layout"].world_size
-            _RESULTS[key] = spawn(size, {"": partial(self.here, *args, **kwargs)})[""]
+            _RESULTS[key] = spawn(size, {"": partial(self, *args, **kwargs)})[""]
         return _RESULTS[key]
-
-    def here(self, *args: Any, **kwargs: Any) -> Result:
-        """On this process, which is a rank."""
-        return self._body(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_module, (self.__module__, self.__name__)
@@ -73,6 +72,7 @@ def _of_module(module: str, name: str) -> OnRanks:
 
 
 _RESULTS: dict[bytes, list[Result]] = {}  # by function and arguments
+_is_rank = False  # this process
 
 
 def on_ranks(size: int | None = None) -> Callable[[Callable[..., Result]], OnRanks]:
@@ -85,7 +85,7 @@ def on_ranks(size: int | None = None) -> Callable[[Callable[..., Result]], OnRan
 
     On `size` ranks; without it on as many as the argument `layout` has. An assertion that fails in
     the body fails the test. Tests of one file share results: a call with equal arguments does not
-    run again, and nobody may change what it gave.
+    run again, and nobody may change what it gave. Called on a rank it is the body.
     """
     return lambda body: OnRanks(body, size)
 
@@ -114,6 +114,19 @@ def started(spec: EngineSpec, kind: Callable[..., Any] = MegatronEngine) -> Any:
     engine = kind(spec)
     engine.initialize()
     _STARTED.append(engine)
+    return engine
+
+
+def started_with(path: Path, layout: Layout, settings: Settings) -> MegatronEngine:
+    """Where an engine differs from the usual one, by dotted name."""
+    spec = engine_spec(path, layout)
+    for key, value in settings.items():
+        at: Any = spec.engine
+        *groups, leaf = key.split(".")
+        for group in groups:
+            at = getattr(at, group)
+        setattr(at, leaf, value)
+    engine: MegatronEngine = started(spec)
     return engine
 
 
@@ -210,6 +223,8 @@ def _import_engine() -> None:
 
 def _serve(rank: int, orders: Connection) -> None:
     """A rank that runs what it is sent until one job fails or the parent hangs up."""
+    global _is_rank
+    _is_rank = True
     leave_garbage_at_exit()
     with long_lived():
         _import_engine()

@@ -120,6 +120,7 @@ class _Rank:
         if set(most_begun) != {1}:
             self.report.complaints.append(f"modules: {order.path.name}, {most_begun} at a time")
         for name, ep in () if order.is_measured else order.servers.items():
+            _wait_for(order.exported)
             exported = self._server(order.exported, ep)
             wanted, tokens = _tensors(_worker(exported)), _generated(exported)
             for key in (f"{sync}-{name}" for sync, of in order.syncs.items() if name in of):
@@ -249,9 +250,13 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _endpoint(file: Path) -> tuple[Any, ...]:
-    deadline = time.monotonic() + WAIT_S
-    while not file.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{file.name} did not come")
-        time.sleep(0.01)
+    _wait_for(file)
     return tuple(json.loads(file.read_text()))
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path.name} did not come")
+        time.sleep(0.01)

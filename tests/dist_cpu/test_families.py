@@ -39,7 +39,7 @@ def parity(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Scores, export and training steps, and what only an engine that has just loaded can tell."""
     loaded = ranks.started(replace(ranks.engine_spec(path, layout), total_steps=0))
     fresh = {"mbridge": by_mbridge(loaded, path), "rotary": rotary(loaded.chunks[0])}
-    return ranks.parity.here(path, layout, batch) | fresh
+    return ranks.parity(path, layout, batch) | fresh
 
 
 def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tensor]]:

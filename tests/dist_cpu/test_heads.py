@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import head_jobs
 import numpy as np
 import pytest
 import ranks
 import tiny_models
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
+from mcore_rl.algorithms.losses import value_clip
+from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.base import Columns
+from mcore_rl.engine.megatron.value_engine import ValueEngine
+from mcore_rl.parallel.store import join_world
 
 # (tokens, vocabulary, rows a rank): padding on the last rank, a rank of padding alone, no tokens.
 SPLITS = {"odd": (13, 131, 66), "padding": (13, 3, 4), "nothing": (0, 131, 66)}
@@ -37,12 +42,150 @@ CASES = [(model, name) for model, layouts in LAYOUTS.items() for name in layouts
 PARALLEL = [(model, name) for model, name in CASES if name != "tp1"]
 
 
-@dataclass
+def split_problem(tokens: int, vocab: int, hidden: int = 7) -> tuple[torch.Tensor, ...]:
+    """(hidden states, whole head, targets, weights of log-probs and entropies), in float64."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64)
+    w = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    weights = torch.randn(2, tokens, generator=generator, dtype=torch.float64)
+    return h, w, targets, weights
+
+
+@ranks.on_ranks(2)
+def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.Result:
+    """token_scores with `rows` rows of the head on each rank, and its gradients put together."""
+    from mcore_rl.engine.megatron.logprob import VocabShard, token_scores
+
+    if not dist.is_initialized():
+        join_world("gloo", timeout_s=60.0)
+    h, w, targets, weights = split_problem(tokens, vocab)
+    start = dist.get_rank() * rows
+    shard = torch.full((rows, w.shape[1]), 1e3, dtype=w.dtype)  # padding that must not be seen
+    mine = w[start : start + rows]
+    shard[: len(mine)] = mine
+    h.requires_grad_()
+    shard.requires_grad_()
+    scores = token_scores(
+        h, shard, targets, VocabShard(start, vocab, dist.group.WORLD),
+        temperature=0.7, chunk_bytes=chunk_bytes, with_entropy=True, num_top=min(3, vocab),
+    )  # fmt: skip
+    loss = (scores.log_probs * weights[0] + scores.entropy * weights[1]).sum()
+    grad_h, grad_shard = torch.autograd.grad(loss, (h, shard))
+    dist.all_reduce(grad_h)
+    shards = [torch.empty_like(grad_shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, grad_shard)
+    return {
+        "log_probs": scores.log_probs.detach(),
+        "entropy": scores.entropy.detach(),
+        "top_log_probs": scores.top_log_probs,
+        "top_ids": scores.top_ids,
+        "grad_hidden": grad_h,
+        "grad_head": torch.cat(shards),
+    }
+
+
+@ranks.on_ranks()
+def top_log_probs(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """The three likeliest ids of each response token, by row of the batch; and their log-probs."""
+    engine = ranks.started(replace(ranks.engine_spec(path, layout), num_top_log_probs=3))
+    rows = ranks.share_of(engine, batch)
+    scored = engine.infer_batch(batch.take(rows))
+    if scored is None:
+        return {}
+    columns = {name: scored.jagged(name) for name in ("top_log_probs", "top_ids")}
+    return {
+        name: {row: torch.from_numpy(c[place].copy()) for place, row in enumerate(rows)}
+        for name, c in columns.items()
+    }
+
+
+def value_loss(scores: Columns, columns: Columns) -> tuple[torch.Tensor, Columns]:
+    return value_clip(scores["values"], columns["values"], columns["returns"], clip_range=0.3)
+
+
+def value_engine(path: Path, layout: Layout, dtype: str = "float32", lora: int = 0) -> ValueEngine:
+    spec = ranks.engine_spec(path, layout, dtype)
+    spec.engine.lora.rank = lora
+    # Adam divides by the size of a gradient: without a floor it blows the rounding of one that is
+    # nearly zero up to a whole step, and the loss of the second step shows it.
+    spec.engine.optimizer.eps = 1e-5
+    return ranks.started(spec, ValueEngine)
+
+
+def values_of(engine: ValueEngine, batch: Batch, rows: list[int]) -> dict[int, torch.Tensor]:
+    """By row of the batch; empty on pipeline stages without the head."""
+    scored = engine.infer_batch(batch.take(rows).select("prompt_ids", "response_ids"))
+    if scored is None:
+        return {}
+    assert scored.jagged("values").values.dtype == np.float32
+    columns = scored.jagged("values")
+    return {row: torch.from_numpy(columns[place].copy()) for place, row in enumerate(rows)}
+
+
+@ranks.on_ranks()
+def value_training(
+    path: Path, layout: Layout, batch: Batch, dtype: str = "float32", lora: int = 0
+) -> ranks.Result:
+    """Values and export before, and both after two optimizer steps on the batch."""
+    engine = value_engine(path, layout, dtype, lora)
+    rows = ranks.share_of(engine, batch)
+    mine = batch.take(rows)
+    return {
+        "values": values_of(engine, batch, rows),
+        "exported": dict(engine.get_per_tensor_param()),
+        "steps": [engine.train_batch(mine, value_loss) for _ in range(2)],
+        "values_after": values_of(engine, batch, rows),
+        "trained": dict(engine.get_per_tensor_param()),
+    }
+
+
+@ranks.on_ranks()
+def value_export(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
+    """Two steps from a language model's checkpoint, then an export and a training checkpoint."""
+    engine = value_engine(path, layout)
+    rows = ranks.share_of(engine, batch)
+    before = values_of(engine, batch, rows)
+    for _ in range(2):
+        engine.train_batch(batch.take(rows), value_loss)
+    after = values_of(engine, batch, rows)
+    tensors = engine.get_per_tensor_param()
+    if engine.is_main_rank:
+        write_checkpoint(
+            folder / "export", tensors, reference=path, config_changes=engine.config_changes
+        )
+    else:
+        list(tensors)
+    engine.save_checkpoint(folder / "training")
+    other = value_engine(path, layout)
+    other.load_checkpoint(folder / "training")
+    dist.barrier()
+    again = value_engine(folder / "export", layout)
+    return {
+        "before": before,
+        "after": after,
+        "resumed": values_of(other, batch, rows),
+        "loaded": values_of(again, batch, rows),
+        "next": [e.train_batch(batch.take(rows), value_loss) for e in (engine, other)],
+    }
+
+
+@dataclass(frozen=True)
 class Runs:
     batch: Batch
-    results: dict[str, list[dict[str, Any]]]
     checkpoints: dict[str, Path]
     folder: Path
+
+    def trained(self, model: str, layout: str, *settings: Any) -> list[ranks.Result]:
+        at = LAYOUTS[model][layout]
+        return value_training(self.checkpoints[model], at, self.batch, *settings)
+
+    def top(self, layout: str) -> list[ranks.Result]:
+        at = LAYOUTS["qwen3_moe"][layout]
+        return top_log_probs(self.checkpoints["language"], at, self.batch)
+
+    def exported(self) -> list[ranks.Result]:
+        return value_export(self.checkpoints["language"], Layout(tp=2), self.batch, self.folder)
 
 
 def build(name: str) -> transformers.PreTrainedModel:
@@ -78,32 +221,8 @@ def runs(tmp_path_factory) -> Runs:
     checkpoints = {name: folder / name for name in LAYOUTS}
     for name, path in checkpoints.items():
         build(name).save_pretrained(path)
-    language = checkpoints["language"] = tiny_models.save("qwen3", folder)
-    batch = make_batch()
-    jobs: dict[int, dict[str, Any]] = {1: {}, 2: {}}
-    for split, sizes in SPLITS.items():
-        for chunk, num_bytes in CHUNKS.items():
-            case = ranks.job(head_jobs.split_scores, *sizes, num_bytes)
-            jobs[2][f"split/{split}/{chunk}"] = case
-    for model, name in CASES:
-        layout = LAYOUTS[model][name]
-        case = ranks.job(head_jobs.value_training, checkpoints[model], layout, batch)
-        jobs[layout.world_size][f"{model}/{name}"] = case
-    for name in ("tp1", "tp2"):
-        layout = LAYOUTS["qwen3"][name]
-        bfloat16 = ranks.job(
-            head_jobs.value_training, checkpoints["qwen3_moe"], layout, batch, "bfloat16"
-        )
-        lora = ranks.job(
-            head_jobs.value_training, checkpoints["qwen3"], layout, batch, "float32", 4
-        )
-        jobs[layout.world_size] |= {f"bfloat16/{name}": bfloat16, f"lora/{name}": lora}
-    for name in ("tp1", "tp2", "cp2", "pp2"):
-        layout = LAYOUTS["qwen3_moe"][name]
-        case = ranks.job(head_jobs.top_log_probs, language, layout, batch)
-        jobs[layout.world_size][f"top/{name}"] = case
-    jobs[2]["export"] = ranks.job(head_jobs.value_export, language, Layout(tp=2), batch, folder)
-    return Runs(batch, ranks.Results(jobs), checkpoints, folder)
+    checkpoints["language"] = tiny_models.save("qwen3", folder)
+    return Runs(make_batch(), checkpoints, folder)
 
 
 def by_row(by_rank: list[dict[str, Any]], name: str) -> list[torch.Tensor]:
@@ -128,9 +247,9 @@ def logits_by_row(model: Any, batch: Batch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("split", SPLITS)
-def test_scores_over_two_ranks_equal_the_plain_softmax(runs, split, chunk):
+def test_scores_over_two_ranks_equal_the_plain_softmax(split, chunk):
     tokens, vocab, rows = SPLITS[split]
-    h, w, targets, weights = head_jobs.split_problem(tokens, vocab)
+    h, w, targets, weights = split_problem(tokens, vocab)
     h.requires_grad_()
     w.requires_grad_()
     scores = (h @ w.t() / 0.7).log_softmax(-1)
@@ -139,7 +258,7 @@ def test_scores_over_two_ranks_equal_the_plain_softmax(runs, split, chunk):
     loss = (log_probs * weights[0] + entropy * weights[1]).sum()
     grad_h, grad_w = torch.autograd.grad(loss, (h, w))
     top = scores.detach().topk(min(3, vocab))
-    for found in runs.results[f"split/{split}/{chunk}"]:
+    for found in split_scores(tokens, vocab, rows, CHUNKS[chunk]):
         torch.testing.assert_close(found["log_probs"], log_probs.detach())
         torch.testing.assert_close(found["entropy"], entropy.detach())
         torch.testing.assert_close(found["top_log_probs"], top.values)
@@ -154,7 +273,7 @@ def test_scores_over_two_ranks_equal_the_plain_softmax(runs, split, chunk):
 def test_the_likeliest_tokens_equal_transformers(runs, layout):
     with torch.no_grad():
         logits = logits_by_row(tiny_models.build("qwen3"), runs.batch)
-    found = runs.results[f"top/{layout}"]
+    found = runs.top(layout)
     log_probs, ids = by_row(found, "top_log_probs"), by_row(found, "top_ids")
     for row, scores in enumerate(logits):
         wanted = scores.double().log_softmax(-1).topk(3)
@@ -166,7 +285,7 @@ def test_the_likeliest_tokens_equal_transformers(runs, layout):
 def test_values_equal_transformers(runs, model, layout):
     with torch.no_grad():
         wanted = logits_by_row(build(model), runs.batch)
-    found = by_row(runs.results[f"{model}/{layout}"], "values")
+    found = by_row(runs.trained(model, layout), "values")
     for values, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(values, reference.squeeze(-1), rtol=0, atol=1e-5)
     assert torch.cat(found).std() > 0.1
@@ -175,7 +294,7 @@ def test_values_equal_transformers(runs, model, layout):
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_export_gives_back_each_tensor_of_a_value_model_bit_for_bit(runs, model, layout):
     original = load_file(runs.checkpoints[model] / "model.safetensors")
-    first, *others = runs.results[f"{model}/{layout}"]
+    first, *others = runs.trained(model, layout)
     assert first["exported"].keys() == original.keys()
     assert {"score.weight", "score.bias"} < original.keys()
     for name, tensor in original.items():
@@ -185,13 +304,13 @@ def test_export_gives_back_each_tensor_of_a_value_model_bit_for_bit(runs, model,
 
 @pytest.mark.parametrize(("model", "layout"), PARALLEL)
 def test_two_steps_of_a_value_model_equal_one_rank(runs, model, layout):
-    assert_same_training(runs.results[f"{model}/{layout}"], runs.results[f"{model}/tp1"][0])
+    assert_same_training(runs.trained(model, layout), runs.trained(model, "tp1")[0])
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
 def test_with_adapters_the_value_head_is_still_trained(runs, layout):
-    one = runs.results["lora/tp1"][0]
-    assert_same_training(runs.results[f"lora/{layout}"], one)
+    one = runs.trained("qwen3", "tp1", "float32", 4)[0]
+    assert_same_training(runs.trained("qwen3", layout, "float32", 4), one)
     changed = {n for n, t in one["exported"].items() if not torch.equal(t, one["trained"][n])}
     assert {"score.weight", "score.bias"} < changed
     assert "model.embed_tokens.weight" not in changed
@@ -227,7 +346,7 @@ def test_the_first_step_equals_a_plain_torch_step_on_transformers(runs):
     squares = sum(
         float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None
     )
-    step = runs.results["qwen3_moe/tp1"][0]["steps"][0]
+    step = runs.trained("qwen3_moe", "tp1")[0]["steps"][0]
     assert step["loss"] == pytest.approx(total.item(), rel=1e-5)
     assert step["grad_norm"] == pytest.approx(squares**0.5, rel=1e-4)
     assert step["value_clipped"] == pytest.approx(clipped, rel=1e-5)
@@ -236,27 +355,27 @@ def test_the_first_step_equals_a_plain_torch_step_on_transformers(runs):
 
 def test_the_steps_do_train_the_value_head(runs):
     """Guards the tests above: two steps at this rate move weights far beyond their tolerance."""
-    result = runs.results["qwen3_moe/tp1"][0]
+    result = runs.trained("qwen3_moe", "tp1")[0]
     for name in ("score.weight", "score.bias", "model.layers.0.self_attn.q_proj.weight"):
         assert (result["trained"][name] - result["exported"][name]).abs().max() > 5e-4, name
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
 def test_bfloat16_values_stay_near_float32(runs, layout):
-    exact = torch.cat(by_row(runs.results["qwen3_moe/tp1"], "values"))
-    found = torch.cat(by_row(runs.results[f"bfloat16/{layout}"], "values"))
+    exact = torch.cat(by_row(runs.trained("qwen3_moe", "tp1"), "values"))
+    found = torch.cat(by_row(runs.trained("qwen3_moe", layout, "bfloat16"), "values"))
     assert (found - exact).abs().mean() < 0.02 * exact.std()
     # Sums in float32: a value is not one of the few numbers that bfloat16 has.
     assert not torch.equal(found, found.bfloat16().float())
 
 
 def test_a_value_model_that_starts_from_a_language_model_begins_at_zero(runs):
-    for result in runs.results["export"]:
+    for result in runs.exported():
         assert all(not values.any() for values in result["before"].values())
 
 
 def test_transformers_loads_an_exported_value_model_and_gives_the_same_values(runs):
-    found = by_row(runs.results["export"], "after")
+    found = by_row(runs.exported(), "after")
     model, report = transformers.AutoModelForTokenClassification.from_pretrained(
         runs.folder / "export", output_loading_info=True
     )
@@ -270,7 +389,7 @@ def test_transformers_loads_an_exported_value_model_and_gives_the_same_values(ru
 
 
 def test_an_exported_value_model_and_a_resumed_one_have_the_same_values(runs):
-    for result in runs.results["export"]:
+    for result in runs.exported():
         for name in ("loaded", "resumed"):
             assert all(torch.equal(result[name][row], v) for row, v in result["after"].items())
         trained, resumed = result["next"]

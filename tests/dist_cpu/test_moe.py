@@ -1,13 +1,12 @@
-"""Experts at every layout: balance, loads, selection bias, dispatchers and router replay."""
+"""Experts at every layout: balance, loads, selection bias and dispatchers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-import golden_matrix
-import moe_jobs
+import golden_models
 import moe_reference
 import numpy as np
 import pytest
@@ -15,9 +14,11 @@ import ranks
 import tiny_models
 import torch
 import transformers
+from moe_reference import last_stages, same_steps
 
 from mcore_rl.config.schema import Layout
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch
+from mcore_rl.engine.megatron.engine import MegatronEngine
 from tests.nightly import all_but
 
 COEF, RATE = 0.5, 0.01
@@ -25,14 +26,11 @@ MICRO = {"moe.aux_loss_coef": COEF, "max_tokens_per_micro_batch": 96}  # some pa
 GLOBAL = {**MICRO, "moe.aux_loss": "global_aux_loss"}
 BIAS = {"moe.bias_update_rate": RATE}
 FULL = {"recompute.granularity": "full"}
-EXPERTS = {"recompute.granularity": "selective", "recompute.modules": ["moe"]}
 ALLGATHER = {"moe.dispatcher": "allgather"}
-NUM_MOE_LAYERS = {"moe": 4, "deepseek": 3}  # of golden_matrix's models
 
-ONE, TP2, PP2, CP2, DP2 = Layout(), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2)
+ONE, TP2, CP2, DP2 = Layout(), Layout(tp=2), Layout(cp=2), Layout(dp=2)
 VPP, TP2EP2, EP2 = Layout(pp=2, vpp=2), Layout(tp=2, ep=2), Layout(dp=2, ep=2)
-TP2PP2, TP2CP2 = Layout(tp=2, pp=2), Layout(tp=2, cp=2)
-TP2EP4 = Layout(tp=2, dp=2, ep=4)
+TP2PP2, TP2EP4 = Layout(tp=2, pp=2), Layout(tp=2, dp=2, ep=4)
 
 # (model, layout, settings) by name.
 BALANCE = {
@@ -61,19 +59,6 @@ TRAINING = {
     "moe/tp2 dp2 ep4 allgather": ("moe", TP2EP4, ALLGATHER),
 }
 FROZEN = {"one": ("deepseek", ONE, {}), "tp2 ep2": ("deepseek", TP2EP2, {})}
-REPLAY = {
-    "moe/one": ("moe", ONE, {}),
-    "moe/one full": ("moe", ONE, FULL),
-    "moe/one experts": ("moe", ONE, EXPERTS),
-    "deepseek/one": ("deepseek", ONE, {}),
-    "moe/pp2 vpp2 full": ("moe", VPP, FULL),
-    "moe/cp2": ("moe", CP2, {}),
-    "deepseek/tp2 ep2": ("deepseek", TP2EP2, {}),
-    "deepseek/pp2": ("deepseek", PP2, {}),
-    "deepseek/tp2 cp2 full": ("deepseek", TP2CP2, FULL),
-    "moe/tp2 pp2": ("moe", TP2PP2, {}),
-    "moe/tp2 dp2 ep4": ("moe", TP2EP4, {}),
-}
 WITH_BIAS = [name for name, (model, *_) in TRAINING.items() if model == "deepseek"]
 # Under `nightly`: more layouts of what others here have, most of them on four ranks.
 BALANCE_CASES = all_but(
@@ -85,54 +70,116 @@ KEPT_TRAINING = (
     "moe/tp2 ep2 allgather",
 )  # fmt: skip
 TRAINING_CASES = all_but(KEPT_TRAINING, TRAINING)
-REPLAY_CASES = all_but(
-    ("moe/one", "moe/one full", "moe/one experts", "deepseek/one", "moe/pp2 vpp2 full", "moe/cp2",
-     "deepseek/tp2 ep2", "moe/tp2 dp2 ep4"),
-    REPLAY,
-)  # fmt: skip
 
 
-@dataclass
+@ranks.on_ranks()
+def training(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -> ranks.Result:
+    """Two optimizer steps, and what they did to the experts; passes between them must not count."""
+    engine = ranks.started_with(path, layout, settings)
+    mine = batch.take(ranks.share_of(engine, batch))
+    steps, loads, biases = [], [], [expert_biases(engine)]
+    for _ in range(2):
+        engine.infer_batch(mine)
+        engine.forward_backward_batch(mine, ranks.LOSS, forward_only=True)
+        steps.append(engine.train_batch(mine, ranks.LOSS))
+        loads.append(engine.expert_load())
+        biases.append(expert_biases(engine))
+    return {"steps": steps, "loads": loads, "biases": biases}
+
+
+def expert_biases(engine: MegatronEngine) -> dict[int, torch.Tensor]:
+    """By decoder layer, those of this rank's stages."""
+    from mcore_rl.engine.megatron.moe import routers
+
+    return {
+        layer: router.expert_bias.clone()
+        for chunk in engine.chunks
+        for layer, router in routers(chunk)
+        if router.expert_bias is not None
+    }
+
+
+@ranks.on_ranks()
+def balance_gradients(
+    path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
+) -> ranks.Result:
+    """Gradients of the load-balancing loss alone: the weights of the policy loss are all zero."""
+    engine = ranks.started_with(path, layout, settings)
+    return gradients_of(engine, batch, ranks.share_of(engine, batch))
+
+
+@ranks.on_ranks()
+def balance_with_an_empty_rank(
+    path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
+) -> ranks.Result:
+    """The same when one data-parallel rank has all samples and the other packs of padding."""
+    engine = ranks.started_with(path, layout, settings)
+    has_samples = engine.mesh.coordinate(engine.world_rank).dp_rank == 0
+    return gradients_of(engine, batch, list(range(len(batch))) if has_samples else [])
+
+
+def gradients_of(engine: MegatronEngine, batch: Batch, rows: list[int]) -> ranks.Result:
+    mine = batch.take(rows)
+    weights = mine.jagged("loss_weights")
+    mine = mine.with_columns(loss_weights=weights.with_values(np.zeros_like(weights.values)))
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
+    micros = engine._micro_batches(mine, training=True)
+    return {
+        "packs": [[rows[row] for row in micro.rows] for micro in micros],
+        "padding": sum(int((micro.tokens < 0).sum()) for micro in micros),
+        "metrics": engine._balance(),
+        "gradients": router_gradients(engine),
+    }
+
+
+def router_gradients(engine: MegatronEngine) -> dict[int, torch.Tensor]:
+    """By decoder layer, [experts, hidden], those of this rank's stages."""
+    from mcore_rl.engine.megatron.moe import routers
+
+    return {
+        layer: router.weight.main_grad.clone()
+        for chunk in engine.chunks
+        for layer, router in routers(chunk)
+    }
+
+
+@ranks.on_ranks()
+def router_precision(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """A router of a bfloat16 model: types, and its logits against the product in float32."""
+    spec = ranks.engine_spec(path, layout, "bfloat16")
+    router = ranks.started(spec).chunks[0].decoder.layers[1].mlp.router
+    hidden = torch.randn(7, 1, router.weight.shape[1]).bfloat16()
+    logits = router.gating(hidden)
+    return {
+        "types": [str(router.weight.dtype), str(logits.dtype)],
+        "equal": torch.equal(logits, hidden.float() @ router.weight.float().t()),
+    }
+
+
+@dataclass(frozen=True)
 class Runs:
     batch: Batch
-    forced: dict[str, Batch]  # by model: with a column of experts drawn at random
-    results: dict[str, list[dict[str, Any]]]  # by "kind/name", by rank
+    paths: dict[str, Path]
     models: dict[str, Any]  # transformers'
+
+    def balance(self, name: str) -> list[ranks.Result]:
+        model, layout, settings = BALANCE.get(name, ("moe", DP2, MICRO))
+        run = balance_with_an_empty_rank if name == "dp2 empty" else balance_gradients
+        return run(self.paths[model], layout, self.batch, settings)
+
+    def training(self, name: str, cases: Any = TRAINING) -> list[ranks.Result]:
+        model, layout, settings = cases[name]
+        return training(self.paths[model], layout, self.batch, settings)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("moe")
-    paths = {model: golden_matrix.save(model, folder) for model in NUM_MOE_LAYERS}
-    batch = tiny_models.make_batch()
-    forced = {m: with_random_experts(batch, layers) for m, layers in NUM_MOE_LAYERS.items()}
-    jobs: dict[int, dict[str, ranks.Job]] = {1: {}, 2: {}, 4: {}}
-
-    def add(kind: str, function: Any, cases: Any, batches: dict[str, Batch] | None = None) -> None:
-        for name, (model, layout, settings) in cases.items():
-            given = batch if batches is None else batches[model]
-            job = ranks.job(function, paths[model], layout, given, settings)
-            jobs[layout.world_size][f"{kind}/{name}"] = job
-
-    add("balance", moe_jobs.balance_gradients, BALANCE)
-    add("balance", moe_jobs.balance_with_an_empty_rank, {"dp2 empty": ("moe", DP2, MICRO)})
-    add("training", moe_jobs.training, TRAINING)
-    add("frozen", moe_jobs.training, FROZEN)
-    add("recorded", moe_jobs.replay_recorded, REPLAY)
-    add("forced", moe_jobs.replay_forced, REPLAY, forced)
-    jobs[1]["errors"] = partial(moe_jobs.replay_errors, paths["moe"], ONE, forced["moe"])
-    jobs[1]["precision"] = partial(moe_jobs.router_precision, paths["moe"], ONE, batch)
+    paths = {model: golden_models.save(model, folder) for model in ("moe", "deepseek")}
     load = transformers.AutoModelForCausalLM.from_pretrained
     models = {model: load(path).float().eval() for model, path in paths.items()}
-    return Runs(batch, forced, ranks.Results(jobs), models)
-
-
-def with_random_experts(batch: Batch, num_layers: int) -> Batch:
-    rng = np.random.default_rng(5)
-    num_tokens = int(batch.num_tokens.sum())
-    chosen = rng.permuted(np.tile(np.arange(8), (num_tokens, num_layers, 1)), axis=-1)[..., :2]
-    offsets = np.concatenate([[0], np.cumsum(batch.num_tokens)])
-    return batch.with_columns(routed_experts=Jagged(chosen.astype(np.int16), offsets))
+    return Runs(tiny_models.make_batch(), paths, models)
 
 
 def one_share_each(by_rank: list[dict[str, Any]], layout: Layout) -> list[dict[str, Any]]:
@@ -140,16 +187,10 @@ def one_share_each(by_rank: list[dict[str, Any]], layout: Layout) -> list[dict[s
     return by_rank[:: len(by_rank) // layout.dp]
 
 
-def last_stages(by_rank: list[dict[str, Any]], layout: Layout) -> list[dict[str, Any]]:
-    found = [result for result in by_rank if "loss" in result["steps"][0]]
-    assert len(found) == layout.world_size // layout.pp
-    return found
-
-
 @pytest.mark.parametrize("name", BALANCE_CASES)
 def test_the_gradient_of_the_balance_loss_is_that_of_its_mean_over_tokens(runs, name):
     model, layout, settings = BALANCE.get(name, ("moe", DP2, MICRO))
-    by_rank = runs.results[f"balance/{name}"]
+    by_rank = runs.balance(name)
     shares = one_share_each(by_rank, layout)
     packs = list(zip(*[share["packs"] for share in shares], strict=True))
     mean, gradients = moe_reference.balance(
@@ -169,15 +210,15 @@ def test_the_gradient_of_the_balance_loss_is_that_of_its_mean_over_tokens(runs, 
 
 def test_some_packs_of_those_tests_have_padding(runs):
     for name in ("tp2", "cp2 global", "dp2 empty"):
-        assert sum(result["padding"] for result in runs.results[f"balance/{name}"]) > 0
+        assert sum(result["padding"] for result in runs.balance(name)) > 0
 
 
 @pytest.mark.parametrize("name", TRAINING_CASES)
 def test_loads_are_those_of_one_rank_and_of_transformers(runs, name):
     model = TRAINING[name][0]
-    [one] = runs.results[f"training/{model}/one"]
+    [one] = runs.training(f"{model}/one")
     reference = moe_reference.loads(runs.models[model], runs.batch)
-    for result in runs.results[f"training/{name}"]:
+    for result in runs.training(name):
         assert list(result["loads"][0]) == list(reference)
         for layer, load in reference.items():
             assert torch.equal(result["loads"][0][layer], load)
@@ -186,7 +227,7 @@ def test_loads_are_those_of_one_rank_and_of_transformers(runs, name):
 
 @pytest.mark.parametrize("name", TRAINING_CASES)
 def test_loads_are_summed_up_in_metrics_of_the_last_stage(runs, name):
-    by_rank = runs.results[f"training/{name}"]
+    by_rank = runs.training(name)
     loads = torch.stack(list(by_rank[0]["loads"][0].values()))
     relative = loads / loads.mean(1, keepdim=True)
     for result in last_stages(by_rank, TRAINING[name][1]):
@@ -200,16 +241,7 @@ def test_loads_are_summed_up_in_metrics_of_the_last_stage(runs, name):
 @pytest.mark.parametrize("name", TRAINING_CASES)
 def test_two_steps_equal_one_rank(runs, name):
     model, layout, _ = TRAINING[name]
-    same_steps(runs.results[f"training/{name}"], runs.results[f"training/{model}/one"][0], layout)
-
-
-def same_steps(by_rank: list[dict[str, Any]], one: dict[str, Any], layout: Layout) -> None:
-    for result in by_rank:
-        for step, wanted in zip(result["steps"], one["steps"], strict=True):
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-    for result in last_stages(by_rank, layout):
-        for step, wanted in zip(result["steps"], one["steps"], strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=2e-6)
+    same_steps(runs.training(name), runs.training(f"{model}/one")[0], layout)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +250,7 @@ def same_steps(by_rank: list[dict[str, Any]], one: dict[str, Any], layout: Layou
 )
 def test_a_selection_bias_moves_against_the_load(runs, name):
     seen = set()
-    for result in runs.results[f"training/{name}"]:
+    for result in runs.training(name):
         for step, loads in enumerate(result["loads"]):
             before, after = result["biases"][step], result["biases"][step + 1]
             for layer in before:
@@ -232,91 +264,14 @@ def test_a_selection_bias_moves_against_the_load(runs, name):
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_selection_bias_stays_as_it_was_by_default(runs, name):
-    for result in runs.results[f"frozen/{name}"]:
+    for result in runs.training(name, FROZEN):
         first, _, last = result["biases"]
         assert first
         for layer in first:
             assert torch.equal(first[layer], last[layer])
 
 
-@pytest.mark.parametrize("name", REPLAY_CASES)
-def test_the_recorded_experts_are_those_of_transformers(runs, name):
-    model, layout, _ = REPLAY[name]
-    found = rows_of(last_stages(runs.results[f"recorded/{name}"], layout), "routed_experts")
-    assert set(found) == set(range(len(runs.batch)))
-    for row, recorded in found.items():
-        with torch.no_grad():
-            _, seen = moe_reference.run(runs.models[model], runs.batch, row)
-        chosen = torch.stack([ids for _, ids in seen.values()], dim=1)
-        assert recorded.dtype == torch.int16
-        assert torch.equal(recorded.long().sort(-1).values, chosen.sort(-1).values)
-
-
-def rows_of(results: list[dict[str, Any]], name: str) -> dict[int, torch.Tensor]:
-    """By row of the batch; ranks that have the same row must agree on it."""
-    found: dict[int, torch.Tensor] = {}
-    for result in results:
-        for row, value in result[name].items():
-            assert torch.equal(found.setdefault(row, value), value)
-    return found
-
-
-@pytest.mark.parametrize("name", REPLAY_CASES)
-def test_replaying_what_was_recorded_changes_no_bit_without_padding(runs, name):
-    """Padding goes to other experts, whose products then have other shapes and may round otherwise.
-
-    With context parallelism the padding may be on another rank, whose experts are used here, too.
-    """
-    by_rank = runs.results[f"recorded/{name}"]
-    results = last_stages(by_rank, REPLAY[name][1])
-    bound = 2e-6 if any(result["padding"] for result in results) else 0.0
-    assert bound == 0.0 or REPLAY[name][1].world_size > 1
-    for result in results:
-        for row, log_probs in result["log_probs"].items():
-            assert (log_probs - result["replayed_log_probs"][row]).abs().max() <= bound
-
-
-@pytest.mark.parametrize("name", REPLAY_CASES)
-def test_forced_experts_give_the_log_probs_of_transformers_with_those_experts(runs, name):
-    model, layout, _ = REPLAY[name]
-    batch = runs.forced[model]
-    found = rows_of(last_stages(runs.results[f"forced/{name}"], layout), "log_probs")
-    assert set(found) == set(range(len(batch)))
-    free = rows_of(runs.results[f"recorded/{model}/one"], "log_probs")
-    for row, log_probs in found.items():
-        experts = batch.jagged("routed_experts")[row]
-        with torch.no_grad():
-            wanted, _ = moe_reference.run(runs.models[model], batch, row, experts)
-        assert (log_probs - wanted).abs().max() < 1e-5
-        assert (log_probs - free[row]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["recorded", "forced"])
-@pytest.mark.parametrize("name", REPLAY_CASES)
-def test_steps_with_replay_equal_one_rank_without_recompute(runs, name, kind):
-    model, layout, _ = REPLAY[name]
-    by_rank = runs.results[f"{kind}/{name}"]
-    same_steps(by_rank, runs.results[f"{kind}/{model}/one"][0], layout)
-    assert all(result["held"] == 0 for result in by_rank)
-
-
-def test_replay_changes_the_second_step(runs):
-    """Guards the test above: after a step the router alone would choose otherwise."""
-    [one], [free] = runs.results["recorded/moe/one"], runs.results["training/moe/one"]
-    assert one["steps"][0]["grad_norm"] == free["steps"][0]["grad_norm"]
-    assert one["steps"][1]["grad_norm"] != free["steps"][1]["grad_norm"]
-
-
-def test_routers_that_do_not_obey_are_reported(runs):
-    [result] = runs.results["errors"]
-    assert "no column 'routed_experts'" in result["messages"]["missing"]
-    assert "live router of layer 2 did not consume its targets" in result["messages"]["deaf"]
-    assert "layer 2 routes more often than it has targets" in result["messages"]["twice"]
-    assert result["recovers"]
-    assert result["held"] == 0
-
-
 def test_a_router_of_a_bfloat16_model_multiplies_in_float32(runs):
-    [result] = runs.results["precision"]
+    [result] = router_precision(runs.paths["moe"], ONE, runs.batch)
     assert result["types"] == ["torch.bfloat16", "torch.float32"]
     assert result["equal"]

@@ -128,7 +128,9 @@ def serve_syncs(
     if not exported.exists():
         tensors = engine.get_per_tensor_param()
         if rank == 0:
-            write_checkpoint(exported, tensors, reference=spec.model.path)
+            aside = exported.with_suffix(".partial")
+            write_checkpoint(aside, tensors, reference=spec.model.path)
+            aside.rename(exported)  # servers wait for it
         else:
             assert list(tensors) == []
     dist.barrier()
@@ -136,17 +138,22 @@ def serve_syncs(
 
 
 def selected(request: pytest.FixtureRequest) -> dict[str, dict[str, list[str]]]:
-    """Of the cases that will run here: by family the layouts, and the servers of each."""
+    """Of the cases that will run here: by family the layouts, and the servers of each.
+
+    These in the order of SERVERS, in which trainers and servers take part in a sync.
+    """
     cases = [
         item.callspec.params
         for item in request.session.items
         if item.path == request.path and "server" in item.fixturenames
     ]
+    chosen = {(case["family"], case["layout"], case["server"]) for case in cases}
     found: dict[str, dict[str, list[str]]] = {}
-    for case in cases:
-        servers = found.setdefault(case["family"], {}).setdefault(case["layout"], [])
-        if case["server"] not in servers:
-            servers.append(case["server"])
+    for family in FAMILIES:
+        for layout in LAYOUTS:
+            names = [name for name in SERVERS if (family, layout, name) in chosen]
+            if names:
+                found.setdefault(family, {})[layout] = names
     return found
 
 
@@ -165,7 +172,8 @@ def reports(
             key, servers = f"{family}-{layout}", {name: SERVERS[name] for name in names}
             two.append(partial(serve_syncs, spec, servers, key, folder, exported))
         syncs = {f"{family}-{layout}": tuple(names) for layout, names in layouts.items()}
-        in_use = {name: SERVERS[name] for names in layouts.values() for name in names}
+        named = {name for names in layouts.values() for name in names}
+        in_use = {name: server for name, server in SERVERS.items() if name in named}
         for world, of_world in orders.items():
             ep = {n: s.ep > 1 for n, s in in_use.items() if s.world_size == world}
             if ep:

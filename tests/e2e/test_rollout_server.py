@@ -37,6 +37,8 @@ from tests.e2e.served import (
     tokenizer,
 )
 
+pytestmark = pytest.mark.server
+
 # Versions whose lines the corrections of vllm_worker.py were read against.
 _REVIEWED_VLLM = {"0.32.0"}
 
@@ -211,8 +213,6 @@ _DYING_SENDER = """
 import itertools, json, sys, time
 from safetensors.torch import load_file
 from mcore_rl.weight_sync.stream import StreamSender
-
-pytestmark = pytest.mark.server
 def slowly(items):
     for i, item in enumerate(items):
         if i == 12:
