@@ -35,7 +35,9 @@ class ServerName(str):
     """A server as `<pid>-<random>`: its death ends its processes, its name is on their memory.
 
     It travels in vLLM's config, which each process that vLLM spawns unpickles first of all: that is
-    where the process is made ours, before it can hang or allocate anything.
+    where the process is made ours, before it can hang or allocate anything. It is the whole of
+    `additional_config`, which vLLM's key of compiled graphs asks for its hash (config/vllm.py:549):
+    servers of different names share what one of them compiled.
     """
 
     @classmethod
@@ -45,6 +47,9 @@ class ServerName(str):
     @property
     def pid(self) -> int:
         return int(self.partition("-")[0])
+
+    def compute_hash(self) -> str:
+        return "mcore_rl"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _enter_process, (str(self),)
@@ -62,7 +67,7 @@ def lane_arguments(
     arguments: dict[str, Any] = {
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
         "enforce_eager": eager,
-        "additional_config": {"mcore_rl_server": name},
+        "additional_config": name,
     }
     if not current_platform.is_cpu():
         return arguments
