@@ -103,6 +103,9 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     mtp_loss_coef: float = 0.0  # multi-token prediction as an auxiliary loss; 0 leaves it out
     threads_per_rank: int = 1  # CPU threads a rank may use
+    # Of what the layers are made: te (Transformer Engine's modules, on a GPU), torch (plain torch's,
+    # on either lane) or auto (te where it is installed).
+    modules: str = "auto"
 
 
 @dataclass

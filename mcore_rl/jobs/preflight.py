@@ -20,6 +20,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.lora_targets import check_targets
+from mcore_rl.engine.megatron.device import chosen_modules
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -56,6 +57,7 @@ def check_inputs(config: RLConfig) -> Inputs:
     get_reward(config.reward.name)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
+    chosen_modules(config.actor.modules)
     _check_model(config)
     _check_lengths(config)
     tokenizer = load_tokenizer(config.model.path)
