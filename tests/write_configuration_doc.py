@@ -57,7 +57,7 @@ def allowed_names() -> dict[str, list[str]]:
         "algorithm.advantage": ADVANTAGES.names,
         "algorithm.kl_estimator": KL_ESTIMATORS.names,
         "algorithm.loss_aggregation": AGGREGATIONS.names,
-        "model.dtype": list(resolve.DTYPES),
+        "model.dtype": ["auto", *resolve.DTYPES],
         "optimizer.schedule": list(resolve_engine.SCHEDULES),
         "reward.name": rewards._REWARDS.names,
         "task.name": [name for name in resolve.TASKS if name],

@@ -20,7 +20,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.lora_targets import check_targets
-from mcore_rl.engine.megatron.device import chosen_modules
+from mcore_rl.engine.megatron.device import chosen_modules, device_name
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -33,6 +33,7 @@ from mcore_rl.models.base import (
 from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.base import get_reward
 from mcore_rl.weight_sync.nixl import nixl_api
+from mcore_rl.weight_sync.shared_memory import check_allocator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +59,8 @@ def check_inputs(config: RLConfig) -> Inputs:
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
     chosen_modules(config.actor.modules)
+    if device_name() == "cuda" and config.weight_sync.method == "colocated":
+        check_allocator()
     _check_model(config)
     _check_lengths(config)
     tokenizer = load_tokenizer(config.model.path)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.resolve import resolve
+from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.guard import guard
 from mcore_rl.controller.pending import WorkerError, gathered
@@ -19,7 +19,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.prompt_batches import prompt_batch, prompt_batches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.engine.base import EngineSpec, LossFunction
-from mcore_rl.engine.megatron.device import device_name
+from mcore_rl.engine.megatron.device import device_name, rank_environment
 from mcore_rl.jobs.failure import told_in_one_line
 from mcore_rl.jobs.output import RunOutput, claimed
 from mcore_rl.jobs.preflight import Inputs, check_inputs
@@ -35,6 +35,7 @@ from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 
 RANK = "rank"  # the Ray resource of the CPU lane
+_SHARE_OF_ONE_DEVICE = 0.3  # of each of up to three groups: actor, reference, server
 
 
 def run(config: RLConfig) -> RunOutput:
@@ -46,6 +47,7 @@ def run(config: RLConfig) -> RunOutput:
     """
     started = time.monotonic()
     resolve(config)
+    config = for_lane(config, device_name())
     with claimed(config.output_dir) as folder, guard(folder) as scratch, PeakMemory() as memory:
         with waiting("checking the inputs"):
             prepared = _prepare_task(config, folder)
@@ -180,7 +182,15 @@ def _model(
         total_steps=total_steps,
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
     )
-    with _group(ModelWorker, (spec, loss), engine.layout, name, engine.threads_per_rank) as group:
+    with _group(
+        ModelWorker,
+        (spec, loss),
+        engine.layout,
+        name,
+        engine.threads_per_rank,
+        _SHARE_OF_ONE_DEVICE if config.one_device else 1,
+        rank_environment(engine.layout),
+    ) as group:
         yield group
 
 
@@ -196,20 +206,34 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
         seed=config.seed,
     )
     layout = Layout(dp=config.rollout.num_servers)
-    with _group(RolloutWorker, (spec,), layout, "rollout", 1, config.rollout.tp) as group:
+    devices = _SHARE_OF_ONE_DEVICE if config.one_device else config.rollout.tp
+    with _group(RolloutWorker, (spec,), layout, "rollout", 1, devices) as group:
         yield group
         group.shut_down()
 
 
 @contextlib.contextmanager
 def _group(
-    worker: type, args: tuple[Any, ...], layout: Layout, name: str, threads: int, devices: int = 1
+    worker: type,
+    args: tuple[Any, ...],
+    layout: Layout,
+    name: str,
+    threads: int,
+    devices: float,
+    env: dict[str, str] | None = None,
 ) -> Iterator[WorkerGroup]:
+    """`devices` of each rank."""
     resource = "GPU" if device_name() == "cuda" else RANK
     with (
         ResourcePool(layout.world_size, {resource: devices}) as pool,
         WorkerGroup(
-            worker, init_args=args, layout=layout, pool=pool, name=name, threads_per_rank=threads
+            worker,
+            init_args=args,
+            layout=layout,
+            pool=pool,
+            name=name,
+            threads_per_rank=threads,
+            env=env,
         ) as group,
     ):
         yield group

@@ -70,7 +70,9 @@ def lane_arguments(
         "additional_config": name,
     }
     if not current_platform.is_cpu():
-        return arguments
+        # What a server takes is rollout.kv_cache_bytes and the model. This share of the GPU is only
+        # asked whether it is free (v1/worker/utils.py:716), which of a shared one it is not.
+        return arguments | {"gpu_memory_utilization": 0.01}
     # Scheduler and worker in one process: half the start-up and 8 times the speed of two.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tp == 1 else "1"
     # Else a process imports vLLM anew, for each architecture that is new to this machine

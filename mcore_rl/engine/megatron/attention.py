@@ -53,7 +53,9 @@ class PackedAttention(MegatronModule):
             ("window_size", config.window_size, None),
         ):
             if value != supported:
-                raise ValueError(f"attention without Transformer Engine: {name}={value}; only {supported}")
+                raise ValueError(
+                    f"attention without Transformer Engine: {name}={value}; only {supported}"
+                )
         self.mask_type = attn_mask_type
         self.scale = softmax_scale
         if softmax_scale is None:
@@ -89,7 +91,9 @@ class PackedAttention(MegatronModule):
             raise ValueError("PackedAttention needs packed (THD) sequences")
         mask_type = attn_mask_type or self.mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(f"attention without Transformer Engine: mask {mask_type.name}; only causal")
+            raise ValueError(
+                f"attention without Transformer Engine: mask {mask_type.name}; only causal"
+            )
         if attention_bias is not None:
             raise ValueError("attention without Transformer Engine takes no bias")
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
