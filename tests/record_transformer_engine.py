@@ -66,7 +66,10 @@ class Source:
                     if name == (alias.asname or alias.name) or alias.name == "*":
                         wanted = name if alias.name == "*" else alias.name
                         source = _source(node, package)
-                        if alias.name != "*" and source.partition(".")[0] != ROOT:
+                        if (
+                            alias.name != "*"
+                            and source.partition(".")[0] != module.partition(".")[0]
+                        ):
                             return None  # compiled, or of another package
                         with contextlib.suppress(KeyError):
                             return self.find(source, wanted, (*asked, module))

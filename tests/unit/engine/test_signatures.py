@@ -1,11 +1,13 @@
-"""Megatron-core's calls of Transformer Engine against the pinned release, which no test imports.
+"""What branches of the GPU lane call, against the source of the pinned packages.
 
-What that release has is written in transformer_engine.json by tests/record_transformer_engine.py.
+Transformer Engine cannot be imported here: what its release has stands in transformer_engine.json,
+written by tests/record_transformer_engine.py.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import json
 import re
@@ -88,6 +90,28 @@ def test_norms_are_made_with_what_they_take(name):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == f"te.pytorch.{name}"
     ]
     assert calls and all(keywords(call) <= takes for call in calls)
+
+
+def rollout_imports() -> list[tuple[str, str]]:
+    folder = Path(__file__).parents[3] / "mcore_rl/rollout"
+    nodes = [node for file in folder.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    return [
+        (node.module, alias.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm"
+        for alias in node.names
+    ]
+
+
+def test_all_that_rollout_imports_of_vllm_is_there_on_both_lanes():
+    """Read and not imported: the pinned builds of both lanes have the same Python source."""
+    spec = importlib.util.find_spec("vllm")
+    source, wanted = recorded.Source(Path(spec.origin).parents[1]), rollout_imports()
+    assert len(wanted) > 15
+    for module, name in wanted:
+        source.find(module, name)
+    with pytest.raises(KeyError):  # of vLLM 0.26
+        source.find("vllm.model_executor.model_loader.reload.meta", "trainer_send_weights")
 
 
 def test_shared_gpu_memory_is_opened_as_torch_opens_it():

@@ -1,10 +1,14 @@
 """What a server hands to vLLM, as vLLM's own config takes it."""
 
 import pickle
+from dataclasses import fields
 
+import pytest
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout import vllm_worker
 from mcore_rl.rollout.vllm_worker import ServerName, lane_arguments
 
 
@@ -26,3 +30,12 @@ def test_the_name_travels_in_the_config(monkeypatch):
     name = ServerName.new()
     copy = pickle.loads(pickle.dumps(config_of(name))).additional_config
     assert isinstance(copy, ServerName) and copy == name and copy.pid == name.pid
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_the_arguments_of_a_lane_are_vllms(monkeypatch, is_cpu):
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: is_cpu)
+    given = lane_arguments(RolloutConfig(), ServerName.new(), max_model_tokens=64, eager=False)
+    assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
+    assert given["enforce_eager"] is is_cpu
