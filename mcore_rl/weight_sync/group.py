@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -21,7 +21,10 @@ from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.meeting import MeetingEndpoint, keys_of
 
-c10d: Any = torch.distributed  # whose groups have no type stubs
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+c10d: Any = torch.distributed  # which says nothing of its groups' types
 
 
 class GroupEngine(CheckpointEngine):
@@ -70,9 +73,10 @@ def _joined(endpoint: MeetingEndpoint, rank: int, world_size: int, device: torch
     timeout = timedelta(seconds=endpoint.timeout_s)
     keys = keys_of(endpoint)
     if device.type == "cuda":
-        options = c10d.ProcessGroupNCCL.Options()
+        nccl: type[ProcessGroupNCCL] = c10d.ProcessGroupNCCL
+        options = nccl.Options()
         options._timeout = timeout
-        return c10d.ProcessGroupNCCL(keys, rank, world_size, options)
+        return nccl(keys, rank, world_size, options)
     address = (endpoint.host, endpoint.port)
     with closing(socket.create_connection(address, endpoint.timeout_s)) as probe:
         own_address = probe.getsockname()[0]  # by which the others can reach this process

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.cli.compose import CONFIGS, compose_config, setting_names
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve
+from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, RLConfig
 
 RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
@@ -36,7 +36,7 @@ def test_without_a_recipe_the_defaults_stand():
     [
         ("actor.layot.tp=2", "unknown setting 'actor.layot.tp'; did you mean actor.layout.tp"),
         ("learning_rate=1", "unknown setting 'learning_rate'; allowed: seed, output_dir, "),
-        ("recipe=nope", "recipe=nope; allowed: quickstart"),
+        ("recipe=nope", "recipe=nope; allowed: quickstart, quickstart_one_gpu"),
         ("seed=abc", "seed: Value 'abc' of type 'str' could not be converted to Integer"),
         ("actor.layout=3", "actor.layout is a group of settings; set one of: actor.layout.tp"),
         ("+new=1", r"\+new=1: settings are neither added nor removed"),
@@ -54,3 +54,13 @@ def test_setting_names_are_full_keys():
     names = setting_names(RLConfig)
     assert {"seed", "actor.layout.tp", "warm_start.optimizer.lr"} <= set(names)
     assert len(names) == len(set(names))
+
+
+def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_group():
+    config = compose_config("rl", RLConfig, ["recipe=quickstart_one_gpu", "output_dir=/x"])
+    resolve(config)
+    found = for_lane(config, "cuda")
+    assert found.actor.layout == found.warm_start.layout == Layout()
+    assert found.model.dtype == "bfloat16" and found.task.name == "last_digit"
+    with pytest.raises(ConfigError, match=r"one_device=true"):
+        for_lane(compose_config("rl", RLConfig, ["recipe=quickstart"]), "cuda")
