@@ -85,10 +85,9 @@ check_toolkit() {
     say "CUDA toolkit: nvcc $version in $CUDA_HOME"
 }
 
-# The toolkit of the packages, unless CUDA_HOME names another, which has been checked.
+# The toolkit of the packages, unless CUDA_HOME names another.
 choose_toolkit() {
-    [ -z "${CUDA_HOME:-}" ] || return 0
-    CUDA_HOME=$(echo "$PWD/$venv"/lib/python3*/site-packages/nvidia/cu13)
+    [ -n "${CUDA_HOME:-}" ] || CUDA_HOME=$(echo "$PWD/$venv"/lib/python3*/site-packages/nvidia/cu13)
     export CUDA_HOME
     check_toolkit
 }
@@ -148,11 +147,12 @@ install_packages_gpu() {
     grep -v '^transformer-engine-torch==' "$requirements" | install --no-deps --requirement -
 }
 
-# From its source, which is pinned, and not a wheel that its build would look for elsewhere; against
-# the headers of the packages, which are of torch's versions.
+# From its source, which is pinned, and not a wheel that its build would look for elsewhere, or one
+# that was compiled beside another torch; against the headers of the packages, which are of torch's
+# versions.
 install_transformer_engine() {
     NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
-        install --no-deps "$(pinned transformer-engine-torch)"
+        install --no-deps --no-cache "$(pinned transformer-engine-torch)"
 }
 
 # Compiles csrc into mcore_rl/_csrc*.so; with CUDA on the gpu lane (setup.py).
@@ -169,7 +169,6 @@ main() {
     local packages_key project_key
     choose_lane
     choose_python
-    if [ "$lane" = gpu ] && [ -n "${CUDA_HOME:-}" ]; then check_toolkit; fi
     exec 9>>.venv.lock
     flock -n 9 || { say 'waiting for another set-up of this folder'; flock 9; }
 
@@ -180,6 +179,7 @@ main() {
         find csrc -type f -print0 | sort -z | xargs -0 cat; } | sha256sum)
 
     if ! is_fresh packages "$packages_key" || ! [ -x "$venv/bin/python" ]; then
+        if [ "$lane" = gpu ] && [ -n "${CUDA_HOME:-}" ]; then check_toolkit; fi
         say "making $venv: $lane lane, $(command -v "$python") $(python_version "$python")"
         rm -f "$venv"/*.stamp # first, so that a half-removed folder is not taken for a whole one
         rm -rf "$venv"
@@ -189,7 +189,8 @@ main() {
         stage 'packages' "install_packages_$lane"
         if [ "$lane" = gpu ]; then
             choose_toolkit
-            stage "Transformer Engine's torch part, compiled" install_transformer_engine
+            say "compiling Transformer Engine's torch part: minutes on many cores, longer on few"
+            stage "Transformer Engine's torch part" install_transformer_engine
         fi
         stage 'bytecode' compile_packages
         echo "$packages_key" >"$venv/packages.stamp"

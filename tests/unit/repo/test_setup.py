@@ -97,6 +97,9 @@ def test_the_extras_ask_for_what_is_pinned():
 
 def set_up(folder: Path, **variables) -> str:
     shutil.copytree(ROOT / "launch", folder / "launch")
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "csrc").mkdir()
     environment = os.environ | {"MCORE_RL_LANE": "gpu"} | variables
     command = ["bash", str(folder / "launch/setup_env.sh")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
