@@ -70,8 +70,10 @@ class BuildExtension(build_ext):
             objects = list(pool.map(lambda source: self.compile(source, nvcc), sources))
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        if nvcc:  # it knows where its libraries are; the runtime is linked in, so no GPU is needed
-            run([nvcc, "-shared", "-cudart", "static", *objects, "-o", target])
+        if nvcc:  # the runtime is linked in, so no GPU is needed
+            # It looks into lib64 by itself; a toolkit from Python packages has lib.
+            libraries = Path(nvcc).parents[1] / "lib"
+            run([nvcc, "-shared", "-cudart", "static", f"-L{libraries}", *objects, "-o", target])
         else:
             self.compiler.link_shared_object(
                 objects, target, libraries=["pthread"], target_lang="c++"
