@@ -15,6 +15,7 @@ locked=$(.venv/bin/python launch/uv.py pip compile --quiet --python-version 3.12
 {
     echo '# GPU lane: everything .venv holds, installed without resolving (--no-deps).'
     echo "# Written by: bash $folder/lock_gpu.sh"
-    echo "$locked"
+    # ===: not 2.13.0+cpu, which == takes too, where pip is configured to find it.
+    sed 's/^torch==/torch===/' <<<"$locked"
     sed -n 's/^# built last: //p' $folder/gpu.in
 } >$folder/gpu.txt

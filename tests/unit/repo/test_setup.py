@@ -3,6 +3,7 @@
 import doctest
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_a_folder_of_pips_file_is_searched_and_the_environment_goes_first(wheels
 def pins(lane: str) -> dict[str, str]:
     lines = (ROOT / f"launch/requirements/{lane}").read_text().splitlines()
     wanted = [line.partition(";")[0].strip() for line in lines if line and line[0] != "#"]
-    found = dict(line.split("==") for line in wanted)
+    found = dict(re.split("={2,3}", line) for line in wanted)
     return {name.partition("[")[0].lower().replace("_", "-"): v for name, v in found.items()}
 
 
