@@ -1,10 +1,11 @@
 """Builds mcore_rl. What it is and needs is in pyproject.toml; here stands what must be compiled.
 
 `mcore_rl._csrc`, from csrc/: C++ always, CUDA where nvcc 12.8 or newer is found (in $CUDA_HOME/bin
-where that is set, else on the PATH). A missing nvcc is no error; a failed compile is.
+where that is set, else on the PATH). A missing nvcc is no error but where it is asked for; a failed
+compile is.
 
-    MCORE_RL_CUDA=0|1   without CUDA, or an error without nvcc
-    MCORE_RL_LANE=cpu   without CUDA, unless MCORE_RL_CUDA says otherwise
+    MCORE_RL_CUDA=0|1       without CUDA, or an error without nvcc
+    MCORE_RL_LANE=cpu|gpu   the same, unless MCORE_RL_CUDA says otherwise
 """
 
 import os
@@ -22,7 +23,9 @@ SOURCES = sorted(str(path) for path in Path("csrc").rglob("*") if path.is_file()
 CPP_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-g0", "-fvisibility=hidden"]
 CPP_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-CUDA_FLAGS += ["-gencode", "arch=compute_90,code=sm_90"]
+# A100, L4 and L40S, H100 and H200, B200; what comes later compiles the last for itself.
+for arch in ("80", "89", "90"):
+    CUDA_FLAGS += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
 CUDA_FLAGS += ["-gencode", "arch=compute_100,code=[sm_100,compute_100]"]
 
 
@@ -31,14 +34,17 @@ def find_nvcc() -> str | None:
     wanted = os.environ.get("MCORE_RL_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"MCORE_RL_CUDA is {wanted!r}; allowed: 0, 1")
-    if wanted == "0" or (not wanted and os.environ.get("MCORE_RL_LANE") == "cpu"):
+    asks = "MCORE_RL_CUDA is 1"
+    if not wanted and (lane := os.environ.get("MCORE_RL_LANE")) in ("cpu", "gpu"):
+        wanted, asks = str(int(lane == "gpu")), f"MCORE_RL_LANE is {lane}"
+    if wanted == "0":
         print("mcore_rl._csrc: without CUDA, as asked for")
         return None
     home = os.environ.get("CUDA_HOME")
     found = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     if found is None and wanted:
         place = f"in {home}/bin" if home else "on the PATH"
-        raise SystemExit(f"MCORE_RL_CUDA is 1, but there is no nvcc {place}")
+        raise SystemExit(f"{asks}, but there is no nvcc {place}; needed: CUDA 12.8 or newer")
     print(f"mcore_rl._csrc: {f'CUDA with {found}' if found else 'without CUDA: nvcc not found'}")
     return found
 
@@ -64,8 +70,10 @@ class BuildExtension(build_ext):
             objects = list(pool.map(lambda source: self.compile(source, nvcc), sources))
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        if nvcc:  # it knows where its libraries are; the runtime is linked in, so no GPU is needed
-            run([nvcc, "-shared", "-cudart", "static", *objects, "-o", target])
+        if nvcc:  # the runtime is linked in, so no GPU is needed
+            # It looks into lib64 by itself; a toolkit from Python packages has lib.
+            libraries = Path(nvcc).parents[1] / "lib"
+            run([nvcc, "-shared", "-cudart", "static", f"-L{libraries}", *objects, "-o", target])
         else:
             self.compiler.link_shared_object(
                 objects, target, libraries=["pthread"], target_lang="c++"

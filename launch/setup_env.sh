@@ -4,6 +4,7 @@
 #
 #   MCORE_RL_LANE=cpu|gpu   the lane; without it, gpu where `nvidia-smi -L` works, else cpu
 #   PYTHON=...              the interpreter; without it, the first that fits among the usual names
+#   CUDA_HOME=...           gpu lane: a CUDA 13 toolkit; without it, that of the pinned packages
 #
 # Packages come from wherever pip is configured to look; uv, which pip installs first, fetches them. A
 # stamp is written only after a stage has succeeded, so an interrupted set-up is redone by the next.
@@ -48,14 +49,14 @@ choose_lane() {
 
 python_version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
 
-# The versions for which every pin of the lane has a wheel, the one it is tested on first.
+# The versions for which every pin has a wheel, the one that is tested first.
 choose_python() {
     local allowed name version
-    if [ "$lane" = gpu ]; then allowed='3.12'; else allowed='3.11 3.12 3.13'; fi
+    allowed='3.11 3.12 3.13'
     if [ -n "${PYTHON:-}" ]; then
         version=$(python_version "$PYTHON") || die "PYTHON is '$PYTHON', which does not run"
         [[ " $allowed " == *" ${version%.*} "* ]] ||
-            die "PYTHON is '$PYTHON', Python $version; the $lane lane allows: $allowed"
+            die "PYTHON is '$PYTHON', Python $version; allowed: $allowed"
         python=$PYTHON
         return
     fi
@@ -65,8 +66,30 @@ choose_python() {
         python=$name
         return
     done
-    die "no Python for the $lane lane (allowed: $allowed) among ${allowed//3./python3.} python3;" \
+    die "no Python that is allowed ($allowed) among ${allowed//3./python3.} python3;" \
         "install one, or set PYTHON to its path"
+}
+
+# What is compiled on the gpu lane, csrc and the torch part of Transformer Engine, needs nvcc of the
+# CUDA that torch is made with, and a C++20 compiler.
+check_toolkit() {
+    local nvcc=$CUDA_HOME/bin/nvcc version
+    [ -x "$nvcc" ] || die "CUDA_HOME is '$CUDA_HOME', which has no bin/nvcc; the gpu lane compiles" \
+        "with a CUDA 13 toolkit. Without CUDA_HOME it takes that of its packages"
+    version=$("$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+    [[ $version == 13.* ]] || die "CUDA_HOME is '$CUDA_HOME', whose nvcc is of CUDA" \
+        "${version:-of an unknown version}; the gpu lane compiles with CUDA 13, as torch is." \
+        "Without CUDA_HOME it takes the toolkit of its packages"
+    command -v "${CXX:-c++}" >/dev/null || die "the gpu lane compiles Transformer Engine's torch" \
+        "part, and there is no C++ compiler: neither CXX nor c++"
+    say "CUDA toolkit: nvcc $version in $CUDA_HOME"
+}
+
+# The toolkit of the packages, unless CUDA_HOME names another.
+choose_toolkit() {
+    [ -n "${CUDA_HOME:-}" ] || CUDA_HOME=$(echo "$PWD/$venv"/lib/python3*/site-packages/nvidia/cu13)
+    export CUDA_HOME
+    check_toolkit
 }
 
 # Copies, not links into uv's cache: who edits an installed file edits this environment only.
@@ -118,10 +141,19 @@ install_packages_cpu() {
     install --no-deps --requirement "$requirements"
 }
 
-# The first block of the file, up to the first empty line, is what the rest is compiled against.
-install_first_gpu() { sed '/^$/q' "$requirements" | install --requirement -; }
+install_torch_gpu() { install --no-deps "$(pinned setuptools)" "$(pinned torch)"; }
 
-install_packages_gpu() { install --requirement "$requirements"; }
+install_packages_gpu() {
+    grep -v '^transformer-engine-torch==' "$requirements" | install --no-deps --requirement -
+}
+
+# From its source, which is pinned, and not a wheel that its build would look for elsewhere, or one
+# that was compiled beside another torch; against the headers of the packages, which are of torch's
+# versions.
+install_transformer_engine() {
+    NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
+        install --no-deps --no-cache "$(pinned transformer-engine-torch)"
+}
 
 # Compiles csrc into mcore_rl/_csrc*.so; with CUDA on the gpu lane (setup.py).
 install_project() {
@@ -147,21 +179,24 @@ main() {
         find csrc -type f -print0 | sort -z | xargs -0 cat; } | sha256sum)
 
     if ! is_fresh packages "$packages_key" || ! [ -x "$venv/bin/python" ]; then
+        if [ "$lane" = gpu ] && [ -n "${CUDA_HOME:-}" ]; then check_toolkit; fi
         say "making $venv: $lane lane, $(command -v "$python") $(python_version "$python")"
         rm -f "$venv"/*.stamp # first, so that a half-removed folder is not taken for a whole one
         rm -rf "$venv"
         mkdir "$venv"
         stage 'virtual environment' make_venv
-        if [ "$lane" = cpu ]; then
-            stage 'torch' install_torch_cpu
-        else
-            stage 'torch' install_first_gpu
-        fi
+        stage 'torch' "install_torch_$lane"
         stage 'packages' "install_packages_$lane"
+        if [ "$lane" = gpu ]; then
+            choose_toolkit
+            say "compiling Transformer Engine's torch part: minutes on many cores, longer on few"
+            stage "Transformer Engine's torch part" install_transformer_engine
+        fi
         stage 'bytecode' compile_packages
         echo "$packages_key" >"$venv/packages.stamp"
     fi
     if ! is_fresh project "$project_key" || ! is_compiled; then
+        if [ "$lane" = gpu ]; then choose_toolkit; fi
         stage 'mcore-rl' install_project
         echo "$project_key" >"$venv/project.stamp"
     fi

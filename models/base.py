@@ -50,9 +50,9 @@ _FAMILIES: dict[str, Family] = {}
 # Architectures that users ask for and that the engine cannot express, each with the reason.
 _REFUSED = {
     "GptOssForCausalLM": "its attention sinks, alternating sliding windows and clamped SwiGLU with "
-    "biased experts are not in the CPU lane's modules",
-    "DeepseekV32ForCausalLM": "its sparse attention (an indexer that picks the keys) is not in the "
-    "CPU lane's modules",
+    "biased experts are not in the modules of engine/megatron/layers.py",
+    "DeepseekV32ForCausalLM": "its sparse attention (an indexer that picks the keys) is not in "
+    "engine/megatron/attention.py",
 }
 
 

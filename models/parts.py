@@ -88,7 +88,7 @@ def decoder_config(config: HFConfig) -> dict[str, Any]:
 def decoder_layers(config: Any, vp_stage: int | None) -> Any:
     """Megatron's layer spec of a decoder, dense or expert layers as the config says.
 
-    Transformer Engine's on both lanes: the CPU lane answers it with modules of its own.
+    Transformer Engine's in any case: without it engine/megatron/layers.py answers it.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

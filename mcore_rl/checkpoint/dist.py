@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import queue
 import shutil
 from collections.abc import Iterable, Mapping
@@ -55,9 +54,7 @@ def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
     # Nothing is saved behind the run's back, so results stay in this process. Megatron would start
     # one for their queue (filesystem_async.py:51): seconds, and it outlives a rank that is killed.
     filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(
-        state, str(aside), content_metadata=dict(CONTENT_METADATA), **_save_arguments()
-    )
+    dist_checkpointing.save(state, str(aside), content_metadata=dict(CONTENT_METADATA))
     dist.barrier()
     if dist.get_rank() == 0:
         write_stamp(aside, facts)
@@ -157,9 +154,3 @@ def _unsafe(asked: Iterable[Any], path: Path) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
-
-
-def _save_arguments() -> dict[str, Any]:
-    # 0.19.2 writes through a package of its own by default ("nvrx"); 0.16.1 has no such choice.
-    known = inspect.signature(dist_checkpointing.save).parameters
-    return {"async_strategy": "mcore"} if "async_strategy" in known else {}

@@ -38,7 +38,6 @@ def read_stamp(path: Path) -> dict[str, Any]:
     if not isinstance(stamp, dict) or not isinstance(stamp.get(_VERSION), str):
         raise ConfigError(f"{path / STAMP_FILE} does not say which megatron-core wrote it")
     installed = metadata.version("megatron-core")
-    # 0.19.2 reads what 0.16.1 wrote, and fails the other way round.
     if _version(stamp[_VERSION]) > _version(installed):
         raise ConfigError(
             f"{path} was written by megatron-core {stamp[_VERSION]}; {installed} is installed and "

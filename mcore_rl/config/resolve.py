@@ -8,6 +8,7 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
@@ -21,6 +22,9 @@ from mcore_rl.config.resolve_engine import (
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig, WeightSyncConfig
 
 DTYPES = ("float32", "bfloat16")
+DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
+# Largest and mean gap of log-probs between trainer and servers, in nats, where a run sets none.
+LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl", "disk")
 VERIFY = ("off", "sampled", "full")
@@ -32,7 +36,7 @@ MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no mor
 def resolve(config: RLConfig) -> None:
     """Check every setting that needs no file."""
     one_of("task.name", config.task.name, TASKS)
-    one_of("model.dtype", config.model.dtype, DTYPES)
+    one_of("model.dtype", config.model.dtype, (*DTYPES, "auto"))
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
     one_of("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
     one_of("weight_sync.verify", config.weight_sync.verify, VERIFY)
@@ -41,8 +45,9 @@ def resolve(config: RLConfig) -> None:
     at_least("trainer.num_steps", config.trainer.num_steps, 1)
     at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
-    positive("trainer.max_logprob_gap", config.trainer.max_logprob_gap)
-    positive("trainer.mean_logprob_gap", config.trainer.mean_logprob_gap)
+    for name in ("max_logprob_gap", "mean_logprob_gap"):
+        if (bound := getattr(config.trainer, name)) is not None:
+            positive(f"trainer.{name}", bound)
     positive("timeouts.start_s", config.timeouts.start_s)
     positive("timeouts.call_s", config.timeouts.call_s)
     positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
@@ -63,6 +68,8 @@ def resolve(config: RLConfig) -> None:
         )
     _resolve_rollout(config.rollout)
     _resolve_weight_sync(config)
+    if config.one_device:
+        _resolve_one_device(config)
     _resolve_algorithm(config.algorithm)
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
@@ -75,6 +82,26 @@ def resolve(config: RLConfig) -> None:
         resolve_layout("warm_start.layout", warm.layout)
         resolve_optimizer("warm_start.optimizer", warm.optimizer)
         resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
+
+
+def for_lane(config: RLConfig, device: str) -> RLConfig:
+    """The same settings with all decided that the lane decides; `device` is "cpu" or "cuda".
+
+    Raises:
+        ConfigError: the lane cannot do what is asked for.
+    """
+    if device == "cuda" and config.weight_sync.method == "colocated" and not config.one_device:
+        raise ConfigError(
+            "weight_sync.method='colocated': trainer and servers have GPUs of their own; allowed: "
+            "'disaggregated', 'full_export', or one_device=true with one rank each"
+        )
+    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
+    trainer, (largest, mean) = config.trainer, LOGPROB_GAPS[dtype]
+    if trainer.max_logprob_gap is None:
+        trainer = replace(trainer, max_logprob_gap=largest)
+    if trainer.mean_logprob_gap is None:
+        trainer = replace(trainer, mean_logprob_gap=mean)
+    return replace(config, model=replace(config.model, dtype=dtype), trainer=trainer)
 
 
 def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
@@ -96,6 +123,18 @@ def _resolve_files(config: RLConfig) -> None:
             )
         if not config.task.name and not value:
             raise ConfigError(f"{key}='' names nothing; it is needed when task.name is empty")
+
+
+def _resolve_one_device(config: RLConfig) -> None:
+    sizes = {
+        "actor.layout": config.actor.layout.world_size,
+        "rollout.num_servers * rollout.tp": config.rollout.num_servers * config.rollout.tp,
+    }
+    if config.warm_start.num_steps:
+        sizes["warm_start.layout"] = config.warm_start.layout.world_size
+    for key, num_ranks in sizes.items():
+        if num_ranks > 1:
+            raise ConfigError(f"one_device=true: {key} has {num_ranks} ranks; allowed: 1")
 
 
 def _resolve_weight_sync(config: RLConfig) -> None:

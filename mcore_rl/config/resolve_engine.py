@@ -18,6 +18,7 @@ DISPATCHERS = ("alltoall", "allgather")
 # Megatron's seq_aux_loss takes a whole pack for a sequence, which is aux_loss again.
 AUX_LOSSES = ("aux_loss", "global_aux_loss")
 ROUTER_REPLAYS = ("off", "record", "rollout")
+MODULES = ("auto", "te", "torch")
 GRANULARITIES = ("none", "selective", "full")
 _EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "mla_up_proj", *_EXPERT_MODULES)
@@ -46,6 +47,7 @@ def resolve_engine(key: str, config: EngineConfig) -> None:
     resolve_optimizer(f"{key}.optimizer", config.optimizer)
     for name in ("max_tokens_per_micro_batch", "logprob_chunk_bytes", "threads_per_rank"):
         at_least(f"{key}.{name}", getattr(config, name), 1)
+    one_of(f"{key}.modules", config.modules, MODULES)
     one_of(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
     one_of(f"{key}.moe.aux_loss", config.moe.aux_loss, AUX_LOSSES)
     one_of(f"{key}.moe.router_replay", config.moe.router_replay, ROUTER_REPLAYS)

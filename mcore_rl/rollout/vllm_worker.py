@@ -37,7 +37,9 @@ class ServerName(str):
     """A server as `<pid>-<random>`: its death ends its processes, its name is on their memory.
 
     It travels in vLLM's config, which each process that vLLM spawns unpickles first of all: that is
-    where the process is made ours, before it can hang or allocate anything.
+    where the process is made ours, before it can hang or allocate anything. It is the whole of
+    `additional_config`, which vLLM's key of compiled graphs asks for its hash (config/vllm.py:549):
+    servers of different names share what one of them compiled.
     """
 
     @classmethod
@@ -47,6 +49,9 @@ class ServerName(str):
     @property
     def pid(self) -> int:
         return int(self.partition("-")[0])
+
+    def compute_hash(self) -> str:
+        return "mcore_rl"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _enter_process, (str(self),)
@@ -67,10 +72,12 @@ def lane_arguments(
     arguments: dict[str, Any] = {
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
         "enforce_eager": eager,
-        "additional_config": {"mcore_rl_server": name},
+        "additional_config": name,
     }
     if not current_platform.is_cpu():
-        return arguments
+        # What a server takes is rollout.kv_cache_bytes and the model. This share of the GPU is only
+        # asked whether it is free (v1/worker/utils.py:716), which of a shared one it is not.
+        return arguments | {"gpu_memory_utilization": 0.01}
     # Scheduler and worker in one process: half the start-up and 8 times the speed of two.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tp == 1 else "1"
     # Else a process imports vLLM anew, for each architecture that is new to this machine

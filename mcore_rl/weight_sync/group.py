@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -21,7 +21,10 @@ from mcore_rl.reshard.transport import Group, GroupTransport, Transport
 from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.connection import StreamError
 
-c10d: Any = torch.distributed  # whose groups have no type stubs
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+c10d: Any = torch.distributed  # which says nothing of its groups' types
 
 
 class GroupEngine(CheckpointEngine):
@@ -73,9 +76,10 @@ def _joined(
 ) -> Group:
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
-        options = c10d.ProcessGroupNCCL.Options()
+        nccl: type[ProcessGroupNCCL] = c10d.ProcessGroupNCCL
+        options = nccl.Options()
         options._timeout = timeout
-        return c10d.ProcessGroupNCCL(store, rank, world_size, options)
+        return nccl(store, rank, world_size, options)
     settings = c10d.ProcessGroupGloo._Options()
     settings._devices = [c10d.ProcessGroupGloo.create_device(hostname=store.own_address)]
     settings._timeout = timeout

@@ -13,6 +13,20 @@ from typing import Any, Protocol
 
 import torch
 
+from mcore_rl.config.errors import ConfigError
+
+
+def check_allocator() -> None:
+    """Raises ConfigError for settings of torch with which no process maps another's GPU memory."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if "expandable_segments:true" in value.replace(" ", "").lower():
+            raise ConfigError(
+                f"{name}={value!r}: expandable segments cannot be shared with the servers, as "
+                "weight_sync.method='colocated' does; allowed: without expandable_segments, or "
+                "another weight_sync.method"
+            )
+
 
 class SharedBuckets(Protocol):
     """The trainer's end: it allocates, and says how the other process maps the same."""
@@ -97,6 +111,7 @@ class _CudaBuckets:
     """As torch.multiprocessing shares CUDA tensors (reductions.py), without its pickles."""
 
     def __init__(self, device: torch.device) -> None:
+        check_allocator()
         self.descriptors: list[int] = []
         self._device = device
         self._tensors: list[torch.Tensor] = []

@@ -187,9 +187,7 @@ def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
     ]
     assert len(found) == len(set(found))
     assert set(found) == boxes
-    # Megatron 0.19.2 keeps as an object what 0.16.1 writes to common.pt.
-    objects = {key for key in entries.keys() - tensors.keys() if not key.startswith("common_state")}
-    assert objects == print_.objects.keys()
+    assert entries.keys() - tensors.keys() == print_.objects.keys()
     assert all(saved.object(key) == data for key, data in print_.objects.items())
 
 

@@ -41,7 +41,7 @@ Traces = list[dict[str, torch.Tensor]]
 
 
 def spec(path: Path, layout: Layout) -> EngineSpec:
-    model = ModelConfig(path=str(path))
+    model = ModelConfig(path=str(path), dtype="float32")
     return EngineSpec(model, EngineConfig(layout=layout), seed=0)
 
 

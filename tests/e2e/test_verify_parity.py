@@ -140,7 +140,7 @@ def faulty(fault: Fault, good: Path, folder: Path) -> Path:
 
 
 def spec(path: Path, layout: Layout) -> EngineSpec:
-    model, engine = ModelConfig(path=str(path)), EngineConfig(layout=layout)
+    model, engine = ModelConfig(path=str(path), dtype="float32"), EngineConfig(layout=layout)
     return EngineSpec(model, engine, seed=0, num_top_log_probs=1)
 
 

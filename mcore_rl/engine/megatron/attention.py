@@ -1,4 +1,4 @@
-"""Core attention of the CPU lane: causal attention inside each sequence of a pack."""
+"""Core attention without Transformer Engine: causal attention inside each sequence of a pack."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class PackedAttention(MegatronModule):
             ("window_size", config.window_size, None),
         ):
             if value != supported:
-                raise ValueError(f"attention of the CPU lane: {name}={value}; only {supported}")
+                raise ValueError(
+                    f"attention without Transformer Engine: {name}={value}; only {supported}"
+                )
         self.mask_type = attn_mask_type
         self.scale = softmax_scale
         if softmax_scale is None:
@@ -89,9 +91,11 @@ class PackedAttention(MegatronModule):
             raise ValueError("PackedAttention needs packed (THD) sequences")
         mask_type = attn_mask_type or self.mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(f"attention of the CPU lane: mask {mask_type.name}; only causal")
+            raise ValueError(
+                f"attention without Transformer Engine: mask {mask_type.name}; only causal"
+            )
         if attention_bias is not None:
-            raise ValueError("attention of the CPU lane takes no bias")
+            raise ValueError("attention without Transformer Engine takes no bias")
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self.cp_group is None or self.cp_group.size() == 1:
             return self._attend_pack(query, key, value, lengths)
@@ -207,8 +211,8 @@ def _unpadded(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _rows_in_padded(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    position = torch.arange(max(lengths))
-    return (position < torch.as_tensor(lengths)[:, None]).flatten().nonzero()[:, 0].to(device)
+    is_filled = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
+    return torch.as_tensor(np.flatnonzero(is_filled)).to(device)
 
 
 def _chunk_mask(chunks: Sequence[int], index: int, device: torch.device) -> torch.Tensor:

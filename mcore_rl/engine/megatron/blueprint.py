@@ -1,7 +1,7 @@
 """Where each parameter of a model stands in a distributed checkpoint, asked of Megatron itself.
 
 The whole model is built as a single rank has it, on torch's meta device: full-size models take
-seconds, no memory and no GPU. Always with the CPU lane's modules, whose parameters are those of
+seconds, no memory and no GPU. Always with torch's modules, whose parameters are those of
 Transformer Engine's.
 """
 
@@ -18,7 +18,7 @@ import torch
 from mcore_rl.checkpoint.stored import Stored
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout
-from mcore_rl.engine.megatron import device, versions
+from mcore_rl.engine.megatron import device
 from mcore_rl.models.base import HFConfig, family_of
 from mcore_rl.models.heads import has_value_bias, has_value_head, model_config, model_weights
 from mcore_rl.parallel.stages import split_into_chunks
@@ -125,8 +125,8 @@ def _whole_model(config: HFConfig, padded_vocab: int) -> Any:
 
 
 def _named(weights: Iterable[Weight]) -> list[tuple[Weight, str]]:
-    """Each weight that a single rank has, with its parameter's name in this version of Megatron."""
-    return [(w, versions.parameter_name(w.local_name())) for w in weights if not w.replica]
+    """Each weight that a single rank has, with its parameter's name."""
+    return [(w, w.local_name()) for w in weights if not w.replica]
 
 
 def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]) -> None:

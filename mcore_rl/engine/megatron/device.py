@@ -1,4 +1,4 @@
-"""Which device Megatron runs on, and all that makes it run on a CPU.
+"""Which device Megatron runs on, with whose modules, and all that makes it run on a CPU.
 
 The CPU lane runs real Megatron-core over gloo. Megatron spells "cuda" in hundreds of places, so
 code here and there is written CUDA-style (`torch.cuda.current_device()`), and without a GPU
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import sys
@@ -22,12 +23,15 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.utils import _device
 
-from mcore_rl.engine.megatron import versions
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
 from mcore_rl.observability.garbage import long_lived
 
 _CPU = torch.device("cpu")
 _Gloo: Any = distributed_c10d.ProcessGroupGloo  # which has no type stubs
+MEGATRON_CORE = "0.16.1"  # the one version that the patches below, and the engine, were run on
 _cuda: torch.device | None = None  # what "cuda" means in the CPU lane; None: not that lane
+_modules = "torch"  # whose modules install() has put into Megatron's layers
 
 
 def device_name() -> str:
@@ -39,42 +43,97 @@ def collective_backend() -> str:
     return "nccl" if device_name() == "cuda" else "gloo"
 
 
+def chosen_modules(asked: str) -> str:
+    """Whose modules the layers are made of: "te", Transformer Engine's, or "torch", our own.
+
+    `asked` is EngineConfig.modules; "auto" takes Transformer Engine's on a GPU where it is
+    installed. Raises ConfigError where "te" is asked for and cannot be had.
+    """
+    has_gpu, names = device_name() == "cuda", ("transformer_engine", "transformer_engine_torch")
+    is_installed = all(importlib.util.find_spec(name) for name in names)
+    if asked == "te" and not (has_gpu and is_installed):
+        missing = "transformer-engine[pytorch], which is not installed" if has_gpu else "a GPU"
+        raise ConfigError(f"actor.modules='te' needs {missing}; allowed: 'auto', 'torch'")
+    return "te" if asked != "torch" and has_gpu and is_installed else "torch"
+
+
+def rank_environment(layout: Layout) -> dict[str, str]:
+    """Variables that the process of a training rank must be started with.
+
+    Megatron counts on kernels starting in the order in which they were sent, where tensor- or
+    context-parallel messages are under way beside them (tensor_parallel/layers.py:526). Before
+    Blackwell that takes a single queue to the GPU, and CUDA reads the variable once.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if device_name() == "cpu" or layout.tp == layout.cp == 1 or name in os.environ:
+        return {}
+    return {name: "1"} if torch.cuda.get_device_capability()[0] < 10 else {}
+
+
 def config_flags() -> dict[str, Any]:
-    """TransformerConfig arguments that differ between the lanes: kernels the CPU does not have."""
+    """TransformerConfig arguments that differ: kernels of CUDA, and those of Transformer Engine."""
     fused = device_name() == "cuda"
     return {
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": fused,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "apply_rope_fusion": fused,
+        "apply_rope_fusion": fused and _modules == "te",
         "persist_layer_norm": fused,
-        "moe_permute_fusion": fused,
+        "moe_permute_fusion": fused and _modules == "te",
         "use_cpu_initialization": False,
     }
 
 
-def install(num_threads: int, *, on_cpu: bool = False) -> None:
+def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) -> None:
     """Prepare this process for Megatron; without a GPU, put the CPU in CUDA's place.
 
-    `on_cpu` takes the CPU lane even where there is a GPU. The process then stays in that lane.
+    `modules` are EngineConfig's. `on_cpu` takes the CPU lane even where there is a GPU. The process
+    then stays in that lane. Raises ConfigError for a Megatron-core of another version, and for a
+    Transformer Engine that is wanted and not there or does not import.
     """
-    global _cuda
+    global _cuda, _modules
     torch.set_num_threads(num_threads)
     _quiet()
     if _cuda is not None:
         return
     if device_name() == "cuda" and not on_cpu:
-        versions.check_megatron_version()
+        _modules = chosen_modules(modules)
+        if _modules == "te":
+            _import_transformer_engine()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        _check_megatron()
+        if _modules == "torch":
+            _use_torch_modules()
         return
     _cuda = _CPU
     _patch_torch()
     _patch_torch_cuda()
     _replace(distributed_c10d, "ProcessGroupGloo", _SharedGloo)
     with long_lived():
-        versions.check_megatron_version()  # imports Megatron
+        _check_megatron()  # imports Megatron
+        chosen_modules(modules)
         _patch_megatron()
+        _use_torch_modules()
+
+
+def _import_transformer_engine() -> None:
+    """Megatron itself goes on without one that does not import, and fails much later."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"Transformer Engine is installed and does not import ({error}); make .venv again with "
+            "launch/setup_env.sh, or set actor.modules='torch'"
+        ) from error
+
+
+def _check_megatron() -> None:
+    from megatron.core import package_info
+
+    found = package_info.__version__
+    if found != MEGATRON_CORE:
+        raise ConfigError(f"megatron-core {found} is installed; supported: {MEGATRON_CORE}")
 
 
 @contextlib.contextmanager
@@ -216,15 +275,29 @@ class _SharedGloo(_Gloo):
         super().__init__(store, rank, size, options)
 
 
-def _patch_megatron() -> None:
+def _use_torch_modules() -> None:
+    """One layer spec in any case: Transformer Engine's, over modules with its parameter names."""
     from megatron.core.extensions import transformer_engine_spec_provider
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.tensor_parallel import mappings
-    from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import moe_utils
 
     from mcore_rl.engine.megatron import layers
+
+    _replace(transformer_engine_spec_provider, "TESpecProvider", layers.TorchSpecProvider)
+    gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
+    gpt_layer_specs.TENorm = layers.RMSNorm
+    gpt_layer_specs.HAVE_TE = True
+    # multi_latent_attention.py:408 and :453 ask by this name which projections are replicated.
+    _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
+    # moe_utils.py:1192 reads a name that a failed import (line 20) never bound.
+    moe_utils.te_general_gemm = None
+
+
+def _patch_megatron() -> None:
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     def get_state(
         device: Any = None, clone: bool = False, graph_safe: bool = False
@@ -237,20 +310,10 @@ def _patch_megatron() -> None:
     # tensor_parallel/random.py:235 and :250 reach for torch.cuda.default_generators
     _replace(parallel_random, "_get_cuda_rng_state", get_state)
     _replace(parallel_random, "_set_cuda_rng_state", set_state)
-    # moe_utils.py:1192 reads a name that its failed import (line 20) never bound.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     # moe_utils.py:1093 turns only CUDA tensors into the host lists that gloo needs, too.
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
     gather = _replace(mappings, "_gather_along_first_dim", None)
     mappings._gather_along_first_dim = _even_gather(gather)
-    # One layer spec for both lanes: Transformer Engine's, over modules with its parameter names.
-    _replace(transformer_engine_spec_provider, "TESpecProvider", layers.TorchSpecProvider)
-    gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
-    gpt_layer_specs.TENorm = layers.RMSNorm
-    gpt_layer_specs.HAVE_TE = True
-    # multi_latent_attention.py:408 and :453 ask by this name which projections are replicated.
-    _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -45,7 +45,7 @@ class MegatronEngine(BaseEngine):
     # Megatron is imported inside methods: device.install() must have run before its first import.
 
     def initialize(self) -> None:
-        device.install(self.spec.engine.threads_per_rank)
+        device.install(self.spec.engine.threads_per_rank, self.spec.engine.modules)
         from mcore_rl.engine.megatron import lora, model, optimizer, weights
         from mcore_rl.parallel.groups import initialize_groups
 

@@ -1,8 +1,8 @@
-"""The CPU lane's modules under Transformer Engine's parameter names.
+"""Plain torch modules under Transformer Engine's parameter names, for a machine without it.
 
 Megatron's Transformer Engine layer spec fuses norms into the linears that follow and keeps one
-weight an expert. These modules hold the same parameters under the same names in plain torch, so
-that weight rules and checkpoints are the same on both lanes.
+weight an expert. These modules hold the same parameters under the same names, so that weight rules
+and checkpoints are the same whatever a rank is made of, a CPU's or a GPU's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron.core.tensor_parallel.random import (
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
 )
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from mcore_rl.engine.megatron import versions
 from mcore_rl.engine.megatron.attention import PackedAttention
 
 
@@ -86,7 +86,7 @@ class ReplicatedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         if bias or parallel_mode != "duplicated":
-            raise ValueError("linears of the CPU lane without a split have no bias")
+            raise ValueError("linears without a split have no bias without Transformer Engine")
         shape = (output_size, input_size)
         data = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = torch.nn.Parameter(data)
@@ -138,7 +138,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         if bias:
-            raise ValueError("grouped linears of the CPU lane have no bias")
+            raise ValueError("grouped linears have no bias without Transformer Engine")
         self.num_gemms = num_gemms
         self._groups = pg_collection
         shape = [output_size, input_size]
@@ -210,18 +210,18 @@ class TorchSpecProvider(BackendSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type:
         return NormColumnParallelLinear
 
-    def layer_norm(
-        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
-    ) -> type:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return RMSNorm
 
     def core_attention(self) -> type:
         return PackedAttention
 
     def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> Any:
-        return versions.experts_spec(TEGroupedMLP, ColumnGroupedLinear, RowGroupedLinear)
+        return TEGroupedMLP, MLPSubmodules(
+            linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear
+        )
 
     def activation_func(self) -> None:
         return None

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.config.schema import EngineConfig
-from mcore_rl.engine.megatron import device, versions
+from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.moe import sequence_share, use_packed_routers
 from mcore_rl.engine.megatron.mtp import block_spec, states_with_predictions
 from mcore_rl.models.base import Family, HFConfig
@@ -87,7 +87,6 @@ def build_chunks(
             continue
         vp_stage = stage.vpp_rank if engine.layout.vpp > 1 else None
         layer_spec = use_packed_routers(family.layer_spec(config, vp_stage))
-        layer_spec = versions.use_plain_query(config, layer_spec)
         chunk = model_class(
             config=config,
             transformer_layer_spec=layer_spec,

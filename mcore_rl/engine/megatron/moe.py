@@ -19,8 +19,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from mcore_rl.engine.megatron import versions
-
 
 class ReplaySlot(RouterReplay):
     """Where a router finds the experts that it has to take, and leaves those that it took.
@@ -176,7 +174,7 @@ class PackedRouter(TopKRouter):
 def use_packed_routers(layer_spec: Any) -> Any:
     """The layer spec of a chunk (TransformerBlockSubmodules) with our router in its MoE layers."""
     for layer in layer_spec.layer_specs:
-        submodules = versions.mlp_submodules(layer)
+        submodules = getattr(layer.submodules.mlp, "submodules", None)
         if isinstance(submodules, MoESubmodules):
             submodules.router = PackedRouter
     return layer_spec

@@ -120,7 +120,7 @@ def _norm(module: torch.nn.Module, block: Any) -> tuple[torch.nn.Module, Any]:
 
 
 def _norm_inside(linear: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Transformer Engine's linear has its own epsilon, the CPU lane's takes the model's."""
+    """Transformer Engine's linear has its own epsilon, that of layers.py takes the model's."""
     eps = getattr(linear, "eps", linear.config.layernorm_epsilon)
     return F.rms_norm(inputs, inputs.shape[-1:], linear.layer_norm_weight, eps)
 

@@ -42,7 +42,6 @@ from mcore_rl.checkpoint.stored import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.engine.megatron import versions
 from mcore_rl.engine.megatron.shards import load_shards, shards_to_load, shards_to_save
 
 State = dict[str, Any]
@@ -189,8 +188,7 @@ def _load_moments(optimizer: ChainedOptimizer, state: State) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
     ]
-    with versions.groups_told_by_what_they_hold():
-        optimizer.load_state_dict(versions.with_empty_states(state))
+    optimizer.load_state_dict(state)
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.engine.megatron import versions
 from mcore_rl.parallel.mesh import Coordinate, Mesh
 from mcore_rl.parallel.stages import Chunk
 from mcore_rl.reshard.boxes import LogicalTensor
@@ -55,7 +54,7 @@ class WeightPlacement:
 def parameter_of(name: str) -> tuple[int, str]:
     """The chunk and the name inside it, from one that a plan uses ("chunk:name")."""
     chunk, _, inner = name.partition(":")
-    return int(chunk), versions.parameter_name(inner)
+    return int(chunk), inner
 
 
 def local_tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:

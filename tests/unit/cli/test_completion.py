@@ -23,7 +23,7 @@ from mcore_rl.config.schema import RLConfig
         ("mcore-rl conv", ["convert"]),
         ("mcore-rl nope ", []),
         ("mcore-rl rl see", ["seed="]),
-        ("mcore-rl rl recipe=", ["recipe=quickstart"]),
+        ("mcore-rl rl recipe=", ["recipe=quickstart", "recipe=quickstart_one_gpu"]),
         ("mcore-rl rl recipe=./", []),
         ("mcore-rl rl recipe=quickstart weight_sync.verify=f", ["weight_sync.verify=full"]),
         ("mcore-rl rl rollout.ep=", ["rollout.ep=true", "rollout.ep=false"]),

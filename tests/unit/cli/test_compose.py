@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import as_recipe, compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve
+from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
 
 
@@ -96,7 +96,7 @@ BAD_RECIPES = {
     "seed: 1\nseed: 2": "mine.yaml is not valid YAML in line 2, column 1: found duplicate key seed",
     "7": "mine.yaml cannot be read: it must hold settings",
     "recipe: mine.yaml": "mine.yaml: recipe: .*mine.yaml starts from this file itself",
-    "recipe: nope": "mine.yaml: recipe='nope'; allowed: quickstart, or the path",
+    "recipe: nope": "mine.yaml: recipe='nope'; allowed: quickstart, quickstart_one_gpu, or the path",
     "recipe: ./nope.yaml": "mine.yaml: recipe='./nope.yaml' does not exist",
     "recipe: [1]": r"mine.yaml: recipe=\[1\]; allowed: a name or a path",
     "output_dir: ${nope}": "mine.yaml: output_dir: Interpolation key 'nope' not found",
@@ -114,7 +114,10 @@ def test_what_is_wrong_in_a_recipe_is_told_with_its_file(tmp_path, text, message
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nope", "recipe='nope'; allowed: quickstart, or the path of a YAML file"),
+        (
+            "nope",
+            "recipe='nope'; allowed: quickstart, quickstart_one_gpu, or the path of a YAML file",
+        ),
         ("quickstrat", "did you mean quickstart"),
         ("mine", "did you mean mine.yaml"),
         ("./nope.yaml", "recipe='./nope.yaml' does not exist"),
@@ -150,3 +153,13 @@ def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path_factory, text,
 def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text):
     config = RLConfig(output_dir=text)
     assert compose_config(RLConfig, [recipe(tmp_path, as_recipe(config))]) == config
+
+
+def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_group():
+    config = compose_config(RLConfig, ["recipe=quickstart_one_gpu", "output_dir=/x"])
+    resolve(config)
+    found = for_lane(config, "cuda")
+    assert found.actor.layout == found.warm_start.layout == Layout()
+    assert found.model.dtype == "bfloat16" and found.task.name == "last_digit"
+    with pytest.raises(ConfigError, match=r"one_device=true"):
+        for_lane(compose_config(RLConfig, ["recipe=quickstart"]), "cuda")

@@ -61,7 +61,7 @@ def test_help_lists_every_setting_with_its_default_and_meaning(monkeypatch, caps
     assert (status, err) == (0, "")
     assert out.startswith("usage: mcore-rl rl [recipe=NAME|PATH] [key=value ...]")
     for part in (
-        "\n  quickstart  GRPO on a",
+        "\n  quickstart          GRPO on a",
         "--dry-run ",
         "recipe=mine.yaml",
         "rollout.top_p=1.0\n",
@@ -124,7 +124,7 @@ def test_the_printed_config_runs_again_as_a_recipe(monkeypatch, capsys, tmp_path
 
 def test_recipes_are_listed_with_their_first_comment(monkeypatch, capsys):
     _, out, _ = command(monkeypatch, capsys, "rl", "--list-recipes")
-    assert out.startswith("quickstart  GRPO on a 1.4 M-parameter Qwen3-MoE")
+    assert out.startswith("quickstart          GRPO on a 1.4 M-parameter Qwen3-MoE")
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import MAX_SEED, resolve, resolve_rollout_model
+from mcore_rl.config.resolve import MAX_SEED, for_lane, resolve, resolve_rollout_model
 from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
 
@@ -31,6 +31,32 @@ def config(**changes):
 
 def test_the_defaults_with_a_task_resolve():
     resolve(config())
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "dtype", "gaps"),
+    [
+        ("cpu", "auto", "float32", (0.5, 1e-4)),
+        ("cuda", "auto", "bfloat16", (2.0, 0.1)),
+        ("cuda", "float32", "float32", (0.5, 1e-4)),
+        ("cpu", "bfloat16", "bfloat16", (2.0, 0.1)),
+    ],
+)
+def test_the_lane_decides_the_dtype_and_the_dtype_the_gaps(device, asked, dtype, gaps):
+    given = config(model__dtype=asked, weight_sync__method="disaggregated")
+    found = for_lane(given, device)
+    bounds = found.trainer.max_logprob_gap, found.trainer.mean_logprob_gap
+    assert (found.model.dtype, bounds) == (dtype, gaps)
+    given.trainer.mean_logprob_gap = 0.5
+    expected = replace(found.trainer, mean_logprob_gap=0.5)
+    assert for_lane(given, device).trainer == expected
+
+
+def test_on_gpus_a_server_is_not_colocated_unless_all_share_one():
+    with pytest.raises(ConfigError, match=r"weight_sync.method='colocated': .* one_device=true"):
+        for_lane(config(), "cuda")
+    for_lane(config(), "cpu")
+    for_lane(config(one_device=True), "cuda")
 
 
 WSD = OptimizerConfig(schedule="wsd", warmup_steps=3, wsd_decay_steps=4)
@@ -62,6 +88,9 @@ BAD = [
     ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
     ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
     ({"task__worked_share": 1.5}, "task.worked_share=1.5; allowed: 0 to 1"),
+    ({"one_device": True, "actor__layout": Layout(dp=2)}, "one_device=true: actor.layout has 2 r"),
+    ({"one_device": True, "rollout__tp": 2, "weight_sync__method": "full_export"}, "one_device=tr"),
+    ({"actor__modules": "apex"}, "actor.modules='apex'; allowed: 'auto', 'te', 'torch'"),
     (
         {"rollout__cores": "0|1"},
         "rollout.cores='0|1' must list the cores of each of the",

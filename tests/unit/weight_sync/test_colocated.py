@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.buckets import Landing, Message, Part
 from mcore_rl.reshard.executor import Bucket, crc32_of
 from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
 from mcore_rl.weight_sync.connection import StreamError
-from mcore_rl.weight_sync.shared_memory import SharedBuckets, shared_buckets, site_of
+from mcore_rl.weight_sync.shared_memory import (
+    SharedBuckets,
+    check_allocator,
+    shared_buckets,
+    site_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -163,3 +169,12 @@ def test_a_connection_that_says_nothing_does_not_block_the_receiver(monkeypatch)
 def test_processes_of_a_host_share_a_site():
     assert site_of(CPU) == site_of(CPU)
     assert "network" in site_of(CPU)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_gpu_memory_that_no_other_process_can_map_is_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "expandable_segments:False,max_split_size_mb:64")
+    check_allocator()
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(ConfigError, match=f"^{name}='max_split.*expandable segments cannot be sh"):
+        shared_buckets(torch.device("cuda", 0))

@@ -1,0 +1,70 @@
+"""A model on a GPU without Transformer Engine, where there is neither: what test_device.py runs.
+
+torch's meta device stands for the GPU: a tensor of the host among its tensors is an error there.
+Nothing of the CPU lane is installed. Argument: a name of tiny_models.configs().
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled code would be for a GPU
+GPU = torch.device("meta")
+torch.cuda.is_available = lambda: True
+torch.cuda.set_device = lambda _: None
+torch.cuda.current_device = lambda: GPU
+torch.cuda.manual_seed = lambda _: None
+torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(GPU)
+
+from mcore_rl.engine.megatron import device  # noqa: E402
+
+factory = torch.empty
+device.install(1)
+assert device.device_name() == "cuda" and torch.empty is factory
+
+from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
+
+from mcore_rl.engine.megatron import layers  # noqa: E402
+from mcore_rl.engine.megatron.blueprint import _whole_model  # noqa: E402
+from mcore_rl.models.heads import model_config  # noqa: E402
+from mcore_rl.parallel.groups import groups_of_one  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "dist_cpu"))
+import tiny_models  # noqa: E402
+
+
+class Starts(np.ndarray):
+    """Starts of sequences, which are asked for as numbers of the host."""
+
+    def diff(self) -> "Starts":
+        return np.diff(self)
+
+
+def main(name: str) -> None:
+    assert gpt_layer_specs.TESpecProvider is layers.TorchSpecProvider
+    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # no generator is there
+    config = tiny_models.configs()[name].to_dict()
+    config["architectures"] = ["Qwen3ForCausalLM"]
+    starts = np.array([0, 5, 9, 21]).view(Starts)
+    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=12, max_seqlen_kv=12)
+    with groups_of_one():
+        model = _whole_model(model_config(config), config["vocab_size"]).train()
+        assert not device.config_flags()["apply_rope_fusion"]
+        ids = torch.zeros(1, 21, dtype=torch.long, device=GPU)
+        states = model(ids, ids, attention_mask=None, packed_seq_params=packed)
+        assert states.shape == (21, 1, config["hidden_size"]) and states.dtype == torch.bfloat16
+        states.float().sum().backward()
+    found = {parameter.device for parameter in model.parameters()}
+    found |= {p.grad.device for p in model.parameters() if p.grad is not None}
+    assert found == {GPU}
+    print("layers", sum(p.grad is not None for p in model.parameters()))
+
+
+main(sys.argv[1])

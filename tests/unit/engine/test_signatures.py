@@ -1,0 +1,128 @@
+"""What branches of the GPU lane call, against the source of the pinned packages.
+
+Transformer Engine cannot be imported here: what its release has stands in transformer_engine.json,
+written by tests/record_transformer_engine.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing.reductions
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import record_transformer_engine as recorded
+
+RECORD = json.loads(recorded.RECORD.read_text())
+MODULES = RECORD["modules"]
+FILES = {file: ast.parse(file.read_text()) for file in recorded.megatron_files()}
+EXTENSION = next(tree for file, tree in FILES.items() if file.match("extensions/transformer_e*.py"))
+# What Megatron-core asks for under `try`, or of older releases only, and does without.
+MISSING = {
+    "transformer_engine.pytorch.attention": {"_SplitAlongDim", "apply_rotary_pos_emb"},
+    "transformer_engine.pytorch.cpp_extensions": {"cast_to_fp8"},
+    "transformer_engine.pytorch.module.base": {"get_workspace"},
+}
+
+
+def test_the_record_is_of_the_pinned_release():
+    pins = (Path(__file__).parents[3] / "launch/requirements/gpu.txt").read_text()
+    assert re.search(r"^transformer-engine-cu13==(.*)$", pins, re.M)[1] == RECORD["version"]
+
+
+def test_all_that_megatron_imports_is_there():
+    wanted = set[tuple[str, str]]()
+    for tree in FILES.values():
+        wanted |= recorded.reached_for(tree)
+    missing: dict[str, set[str]] = {}
+    for module, name in wanted:
+        if name not in MODULES.get(module, {}):
+            missing.setdefault(module, set()).add(name)
+    assert missing == MISSING
+
+
+def keywords(call: ast.Call) -> set[str]:
+    return {keyword.arg for keyword in call.keywords if keyword.arg}
+
+
+def wrappers() -> list[tuple[str, str, ast.Call]]:
+    """(class of Megatron, class of Transformer Engine, the call of its __init__)."""
+    found = []
+    for node in ast.walk(EXTENSION):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        base = ast.unparse(node.bases[0]) if node.bases else ""
+        if base.startswith("te.pytorch.") and base.count(".") == 2:
+            found += [
+                (node.name, base.rpartition(".")[2], call)
+                for call in ast.walk(node)
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"
+            ]
+    return found
+
+
+@pytest.mark.parametrize(("wrapper", "base", "call"), wrappers(), ids=lambda value: str(value)[:40])
+def test_the_layers_of_megatron_hand_over_what_those_of_transformer_engine_take(
+    wrapper, base, call
+):
+    assert keywords(call) and keywords(call) <= set(MODULES["transformer_engine.pytorch"][base])
+
+
+def test_the_layers_that_this_engine_builds_are_among_them():
+    built = {"TELinear", "TELayerNormColumnParallelLinear", "TEDotProductAttention"}
+    assert built | {"TEGroupedLinear"} <= {wrapper for wrapper, _, _ in wrappers()}
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_norms_are_made_with_what_they_take(name):
+    takes = set(MODULES["transformer_engine.pytorch"][name])
+    calls = [
+        node
+        for node in ast.walk(EXTENSION)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"te.pytorch.{name}"
+    ]
+    assert calls and all(keywords(call) <= takes for call in calls)
+
+
+def rollout_imports() -> list[tuple[str, str]]:
+    folder = Path(__file__).parents[3] / "mcore_rl/rollout"
+    nodes = [node for file in folder.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    return [
+        (node.module, alias.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm"
+        for alias in node.names
+    ]
+
+
+def test_all_that_rollout_imports_of_vllm_is_there_on_both_lanes():
+    """Read and not imported: the pinned builds of both lanes have the same Python source."""
+    spec = importlib.util.find_spec("vllm")
+    source, wanted = recorded.Source(Path(spec.origin).parents[1]), rollout_imports()
+    assert len(wanted) > 15
+    for module, name in wanted:
+        source.find(module, name)
+    with pytest.raises(KeyError):  # of vLLM 0.26
+        source.find("vllm.model_executor.model_loader.reload.meta", "trainer_send_weights")
+
+
+def test_shared_gpu_memory_is_opened_as_torch_opens_it():
+    """Our handle has the fields that torch's own sharing hands to the same function, in order."""
+    from mcore_rl.weight_sync.shared_memory import _HANDLE
+
+    source = inspect.getsource(torch.multiprocessing.reductions.rebuild_cuda_tensor)
+    [call] = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_new_shared_cuda")
+    ]
+    given = tuple(ast.unparse(argument).removeprefix("storage_") for argument in call.args)
+    assert given == _HANDLE

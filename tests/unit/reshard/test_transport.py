@@ -1,0 +1,36 @@
+"""What a transport calls on a torch process group: NCCL's own arguments, on gloo's binding."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.reshard.transport import GroupTransport, ReshardError, Transfer
+
+
+class NamedNCCL(dist.ProcessGroupGloo):
+    """A bare group that answers as NCCL's does; its operations are bound by torch as NCCL's are."""
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def message() -> Transfer:
+    return Transfer(peer=0, data=torch.zeros(8, dtype=torch.uint8), bucket=3, is_send=True)
+
+
+def test_messages_of_a_bare_group_are_put_together_by_its_own_operations():
+    transport = GroupTransport(NamedNCCL(dist.HashStore(), 0, 1), timeout_s=5)
+    # Gloo knows the operation, and cannot do it.
+    with pytest.raises(ReshardError, match=r"bucket 3, 8 bytes: .* not implement startCoalescing"):
+        transport.start([message()])
+
+
+def test_messages_of_a_process_group_are_put_together_by_the_backend_of_their_device(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        monkeypatch.setattr(type(group), "name", lambda _: "nccl")
+        with pytest.raises(ReshardError, match="not implement startCoalescing"):
+            GroupTransport(group, timeout_s=5).start([message()])
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,41 @@
+"""What a server hands to vLLM, as vLLM's own config takes it."""
+
+import pickle
+from dataclasses import fields
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout import vllm_worker
+from mcore_rl.rollout.vllm_worker import ServerName, lane_arguments
+
+
+def config_of(name: ServerName) -> VllmConfig:
+    arguments = lane_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
+    return VllmConfig(additional_config=arguments["additional_config"])
+
+
+def test_servers_of_different_names_share_compiled_graphs(monkeypatch):
+    monkeypatch.setattr("os.environ", {})  # lane_arguments sets those of a process of its own
+    first, second = ServerName.new(), ServerName.new()
+    assert first != second
+    assert config_of(first).compute_hash() == config_of(second).compute_hash()
+    assert config_of(first).compute_hash() != VllmConfig().compute_hash()
+
+
+def test_the_name_travels_in_the_config(monkeypatch):
+    monkeypatch.setattr("os.environ", {})
+    name = ServerName.new()
+    copy = pickle.loads(pickle.dumps(config_of(name))).additional_config
+    assert isinstance(copy, ServerName) and copy == name and copy.pid == name.pid
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_the_arguments_of_a_lane_are_vllms(monkeypatch, is_cpu):
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: is_cpu)
+    given = lane_arguments(RolloutConfig(), ServerName.new(), max_model_tokens=64, eager=False)
+    assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
+    assert given["enforce_eager"] is is_cpu
