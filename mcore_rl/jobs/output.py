@@ -16,7 +16,6 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
 from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.plots import plot_reward_curve
 from mcore_rl.observability.sinks import MetricsSinks
 
 _STARTED = "config.json"  # the first thing that a run writes
@@ -101,6 +100,8 @@ class RunOutput:
 
     def finish(self, *, peak_memory_bytes: int, wall_s: float) -> None:
         """Write the picture and the summary, and print the table."""
+        from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
+
         before, after = self._results["accuracy_warm_start"], self._results["accuracy_grpo"]
         self._sinks.close()
         plot_reward_curve(
