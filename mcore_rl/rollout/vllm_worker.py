@@ -250,8 +250,9 @@ def _name_shared_memory(server: ServerName) -> None:
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
-def _die_with(server: ServerName) -> None:
-    """End this process when the server process is gone, however it went.
+@functools.cache  # a process may unpickle its config more than once
+def _die_with(server: ServerName, pid: int) -> None:
+    """End this process, `pid`, when the server process is gone, however it went.
 
     vLLM's engine process does not notice a server killed by SIGKILL and would live on: for minutes
     while it starts, for ever once it runs.
@@ -264,7 +265,7 @@ def _die_with(server: ServerName) -> None:
         remove_shared_memory(server)
         _remove_mapped_memory()
         _remove_rendezvous()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
     threading.Thread(target=watch, name="server-watchdog", daemon=True).start()
 
@@ -280,14 +281,17 @@ def _kill_importing_workers() -> None:
                 child.kill()
 
 
-@functools.cache  # a process may unpickle its config more than once
 def _enter_process(name: str) -> ServerName:
     server = ServerName(name)
-    if os.getpid() == server.pid:  # a copy inside the server itself
-        return server
-    _die_with(server)
+    if os.getpid() != server.pid:  # else a copy inside the server itself
+        _die_with(server, os.getpid())
+        _correct(server)
+    return server
+
+
+@functools.cache  # what an engine has corrected stands so in a worker that it forks
+def _correct(server: ServerName) -> None:
     leave_garbage_at_exit()
     if current_platform.is_cpu():
         _route_local_experts()
         _name_shared_memory(server)
-    return server
