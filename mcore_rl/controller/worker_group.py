@@ -128,6 +128,9 @@ class WorkerGroup:
             "WORLD_SIZE": str(self.mesh.world_size),
             "LOCAL_RANK": "0",  # Ray shows a rank its own device only
             "OMP_NUM_THREADS": str(threads),
+            # Threads of a rank that wait for each other do not spin: where anything else runs on
+            # the cores, spinning takes several times what is computed.
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
         host = ray.remote(RankHost)
         for rank in range(self.mesh.world_size):

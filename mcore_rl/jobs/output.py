@@ -19,7 +19,6 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
 from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.plots import plot_reward_curve
 from mcore_rl.observability.sinks import MetricsSinks
 from mcore_rl.observability.versions import versions
 
@@ -180,6 +179,8 @@ class RunOutput:
             ) from error
 
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
+        from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
+
         before, after = self._results["accuracy_warm_start"], self._results["accuracy_grpo"]
         self._sinks.close()
         plot_reward_curve(

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -88,7 +89,7 @@ class VLLMServer:
         return self._version
 
     async def start(self) -> None:
-        """Load the checkpoint; blocks the event loop until the engine runs (seconds to minutes).
+        """Load the checkpoint; returns when the engine runs (seconds to minutes).
 
         Raises ConfigError when the model's attention heads do not suit the lane, RuntimeError when
         the engine does not start: why, its processes have told this one's stderr.
@@ -100,7 +101,7 @@ class VLLMServer:
 
             from mcore_rl.rollout import vllm_worker
 
-        self._name = vllm_worker.ServerName.new()
+        self._name = name = vllm_worker.ServerName.new()
         arguments = AsyncEngineArgs(
             model=self._model_path,
             dtype=self._dtype,
@@ -115,21 +116,25 @@ class VLLMServer:
             enable_prefix_caching=True,
             generation_config="vllm",  # sampling comes from our config alone
             logprobs_mode="processed_logprobs",  # those of the distribution sampled from
-            disable_log_stats=True,
             **self._timeouts(),
             use_tqdm_on_load=False,
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
-            **vllm_worker.lane_arguments(
-                self._config, self._name, self._max_model_tokens, self._eager
-            ),
+            **vllm_worker.lane_arguments(self._config, name, self._max_model_tokens, self._eager),
         )
-        vllm_worker.check_heads(arguments.create_model_config())
+        config = arguments.create_engine_config()
+        vllm_worker.check_heads(config.model_config)
         # Workers that crash leave their memory behind, and nobody may come to close the server.
-        atexit.register(vllm_worker.remove_shared_memory, self._name)
-        try:
-            self._engine = AsyncLLM.from_engine_args(arguments)
-        except RuntimeError as error:
-            raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
+        atexit.register(vllm_worker.remove_shared_memory, name)
+
+        def launch() -> AsyncLLM:
+            with vllm_worker.owned_processes(name):
+                return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+        with ThreadPoolExecutor(1, "vllm-start") as fresh:
+            try:
+                self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)
+            except RuntimeError as error:
+                raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
         self._refusal = ""
         self._admitting.set()
 

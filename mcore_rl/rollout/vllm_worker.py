@@ -1,7 +1,8 @@
 """Settings of a lane, corrections of vLLM, the watchdog: how processes of vLLM become ours.
 
 The server process takes its settings from here. Engine and worker processes enter through
-`ServerName` as they start; workers get `WorkerExtension` (vLLM's `worker_extension_cls`) besides.
+`ServerName` as they are spawned, or through `owned_processes` as they are forked; workers get
+`WorkerExtension` (vLLM's `worker_extension_cls`) besides.
 Upstream lines are those of vLLM 0.32.
 """
 
@@ -15,14 +16,17 @@ import select
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
+from vllm.utils import system_utils
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
@@ -31,6 +35,8 @@ from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import interface_of
 from mcore_rl.rollout.vllm_trace import TraceTaker
 from mcore_rl.rollout.vllm_weights import WeightReceiver
+
+START_METHOD = {"cpu": "fork", "cuda": "spawn"}  # of engine and worker processes
 
 
 class ServerName(str):
@@ -57,6 +63,38 @@ class ServerName(str):
         return _enter_process, (str(self),)
 
 
+class _Fork:
+    """While it lives, multiprocessing has each process that it forks enter through it."""
+
+    def __init__(self, server: ServerName) -> None:
+        self._server = server
+        register_after_fork(self, _Fork.enter)
+
+    def enter(self) -> None:
+        _enter_process(str(self._server))
+        _take_place()
+
+
+@contextlib.contextmanager
+def owned_processes(server: ServerName) -> Iterator[None]:
+    """Inside, vLLM forks its processes on the CPU lane, and each becomes ours before all else.
+
+    A forked process need not import vLLM, which takes longer than all else that it does. CUDA must
+    not be forked: on the GPU lane processes are spawned. Enter in a thread that has not computed: a
+    process forked by one that has, in parallel, hangs when it does so too, for libgomp keeps the
+    names of helpers that a fork does not copy.
+    """
+    # vLLM itself spawns on the CPU (platforms/cpu.py:413), and in an actor of Ray, that its
+    # processes may find Ray (utils/system_utils.py:130): ours have no business there.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = START_METHOD[current_platform.device_type]
+    system_utils.is_in_ray_actor = lambda: False
+    fork = _Fork(server)  # multiprocessing holds no reference of its own
+    try:
+        yield
+    finally:
+        del fork
+
+
 def lane_arguments(
     config: RolloutConfig, name: ServerName, max_model_tokens: int, eager: bool
 ) -> dict[str, Any]:
@@ -65,7 +103,6 @@ def lane_arguments(
     Also sets the environment that engine and worker processes inherit; it stays, for a server owns
     its process.
     """
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a forked process would unpickle no name
     # Workers are on this machine and meet in a file (v1/executor/multiproc_executor.py:143), but
     # their gloo groups would listen where the host name points (distributed/parallel_state.py:509).
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1"))
@@ -96,6 +133,9 @@ def lane_arguments(
         # On a CPU with AMX, MLA would run on kernels for bfloat16 and for sizes that 32 divides
         # (platforms/cpu.py:156); other attention has a single backend there, whatever is asked.
         "attention_backend": "CPU_MLA",
+        # Of tokens that prompts share only whole blocks are computed once. vLLM's own 128 tokens
+        # are more than many a prompt has; latent attention has 16, whatever is asked.
+        "block_size": 32,
         # A seeded request whose prompt is cut in chunks rewinds its generator, which one on the CPU
         # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
         "enable_chunked_prefill": False,
@@ -133,6 +173,19 @@ def _cores_shared_out(num_workers: int) -> str:
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[worker::num_workers] or cores for worker in range(num_workers)]
     return "|".join(",".join(map(str, share)) for share in shares)
+
+
+def _take_place() -> None:
+    """Runs on the cores that vLLM names in OMP_PLACES as it starts a worker, on a thread each.
+
+    (utils/ompmultiprocessing.py:81.) A spawned worker reads that as it loads OpenMP, a forked one
+    has loaded it.
+    """
+    place = os.environ.get("OMP_PLACES", "")
+    if place.startswith("{"):
+        cores = [int(core) for core in place.strip("{}").split(",")]
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
 
 
 def remove_shared_memory(server: ServerName) -> None:
@@ -209,8 +262,9 @@ def _name_shared_memory(server: ServerName) -> None:
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
-def _die_with(server: ServerName) -> None:
-    """End this process when the server process is gone, however it went.
+@functools.cache  # a process may unpickle its config more than once
+def _die_with(server: ServerName, pid: int) -> None:
+    """End this process, `pid`, when the server process is gone, however it went.
 
     vLLM's engine process does not notice a server killed by SIGKILL and would live on: for minutes
     while it starts, for ever once it runs.
@@ -223,7 +277,7 @@ def _die_with(server: ServerName) -> None:
         remove_shared_memory(server)
         _remove_mapped_memory()
         _remove_rendezvous()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
     threading.Thread(target=watch, name="server-watchdog", daemon=True).start()
 
@@ -239,15 +293,18 @@ def _kill_importing_workers() -> None:
                 child.kill()
 
 
-@functools.cache  # a process may unpickle its config more than once
 def _enter_process(name: str) -> ServerName:
     server = ServerName(name)
-    if os.getpid() == server.pid:  # a copy inside the server itself
-        return server
-    _die_with(server)
-    answer_signals()
+    if os.getpid() != server.pid:  # else a copy inside the server itself
+        _die_with(server, os.getpid())
+        answer_signals()
+        _correct(server)
+    return server
+
+
+@functools.cache  # what an engine has corrected stands so in a worker that it forks
+def _correct(server: ServerName) -> None:
     leave_garbage_at_exit()
     if current_platform.is_cpu():
         _route_local_experts()
         _name_shared_memory(server)
-    return server

@@ -1,6 +1,8 @@
 """A program: a vLLM server with two expert-parallel workers, told to go through what follows.
 
-    python parallel_server.py OLD NEW FOLDER
+    python parallel_server.py OLD NEW FOLDER [METHOD]
+
+METHOD is "fork" or, as on the GPU lane, "spawn": how its processes are started.
 
 It writes what it gives as lines of JSON: first its scores under the weights of checkpoint OLD, with
 a trace as FOLDER/trace.safetensors; then those of NEW as a stream; then as shards of two training
@@ -85,4 +87,8 @@ async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) 
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*map(Path, sys.argv[1:])))
+    if sys.argv[4:]:
+        from mcore_rl.rollout import vllm_worker
+
+        vllm_worker.START_METHOD["cpu"] = sys.argv[4]
+    asyncio.run(main(*map(Path, sys.argv[1:4])))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -153,6 +154,19 @@ def test_a_batch_is_stored_once_a_dp_rank(group: WorkerGroup, monkeypatch: pytes
     monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
     assert len(group.double(jagged_batch([3, 2, 1]))) == 3
     assert [len(batch) for batch in stored] == [1, 2]
+
+
+def test_a_session_starts_no_process_that_serves_nobody(group: WorkerGroup):
+    family = [*psutil.Process().children(recursive=True)]
+    lines = [" ".join(process.cmdline()) for process in family]
+    assert any("raylet" in line for line in lines)
+    idle = ("monitor.py", "dashboard.py", "log_monitor")
+    assert [line for line in lines if any(name in line for name in idle)] == []
+
+
+def test_threads_of_a_rank_that_wait_do_not_spin(group: WorkerGroup):
+    ranks = [psutil.Process(birth.pid) for birth in group.births.values()]
+    assert {rank.environ()["OMP_WAIT_POLICY"] for rank in ranks} == {"PASSIVE"}
 
 
 def test_a_call_can_be_left_pending(group: WorkerGroup):

@@ -46,9 +46,9 @@ def paths(models, tmp_path_factory) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _started(paths: list[Path], folder: Path) -> Iterator[subprocess.Popen[str]]:
+def _started(paths: list[Path], folder: Path, *how: str) -> Iterator[subprocess.Popen[str]]:
     """The program as the leader of a session of its own; killed at the end."""
-    command = [sys.executable, parallel_server.__file__, *map(str, paths), str(folder)]
+    command = [sys.executable, parallel_server.__file__, *map(str, paths), str(folder), *how]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with process:
         try:
@@ -57,13 +57,16 @@ def _started(paths: list[Path], folder: Path) -> Iterator[subprocess.Popen[str]]
             process.send_signal(signal.SIGKILL)
 
 
-def _num_workers(family: list[psutil.Process]) -> int:
-    """Children of the engine process: what a process forks looks like itself until it runs."""
+def _num_workers(family: list[psutil.Process], method: str) -> int:
+    """Children of the engine process; one that is spawned looks like it until it runs."""
     engines = {process.pid for process in family if "EngineCore" in command_line(process)}
     found = 0
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += "spawn_main" in command_line(process) and process.ppid() in engines
+            is_spawned = "spawn_main" in command_line(process)
+            is_tracker = "resource_tracker" in command_line(process)
+            is_worker = is_spawned if method == "spawn" else not (is_spawned or is_tracker)
+            found += is_worker and process.ppid() in engines
     return found
 
 
@@ -96,7 +99,7 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
     # gloo's of both workers, among themselves and with trainers, and NIXL's.
     assert len(ports) >= 6
     assert {address for address, _ in ports} == {"127.0.0.1"}
-    kinds = (f"mcore_rl_{process.pid}-", "psm_", "sem.mp-")
+    kinds = (f"mcore_rl_{process.pid}-", "psm_")  # semaphores of forked processes have no name
     assert all(any(f.name.startswith(kind) for f in memory) for kind in kinds)
     _check_session_gone(process.pid, memory)
 
@@ -126,13 +129,14 @@ def _check_completions(found: list[Completion], model: Any) -> None:
         assert other.log_probs == pytest.approx(streamed.log_probs, abs=2e-6)
 
 
-def test_killed_while_it_starts_it_takes_its_processes_along(paths, tmp_path):
-    with _started(paths, tmp_path) as process:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_killed_while_it_starts_it_takes_its_processes_along(paths, tmp_path, method):
+    with _started(paths, tmp_path, method) as process:
         workers = 0
         while workers < 2 and process.poll() is None:
-            time.sleep(0.05)
-            workers = _num_workers(session(process.pid))
+            time.sleep(0.01)
+            workers = _num_workers(session(process.pid), method)
         process.send_signal(signal.SIGKILL)
-    # They import vLLM now, for longer than this, and know of no server before they have.
+    # Spawned, they import vLLM now, for longer than this, and know of no server before they have.
     assert workers == 2
     _check_session_gone(process.pid, set(), within_s=8)

@@ -1,6 +1,6 @@
 """How fast the kernels of csrc are, next to what a GPU or torch does in the same run.
 
-    python tests/benchmarks/kernels.py [--device cpu|cuda] [--megabytes N] [--tokens N] [--vocab N]
+    python benchmarks/kernels.py [--device cpu|cuda] [--megabytes N] [--tokens N] [--vocab N]
 
 Prints JSON; of every case the seconds of both sides (the quickest of runs that take turns), and:
 

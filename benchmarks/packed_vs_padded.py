@@ -1,6 +1,6 @@
 """How much faster the engine trains on packed sequences than on padded ones.
 
-    python tests/benchmarks/packed_vs_padded.py
+    python benchmarks/packed_vs_padded.py
 
 One real engine, one rank, forward and backward passes of the same samples: laid end to end, as the
 engine does it, and each extended to the longest of its micro-batch, as a framework that pads does.

@@ -1,6 +1,6 @@
 """How fast a conversion is beside copying the same files, and how much memory it takes.
 
-    python tests/benchmarks/conversion.py [--gigabytes 2] [--rounds 3]
+    python benchmarks/conversion.py [--gigabytes 2] [--rounds 3]
 
 A synthetic checkpoint in bfloat16 is copied (shutil.copytree), converted to Megatron's format and
 back, with one worker and with two. What is read is in the page cache, and the memory for what is
