@@ -11,6 +11,7 @@ from unittest import mock
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.observability.versions import versions
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -20,6 +21,7 @@ def main(settings: dict[str, Any]) -> None:
         "seed": settings["seed"],
         "task.name": "''",
         "warm_start.num_steps": 0,
+        "warm_start.train_file": "''",
         "model.path": settings["checkpoint"],
         "data.train_file": settings["data"],
         "data.test_file": settings["test_data"],
@@ -34,7 +36,7 @@ def main(settings: dict[str, Any]) -> None:
         "actor.threads_per_rank": settings["threads"],
     }
     overrides = [f"{key}={value}" for key, value in fixed.items()]
-    config = compose_config("rl", RLConfig, [*overrides, *settings["overrides"]])
+    config = compose_config(RLConfig, [*overrides, *settings["overrides"]])
     from mcore_rl.jobs import output, rl
 
     progress = output.RunOutput.progress
@@ -42,7 +44,7 @@ def main(settings: dict[str, Any]) -> None:
     @contextlib.contextmanager
     def by_turns(self: output.RunOutput, *args: Any) -> Iterator[Any]:
         with progress(self, *args) as report:
-            _tell({"versions": output.versions()})
+            _tell({"versions": versions()})
 
             def report_and_wait(step: int, metrics: dict[str, float]) -> None:
                 report(step, metrics)
