@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl bench", description="Measurements on this machine.")
-    what = parser.add_subparsers(dest="what", required=True, metavar="reshard", parser_class=Parser)
+    what = parser.add_subparsers(dest="command", required=True, metavar="reshard")
     add = what.add_parser("reshard", description=_ABOUT).add_argument
     add("--train", default="tp=2,pp=2,ep=2", metavar="tp=2,ep=2", help=AXES)
     add("--generate", default="tp=4,ep=4", metavar="tp=4", help=SERVED_AXES)

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl plan", description="What something would cost.")
-    what = parser.add_subparsers(dest="what", required=True, metavar="reshard", parser_class=Parser)
+    what = parser.add_subparsers(dest="command", required=True, metavar="reshard")
     add = what.add_parser("reshard", description=_ABOUT).add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder, or a config.json")
     add("--mode", default="colocated", help="colocated (the default) or disaggregated")

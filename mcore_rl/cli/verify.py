@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl verify", description="Proof that the engines agree.")
-    what = parser.add_subparsers(dest="what", required=True, metavar="parity", parser_class=Parser)
+    what = parser.add_subparsers(dest="command", required=True, metavar="parity")
     parity = what.add_parser(
         "parity", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -58,7 +58,7 @@ def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ra
     from mcore_rl.jobs import rl
 
     config = RLConfig()
-    config.model.path = str(path)
+    config.model.path, config.model.dtype = str(path), "float32"
     config.rollout.temperature = temperature
     config.warm_start.num_steps, config.warm_start.batch_size = 2, len(batch)
     losses: list[float] = []
@@ -74,7 +74,7 @@ def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ra
 
 
 @contextmanager
-def _group_of_one(worker: type, args: tuple[Any, ...], *_: Any) -> Iterator[Any]:
+def _group_of_one(config: RLConfig, worker: type, args: tuple[Any, ...], *_: Any) -> Iterator[Any]:
     """In place of rl._group: the worker, which hands its results out as a group does."""
     made = worker(*args)
     ranks._STARTED.append(made._engine)

@@ -186,7 +186,7 @@ BAD: dict[str, tuple[Callable[[Place], object], str, list[str]]] = {
     "ep that does not fit": (
         lambda at: None,
         TO_MCORE.replace("ep=2", "ep=16"),
-        ["ep", "must divide the world size"],
+        ["--layout.ep=16 does not divide"],
     ),
     "pp that does not divide": (
         lambda at: None,

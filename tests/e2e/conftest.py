@@ -121,8 +121,9 @@ class Job:
 
 
 def _heed_interrupts() -> None:
-    """What a shell starts in the background ignores SIGINT, and so do its children."""
+    """What a shell starts in the background, or under nohup, ignores them, and so its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _marker(process: psutil.Process) -> str:

@@ -170,7 +170,7 @@ BAD_SETTINGS = {
         ["algorithm.loss_aggregation='sum_of_squares'", "token_mean"],
     ),
     "kl": ({"algorithm.kl_estimator": "k9"}, ["algorithm.kl_estimator='k9'", "k3"]),
-    "model folder": ({"model.path": "nowhere"}, ["model.path='nowhere'", "config.json"]),
+    "model folder": ({"model.path": "nowhere"}, ["model.path='nowhere' does not exist"]),
     "train file": ({"data.train_file": "no.parquet"}, ["data.train_file='no.parquet'", "parquet"]),
     "test file": ({"data.test_file": "no.parquet"}, ["data.test_file='no.parquet'", "parquet"]),
     "warm-start file": (
@@ -336,13 +336,13 @@ def test_a_folder_that_another_run_has_is_refused(place, capfd, monkeypatch):
 
 def test_a_cluster_that_does_not_answer_is_refused_and_leaves_no_folder(place, capfd, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    line = refusal(place, capfd, monkeypatch, DEFAULTS)
+    line = refusal(place, capfd, monkeypatch, DEFAULTS | {"trainer.prompts_per_step": "4"})
     assert "RAY_ADDRESS is '127.0.0.1:1', where no Ray cluster answers" in line
 
 
 def test_the_weights_of_a_run_take_as_much_room_as_those_it_starts_from(place):
     tensors = load_file(place.folder / "model" / "model.safetensors").values()
-    config = RLConfig(model=ModelConfig(path="model"))
+    config = RLConfig(model=ModelConfig(path="model", dtype="float32"))
     assert weight_bytes(config) == sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -354,7 +354,7 @@ def test_a_disk_without_room_for_the_weights_is_refused(place: Place):
     settings = DEFAULTS | WARM_START | {"output_dir": "disk/out"}
     job = [command, "rl", *(f"{key}={value}" for key, value in settings.items())]
     done = subprocess.run(on_small_disk(disk, "10m", job), capture_output=True, text=True)
-    needed = 2 * weight_bytes(RLConfig(model=ModelConfig(path="model")))
+    needed = 2 * weight_bytes(RLConfig(model=ModelConfig(path="model", dtype="float32")))
     assert needed > 10 << 20
     assert done.returncode == 2, done.stderr
     assert "output_dir='disk/out' has 10.5 MB left; needed are " in done.stderr

@@ -18,7 +18,13 @@ from tests.e2e.test_kill import TRAINING, is_training
 
 def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_and_data):
     """Of two ranks, the one that does not write among them."""
-    settings = (*TRAINING, "actor.layout.tp=2", "actor.layout.ep=2", "trainer.num_steps=2")
+    settings = (
+        *TRAINING,
+        "actor.layout.tp=2",
+        "actor.layout.ep=2",
+        "trainer.num_steps=2",
+        "actor.optimizer.warmup_steps=0",
+    )
     job = start_job(*own_model_and_data, *settings, disk="24m")
     inside = Path(f"/proc/{job.process.pid}/root{job.output}")
     job.wait_until(lambda: is_training(job, inside), "the first step")
@@ -62,7 +68,7 @@ JOINS = """
 import sys
 from pathlib import Path
 import ray
-from mcore_rl.config.schema import Layout
+from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import register
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -80,7 +86,9 @@ if __name__ == "__main__":
         for name, log_dir in (("here", sys.argv[1]), ("nowhere", "/nowhere")):
             with (
                 ResourcePool(1, {"CPU": 0.5}, log_dir=Path(log_dir)) as pool,
-                WorkerGroup(Worker, layout=Layout(), pool=pool, name=name) as group,
+                WorkerGroup(
+                    Worker, layout=Layout(), pool=pool, timeouts=TimeoutsConfig(), name=name
+                ) as group,
             ):
                 group.say(f"a word from {name}")
         print("ready", flush=True)

@@ -21,6 +21,7 @@ DISAGGREGATED = (
     *STEPS, "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1",
     "actor.layout.dp=2", "actor.layout.ep=2",
     "weight_sync.method=disaggregated", "algorithm.kl_coef=0.001",
+    "algorithm.drop_uniform_groups=false",
 )  # fmt: skip
 
 

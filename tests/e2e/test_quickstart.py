@@ -16,7 +16,7 @@ from tests import attacks
 from tests.e2e.processes import listeners
 from tests.nightly import nightly
 
-WARM_STEPS, RL_STEPS, TESTS = 200, 3, 256
+WARM_STEPS, RL_STEPS, TESTS = 200, 4, 256
 EACH = ["run", nightly("shuffled")]
 
 

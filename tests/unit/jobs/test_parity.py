@@ -184,7 +184,7 @@ def test_prompts_of_a_file_are_tokenised(model, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (None, r"prompts.txt cannot be read"),
+        (None, r"prompts.txt' does not exist"),
         ("\n \n", r"holds no prompt"),
         ('{"prompt_ids": [1, 2]}\nnot json', r"line 2 is not valid JSON"),
         ('{"prompt_ids": [1, 2]}\n[3]', r"line 2 needs an object with one of"),

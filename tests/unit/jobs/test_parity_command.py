@@ -29,10 +29,10 @@ def status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: parity"),
-        (["pairity"], "invalid choice: 'pairity'"),
+        (["pairity"], "unknown command 'pairity'; did you mean parity?"),
         (["parity", "--layout", "tp=1", "--against", "hf"], "required: --model"),
         (["parity", *GOOD, "--tolerance", "small"], "invalid float value: 'small'"),
-        (["parity", *GOOD, "--shards", "3"], "unrecognized arguments: --shards 3"),
+        (["parity", *GOOD, "--shards", "3"], "unknown option '--shards'; allowed: "),
         (["parity", *GOOD, "--layout", "tp=2,xp=3"], "--layout=tp=2,xp=3: 'xp' is unknown"),
         (["parity", *GOOD, "--layout", "tp=two"], "--layout=tp=two: 'tp=two'"),
         (["parity", *GOOD], "--model='here' does not exist"),

@@ -33,5 +33,7 @@ def test_a_model_in_float8_is_refused_with_the_way_out(tmp_path: Path, is_named,
         r"is quantised, .* mcore-rl convert hf-to-mcore, then mcore-rl convert mcore-to-hf "
         "--dtype bfloat16"
     )
-    with pytest.raises(ConfigError, match=message if is_named or is_there else "has no 'vocab"):
+    with pytest.raises(
+        ConfigError, match=message if is_named or is_there else "has no 'hidden_size'"
+    ):
         check_inputs(RLConfig(model=ModelConfig(path=str(tmp_path))))

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.rewards.base import Judge, RewardError, get_reward, register_reward
+from mcore_rl.rewards import base
+from mcore_rl.rewards.base import Judge, RewardError, get_reward
 
 
 @pytest.mark.parametrize(
@@ -44,19 +45,16 @@ def test_an_unknown_reward_names_the_setting_and_what_is_allowed():
         get_reward("nope")
 
 
-ANSWERS = iter(())
-
-
-@register_reward("for_tests")
-def _given(text, fields, finish_reason):
-    answer = next(ANSWERS)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
 def judge(monkeypatch, *answers):
-    monkeypatch.setitem(globals(), "ANSWERS", iter(answers))
+    left = iter(answers)
+
+    def given(text, fields, finish_reason):
+        answer = next(left)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setitem(base._REWARDS._entries, "for_tests", given)
     ask = Judge("for_tests")
     return [ask("so #### 12" * 100, {"answer": "7"}, "stop", "row 3 of the data") for _ in answers]
 

@@ -181,7 +181,8 @@ def answered() -> Batch:
 @pytest.fixture
 def one_step():
     """The actor, the reference and the batch of the only update, after one step."""
-    config = RLConfig(trainer=TrainerConfig(num_steps=1))
+    bounds = {"max_logprob_gap": 9.0, "mean_logprob_gap": 9.0}
+    config = RLConfig(trainer=TrainerConfig(num_steps=1, **bounds))
     config.rollout.temperature = 0.7
     config.algorithm.kl_coef = 0.1
     config.algorithm.loss_aggregation = "sequence_mean_token_sum"
