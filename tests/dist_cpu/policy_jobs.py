@@ -81,5 +81,5 @@ def _group_of_one(config: RLConfig, worker: type, args: tuple[Any, ...], *_: Any
     yield SimpleNamespace(
         initialize=made.initialize,
         update=lambda *args, **kwargs: [made.update(*args, **kwargs)],
-        export=made.export,
+        export=lambda *args: [made.export(*args)],
     )

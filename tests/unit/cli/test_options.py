@@ -65,7 +65,7 @@ def test_an_axis_of_no_rank_is_left_for_the_rules(axis):
         (convert.main, "inspect a --jsn", "option '--jsn'; did you mean --json.*inspect --help"),
         (convert.main, "inspect a b", "unknown argument 'b'; allowed: -h, --help, --json"),
         (convert.main, "hf-to-mcore", "required: --model, --output; see .* hf-to-mcore --help"),
-        (plan.main, "reshrad", "unknown what 'reshrad'; did you mean reshard"),
+        (plan.main, "reshrad", "unknown command 'reshrad'; did you mean reshard"),
         (verify.main, "parity --agianst hf", "did you mean --against"),
         (bench.main, "reshard --train tp=2,tp=3", "--train=tp=2,tp=3: 'tp' is given twice"),
         (bench.main, "reshard --train tq=2", "--train=tq=2: 'tq' is unknown; allowed: tp, pp"),
