@@ -82,4 +82,5 @@ def _group_of_one(config: RLConfig, worker: type, args: tuple[Any, ...], *_: Any
         initialize=made.initialize,
         update=lambda *args, **kwargs: [made.update(*args, **kwargs)],
         export=lambda *args: [made.export(*args)],
+        site=lambda: [made.site()],
     )

@@ -352,6 +352,7 @@ def test_a_disk_without_room_for_the_weights_is_refused(place: Place):
     disk.mkdir()
     command = Path(sys.executable).with_name("mcore-rl")
     settings = DEFAULTS | WARM_START | {"output_dir": "disk/out", "trainer.prompts_per_step": "4"}
+    settings |= {"warm_start.batch_size": "4"}
     job = [command, "rl", *(f"{key}={value}" for key, value in settings.items())]
     done = subprocess.run(on_small_disk(disk, "10m", job), capture_output=True, text=True)
     needed = 2 * weight_bytes(RLConfig(model=ModelConfig(path="model", dtype="float32")))

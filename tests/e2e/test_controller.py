@@ -342,9 +342,7 @@ def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGHUP, signal.SIG_DFL
-        ),  # tests may run under nohup
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # as without nohup
     )
     assert driver.stdin is not None and driver.stdout is not None
     assert driver.stdout.readline() == "session\n"
