@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -117,7 +118,8 @@ def _start(scratch: Path, **settings: Any) -> Iterator[None]:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray_dir = scratch / RAY_DIR  # Ray opens it to every user; the one around it stays shut
     try:
-        with _loopback(), _without_idlers(settings["log_to_driver"]), own_sigterm():
+        idlers = _without_idlers(settings["log_to_driver"])
+        with _loopback(), idlers, own_sigterm(), _deaf_to_hangups():
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -130,6 +132,20 @@ def _start(scratch: Path, **settings: Any) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _deaf_to_hangups() -> Iterator[None]:
+    """What is started inside takes no SIGHUP; one for this process waits until the end.
+
+    A terminal that hangs up tells every process that runs in it. Ray's have to stay for the driver,
+    which ends the session in order: without them its shutdown waits a minute for an answer.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
