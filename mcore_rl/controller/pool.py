@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
-from unittest import mock
 
 import ray
 from ray._private import ray_constants, utils
@@ -155,12 +154,19 @@ def _loopback() -> Iterator[None]:
     Ray 2.60 replaces 127.0.0.1 by an outward address (_private/services.py:811) and then listens
     on all interfaces, unless clusters are switched off, as they are on macOS and Windows.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, Ray has another value of that name, which must exist."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -177,9 +183,8 @@ def _without_idlers(log_to_driver: bool) -> Iterator[None]:
         names.append("start_log_monitor")
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(mock.patch.object(Node, name, lambda *_, **__: None))
-        missing = mock.patch.object(utils, "get_dashboard_dependency_error", lambda: "unwanted")
-        stack.enter_context(missing)
+            stack.enter_context(_replaced(Node, name, lambda *_, **__: None))
+        stack.enter_context(_replaced(utils, "get_dashboard_dependency_error", lambda: "unwanted"))
         yield
 
 

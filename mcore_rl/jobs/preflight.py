@@ -57,7 +57,7 @@ class Inputs:
 
 def check_inputs(config: RLConfig) -> Inputs:
     """Load the data and check model, layouts and names; raises ConfigError for the first fault."""
-    _check_names(config)
+    _check_choices(config)
     reader = _opened(config)
     check_layouts(config)
     hf_config = reader.config()  # layers for prediction that the weights lack are left out
@@ -72,7 +72,7 @@ def check_without_weights(config: RLConfig) -> Inputs | None:
 
     Returns None where there is no tokenizer either: then no row of the data is looked at.
     """
-    _check_names(config)
+    _check_choices(config)
     check_layouts(config)
     if has_tokenizer(config.model.path):
         return _read_data(config)
@@ -99,7 +99,7 @@ def prepare_task(config: RLConfig, folder: Path) -> RLConfig:
     )
 
 
-def _check_names(config: RLConfig) -> None:
+def _check_choices(config: RLConfig) -> None:
     for registry, name in (
         (ADVANTAGES, config.algorithm.advantage),
         (AGGREGATIONS, config.algorithm.loss_aggregation),
