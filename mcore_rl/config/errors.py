@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class PeerError(RuntimeError):
     """Another rank or server did not do its part; when it tells why, that is the cause."""
+
+
+class StateError(RuntimeError):
+    """A call that the state of an engine or a server does not allow, and which it does."""

@@ -26,7 +26,7 @@ DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
 # Largest and mean gap of log-probs between trainer and servers, in nats, where a run sets none.
 LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
-TRANSPORTS = ("process_group", "nixl", "disk")
+TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
 _CORES = "[0-9]+([-,|][0-9]+)*"

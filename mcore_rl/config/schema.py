@@ -160,11 +160,11 @@ class AlgorithmConfig:
 @dataclass
 class WeightSyncConfig:
     # "colocated" and "disaggregated" move to each worker of a server the shards that it needs: from
-    # a training rank on the same device, or from ranks elsewhere. "full_export" sends every tensor
-    # to every worker.
+    # a training rank on the same device, or from ranks elsewhere. "full_export" writes a checkpoint
+    # under output_dir that every server loads.
     method: str = "colocated"
     # Of "disaggregated". "process_group": gloo, or NCCL with GPUs. "nixl": NVIDIA's NIXL, where it
-    # is installed. "disk": files under output_dir, on a file system that all machines share.
+    # is installed.
     transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
     bucket_bytes: int = 64 << 20  # a rank stages twice as much of weights on their way

@@ -25,7 +25,6 @@ from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, told_in_one_line
 from mcore_rl.jobs.output import CHECKPOINT, LOGS, OutputError, RunOutput, claimed
 from mcore_rl.jobs.preflight import Inputs, check_inputs, prepare_task
-from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
@@ -119,7 +118,7 @@ def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
                 starts.append(reference.initialize.submit())
             gathered(starts)
         rollout = RolloutPool(servers, config.rollout, config.seed)
-        sync = connect(config, read_config(config.model.path), actor, servers)
+        sync = connect(config, actor, servers, room.weight_bytes(config))
         with waiting("evaluating"):
             output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
         trainer = SyncTrainer(config, actor, reference, rollout, sync)

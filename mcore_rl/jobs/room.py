@@ -41,8 +41,8 @@ def check_room(config: RLConfig, folder: Path) -> None:
     copies = {"the checkpoint": 1}
     if config.warm_start.num_steps:
         copies["the warm start's"] = 1
-    if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "disk":
-        copies["weights on their way to the servers"] = config.rollout.num_servers
+    if config.weight_sync.method == "full_export":
+        copies["weights on their way to the servers"] = 1
     size, free = weight_bytes(config), shutil.disk_usage(folder).free
     needed = size * sum(copies.values())
     if needed > free:

@@ -67,7 +67,7 @@ class SingleTurnLoop:
         prompt_ids = self._prompt_ids(prompt)
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + group_id * sampling.n)
-        completions = await self._generator.generate(prompt_ids, sampling)
+        completions = await self._generator.submit(prompt_ids, sampling)
         where = f"row {row} of the data (group {group_id})"
         return [self._sample(prompt_ids, c, group_id, fields, where) for c in completions]
 

@@ -1,9 +1,15 @@
-"""What an agent loop may ask of a generator, and what it gets back: tokens in, tokens out."""
+"""What a generation server is: tokens in, tokens and their log-probs out."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.weight_sync.spec import TransferSpec
+
+SleepTag = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +27,18 @@ class Completion:
 
     token_ids: list[int]
     log_probs: list[float]  # nats, under the distribution sampled from (temperature, top_p applied)
-    finish_reason: str  # "stop" (end of sequence) or "length"
+    finish_reason: str  # "stop" (end of sequence), "length" or "abort"
     weight_versions: list[int]  # version of the weights that chose the token
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Some more of one response, as they come."""
+
+    index: int  # of the response among the request's n
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str | None  # of the response's last tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +50,72 @@ class TokenScores:
     top_ids: list[int]  # the most likely token there
 
 
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Bytes that the workers of a server keep, all together; 0 of what is asleep."""
+
+    weights_bytes: int
+    kv_cache_bytes: int
+
+
 class Generator(Protocol):
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams) -> list[Completion]:
-        """`sampling.n` completions of one prompt."""
+    """The part of a server that an agent loop needs."""
+
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> list[Completion]:
+        """`sampling.n` completions of one prompt, when they are whole.
+
+        `request_id` is for `abort`; of requests that run at a time each has another.
+        """
+
+    def stream(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> AsyncIterator[NewTokens]:
+        """The same tokens as they come."""
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: what it has so far comes back with the finish reason "abort"."""
+
+
+class GenerationServer(Generator, Protocol):
+    """A server of one model. `rollout/lifecycle.py` says which call is allowed when.
+
+    Each raises StateError where it is not.
+    """
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights it generates with; the checkpoint it started from is 0."""
+
+    async def start(self) -> None:
+        """Load the checkpoint; returns when it serves."""
+
+    async def connect_weights(
+        self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
+    ) -> None:
+        """Join all ranks of `spec`: this server's workers are generation ranks from `first_rank`.
+
+        Raises RuntimeError with the reason of every worker that could not.
+        """
+
+    async def update(self, version: int) -> None:
+        """Take a version of the weights by the way that `connect_weights` made.
+
+        Raises RuntimeError with every worker's reason when one of them did not get a complete set:
+        a PeerError when all of them blame the trainer.
+        """
+
+    async def load_checkpoint(self, path: str, version: int) -> None:
+        """Take a version from a Hugging Face folder. Raises ConfigError when it lacks tensors."""
+
+    async def sleep(self) -> None:
+        """Free weights and KV cache. The weights are given up: the next have to be sent."""
+
+    async def wake(self, tag: SleepTag) -> None:
+        """Memory for the weights, which are then to be updated, or for the KV cache after that."""
+
+    async def memory(self) -> ServerMemory: ...
+
+    async def close(self) -> None:
+        """End the server and its processes; safe to call twice."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import json
 import math
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -20,16 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore_rl.config.errors import ConfigError, PeerError
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.observability.garbage import long_lived
-from mcore_rl.rollout.protocol import Completion, SamplingParams, TokenScores
-from mcore_rl.weight_sync.announced import Announced
-from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
-from mcore_rl.weight_sync.colocated import ShardEndpoint
-from mcore_rl.weight_sync.disaggregated import Endpoint
-from mcore_rl.weight_sync.stream import StreamEndpoint
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.rollout.lifecycle import Call, Lifecycle, State
+from mcore_rl.rollout.protocol import (
+    Completion,
+    NewTokens,
+    SamplingParams,
+    ServerMemory,
+    SleepTag,
+    TokenScores,
+)
+from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,14 +50,15 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 # vLLM's settings for log-probs of a prompt. A cached prompt would have no log-probs and no outputs.
-_SCORING = {"max_tokens": 1, "prompt_logprobs": 1, "skip_reading_prefix_cache": True}
+_SCORING: dict[str, Any] = {
+    "max_tokens": 1,
+    "prompt_logprobs": 1,
+    "skip_reading_prefix_cache": True,
+}
 
 
 class VLLMServer:
-    """Generates with one version of the weights at a time; each request runs on a single version.
-
-    During an update new requests wait and those in flight finish first. After an update that failed
-    the server refuses to generate until a complete one succeeds: its weights may be mixed.
+    """A GenerationServer. Each update has a version, and each token that of the weights behind it.
 
     Waits for requests, updates and answers of workers have no limit here; who calls sets one.
     """
@@ -67,35 +73,36 @@ class VLLMServer:
         *,
         timeout_s: float | None = None,  # of the engine's start and its steps; None: vLLM's own
         eager: bool = False,  # what `trace` needs: no compiled graphs, as on the CPU lane anyway
+        can_sleep: bool = False,
     ) -> None:
         _check(model_path, dtype, config)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
-        self._eager, self._timeout_s = eager, timeout_s
+        self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
+        self._running: dict[str, str] = {}  # our names of requests under way, and vLLM's
         self._version = 0
-        self._in_flight = 0
-        self._update_lock = asyncio.Lock()
-        self._admitting = asyncio.Event()  # clear while an update waits or runs
-        self._idle = asyncio.Event()  # set while no request is in flight
-        self._idle.set()
-        self._refusal = "it has not been started"
+        self._lifecycle = Lifecycle()
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights it generates with; the checkpoint it started from is 0."""
         return self._version
 
     async def start(self) -> None:
-        """Load the checkpoint; returns when the engine runs (seconds to minutes).
+        """Seconds to minutes.
 
         Raises ConfigError when the model's attention heads do not suit the lane, RuntimeError when
         the engine does not start: why, its processes have told this one's stderr.
         """
+        with self._lifecycle.alone(Call.START):
+            await self._start()
+
+    async def _start(self) -> None:
         os.environ |= _QUIET
         with long_lived():
+            from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -116,10 +123,12 @@ class VLLMServer:
             enable_prefix_caching=True,
             generation_config="vllm",  # sampling comes from our config alone
             logprobs_mode="processed_logprobs",  # those of the distribution sampled from
+            weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
             **self._timeouts(),
             use_tqdm_on_load=False,
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
             **vllm_worker.lane_arguments(self._config, name, self._max_model_tokens, self._eager),
+            **vllm_worker.sleep_arguments(self._can_sleep),
         )
         config = arguments.create_engine_config()
         vllm_worker.check_heads(config.model_config)
@@ -135,8 +144,7 @@ class VLLMServer:
                 self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)
             except RuntimeError as error:
                 raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
-        self._refusal = ""
-        self._admitting.set()
+        await self._serving.update_weight_version(str(self._version))
 
     def _timeouts(self) -> dict[str, Any]:
         """The engine arguments; what else vLLM limits goes into the environment."""
@@ -149,37 +157,60 @@ class VLLMServer:
             ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"), seconds
         )
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams) -> list[Completion]:
-        """`sampling.n` completions. Waits while an update runs.
-
-        Raises ConfigError when prompt and response cannot fit, RuntimeError when it may not serve.
-        """
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> list[Completion]:
+        """Raises ConfigError when prompt and response cannot fit, and StateError."""
         self._check_room(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
-        async with self._admission() as engine:
-            output = await self._run(engine, prompt_ids, **asdict(sampling))
-            return [_completion(c, self._version) for c in output.outputs]
+        with self._lifecycle.request():
+            async for output in self._run(prompt_ids, request_id, **asdict(sampling)):
+                last = output
+            return [_completion(completion) for completion in last.outputs]
+
+    async def stream(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> AsyncIterator[NewTokens]:
+        """Raises as `submit`."""
+        self._check_room(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
+        with self._lifecycle.request():
+            arguments = asdict(sampling) | {"output_kind": "DELTA"}
+            async for output in self._run(prompt_ids, request_id, **arguments):
+                for new in output.outputs:
+                    yield NewTokens(
+                        new.index, list(new.token_ids), _log_probs(new), new.finish_reason
+                    )
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            await self._serving.abort(self._running[request_id], internal=False)
 
     async def score(self, token_ids: list[int]) -> TokenScores:
-        """Scores of all tokens but the first, from a prefill of them. Waits while an update runs.
+        """Scores of all tokens but the first, from a prefill of them.
 
         Raises ConfigError when they and one token more do not fit (vLLM must generate one),
-        RuntimeError when it may not serve.
+        StateError when it does not serve.
         """
         self._check_room(len(token_ids), 1)
-        async with self._admission() as engine:
-            output = await self._run(engine, token_ids, **_SCORING)
-            return _scores(token_ids[1:], output.prompt_logprobs[1:])
+        with self._lifecycle.request():
+            async for output in self._run(token_ids, **_SCORING):
+                last = output
+            return _scores(token_ids[1:], last.prompt_logprobs[1:])
 
     async def decode(self, prompt_ids: list[int], num_tokens: int, seed: int) -> TokenScores:
         """Samples `num_tokens` at temperature 1, past an end of sequence too, and scores them.
 
-        Waits while an update runs. Raises ConfigError when they do not fit, RuntimeError when it
-        may not serve.
+        Raises as `score`.
         """
         self._check_room(len(prompt_ids), num_tokens)
-        async with self._admission() as engine:
-            sampling = {"max_tokens": num_tokens, "seed": seed, "logprobs": 1, "ignore_eos": True}
-            (output,) = (await self._run(engine, prompt_ids, **sampling)).outputs
+        with self._lifecycle.request():
+            sampling: dict[str, Any] = {
+                "max_tokens": num_tokens,
+                "seed": seed,
+                "logprobs": 1,
+                "ignore_eos": True,
+            }
+            async for last in self._run(prompt_ids, **sampling):
+                (output,) = last.outputs
             return _scores(list(output.token_ids), output.logprobs)
 
     async def trace(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
@@ -191,14 +222,12 @@ class VLLMServer:
         [tokens, experts] as they multiply the experts' outputs, 0 where one was not chosen. It is
         left out where a kernel of vLLM chooses the experts by itself.
 
-        The engine serves nothing else meanwhile: the trace waits for requests in flight, new ones
-        wait for the trace. Raises RuntimeError when the engine compiles graphs (start it with
-        `eager`) or may not serve, ConfigError as `score` does.
+        The engine runs nothing else meanwhile. Raises RuntimeError when it compiles graphs (start
+        it with `eager`), else as `score`.
         """
         self._check_room(len(token_ids), 1)
-        async with self._alone() as engine:
-            if self._refusal:
-                raise RuntimeError(f"the vLLM server does not serve: {self._refusal}")
+        with self._lifecycle.alone(Call.TRACE):
+            engine = self._serving
             if not engine.model_config.enforce_eager:
                 raise RuntimeError("a trace sees nothing in compiled graphs: start it with eager")
             shapes = await self._traced_shapes(engine, token_ids)
@@ -209,7 +238,8 @@ class VLLMServer:
         await engine.resume_generation()
         await engine.collective_rpc("start_trace")
         try:
-            await self._run(engine, token_ids, **_SCORING)
+            async for _ in self._run(token_ids, **_SCORING):
+                pass
         finally:
             shapes: dict[str, list[int]] = (await engine.collective_rpc("end_trace"))[0]
         for name, (num_rows, _) in shapes.items():
@@ -224,123 +254,108 @@ class VLLMServer:
                 f"{self._max_model_tokens} tokens"
             )
 
-    async def _run(self, engine: AsyncLLM, prompt_ids: list[int], **sampling: Any) -> Any:
-        """One request; `sampling` are fields of vLLM's SamplingParams."""
+    @property
+    def _serving(self) -> AsyncLLM:
+        if self._engine is None:
+            raise StateError(f"the server {self._lifecycle.state.value}")
+        return self._engine
+
+    async def _run(
+        self, prompt_ids: list[int], request_id: str = "", **sampling: Any
+    ) -> AsyncIterator[Any]:
+        """The outputs of one request; `sampling` are fields of vLLM's SamplingParams."""
         from vllm import SamplingParams as EngineSampling
         from vllm.sampling_params import RequestOutputKind
 
+        kind = RequestOutputKind[sampling.pop("output_kind", "FINAL_ONLY")]
         parameters = EngineSampling(
             **{"logprobs": 0} | sampling,  # 0: of the sampled token only
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=kind,
         )
-        request_id = str(next(self._request_ids))
-        prompt = {"prompt_token_ids": prompt_ids}
-        async for output in engine.generate(prompt, parameters, request_id):
-            last = output
-        return last
-
-    @asynccontextmanager
-    async def _admission(self) -> AsyncIterator[AsyncLLM]:
-        """Let a request in between updates, and hold the next update off until it is done."""
-        while not self._admitting.is_set():
-            if self._refusal:
-                break
-            await self._admitting.wait()
-        if self._refusal or self._engine is None:
-            raise RuntimeError(f"the vLLM server does not serve: {self._refusal}")
-        self._in_flight += 1
-        self._idle.clear()
+        own = f"{request_id}#{next(self._request_ids)}"
+        self._running[request_id or own] = own
         try:
-            yield self._engine
+            prompt = {"prompt_token_ids": prompt_ids}
+            async for output in self._serving.generate(prompt, parameters, own):
+                yield output
         finally:
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self._idle.set()
+            del self._running[request_id or own]
 
-    async def update_weights(self, endpoint: StreamEndpoint, version: int) -> None:
-        """Replace all weights by the stream at `endpoint` (one connection for each of tp workers).
-
-        Raises RuntimeError with every worker's reason when one of them did not get a complete set:
-        a PeerError when all of them blame the trainer.
-        """
-        fields = (endpoint.host, endpoint.port, endpoint.token, endpoint.timeout_s, version)
-        await self._update("receive_weights", fields, version)
-
-    async def receive_shards(self, endpoints: Sequence[ShardEndpoint], version: int) -> None:
-        """Replace all weights by shards: `endpoints` of the workers, in their order.
-
-        Raises RuntimeError as `update_weights` does.
-        """
-        fields = [(e.name, e.token, e.timeout_s, e.generation_rank) for e in endpoints]
-        await self._update("receive_shards", (fields, version), version)
-
-    async def join_checkpoint_engine(
-        self, endpoint: Endpoint, plan: RoutePlan, first_worker: int
+    async def connect_weights(
+        self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
-        """Make each worker's end of the route; the first is generation rank `first_worker`.
-        Returns when all ranks of both sides are in reach of each other.
+        info = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
+        with self._lifecycle.alone(Call.CONNECT):
+            what = "joining the trainer"
+            await self._on_workers(what, "init_weight_transfer_engine", {"init_info": info})
 
-        Raises RuntimeError with the reason of every worker that could not.
-        """
-        async with self._alone() as engine:
-            arguments = (asdict(endpoint), plan.to_dict(), first_worker)
-            await engine.collective_rpc("join_checkpoint_engine", args=(json.dumps(arguments),))
-            await self._check_workers(engine, "joining the trainer")
+    async def update(self, version: int) -> None:
+        what = f"weight update to version {version}"
+        async with self._replacing(version):
+            await self._on_workers(what, "start_weight_update", {})
+            info = {"version": version}
+            await self._on_workers(what, "update_weights", {"update_info": info})
+            await self._on_workers(what, "finish_weight_update", {})
 
-    async def receive_checkpoint(self, version: int) -> None:
-        """Replace all weights by shards, by the route that the workers have joined.
-
-        Raises RuntimeError as `update_weights` does.
-        """
-        await self._update("receive_checkpoint", (version,), version)
-
-    async def weight_layout(self) -> list[Announced]:
-        """What each worker says about its parameters. Waits while an update runs."""
-        async with self._alone() as engine:
-            return [Announced.from_json(w) for w in await engine.collective_rpc("weight_layout")]
-
-    async def _update(self, method: str, arguments: tuple[Any, ...], version: int) -> None:
-        async with self._alone() as engine:
-            self._refusal = f"its update to version {version} did not complete"
-            await self._replace(engine, method, arguments, version)
-            self._version, self._refusal = version, ""
+    async def load_checkpoint(self, path: str, version: int) -> None:
+        expected, found = (CheckpointReader(p).shapes() for p in (self._model_path, path))
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                raise ConfigError(
+                    f"{path}: {name} is {found.get(name, 'not there')}; the checkpoint that the "
+                    f"server started from has {expected.get(name, 'no such tensor')}"
+                )
+        async with self._replacing(version):
+            what = f"weight update to version {version}"
+            await self._on_workers(what, "load_checkpoint", {"path": path})
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[AsyncLLM]:
-        """Let no request in, and wait for those in flight."""
-        if self._engine is None:
-            raise RuntimeError(f"the vLLM server does not serve: {self._refusal}")
-        async with self._update_lock:
-            self._admitting.clear()
-            try:
-                await self._idle.wait()
-                yield self._engine
-            finally:
-                self._admitting.set()
+    async def _replacing(self, version: int) -> AsyncIterator[None]:
+        with self._lifecycle.alone(Call.UPDATE):
+            engine = self._serving
+            # Asleep it is paused. Else requests that were cancelled may still run in the engine.
+            is_awake = self._lifecycle.state not in (State.EMPTY, State.LOADED)
+            if is_awake:
+                await engine.pause_generation(mode="wait")
+            yield
+            if is_awake:
+                if not await engine.reset_prefix_cache():
+                    raise RuntimeError(f"version {version}: the prefix cache is still in use")
+                await engine.resume_generation()
+            await engine.update_weight_version(str(version))
+            self._version = version
 
-    async def _replace(
-        self, engine: AsyncLLM, method: str, arguments: tuple[Any, ...], version: int
-    ) -> None:
-        await engine.pause_generation(mode="wait")  # cancelled requests may still run in the engine
-        await engine.collective_rpc(method, args=arguments)
-        await self._check_workers(engine, f"weight update to version {version}")
-        if not await engine.reset_prefix_cache():
-            raise RuntimeError(
-                f"weight update to version {version}: the prefix cache is still in use"
-            )
-        await engine.resume_generation()
+    async def sleep(self) -> None:
+        with self._lifecycle.alone(Call.SLEEP):
+            if not self._can_sleep:
+                raise StateError("the server cannot sleep: it was started without can_sleep")
+            await self._serving.sleep(level=2, mode="wait")
 
-    async def _check_workers(self, engine: AsyncLLM, what: str) -> None:
-        errors = await engine.collective_rpc("weight_error")
+    async def wake(self, tag: SleepTag) -> None:
+        call = Call.WAKE_WEIGHTS if tag == "weights" else Call.WAKE_KV_CACHE
+        with self._lifecycle.alone(call):
+            await self._serving.wake_up([tag])
+
+    async def memory(self) -> ServerMemory:
+        found = await self._serving.collective_rpc("kept_bytes")
+        return ServerMemory(*map(sum, zip(*found, strict=True)))
+
+    async def _on_workers(self, what: str, method: str, arguments: dict[str, Any]) -> None:
+        """A method of vLLM's workers that may fail on some of them.
+
+        An exception there would leave the other workers' answers in the queue, to be read as those
+        of the next call (v1/executor/multiproc_executor.py:433).
+        """
+        errors = await self._serving.collective_rpc("attempt", args=(method, arguments))
         if any(errors):
             reasons = "; ".join(f"worker {i}: {e[0]}" for i, e in enumerate(errors) if e)
             kind = PeerError if all(e[1] for e in errors if e) else RuntimeError
             raise kind(f"{what} failed: {reasons}")
 
     async def close(self) -> None:
-        """End the engine and its processes; safe to call twice."""
-        engine, self._engine, self._refusal = self._engine, None, "it has been closed"
+        engine, self._engine = self._engine, None
+        self._lifecycle.close()
         if engine is None or self._name is None:
             return
         from mcore_rl.rollout import vllm_worker
@@ -349,12 +364,17 @@ class VLLMServer:
         vllm_worker.remove_shared_memory(self._name)
 
 
-def _completion(output: Any, version: int) -> Completion:
-    if output.finish_reason not in ("stop", "length"):
+def _completion(output: Any) -> Completion:
+    if output.finish_reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
     token_ids = list(output.token_ids)
-    log_probs = [at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True)]
-    return Completion(token_ids, log_probs, output.finish_reason, [version] * len(token_ids))
+    versions = [int(s.version) for s in output.weight_versions or () for _ in range(s.start, s.end)]
+    return Completion(token_ids, _log_probs(output), output.finish_reason, versions)
+
+
+def _log_probs(output: Any) -> list[float]:
+    """Of the tokens of one of vLLM's CompletionOutputs."""
+    return [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
 
 
 def _scores(token_ids: list[int], tables: Any) -> TokenScores:

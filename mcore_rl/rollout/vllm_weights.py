@@ -1,21 +1,18 @@
-"""New weights inside a vLLM worker: streamed as Hugging Face has them, or as the rank's own shards.
+"""Weights written into a vLLM model as the rank's own shards.
 
-Both go through vLLM's layerwise reload (model_executor/model_loader/reload of vLLM 0.32): a module
-gets its parameters in their raw layout, then vLLM redoes what it derives from them (packs of the
-CPU, absorbed MLA projections, quantisation) and copies the result into the live storage, which
-graphs refer to. Of a stream vLLM's loaders cut what the rank needs. Shards are written where they
-belong, so that no full tensor is ever formed, and one module at a time is in memory twice.
+Through vLLM's layerwise reload (model_executor/model_loader/reload of vLLM 0.32): a module gets its
+parameters in their raw layout, then vLLM redoes what it derives from them (packs of the CPU,
+absorbed MLA projections, quantisation) and copies the result into the live storage, which graphs
+refer to. Shards are written where they belong, so that no full tensor is ever formed, and one
+module at a time is in memory twice.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -38,140 +35,49 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.platforms import current_platform
 
-from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.config.errors import PeerError
 from mcore_rl.reshard.executor import Arrival, crc32_of
-from mcore_rl.weight_sync.announced import Announced
-from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
-from mcore_rl.weight_sync.colocated import ShardEndpoint, receive_shards
-from mcore_rl.weight_sync.disaggregated import checkpoint_engine, endpoint_of
-from mcore_rl.weight_sync.manifest import verified
-from mcore_rl.weight_sync.shared_memory import site_of
-from mcore_rl.weight_sync.stream import StreamEndpoint, receive
+from mcore_rl.weight_sync.worker_layout import WorkerLayout
 
 
-class WeightReceiver:
-    """Mixed into vLLM's worker class; `collective_rpc` calls its methods on every worker."""
-
-    model_runner: Any
-    vllm_config: Any
-    device: torch.device
-    rank: int  # of the worker in its engine
-
-    def receive_weights(
-        self, host: str, port: int, token: str, timeout_s: float, version: int
-    ) -> None:
-        """Replace all weights by those of a stream. Never raises: `weight_error` tells.
-
-        An exception here would leave the other workers' answers in the queue, to be read as those
-        of the next call (v1/executor/multiproc_executor.py:433).
-        """
-        endpoint = StreamEndpoint(host, port, token, timeout_s)
-        with (
-            self._errors_kept(),
-            contextlib.closing(receive(endpoint, version)) as tensors,
-            self._reloading() as model,
-        ):
-            expected = CheckpointReader(self.vllm_config.model_config.model).shapes()
-            model.load_weights(verified(tensors, expected))
-
-    def receive_shards(self, endpoints: list[tuple[str, str, float, int]], version: int) -> None:
-        """Replace all weights by shards; `endpoints` are the fields of each worker's.
-
-        Never raises, as receive_weights.
-        """
-        endpoint = ShardEndpoint(*endpoints[self.rank])
-        with self._errors_kept():
-            buckets = receive_shards(endpoint, version, self.device)
-            self._write_shards(buckets, endpoint.generation_rank)
-
-    def join_checkpoint_engine(self, text: str) -> None:
-        """Make this worker's end; JSON of endpoint, plan, first worker of the server.
-
-        Never raises, as receive_weights.
-        """
-        fields, plan_fields, first_worker = json.loads(text)
-        plan = RoutePlan.from_dict(plan_fields)
-        self._generation_rank = first_worker + self.rank
-        with self._errors_kept():
-            self._checkpoint_engine = checkpoint_engine(
-                endpoint_of(plan, fields),
-                plan,
-                CheckpointReader(self.vllm_config.model_config.model).config(),
-                plan.training.world_size + self._generation_rank,
-                self.device,
-            )
-
-    def receive_checkpoint(self, version: int) -> None:
-        """Replace all weights by the shards of this rank. Never raises, as receive_weights."""
-        with self._errors_kept():
-            buckets = self._checkpoint_engine.receive_weights(version)
-            self._write_shards(buckets, self._generation_rank)
-
-    def _write_shards(
-        self, buckets: Generator[list[Arrival], None, None], generation_rank: int
-    ) -> None:
-        with contextlib.closing(buckets), self._reloading() as model:
-            writer = _ShardWriter(model, generation_rank)
-            for pieces in buckets:
-                writer.write(pieces)
-            writer.finish()
-
-    def weight_error(self) -> tuple[str, bool] | None:
-        """What went wrong in the last update of this worker, and whether the trainer is blamed."""
-        return self._weight_error
-
-    def weight_layout(self) -> str:
-        """An Announced as JSON (weight_sync/announced.py)."""
-        model = self.model_runner.get_model()
-        announced = Announced(site_of(self.device), _raw_parameters(model), _local_experts(model))
-        return announced.to_json()
-
-    @contextlib.contextmanager
-    def _reloading(self) -> Iterator[Any]:
-        """Inside, every module waits for its parameters; then those that vLLM derives are made.
-
-        An update that breaks off leaves some modules as they were and some as they are to be.
-        """
-        model = self.model_runner.get_model()
-        for layer in model.modules():
-            _make_reloadable(layer)
-        initialize_layerwise_reload(model)
-        yield model
-        finalize_layerwise_reload(model, self.vllm_config.model_config)
-        if current_platform.is_cpu():
-            _repack_output_heads(model)
-
-    @contextlib.contextmanager
-    def _errors_kept(self) -> Iterator[None]:
-        self._weight_error: tuple[str, bool] | None = None
-        try:
-            with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                yield
-        except Exception as error:  # noqa: BLE001 (kept, and asked for afterwards)
-            reason = f"{type(error).__name__}: {error}"
-            self._weight_error = reason, isinstance(error, PeerError)
+def worker_layout(model: Any) -> WorkerLayout:
+    """A model's parameters before vLLM packs them."""
+    return WorkerLayout(_raw_parameters(model), _local_experts(model))
 
 
-def _make_reloadable(layer: torch.nn.Module) -> None:
-    info = get_layerwise_info(layer)
-    if info.can_load() and info.kernel_tensors is not None:
-        # An update that broke off: initialize_layerwise_reload would skip this half-filled layer
-        # (model_executor/model_loader/reload/layerwise.py:103).
-        _place_kernel_tensors(layer, info)
-        info.reset()
-    method: Any = getattr(layer, "quant_method", None)
-    if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
-        # With a kernel in place a reload skips the CPU expert prepack, and the experts' output is
-        # garbage (model_executor/layers/fused_moe/unquantized_fused_moe_method.py:187).
-        method.moe_kernel = None
+def begin_reload(model: Any) -> None:
+    """From now on every module waits for its parameters. After an update that broke off, too."""
+    make_reloadable(model)
+    initialize_layerwise_reload(model)
 
 
-def _repack_output_heads(model: torch.nn.Module) -> None:
+def finish_reload(model: Any, model_config: Any) -> None:
+    """Make what vLLM derives from parameters, and serve with them."""
+    finalize_layerwise_reload(model, model_config)
+    repack_output_heads(model)
+
+
+def make_reloadable(model: Any) -> None:
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            # An update that broke off: initialize_layerwise_reload would skip this half-filled
+            # layer (model_executor/model_loader/reload/layerwise.py:103).
+            _place_kernel_tensors(layer, info)
+            info.reset()
+        method: Any = getattr(layer, "quant_method", None)
+        if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
+            # With a kernel in place a reload skips the CPU expert prepack, and the experts' output
+            # is garbage (model_executor/layers/fused_moe/unquantized_fused_moe_method.py:187).
+            method.moe_kernel = None
+
+
+def repack_output_heads(model: torch.nn.Module) -> None:
     """A head tied to the embedding gets no weights of its own, so its oneDNN pack would stay old.
 
     (model_executor/model_loader/reload/layerwise.py:271 puts its tensors back, unpacked.)
     """
+    if not current_platform.is_cpu():
+        return
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
@@ -208,7 +114,7 @@ def _local_experts(model: Any) -> dict[str, tuple[int, ...]]:
     return found
 
 
-class _ShardWriter:
+class ShardWriter:
     """Writes pieces into modules, each of which is made at its first piece and done at its last."""
 
     def __init__(self, model: Any, generation_rank: int) -> None:

@@ -23,19 +23,22 @@ from typing import Any
 
 import psutil
 import torch
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.utils import system_utils
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import interface_of
+from mcore_rl.rollout import vllm_sleep
 from mcore_rl.rollout.vllm_trace import TraceTaker
-from mcore_rl.rollout.vllm_weights import WeightReceiver
+from mcore_rl.rollout.vllm_weights import make_reloadable, repack_output_heads
 
+BACKEND = "mcore_rl"  # the name of our engine in vLLM's registry of weight transfer engines
 START_METHOD = {"cpu": "fork", "cuda": "spawn"}  # of engine and worker processes
 
 
@@ -143,6 +146,11 @@ def lane_arguments(
     }
 
 
+def sleep_arguments(can_sleep: bool) -> dict[str, Any]:
+    """On the CPU lane every worker can (rollout/vllm_sleep.py)."""
+    return {"enable_sleep_mode": can_sleep and not current_platform.is_cpu()}
+
+
 def _inspect_here(inspect: Callable[[], Any]) -> Any:
     """What vLLM asks of a model's class, which must not initialise CUDA where there is any."""
     return inspect()
@@ -217,8 +225,30 @@ def _remove_rendezvous() -> None:
         Path(tempfile.gettempdir(), name).unlink(missing_ok=True)
 
 
-class WorkerExtension(WeightReceiver, TraceTaker):
+class WorkerExtension(TraceTaker):
     """All that `collective_rpc` may call on a worker besides vLLM's own."""
+
+    vllm_config: Any
+
+    def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool] | None:
+        """Call a method. What it raises comes back: why, and whether a peer is blamed."""
+        try:
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                getattr(self, method)(**arguments)
+        except Exception as error:  # noqa: BLE001 (told to the server, which raises)
+            return f"{type(error).__name__}: {error}", isinstance(error, PeerError)
+        return None
+
+    def load_checkpoint(self, path: str) -> None:
+        """All weights from a Hugging Face folder, by vLLM's own reload."""
+        model = self.model_runner.get_model()
+        make_reloadable(model)
+        self.model_runner.reload_weights(weights_path=path)
+        repack_output_heads(model)
+
+    def kept_bytes(self) -> tuple[int, int]:
+        """Of the weights, and of the KV cache."""
+        return vllm_sleep.kept_bytes(self.model_runner)
 
 
 def _route_local_experts() -> None:
@@ -305,6 +335,16 @@ def _enter_process(name: str) -> ServerName:
 @functools.cache  # what an engine has corrected stands so in a worker that it forks
 def _correct(server: ServerName) -> None:
     leave_garbage_at_exit()
+    register()
+    if current_platform.is_cpu():
+        _name_shared_memory(server)
+
+
+@functools.cache  # vLLM loads plugins in each of its processes, some of which are forks
+def register() -> None:
+    """What any vLLM process needs to be fed by a trainer: vLLM's plugin of this package."""
+    module = "mcore_rl.rollout.vllm_transfer"
+    WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
     if current_platform.is_cpu():
         _route_local_experts()
-        _name_shared_memory(server)
+        vllm_sleep.install()

@@ -1,9 +1,11 @@
 """Shards for the vLLM worker on the same device, through two buckets that both processes map.
 
-After the handshake of connection.py, over a unix socket:
+The training ranks exchange what they lack in their own process group; then each hands its buckets
+to the generation rank that shares its device. After the handshake of connection.py, over a unix
+socket:
 
     sender:   memory (how to map the buckets)         receiver: mapped
-    sender:   bucket (which of the two, pieces)       receiver: free (it may be written again)
+    sender:   bucket (which of the two, slices)       receiver: free (it may be written again)
     ...
     sender:   end (count, version)                    receiver: done
 
@@ -12,6 +14,7 @@ The socket's name is an abstract one, and who connects must run as the same user
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
@@ -19,12 +22,21 @@ import socket
 import struct
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed
 
-from mcore_rl.reshard.executor import Arrival, Bucket
+from mcore_rl.models.base import HFConfig
+from mcore_rl.observability.garbage import uncollected
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.parallel.store import RendezvousStore
+from mcore_rl.reshard.buckets import schedule
+from mcore_rl.reshard.executor import Arrival, Bucket, Exchange, LocalWeights
+from mcore_rl.reshard.planner import Plan
+from mcore_rl.reshard.transport import GroupTransport
+from mcore_rl.weight_sync.checksums import is_checked
 from mcore_rl.weight_sync.connection import (
     Connection,
     StreamError,
@@ -33,9 +45,85 @@ from mcore_rl.weight_sync.connection import (
     greet,
     reason,
 )
-from mcore_rl.weight_sync.shared_memory import SharedBuckets, map_buckets
+from mcore_rl.weight_sync.shared_memory import SharedBuckets, map_buckets, shared_buckets, site_of
+from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer, sites_of
+from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate
 
-_MAX_PIECES_BYTES = 64 << 20  # of the list of a bucket's pieces
+_MAX_SLICES_BYTES = 64 << 20  # of the list of a bucket's slices
+
+
+def shared_memory_end(
+    spec: TransferSpec,
+    endpoint: RendezvousEndpoint,
+    model: HFConfig,
+    rank: int,
+    device: torch.device,
+) -> WeightTransport:
+    """Ranks tell each other where they are, and hosts tell their guests how to reach them."""
+    timeout_s, dtype = spec.settings.timeout_s, getattr(torch, spec.dtype)
+    guest = rank - spec.num_training
+    try:
+        store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
+        store.set(f"site-{rank}", json.dumps([site_of(device), socket.gethostname()]))
+        found = store.multi_get([f"site-{peer}" for peer in range(spec.world_size)])
+        if guest >= 0:
+            told = json.loads(store.get(f"host-of-{guest}"))
+            return _Guest(ShardEndpoint(**told), device)
+        sites = sites_of([tuple(json.loads(one)) for one in found], spec.num_training)
+        plan = plan_transfer(spec, model, dtype.itemsize, sites)
+        sender = None
+        if rank in plan.devices.generation:
+            sender = ShardSender(plan.devices.generation.index(rank), timeout_s)
+            told = json.dumps(asdict(sender.endpoint))
+            store.set(f"host-of-{sender.endpoint.generation_rank}", told)
+        return _Host(spec, plan, device, sender)
+    except RuntimeError as error:
+        raise StreamError(f"rank {rank} of the weights' way: {error}") from error
+
+
+class _Host(WeightTransport):
+    """A training rank, with or without a guest. All of them are made, and send, together."""
+
+    def __init__(
+        self, spec: TransferSpec, plan: Plan, device: torch.device, sender: ShardSender | None
+    ) -> None:
+        self._verify, self._device, self._sender = spec.settings.verify, device, sender
+        half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
+        transport = GroupTransport(torch.distributed.group.WORLD, spec.settings.timeout_s)
+        with uncollected():
+            rounds = schedule(plan, transport.rank, half)
+        dtype = getattr(torch, spec.dtype)
+        self._exchange = Exchange(rounds, half, dtype, transport, self._allocate)
+
+    def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
+        memory = shared_buckets(self._device)
+        buckets = self._exchange.run(
+            weights, memory.allocate, lambda name: is_checked(self._verify, name, update.version)
+        )
+        if self._sender is not None:
+            self._sender.send(buckets, memory, update)
+        else:
+            for _ in buckets:
+                raise RuntimeError("a bucket arrived on a device without a generation rank")
+
+    def receive(self, update: WeightUpdate) -> Generator[list[Arrival], None, None]:
+        raise RuntimeError("a training rank receives no weights")
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+class _Guest(WeightTransport):
+    """A generation rank."""
+
+    def __init__(self, endpoint: ShardEndpoint, device: torch.device) -> None:
+        self._endpoint, self._device = endpoint, device
+
+    def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
+        raise RuntimeError("a generation rank sends no weights")
+
+    def receive(self, update: WeightUpdate) -> Generator[list[Arrival], None, None]:
+        return receive_shards(self._endpoint, update, self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +146,16 @@ class ShardSender:
         self._listener.listen()
         self.endpoint = ShardEndpoint(name, secrets.token_hex(32), timeout_s, generation_rank)
 
-    def send(self, buckets: Iterator[Bucket], memory: SharedBuckets, version: int) -> None:
+    def send(self, buckets: Iterator[Bucket], memory: SharedBuckets, update: WeightUpdate) -> None:
         """Hand over every bucket; `memory` is what they are allocated in.
 
         When the receiver fails the other buckets are still taken, since other ranks' exchanges
         depend on it. Raises StreamError after that.
         """
-        connection = self._accept(version)
+        connection = self._accept(update)
         try:
             count = self._hand_over(connection, buckets, memory)
-            connection.send({"kind": "end", "count": count, "version": version})
+            connection.send({"kind": "end", "count": count, "version": update.version})
             connection.read_expected("done", "waiting for the receiver's last word")
         except BaseException as error:
             connection.tell_failure(f"{type(error).__name__}: {error}")
@@ -98,7 +186,7 @@ class ShardSender:
             count += 1
         return count
 
-    def _accept(self, version: int) -> Connection:
+    def _accept(self, update: WeightUpdate) -> Connection:
         endpoint = self.endpoint
         deadline = time.monotonic() + endpoint.timeout_s
         while True:
@@ -106,13 +194,13 @@ class ShardSender:
                 sock, _ = accept(self._listener, deadline)
             except TimeoutError:
                 raise StreamError(
-                    f"version {version}: generation rank {endpoint.generation_rank} did not come "
-                    f"within {endpoint.timeout_s:g} s"
+                    f"version {update.version}: generation rank {endpoint.generation_rank} did not "
+                    f"come within {endpoint.timeout_s:g} s"
                 ) from None
             connection = Connection(sock, f"generation rank {endpoint.generation_rank}")
             if _user_of(sock) != os.getuid():
                 connection.close()
-            elif admit(connection, endpoint.token, version, endpoint.timeout_s):
+            elif admit(connection, endpoint.token, asdict(update), endpoint.timeout_s):
                 return connection
 
     def close(self) -> None:
@@ -133,23 +221,23 @@ def _described(piece: Arrival, memory: torch.Tensor) -> list[Any]:
 
 
 def receive_shards(
-    endpoint: ShardEndpoint, version: int, device: torch.device
+    endpoint: ShardEndpoint, update: WeightUpdate, device: torch.device
 ) -> Generator[list[Arrival], None, None]:
-    """Yield the pieces of one bucket after the other, in memory of `device`.
+    """Yield the slices of one bucket after the other, in memory of `device`.
 
     They must have been copied before the generator goes on: the memory is written again then. Ends
-    normally only if every bucket of `version` has come. Raises StreamError otherwise.
+    normally only if every bucket of the update has come. Raises StreamError otherwise.
     """
-    connection = _connect(endpoint)
+    connection, version = _connect(endpoint), update.version
     complete = False
     failure = "the receiver stopped"
     try:
-        greet(connection, endpoint.token, version)
+        greet(connection, endpoint.token, asdict(update))
         count = 0
         memories: list[torch.Tensor] = []
         while True:
             doing = f"version {version} broke off after {count} buckets"
-            header = connection.read_header(doing, _MAX_PIECES_BYTES)
+            header = connection.read_header(doing, _MAX_SLICES_BYTES)
             if header["kind"] == "memory":
                 memories = _map(connection, header["buckets"], device)
                 connection.send({"kind": "mapped"})

@@ -1,10 +1,10 @@
-"""Framed messages between two processes, for every route that weights take.
+"""Framed messages between two processes on one machine.
 
 A frame is a length (4 bytes, big endian) and a JSON header; a header may announce raw bytes that
 follow. Nothing is pickled, so a peer can send wrong numbers but never code. Every update begins
 with the handshake of parallel/handshake.py, and goes on with
 
-    receiver: hello (version)    sender: welcome (version)    receiver: ready
+    receiver: hello (the update)    sender: welcome    receiver: ready
 
 Every wait has a timeout and either side's death shows at the other as a `StreamError` that says so.
 """
@@ -16,6 +16,7 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError, PeerError
@@ -123,10 +124,12 @@ def accept(listener: socket.socket, deadline: float) -> tuple[socket.socket, Any
     return listener.accept()
 
 
-def admit(connection: Connection, token: str, version: int, timeout_s: float) -> bool:
+def admit(
+    connection: Connection, token: str, update: Mapping[str, object], timeout_s: float
+) -> bool:
     """The sender's part of the handshake.
 
-    Whether the peer holds the token, wants this version and is still there. Otherwise the
+    Whether the peer holds the token, wants this update and is still there. Otherwise the
     connection is closed, and a peer that holds the token has been told why.
     """
     deadline = time.monotonic() + min(handshake.TIMEOUT_S, timeout_s)
@@ -138,9 +141,10 @@ def admit(connection: Connection, token: str, version: int, timeout_s: float) ->
     connection.set_deadline(deadline)
     try:
         hello = connection.read_expected("hello", "waiting for hello")
-        if hello.get("version") != version:
-            raise StreamError(f"this sends version {version}, not {hello.get('version')}")
-        connection.send({"kind": "welcome", "version": version})
+        for name, value in update.items():
+            if hello.get(name) != value:
+                raise StreamError(f"this sends {name} {value}, not {hello.get(name)}")
+        connection.send({"kind": "welcome"})
         # A connection that died while it waited in the queue ends here.
         connection.read_expected("ready", "waiting for ready")
     except StreamError as error:
@@ -151,7 +155,7 @@ def admit(connection: Connection, token: str, version: int, timeout_s: float) ->
     return True
 
 
-def greet(connection: Connection, token: str, version: int) -> None:
+def greet(connection: Connection, token: str, update: Mapping[str, object]) -> None:
     """The receiver's part of the handshake; raises StreamError when the sender refuses."""
     timeout_s = connection.sock.gettimeout() or 0.0
     doing = "waiting for the sender to take the connection"
@@ -161,7 +165,7 @@ def greet(connection: Connection, token: str, version: int) -> None:
         connection.set_timeout(timeout_s)
         raise connection.failure(doing, error) from error
     connection.set_timeout(timeout_s)
-    connection.send({"kind": "hello", "version": version})
+    connection.send({"kind": "hello", **update})
     connection.read_expected("welcome", "waiting for the sender's welcome")
     connection.send({"kind": "ready"})
 

@@ -1,4 +1,4 @@
-"""A CheckpointEngine over NIXL: a receiver reads its messages out of the sender's memory.
+"""A WeightTransport over NIXL: a receiver reads its messages out of the sender's memory.
 
 NIXL takes the way that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU memory
 too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the sender
@@ -25,45 +25,39 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, interface_of
 from mcore_rl.parallel.store import RendezvousStore
-from mcore_rl.reshard.executor import IsChecked
 from mcore_rl.reshard.transport import Pending, Transfer, Transport
-from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.transport import ExchangeTransport
 
 _POLL_S = 0.0005
 Notices = dict[tuple[int, int, int], dict[str, Any]]  # by version, peer and bucket
 
 
-class NixlEngine(CheckpointEngine):
+class NixlTransport(ExchangeTransport):
     """Its staging memory, twice the size of a bucket, is registered once and kept."""
 
     def __init__(
         self,
+        spec: TransferSpec,
         endpoint: RendezvousEndpoint,
-        plan: RoutePlan,
         model: HFConfig,
         rank: int,
         device: torch.device,
     ) -> None:
-        """Returns when all ranks have told how to reach them.
-
-        Raises:
-            ConfigError: NIXL is not installed, the layouts do not fit the model, or buckets are
-                too small.
-            StreamError: not all ranks came in time.
-        """
-        super().__init__(plan, model, rank, device)
+        """Returns when all ranks have told how to reach them."""
+        super().__init__(spec, model, rank, device)
         api = nixl_api()
-        self._timeout_s = plan.settings.timeout_s
+        self._timeout_s = spec.settings.timeout_s
         try:
-            keys = RendezvousStore(endpoint, rank, plan.world_size, self._timeout_s)
+            keys = RendezvousStore(endpoint, rank, spec.world_size, self._timeout_s)
             _stay_on_loopback(keys.own_address)
             self._agent = api.nixl_agent(str(rank), api.nixl_agent_config(backends=["UCX"]))
             self._staging = torch.empty(2 * self._half, dtype=torch.uint8, device=device)
             self._agent.register_memory(self._staging)
-            self._meet(keys, plan.world_size)
+            self._meet(keys, spec.world_size)
         except RuntimeError as error:
-            raise StreamError(f"rank {rank} of the weights' route: {error}") from error
+            raise StreamError(f"rank {rank} of the weights' way: {error}") from error
         self._used = 0  # of the staging memory, by the current version
         self._notices: Notices = {}
 
@@ -74,11 +68,11 @@ class NixlEngine(CheckpointEngine):
                 self._agent.add_remote_agent(keys.get(f"agent-{peer}"))
 
     @contextmanager
-    def _transport(self, version: int, checked: IsChecked) -> Iterator[Transport]:
+    def _messages(self, version: int) -> Iterator[Transport]:
         self._used = 0
         for key in [key for key in self._notices if key[0] < version]:
             del self._notices[key]
-        yield _NixlTransport(self._agent, version, self._notices, self._timeout_s)
+        yield _NixlMessages(self._agent, version, self._notices, self._timeout_s)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         start, self._used = self._used, self._used + num_bytes
@@ -104,7 +98,7 @@ def _stay_on_loopback(own_address: str) -> None:
         os.environ.setdefault("UCX_NET_DEVICES", interface_of(own_address))
 
 
-class _NixlTransport:
+class _NixlMessages:
     """Messages of one version."""
 
     is_ordered = False
@@ -158,7 +152,7 @@ class _NixlTransport:
                 others = {version for version, name, _ in self._notices if name == peer}
                 at = f"; it is at version {max(others)}" if others else ""
                 raise StreamError(
-                    f"version {self._version}, bucket {bucket}: rank {peer} of the weights' route "
+                    f"version {self._version}, bucket {bucket}: rank {peer} of the weights' way "
                     f"made no move for {self._timeout_s:g} s{at}"
                 )
             time.sleep(_POLL_S)
@@ -186,7 +180,7 @@ class _NixlTransport:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    transport: _NixlTransport
+    transport: _NixlMessages
     transfer: Transfer
 
     def wait(self) -> None:

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, Metrics, create_engine
-from mcore_rl.parallel.rendezvous import RendezvousServer
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
-from mcore_rl.weight_sync.colocated import ShardEndpoint
-from mcore_rl.weight_sync.disaggregated import Endpoint, checkpoint_engine
-from mcore_rl.weight_sync.disk import FolderEndpoint
-from mcore_rl.weight_sync.shards import (
-    Places,
-    ShardRoute,
-    generation_side,
-    plan_colocated,
-    training_side,
-)
-from mcore_rl.weight_sync.shared_memory import site_of
-from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender
+from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
 
 
 class ModelWorker:
@@ -51,10 +36,8 @@ class ModelWorker:
         self._spec = spec
         self._loss_function = loss_function
         self._engine: Any = create_engine(model_type, "megatron", device_name(), spec)
-        self._sender: StreamSender | None = None
-        self._route: ShardRoute | None = None
         self._rendezvous: RendezvousServer | None = None
-        self._checkpoint_engine: CheckpointEngine | None = None
+        self._transport: WeightTransport | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def initialize(self) -> None:
@@ -81,72 +64,28 @@ class ModelWorker:
         return self._engine.train_batch(batch, self._loss_function, temperature=temperature)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_weight_stream(
-        self, bind_address: str, num_receivers: int, timeout_s: float
-    ) -> StreamEndpoint:
-        """Where `send_weights` will serve its receivers; stays open for later versions."""
-        self._sender = StreamSender(bind_address, num_receivers, timeout_s)
-        return self._sender.endpoint
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int) -> None:
-        """Stream the weights in Hugging Face form from rank 0, with the help of the others."""
-        tensors = self._engine.get_per_tensor_param()
-        if self._sender is not None:
-            self._sender.send(tensors, version)
-        else:
-            for _ in tensors:  # drives this rank's part of the export
-                raise RuntimeError("weights surfaced on a rank without an open stream")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def site(self) -> tuple[str, str]:
-        """What shares memory with this rank, and its host."""
-        return site_of(self._engine.device), socket.gethostname()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_shard_route(
-        self, layout: GenerationLayout, places: Places, config: WeightSyncConfig
-    ) -> ShardEndpoint | None:
-        """Where `send_shards` will serve the generation rank on this device, if there is one."""
-        engine, dtype = self._engine, getattr(torch, self._spec.model.dtype)
-        training = training_side(engine.hf_config, engine.layout, engine.num_mtp_layers)
-        _, generation = generation_side(engine.hf_config, layout)
-        plan = plan_colocated(training, generation, places, dtype.itemsize)
-        self._route = ShardRoute(plan, dist.group.WORLD, engine.device, dtype, config)
-        return self._route.endpoint
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_checkpoint_engine(
-        self, layout: GenerationLayout, config: WeightSyncConfig, folder: Path
-    ) -> tuple[Endpoint, RoutePlan]:
-        """What the ranks of both sides make their CheckpointEngine from; stays open."""
+    def open_weights(
+        self, generation: GenerationLayout, settings: WeightSyncConfig
+    ) -> tuple[RendezvousEndpoint, TransferSpec]:
+        """What both sides connect with; the rendezvous stays open."""
         engine, dtype = self._engine, self._spec.model.dtype
-        plan = RoutePlan(engine.layout, engine.num_mtp_layers, layout, dtype, config)
-        if config.transport == "disk":
-            folder.mkdir()
-            return FolderEndpoint(str(folder), config.timeout_s), plan
-        self._rendezvous = RendezvousServer(config.bind_address)
-        return self._rendezvous.endpoint, plan
+        self._rendezvous = RendezvousServer(settings.bind_address)
+        spec = TransferSpec(engine.layout, engine.num_mtp_layers, generation, dtype, settings)
+        return self._rendezvous.endpoint, spec
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def join_checkpoint_engine(self, endpoint: Endpoint, plan: RoutePlan) -> None:
+    def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
         """Returns when all training ranks and all workers of servers are in reach of each other."""
         engine = self._engine
-        self._checkpoint_engine = checkpoint_engine(
-            endpoint, plan, engine.hf_config, engine.world_rank, engine.device
+        self._transport = connect(
+            spec, endpoint, engine.hf_config, engine.world_rank, engine.device
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_checkpoint(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         """This rank's part of a version of the weights."""
-        assert self._checkpoint_engine is not None  # join_checkpoint_engine came first
-        self._checkpoint_engine.send_weights(self._engine.local_weights(), version)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_shards(self, version: int) -> None:
-        """Exchange shards with the other ranks and hand the generation rank's own to it."""
-        assert self._route is not None  # open_shard_route came first
-        self._route.send(self._engine.local_weights(), version)
+        assert self._transport is not None  # connect_weights came first
+        self._transport.send(self._engine.local_weights(), WeightUpdate(version))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, path: str, num_bytes: int) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,15 +14,12 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.base import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
-from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.vllm_server import VLLMServer
-from mcore_rl.weight_sync.announced import Announced
-from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
-from mcore_rl.weight_sync.colocated import ShardEndpoint
-from mcore_rl.weight_sync.disaggregated import Endpoint
-from mcore_rl.weight_sync.stream import StreamEndpoint
+from mcore_rl.weight_sync.spec import TransferSpec
 
 T = TypeVar("T")
 
@@ -36,6 +33,7 @@ class RolloutSpec:
     reward: str  # name in the reward registry
     seed: int
     timeout_s: float  # of everything that the worker asks of its server
+    can_sleep: bool = False
 
 
 class RolloutWorker:
@@ -43,13 +41,14 @@ class RolloutWorker:
 
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
-        self._server = VLLMServer(
+        self._server: GenerationServer = VLLMServer(
             spec.model_path,
             spec.dtype,
             spec.max_model_tokens,
             spec.rollout,
             spec.seed,
             timeout_s=spec.timeout_s,
+            can_sleep=spec.can_sleep,
         )
         tokenizer = load_tokenizer(spec.model_path)
         self._agent = SingleTurnLoop(self._server, tokenizer, Judge(spec.reward))
@@ -90,33 +89,32 @@ class RolloutWorker:
         return (Batch.of(self._wait(self._agent.run_all(asked, sampling))),)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_weights(self, endpoint: StreamEndpoint, version: int) -> None:
-        self._wait(self._server.update_weights(endpoint, version))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_layout(self) -> list[Announced]:
-        """What each vLLM worker of this server says about its parameters."""
-        return self._wait(self._server.weight_layout())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_shards(self, endpoints: Sequence[ShardEndpoint], version: int) -> None:
-        """Takes this server's part of the endpoints, which are those of all generation ranks."""
-        first, tp = self._first_worker, self._spec.rollout.tp
-        self._wait(self._server.receive_shards(endpoints[first : first + tp], version))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def join_checkpoint_engine(self, endpoint: Endpoint, plan: RoutePlan) -> None:
+    def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
         """Returns when all training ranks and all workers of servers are in reach of each other."""
-        self._wait(self._server.join_checkpoint_engine(endpoint, plan, self._first_worker))
+        # Each rank of this group is a server; their workers are the generation ranks in a row.
+        first_rank = int(os.environ["RANK"]) * self._spec.rollout.tp
+        self._wait(self._server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_checkpoint(self, version: int) -> None:
-        self._wait(self._server.receive_checkpoint(version))
+    def receive_weights(self, version: int) -> None:
+        self._wait(self._server.update(version))
 
-    @property
-    def _first_worker(self) -> int:
-        """Among the vLLM workers of all servers: each rank of this group is a server."""
-        return int(os.environ["RANK"]) * self._spec.rollout.tp
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str, version: int) -> None:
+        self._wait(self._server.load_checkpoint(path, version))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Free weights and KV cache."""
+        self._wait(self._server.sleep())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wake(self, tag: SleepTag) -> None:
+        self._wait(self._server.wake(tag))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def memory(self) -> ServerMemory:
+        return self._wait(self._server.memory())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:

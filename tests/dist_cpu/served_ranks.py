@@ -7,6 +7,7 @@ rank has an engine around its own worker, and all engines decide alike, as under
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,8 +22,6 @@ from typing import Any
 
 import torch
 from live_bytes import LiveBytes
-
-from mcore_rl.weight_sync.announced import Announced
 
 WAIT_S = 120.0
 IMPORTED = ["vllm", "vllm.v1.worker.cpu_worker", "mcore_rl.rollout.vllm_worker"]
@@ -111,6 +110,8 @@ class _Rank:
         after: dict[str, tuple[State, Tokens]] = {}
         for sync, takers in order.syncs.items():
             taking = {name: server for name, server in servers.items() if name in takers}
+            for name, server in taking.items():
+                self._join(sync, name, _worker(server))
             for version in (1, 2):
                 for name, server in taking.items():
                     self._update(order, sync, name, _worker(server), version)
@@ -129,19 +130,34 @@ class _Rank:
                 self.report.complaints.extend(f"{key}, rank {self.rank}: {n}" for n in lines)
                 self.report.answers[key] = Answers(before[name], found, tokens)
 
+    def _join(self, sync: str, name: str, worker: Any) -> None:
+        fields, spec = _meeting(self.folder / f"{sync}-{name}.json")
+        info = {"endpoint": fields, "spec": spec, "first_rank": 0}
+        if error := worker.attempt("init_weight_transfer_engine", {"init_info": info}):
+            self.report.complaints.append(f"{sync}-{name}, joining, rank {self.rank}: {error}")
+
     def _update(self, order: Order, sync: str, name: str, worker: Any, version: int) -> None:
-        files = [self.folder / f"{sync}-{name}-{rank}.json" for rank in range(self.world)]
-        endpoints = [_endpoint(file) for file in files]
-        if order.is_measured:
-            with LiveBytes() as memory:
-                worker.receive_shards(endpoints, version)
+        """The second version after a sleep: where memory was freed, nothing of before is left."""
+        sleeps = version == 2 and not order.is_measured
+        if sleeps:
+            worker.sleep(level=2)
+            if worker.kept_bytes() != (0, 0):
+                self.report.complaints.append(f"{sync}-{name}: asleep it has {worker.kept_bytes()}")
+            worker.wake_up(["weights"])
+        with LiveBytes() if order.is_measured else contextlib.nullcontext() as memory:
+            for method, arguments in (
+                ("start_weight_update", {}),
+                ("update_weights", {"update_info": {"version": version}}),
+                ("finish_weight_update", {}),
+            ):
+                if error := worker.attempt(method, arguments):
+                    about = f"{sync}-{name}, version {version}, rank {self.rank}"
+                    self.report.complaints.append(f"{about}: {error}")
+        if sleeps:
+            worker.wake_up(["kv_cache"])
+        if memory is not None:
             module = _largest_module_bytes(worker)
             self.report.memory.append(Memory(order.path.name, memory.peak, module))
-        else:
-            worker.receive_shards(endpoints, version)
-        if error := worker.weight_error():
-            about = f"{sync}-{name}, version {version}, rank {self.rank}"
-            self.report.complaints.append(f"{about}: {error}")
 
     def _server(self, path: Path, ep: bool) -> Any:
         from mcore_rl.config.schema import RolloutConfig
@@ -149,6 +165,7 @@ class _Rank:
 
         os.environ |= vllm_server._QUIET
         from vllm import LLM
+        from vllm.config import WeightTransferConfig
         from vllm.distributed.parallel_state import destroy_model_parallel
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -174,6 +191,7 @@ class _Rank:
             enable_expert_parallel=ep,
             distributed_executor_backend=OneRank,
             skip_tokenizer_init=True,
+            weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
             **arguments,
         )
         _SERVERS.append(server)
@@ -197,7 +215,10 @@ def _generated(server: Any) -> Tokens:
 
 def _largest_module_bytes(worker: Any) -> int:
     sizes: dict[str, int] = {}
-    for name, (shape, dtype) in Announced.from_json(worker.weight_layout()).parameters.items():
+    from mcore_rl.rollout.vllm_weights import worker_layout
+
+    layout = worker_layout(worker.model_runner.get_model())
+    for name, (shape, dtype) in layout.parameters.items():
         module = name.rpartition(".")[0]
         itemsize = getattr(torch, dtype).itemsize
         sizes[module] = sizes.get(module, 0) + math.prod(shape) * itemsize
@@ -249,9 +270,10 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
-def _endpoint(file: Path) -> tuple[Any, ...]:
+def _meeting(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     _wait_for(file)
-    return tuple(json.loads(file.read_text()))
+    endpoint, spec = json.loads(file.read_text())
+    return endpoint, spec
 
 
 def _wait_for(path: Path) -> None:

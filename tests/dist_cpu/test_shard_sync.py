@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,11 @@ import torch.distributed as dist
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.engine.base import EngineSpec
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rollout.vllm_server import _QUIET
-from mcore_rl.weight_sync.shards import (
-    Places,
-    ShardRoute,
-    generation_side,
-    plan_colocated,
-    training_side,
-)
+from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.nightly import all_but
 
 LAYOUTS = {
@@ -105,26 +101,30 @@ def serve_syncs(
 ) -> ranks.Result:
     """Version 1 has weights times -2, version 2 times 4, which are exported as well."""
     engine = ranks.started(spec)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     settings = WeightSyncConfig(bucket_bytes=BUCKET_BYTES, verify="full", timeout_s=60)
-    routes = {}
+    ends, open_ = {}, []
     for name, layout in servers.items():
-        places = Places(("here",) * world, ("here",) * layout.world_size, world)
-        _, generation = generation_side(engine.hf_config, layout)
-        training = training_side(engine.hf_config, engine.layout, engine.num_mtp_layers)
-        plan = plan_colocated(training, generation, places, 4)
-        route = ShardRoute(plan, dist.group.WORLD, engine.device, torch.float32, settings)
-        routes[name] = route
-        if endpoint := route.endpoint:
-            file = folder / f"{key}-{name}-{endpoint.generation_rank}.json"
-            file.with_suffix(".partial").write_text(json.dumps(astuple(endpoint)))
-            file.with_suffix(".partial").rename(file)
+        if rank == 0:
+            open_.append(RendezvousServer("127.0.0.1"))
+            found = asdict(open_[-1].endpoint)
+        else:
+            found = {}
+        told = [found]
+        dist.broadcast_object_list(told, src=0)
+        endpoint = RendezvousEndpoint(**told[0])
+        spec_ = TransferSpec(engine.layout, engine.num_mtp_layers, layout, "float32", settings)
+        if rank == 0:
+            aside = folder / f"{key}-{name}.partial"
+            aside.write_text(json.dumps([told[0], spec_.to_dict()]))
+            aside.rename(folder / f"{key}-{name}.json")
+        ends[name] = connect(spec_, endpoint, engine.hf_config, rank, engine.device)
     for version in (1, 2):
         with torch.no_grad():
             for tensor in (t for c in engine.chunks for t in (*c.parameters(), *c.buffers())):
                 tensor.mul_(-2)
-        for route in routes.values():
-            route.send(engine.local_weights(), version)
+        for end in ends.values():
+            end.send(engine.local_weights(), WeightUpdate(version))
     if not exported.exists():
         tensors = engine.get_per_tensor_param()
         if rank == 0:

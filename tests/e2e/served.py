@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +26,6 @@ import tiny_models
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
-from mcore_rl.weight_sync.stream import StreamSender
 from tests.e2e.hosting import hosting
 
 EOS, MAX_TOKENS = 1, 256
@@ -35,13 +33,12 @@ PROMPT = [3, *range(10, 40)]
 
 
 class Model:
-    """A checkpoint on disk, its weights, and transformers' log-probs for them."""
+    """A checkpoint on disk, and transformers' log-probs for it."""
 
     def __init__(self, folder: Path, config: Any, seed: int) -> None:
         self.reference = tiny_models.build_from(config, seed)
         self.path = str(tiny_families.save_served(self.reference, folder))
         tokenizer().save_pretrained(folder)
-        self.weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
 
     @torch.no_grad()
     def log_probs(
@@ -80,18 +77,7 @@ class Served:
     def take(self, seed: int) -> None:
         """The weights of models[seed], as the next version."""
         version = self.server.weight_version + 1
-        assert self.run(push(self.server, self.models[seed].weights, version)) == [None, None]
-
-
-async def push(server: VLLMServer, weights: Any, number: int) -> list[BaseException | None]:
-    """Outcome of the sender and of the server."""
-    items = weights.items() if isinstance(weights, dict) else weights
-    with StreamSender("127.0.0.1", num_receivers=1, timeout_s=20.0) as sender:
-        return await asyncio.gather(
-            asyncio.to_thread(sender.send, items, number),
-            server.update_weights(sender.endpoint, number),
-            return_exceptions=True,
-        )
+        self.run(self.server.load_checkpoint(self.models[seed].path, version))
 
 
 @contextlib.contextmanager
@@ -99,11 +85,11 @@ def serving(config: Any, folder: Path) -> Iterator[Served]:
     """Two models of `config` under `folder`, and a server that starts with the first one."""
     both = [Model(folder / str(seed), config, seed) for seed in (0, 1)]
     rollout = RolloutConfig(max_num_seqs=32, kv_cache_bytes=32 << 20)
-    server = VLLMServer(both[0].path, "float32", MAX_TOKENS, rollout, seed=0)
+    server = VLLMServer(both[0].path, "float32", MAX_TOKENS, rollout, seed=0, can_sleep=True)
     with hosting(), asyncio.Runner() as runner:
         runner.run(server.start())
         try:
-            first = runner.run(server.generate(PROMPT, SamplingParams(n=2, max_tokens=24)))
+            first = runner.run(server.submit(PROMPT, SamplingParams(n=2, max_tokens=24)))
             yield Served(server, runner.run, both, first)
         finally:
             runner.run(server.close())

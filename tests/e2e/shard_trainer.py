@@ -2,8 +2,8 @@
 
     python shard_trainer.py RANK WORLD CHECKPOINT FOLDER VERSION...
 
-The ranks split the model over tp. For each transport rank 0 writes a file into FOLDER: an endpoint
-and a plan, and carries two versions.
+The ranks split the model over tp. For each transport rank 0 writes a file into FOLDER, an endpoint
+and a spec, and all send two versions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,14 +22,13 @@ import reshard_jobs
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import Layout, WeightSyncConfig
-from mcore_rl.parallel.rendezvous import RendezvousServer
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
-from mcore_rl.weight_sync.disaggregated import checkpoint_engine, endpoint_of
-from mcore_rl.weight_sync.disk import FolderEndpoint
+from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.transport import WeightUpdate, connect
 
-TRANSPORTS = ("process_group", "nixl", "disk")
+TRANSPORTS = ("process_group", "nixl")
 _OPEN = []  # which stay while their groups live
 
 
@@ -43,29 +41,29 @@ def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[i
             write(file, transport, world)
         while not file.exists():
             time.sleep(0.02)
-        fields, plan_fields = json.loads(file.read_text())
-        plan = RoutePlan.from_dict(plan_fields)
-        training, _ = reshard_jobs.sides(reader.config(), plan.training, plan.generation)
+        fields, spec_fields = json.loads(file.read_text())
+        spec = TransferSpec.from_dict(spec_fields)
+        training, _ = reshard_jobs.sides(reader.config(), spec.training, spec.generation)
         weights = LocalWeights(reshard_jobs.filled(training, rank, reader.read))
-        endpoint, device = endpoint_of(plan, fields), torch.device("cpu")
-        engine = checkpoint_engine(endpoint, plan, reader.config(), rank, device)
+        endpoint, device = RendezvousEndpoint(**fields), torch.device("cpu")
+        end = connect(spec, endpoint, reader.config(), rank, device)
         for version in versions[2 * number : 2 * number + 2]:
-            engine.send_weights(weights, version)
+            end.send(weights, WeightUpdate(version))
 
 
 def write(file: Path, transport: str, world: int) -> None:
-    """What both sides make their engines from: an endpoint and a plan."""
+    """What both sides connect with."""
     settings = WeightSyncConfig(
-        transport=transport, bucket_bytes=32 << 10, verify="full", timeout_s=60
+        method="disaggregated",
+        transport=transport,
+        bucket_bytes=32 << 10,
+        verify="full",
+        timeout_s=60,
     )
-    plan = RoutePlan(Layout(tp=world), 0, GenerationLayout(tp=2, ep=2), "float32", settings)
-    if transport == "disk":
-        endpoint: Any = FolderEndpoint(str(file.parent), settings.timeout_s)
-    else:
-        _OPEN.append(RendezvousServer("127.0.0.1"))
-        endpoint = _OPEN[-1].endpoint
+    spec = TransferSpec(Layout(tp=world), 0, GenerationLayout(tp=2, ep=2), "float32", settings)
+    _OPEN.append(RendezvousServer("127.0.0.1"))
     aside = file.with_suffix(".partial")
-    aside.write_text(json.dumps([asdict(endpoint), plan.to_dict()]))
+    aside.write_text(json.dumps([asdict(_OPEN[-1].endpoint), spec.to_dict()]))
     aside.rename(file)
 
 

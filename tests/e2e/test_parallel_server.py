@@ -86,7 +86,7 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
 ):
     with _started(paths, tmp_path) as process:
         told = (json.loads(line) for line in process.stdout if line.startswith("{"))
-        scores, *completions = (next(told) for _ in range(5))
+        scores, loaded, *sharded = (next(told) for _ in range(4))
         family = session(process.pid)
         memory = set().union(*map(shared_memory, family))
         ports = listeners(family)
@@ -95,7 +95,12 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
                 with contextlib.suppress(psutil.NoSuchProcess):
                     tracker.kill()
     _check_scores(scores, models[0], tmp_path / "trace.safetensors")
-    _check_completions([Completion(**found) for found in completions], models[1])
+    _check_completions([loaded, *(found["completion"] for found in sharded)], models[1])
+    for awake, asleep, again in (found["memory"] for found in sharded):
+        assert asleep == {"weights_bytes": 0, "kv_cache_bytes": 0}
+        assert again == awake
+        assert awake["kv_cache_bytes"] > 0.9 * 2 * parallel_server.KV_CACHE_BYTES  # of each worker
+        assert awake["weights_bytes"] > 0
     assert len(family) >= 4
     # gloo's of both workers, among themselves and with trainers, and NIXL's.
     assert len(ports) >= 6
@@ -119,17 +124,17 @@ def _check_scores(found: dict[str, Any], model: Any, trace: Path) -> None:
     reference.check_trace(load_file(trace), model, _TOKENS[: parallel_server.NUM_TRACED])
 
 
-def _check_completions(found: list[Completion], model: Any) -> None:
-    """After a stream, and after shards by each transport."""
-    streamed, *sharded = found
-    log_probs, _ = reference.expected(model, _TOKENS + streamed.token_ids)
-    assert streamed.log_probs == pytest.approx(log_probs[len(_TOKENS) - 1 :].tolist(), abs=1e-4)
-    assert set(streamed.weight_versions) == {1}
-    for other, last in zip(sharded, (3, 5, 7), strict=True):
+def _check_completions(found: list[dict[str, Any]], model: Any) -> None:
+    """After a folder, and after shards by each transport."""
+    loaded, *sharded = (Completion(**one) for one in found)
+    log_probs, _ = reference.expected(model, _TOKENS + loaded.token_ids)
+    assert loaded.log_probs == pytest.approx(log_probs[len(_TOKENS) - 1 :].tolist(), abs=1e-4)
+    assert set(loaded.weight_versions) == {1}
+    for other, last in zip(sharded, (3, 5), strict=True):
         assert set(other.weight_versions) == {last}
-        assert other.token_ids == streamed.token_ids
+        assert other.token_ids == loaded.token_ids
         # On equal weights vLLM's latent attention gives two last bits.
-        assert other.log_probs == pytest.approx(streamed.log_probs, abs=2e-6)
+        assert other.log_probs == pytest.approx(loaded.log_probs, abs=2e-6)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -7,6 +7,8 @@ and scale, which test_parallel_server.py has on two workers.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
 import tiny_families
 import tiny_models
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout import vllm_server
 from mcore_rl.rollout.protocol import SamplingParams, TokenScores
 from mcore_rl.rollout.vllm_server import VLLMServer
-from mcore_rl.weight_sync.stream import StreamEndpoint
 from tests.e2e.hosting import hosting
 from tests.e2e.reference import NATS, check, check_trace, expected
 from tests.e2e.served import EOS, MAX_TOKENS, Served, serving
@@ -54,7 +57,7 @@ def served(started) -> Served:
 
 def test_scores_are_the_references_at_every_position_of_a_cached_prompt_too(served):
     for _ in range(2):
-        served.run(served.server.generate(_LONG, SamplingParams(max_tokens=1)))
+        served.run(served.server.submit(_LONG, SamplingParams(max_tokens=1)))
         scores = served.run(served.server.score(_LONG))
         assert scores.token_ids == _LONG[1:]
         check(scores, served.models[0].reference, _LONG[:1])
@@ -86,24 +89,23 @@ def test_every_module_of_a_trace_is_the_references_and_a_trace_leaves_nothing_be
 def test_a_trace_has_the_engine_to_itself(served):
     async def among_others() -> Any:
         asked = SamplingParams(n=2, max_tokens=20)
-        early = [asyncio.create_task(served.server.generate(_LONG[:9], asked)) for _ in range(3)]
-        cancelled = asyncio.create_task(served.server.generate(_LONG[9:20], asked))
+        cancelled = asyncio.create_task(served.server.submit(_LONG[9:20], asked))
         await asyncio.sleep(0.02)
+        with pytest.raises(StateError, match="cannot trace while it generates: 1 requests run"):
+            await served.server.trace(_LONG[:40])
         cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
         trace = asyncio.create_task(served.server.trace(_LONG[:40]))
         await asyncio.sleep(0)
-        late = [served.server.score(_LONG[:50]), served.server.decode(_LONG[:50], 9, seed=0)]
-        return await asyncio.gather(trace, *late, *early)
+        with pytest.raises(StateError, match="cannot generate while it has to trace"):
+            await served.server.score(_LONG[:50])
+        return await trace
 
-    traced, scores, decoded, *early = served.run(among_others())
-    check_trace(traced, served.models[0].reference, _LONG[:40])
-    check(scores, served.models[0].reference, _LONG[:1])
-    check(decoded, served.models[0].reference, _LONG[:50])
-    assert [len(completions) for completions in early] == [2] * 3
+    check_trace(served.run(among_others()), served.models[0].reference, _LONG[:40])
 
 
 def test_scores_and_traces_are_of_the_weights_after_an_update_and_of_none_after_a_failed_one(
-    served,
+    served, monkeypatch
 ):
     old, new = (model.reference for model in served.models)
     gap = expected(old, _LONG)[0] - expected(new, _LONG)[0]
@@ -111,12 +113,17 @@ def test_scores_and_traces_are_of_the_weights_after_an_update_and_of_none_after_
     served.take(1)
     check(served.run(served.server.score(_LONG)), new, _LONG[:1])
     check_trace(served.run(served.server.trace(_LONG)), new, _LONG)
-    nobody = StreamEndpoint("127.0.0.1", 9, "0" * 32, 1.0)
+    torn = served.models[0].path + "-torn"
+    shutil.copytree(served.models[0].path, torn)
+    os.truncate(f"{torn}/model.safetensors", 40_000)
+    whole = CheckpointReader(served.models[0].path)  # torn after it has been looked at
+    monkeypatch.setattr(vllm_server, "CheckpointReader", lambda path: whole)
     with pytest.raises(RuntimeError, match="failed"):
-        served.run(served.server.update_weights(nobody, served.server.weight_version + 1))
+        served.run(served.server.load_checkpoint(torn, served.server.weight_version + 1))
     for call in _calls(served.server, 10):
-        with pytest.raises(RuntimeError, match=r"does not serve: its update .* did not complete"):
+        with pytest.raises(StateError, match=r"it has weights of which an update did not complete"):
             served.run(call)
+    monkeypatch.undo()
     served.take(0)
     check(served.run(served.server.decode(_LONG[:5], 9, seed=0)), old, _LONG[:5])
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,20 +21,22 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
-from mcore_rl.rollout.protocol import Completion, SamplingParams
+from mcore_rl.rollout.protocol import Completion, SamplingParams, ServerMemory
 from mcore_rl.rollout.vllm_server import VLLMServer
-from mcore_rl.weight_sync.stream import StreamEndpoint
+from mcore_rl.weight_sync.spec import TransferSpec
 from tests.e2e.processes import command_line, lives, shared_memory
 from tests.e2e.served import (
     EOS,
     MAX_TOKENS,
     PROMPT,
     Model,
-    push,
     serving,
     tiny_families,
     tokenizer,
@@ -65,7 +70,7 @@ def _check_generation(run, server, model: Model, number: int, tolerance: float =
     sampling = SamplingParams(n=3, max_tokens=24)
 
     async def generate() -> list[list[Completion]]:
-        return await asyncio.gather(*(server.generate(p, sampling) for p in prompts))
+        return await asyncio.gather(*(server.submit(p, sampling) for p in prompts))
 
     for prompt, completions in zip(prompts, run(generate()), strict=True):
         assert len(completions) == 3
@@ -90,25 +95,25 @@ def test_log_probs_equal_the_reference_at_start(shared_server, moe):
 def test_log_probs_equal_the_reference_after_each_of_several_updates(server, run, moe):
     first = server.weight_version
     for number, seed in ((first + 1, 1), (first + 2, 0), (first + 3, 1)):
-        assert run(push(server, moe[seed].weights, number)) == [None, None]
+        assert run(server.load_checkpoint(moe[seed].path, number)) is None
         assert server.weight_version == number
         _check_generation(run, server, moe[seed], number, tolerance=1e-5)
 
 
 def test_log_probs_are_those_of_the_distribution_sampled_from(server, run, moe):
     sampling = SamplingParams(n=4, temperature=0.5, max_tokens=24)
-    for completion in run(server.generate(PROMPT, sampling)):
+    for completion in run(server.submit(PROMPT, sampling)):
         assert moe[0].gap(PROMPT, completion, temperature=0.5) < 1e-4
 
 
 def test_top_p_log_probs_are_renormalised_over_the_kept_tokens(server, run):
     narrow = SamplingParams(n=2, top_p=1e-6, max_tokens=8)  # keeps one token
-    for completion in run(server.generate(PROMPT, narrow)):
+    for completion in run(server.submit(PROMPT, narrow)):
         assert completion.log_probs == pytest.approx([0.0] * len(completion.token_ids), abs=1e-6)
 
 
 def test_a_response_ends_with_the_end_token_or_at_the_length(server, run):
-    completions = run(server.generate(PROMPT, SamplingParams(n=32, max_tokens=100)))
+    completions = run(server.submit(PROMPT, SamplingParams(n=32, max_tokens=100)))
     reasons = {c.finish_reason for c in completions}
     assert reasons == {"stop", "length"}
     for c in completions:
@@ -122,7 +127,7 @@ def test_a_response_ends_with_the_end_token_or_at_the_length(server, run):
 
 def test_a_seed_repeats_a_request_and_its_completions_differ(server, run):
     sampling = SamplingParams(n=3, max_tokens=16, seed=5)
-    first, second = (run(server.generate(PROMPT, sampling)) for _ in range(2))
+    first, second = (run(server.submit(PROMPT, sampling)) for _ in range(2))
     assert [c.token_ids for c in first] == [c.token_ids for c in second]
     assert len({tuple(c.token_ids) for c in first}) == 3
 
@@ -130,120 +135,148 @@ def test_a_seed_repeats_a_request_and_its_completions_differ(server, run):
 def test_cached_prompts_are_forgotten_at_an_update(server, run, moe):
     prompt = [1, *(3 + i % 60 for i in range(200))]  # longer than a block of the prefix cache
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
-    (before,) = run(server.generate(prompt, greedy))
-    (cached,) = run(server.generate(prompt, greedy))
+    (before,) = run(server.submit(prompt, greedy))
+    (cached,) = run(server.submit(prompt, greedy))
     assert cached.token_ids == before.token_ids
-    assert run(push(server, moe[1].weights, server.weight_version + 1)) == [None, None]
-    (after,) = run(server.generate(prompt, SamplingParams(max_tokens=12)))
+    assert run(server.load_checkpoint(moe[1].path, server.weight_version + 1)) is None
+    (after,) = run(server.submit(prompt, SamplingParams(max_tokens=12)))
     assert moe[1].gap(prompt, after) < 1e-5
 
 
-def test_requests_in_flight_finish_on_the_old_weights_and_waiting_ones_run_on_the_new(
-    server, run, moe
-):
+def test_what_is_not_allowed_while_requests_run_or_weights_change(server, run, moe):
     number = server.weight_version
-    sampling = SamplingParams(n=2, max_tokens=150)
 
-    async def generate_across_an_update() -> tuple[list[Completion], list[Completion]]:
+    async def calls() -> list[Completion]:
         # One turn of the event loop lets a request in; with a sleep it might already be answered.
-        early = [asyncio.create_task(server.generate(PROMPT, sampling)) for _ in range(4)]
+        early = asyncio.create_task(server.submit(PROMPT, SamplingParams(max_tokens=150)))
         await asyncio.sleep(0)
-        update = asyncio.create_task(push(server, moe[1].weights, number + 1))
+        for call in (server.update(number + 1), server.sleep(), server.trace(PROMPT)):
+            with pytest.raises(StateError, match="while it generates: 1 requests run"):
+                await call
+        completions = await early
+        update = asyncio.create_task(server.load_checkpoint(moe[1].path, number + 1))
         await asyncio.sleep(0)
-        late = [asyncio.create_task(server.generate(PROMPT, sampling)) for _ in range(4)]
-        assert not any(task.done() for task in early)
-        assert await update == [None, None]
-        flatten = [[c for t in tasks for c in await t] for tasks in (early, late)]
-        return flatten[0], flatten[1]
+        late = server.submit(PROMPT, SamplingParams(max_tokens=9))
+        for call in (late, server.sleep(), server.update(number + 2)):
+            with pytest.raises(StateError, match="while it has to update its weights"):
+                await call
+        await update
+        return completions + await server.submit(PROMPT, SamplingParams(max_tokens=24))
 
-    early, late = run(generate_across_an_update())
-    for completions, model, expected in ((early, moe[0], number), (late, moe[1], number + 1)):
-        for completion in completions:
-            assert set(completion.weight_versions) == {expected}
-            assert model.gap(PROMPT, completion) < 1e-4
-
-
-def _refuses(run, server) -> None:
-    with pytest.raises(RuntimeError, match="did not complete"):
-        run(server.generate(PROMPT, SamplingParams(max_tokens=1)))
+    old, new = run(calls())
+    assert set(old.weight_versions) == {number}
+    assert moe[0].gap(PROMPT, old) < 1e-4
+    assert set(new.weight_versions) == {number + 1}
+    assert moe[1].gap(PROMPT, new) < 1e-4
 
 
-@pytest.mark.parametrize("fault", ["missing", "shape", "extra"])
-def test_an_update_with_a_wrong_tensor_is_refused_by_name_until_a_whole_one(
-    server, run, moe, fault
-):
-    name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    weights = dict(moe[1].weights)
-    if fault == "missing":
-        del weights[name]
-    elif fault == "shape":
-        weights[name] = weights[name][:, :-1]
-    else:
-        name = "model.layers.9.mlp.gate.weight"
-        weights[name] = torch.zeros(8, 64)
+def test_asleep_it_has_no_memory_and_answers_nothing_until_it_has_new_weights(server, run, moe):
     number = server.weight_version
-    _, outcome = run(push(server, weights, number + 1))
-    assert isinstance(outcome, RuntimeError)
-    assert name in str(outcome)
-    assert server.weight_version == number
-    _refuses(run, server)
-    assert run(push(server, moe[1].weights, number + 1)) == [None, None]
+    awake = run(server.memory())
+    assert awake.kv_cache_bytes > 30 << 20
+    rss = psutil.Process().memory_info().rss
+
+    async def refused(allowed: str) -> None:
+        calls = {
+            server.submit(PROMPT, SamplingParams(max_tokens=9)): "generate",
+            server.trace(PROMPT): "trace",
+            server.sleep(): "sleep",
+            server.wake("weights"): "wake its weights",
+            server.wake("kv_cache"): "wake its KV cache",
+            server.update(number + 1): "update its weights",
+        }
+        for call, name in calls.items():
+            if name == allowed:
+                call.close()
+                continue
+            with pytest.raises(StateError, match=f"the server cannot {name}: it .*{allowed}"):
+                await call
+
+    run(server.sleep())
+    assert run(server.memory()) == ServerMemory(0, 0)
+    run(refused("wake its weights"))
+    run(server.wake("weights"))
+    assert run(server.memory()) == replace(awake, kv_cache_bytes=0)
+    run(refused("update its weights"))
+    run(server.load_checkpoint(moe[1].path, number + 1))
+    run(server.wake("kv_cache"))
+    assert run(server.memory()) == awake
+    assert psutil.Process().memory_info().rss < rss + (64 << 20)
     _check_generation(run, server, moe[1], number + 1)
 
 
-def test_requests_that_wait_for_an_update_are_refused_when_it_fails(server, run, moe):
-    def tensors():
-        yield from list(moe[1].weights.items())[:9]
-        time.sleep(0.2)
-        raise OSError("the trainer broke off")
+def test_a_stream_has_the_tokens_of_the_whole_and_ends_when_it_is_aborted(server, run):
+    asked = SamplingParams(n=2, max_tokens=100, seed=7)
 
-    async def wait_for_it() -> Any:
-        update = asyncio.create_task(push(server, tensors(), server.weight_version + 1))
-        await asyncio.sleep(0.05)
-        request = server.generate(PROMPT, SamplingParams(max_tokens=1))
-        return await asyncio.gather(update, request, return_exceptions=True)
+    async def streamed(stop_after: int) -> list[list[int]]:
+        tokens: list[list[int]] = [[], []]
+        reasons = {}
+        async for new in server.stream(PROMPT, asked, request_id="mine"):
+            tokens[new.index] += new.token_ids
+            assert len(new.log_probs) == len(new.token_ids)
+            reasons[new.index] = new.finish_reason
+            if len(tokens[0]) == stop_after:
+                await server.abort("mine")
+        assert set(reasons.values()) <= ({"stop", "length"} if stop_after == 0 else {"abort"})
+        return tokens
 
-    (sent, updated), request = run(wait_for_it())
-    assert isinstance(sent, OSError)
-    assert "the trainer broke off" in str(updated)
-    assert "did not complete" in str(request)
-
-
-_DYING_SENDER = """
-import itertools, json, sys, time
-from safetensors.torch import load_file
-from mcore_rl.weight_sync.stream import StreamSender
-def slowly(items):
-    for i, item in enumerate(items):
-        if i == 12:
-            print("half-way", flush=True)
-            time.sleep(600)
-        yield item
-sender = StreamSender("127.0.0.1", 1, 60.0)
-end = sender.endpoint
-print(json.dumps([end.host, end.port, end.token, end.timeout_s]), flush=True)
-sender.send(slowly(load_file(sys.argv[1]).items()), int(sys.argv[2]))
-"""
+    whole = [completion.token_ids for completion in run(server.submit(PROMPT, asked))]
+    assert run(streamed(0)) == whole
+    some = run(streamed(5))
+    assert all(len(part) < len(all_) for part, all_ in zip(some, whole, strict=True))
+    assert [all_[: len(part)] for part, all_ in zip(some, whole, strict=True)] == some
+    run(server.abort("of nobody"))
 
 
-def test_a_killed_sender_leaves_a_server_that_refuses_until_a_whole_update(server, run, moe):
+def _refuses(run, server) -> None:
+    with pytest.raises(StateError, match="an update did not complete"):
+        run(server.submit(PROMPT, SamplingParams(max_tokens=1)))
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "extra"])
+def test_a_checkpoint_with_a_wrong_tensor_is_refused_by_name_and_changes_nothing(
+    server, run, moe, tmp_path, fault
+):
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    shutil.copytree(moe[1].path, tmp_path / "wrong")
+    weights = load_file(tmp_path / "wrong" / "model.safetensors")
+    if fault == "missing":
+        del weights[name]
+    elif fault == "shape":
+        weights[name] = weights[name][:, :-1].contiguous()
+    else:
+        name = "model.layers.9.mlp.gate.weight"
+        weights[name] = torch.zeros(8, 64)
+    save_file(weights, tmp_path / "wrong" / "model.safetensors")
+    number = server.weight_version
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is ")):
+        run(server.load_checkpoint(str(tmp_path / "wrong"), number + 1))
+    assert server.weight_version == number
+    _check_generation(run, server, moe[0], number)
+
+
+def test_a_killed_trainer_leaves_a_server_that_refuses_until_a_whole_update(server, run, moe):
     number = server.weight_version + 1
-    file = f"{moe[1].path}/model.safetensors"
-    command = [sys.executable, "-c", _DYING_SENDER, file, str(number)]
+    command = [sys.executable, "-m", "tests.e2e.dying_trainer", moe[1].path, str(number)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        endpoint = StreamEndpoint(*json.loads(process.stdout.readline()))
+        endpoint, spec = json.loads(process.stdout.readline())
+        run(
+            server.connect_weights(
+                RendezvousEndpoint(**endpoint), TransferSpec.from_dict(spec), first_rank=0
+            )
+        )
 
         async def update() -> Any:
-            task = asyncio.create_task(server.update_weights(endpoint, number))
+            task = asyncio.create_task(server.update(number))
             await asyncio.to_thread(process.stdout.readline)
             process.kill()
             return await asyncio.gather(task, return_exceptions=True)
 
         (outcome,) = run(update())
-    assert "closed the connection" in str(outcome)
-    assert "after 12 tensors" in str(outcome)
+    assert isinstance(outcome, PeerError)
+    assert re.search(r"the trainer on this device (closed the connection|went away)", str(outcome))
     _refuses(run, server)
-    assert run(push(server, moe[1].weights, number)) == [None, None]
+    run(server.load_checkpoint(moe[1].path, number))
     _check_generation(run, server, moe[1], number)
 
 
@@ -270,7 +303,7 @@ def test_seeded_prompts_beyond_one_step_of_prefill_are_served(server, run, moe):
     sampling = SamplingParams(max_tokens=4, seed=1)
 
     async def generate() -> list[list[Completion]]:
-        return await asyncio.gather(*(server.generate(p, sampling) for p in prompts))
+        return await asyncio.gather(*(server.submit(p, sampling) for p in prompts))
 
     for prompt, (completion,) in zip(prompts, run(generate()), strict=True):
         assert moe[0].gap(prompt, completion) < 1e-4
@@ -278,7 +311,7 @@ def test_seeded_prompts_beyond_one_step_of_prefill_are_served(server, run, moe):
 
 def test_a_response_that_cannot_fit_is_refused(server, run):
     with pytest.raises(ConfigError, match=r"31 tokens and rollout.max_response_tokens = 226"):
-        run(server.generate(PROMPT, SamplingParams(max_tokens=MAX_TOKENS - 30)))
+        run(server.submit(PROMPT, SamplingParams(max_tokens=MAX_TOKENS - 30)))
 
 
 @pytest.mark.parametrize(
@@ -306,10 +339,10 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
     before = psutil.Process().children(recursive=True)
     with serving(config, tmp_path_factory.mktemp("tied")) as served:
         server, run, tied = served.server, served.run, served.models
-        assert "lm_head.weight" not in tied[0].weights
+        assert "lm_head.weight" not in CheckpointReader(tied[0].path).shapes()
         _check_generation(run, server, tied[0], 0)
         for number, seed in ((1, 1), (2, 0)):
-            assert run(push(server, tied[seed].weights, number)) == [None, None]
+            assert run(server.load_checkpoint(tied[seed].path, number)) is None
             _check_generation(run, server, tied[seed], number)
         own = ("resource_tracker", "forkserver")  # Python's: they live as long as their parent
         engines = [
@@ -321,4 +354,4 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
         memory = set().union(*map(shared_memory, engines))
     _check_gone(engines, memory)
     with pytest.raises(RuntimeError, match="it has been closed"):
-        asyncio.run(server.generate(PROMPT, SamplingParams(max_tokens=1)))
+        asyncio.run(server.submit(PROMPT, SamplingParams(max_tokens=1)))

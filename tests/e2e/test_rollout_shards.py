@@ -42,15 +42,16 @@ def both_ways(served: Served) -> dict[str, Any]:
     return found
 
 
-def test_a_server_generates_token_for_token_as_after_a_full_export(served, both_ways):
-    shards.assert_both_ways_agree(both_ways, served[1])
+def test_a_server_generates_token_for_token_as_after_a_full_export(both_ways):
+    shards.assert_both_ways_agree(both_ways)
 
 
 def refuses_until_a_whole_update(served: Served, both_ways: dict[str, Any]) -> None:
     server, trainer, run = served
     with pytest.raises(RuntimeError, match="did not complete"):
         run(shards.answers(server))
-    assert run(shards.take_shards(server, trainer, 1, trainer.route())) == [None, None]
+    transport = run(trainer.connect(server))
+    assert run(shards.take_shards(server, trainer, 1, transport)) == [None, None]
     shards.assert_equal(run(shards.answers(server)), both_ways["export"])
 
 
@@ -65,7 +66,8 @@ def test_a_bit_that_flips_is_caught_with_its_tensor_and_ranks(served, both_ways,
 
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory._FileBuckets, "finish_writes", flip)
-        _, outcome = run(shards.take_shards(server, trainer, 1, trainer.route()))
+        transport = run(trainer.connect(server))
+        _, outcome = run(shards.take_shards(server, trainer, 1, transport))
     assert flipped
     assert isinstance(outcome, RuntimeError)
     assert "from training rank 0: the checksum on generation rank 0 is" in str(outcome)
@@ -86,7 +88,8 @@ def test_a_box_that_does_not_come_is_an_error_that_names_its_module(served, both
 
     with monkeypatch.context() as patch:
         patch.setattr(colocated, "_described", losing)
-        _, outcome = run(shards.take_shards(server, trainer, 1, trainer.route(verify="off")))
+        transport = run(trainer.connect(server, verify="off"))
+        _, outcome = run(shards.take_shards(server, trainer, 1, transport))
     assert lost
     assert "did not get all weights: ['model.layers.1.self_attn.o_proj']" in str(outcome)
     refuses_until_a_whole_update(served, both_ways)

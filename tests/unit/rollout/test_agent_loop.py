@@ -30,7 +30,7 @@ class Echo:
     def __init__(self):
         self.asked = []
 
-    async def generate(self, prompt_ids, sampling):
+    async def submit(self, prompt_ids, sampling):
         self.asked.append(sampling)
         await asyncio.sleep(0)
         if _EOS in prompt_ids:

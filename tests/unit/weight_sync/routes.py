@@ -1,13 +1,12 @@
-"""Both sides of a disaggregated route in one process, a thread for each rank."""
+"""Both sides of a transport in one process, a thread for each rank."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -22,9 +21,8 @@ from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.checkpoint_engine import RoutePlan
-from mcore_rl.weight_sync.disaggregated import checkpoint_engine, endpoint_of
-from mcore_rl.weight_sync.disk import FolderEndpoint
+from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.transport import WeightUpdate, connect
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -38,12 +36,14 @@ def save_model(folder: Path) -> Path:
 class Route:
     """Training ranks 0 and 1 (tp=2), generation ranks 0 and 1 (tp=2) behind them."""
 
-    def __init__(
-        self, checkpoint: Path, folder: Path, transport: str, timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, checkpoint: Path, transport: str, timeout_s: float = 10.0) -> None:
         self.training, self.generation = Layout(tp=2), GenerationLayout(tp=2)
         self.settings = WeightSyncConfig(
-            transport=transport, bucket_bytes=16 << 10, verify="full", timeout_s=timeout_s
+            method="disaggregated",
+            transport=transport,
+            bucket_bytes=16 << 10,
+            verify="full",
+            timeout_s=timeout_s,
         )
         self.reader = CheckpointReader(checkpoint)
         config = self.reader.config()
@@ -51,23 +51,21 @@ class Route:
         self.weights = [
             LocalWeights(reshard_jobs.filled(trained, rank, self.reader.read)) for rank in range(2)
         ]
-        endpoint: Any = FolderEndpoint(str(folder), timeout_s)
-        if transport != "disk":
-            self.rendezvous = RendezvousServer("127.0.0.1")
-            endpoint = self.rendezvous.endpoint
-        plan = RoutePlan(self.training, 0, self.generation, "float32", self.settings)
-        assert endpoint_of(RoutePlan.from_dict(plan.to_dict()), asdict(endpoint)) == endpoint
-        self.engines = together(
-            [lambda r=r: checkpoint_engine(endpoint, plan, config, r, CPU) for r in range(4)]
+        self.rendezvous = RendezvousServer("127.0.0.1")
+        endpoint = self.rendezvous.endpoint
+        spec = TransferSpec(self.training, 0, self.generation, "float32", self.settings)
+        assert TransferSpec.from_dict(spec.to_dict()) == spec
+        self.ends = together(
+            [lambda r=r: connect(spec, endpoint, config, r, CPU) for r in range(4)]
         )
 
     def send(self, version: int, rank: int) -> None:
-        self.engines[rank].send_weights(self.weights[rank], version)
+        self.ends[rank].send(self.weights[rank], WeightUpdate(version))
 
     def receive(self, version: int, rank: int) -> dict[str, torch.Tensor]:
         """All parameters of a generation rank, NaN where nothing came."""
         found = reshard_jobs.filled(self.served, rank, lambda block: torch.tensor(torch.nan))
-        for boxes in self.engines[2 + rank].receive_weights(version):
+        for boxes in self.ends[2 + rank].receive(WeightUpdate(version)):
             for box in boxes:
                 slices = tuple(
                     slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True)

@@ -25,6 +25,7 @@ from mcore_rl.weight_sync.shared_memory import (
     shared_buckets,
     site_of,
 )
+from mcore_rl.weight_sync.transport import WeightUpdate
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,7 @@ class Sending:
                 yield bucket
 
         try:
-            self.sender.send(counted(), self.memory, version)
+            self.sender.send(counted(), self.memory, WeightUpdate(version))
         except BaseException as error:  # noqa: BLE001 (looked at by the test)
             self._error = error
 
@@ -80,7 +81,7 @@ class Sending:
 
 
 def received(endpoint: ShardEndpoint, version: int = 7) -> list[list[tuple[Any, ...]]]:
-    with contextlib.closing(receive_shards(endpoint, version, CPU)) as arriving:
+    with contextlib.closing(receive_shards(endpoint, WeightUpdate(version), CPU)) as arriving:
         return [
             [(p.target, p.offset, p.data.clone(), p.source_rank, p.crc32) for p in pieces]
             for pieces in arriving
@@ -128,7 +129,7 @@ def test_who_shows_no_token_or_wants_another_version_gets_nothing():
 def test_a_receiver_that_stops_is_an_error_after_all_buckets_were_taken():
     """The other ranks' exchanges wait for this one's."""
     sending = Sending(5)
-    arriving = receive_shards(sending.sender.endpoint, 7, CPU)
+    arriving = receive_shards(sending.sender.endpoint, WeightUpdate(7), CPU)
     next(arriving)
     arriving.close()
     error = sending.outcome()
@@ -151,7 +152,7 @@ def test_an_exchange_that_fails_is_told_to_the_receiver():
 def test_a_receiver_that_does_not_come_and_a_sender_that_is_not_there():
     sender = ShardSender(generation_rank=3, timeout_s=0.1)
     with pytest.raises(StreamError, match="generation rank 3 did not come within"):
-        sender.send(iter(()), shared_buckets(CPU), 1)
+        sender.send(iter(()), shared_buckets(CPU), WeightUpdate(1))
     sender.close()
     with pytest.raises(StreamError, match="cannot reach the trainer on this device"):
         received(sender.endpoint)

@@ -14,6 +14,7 @@ from mcore_rl.weight_sync.connection import Connection, StreamError, admit, gree
 from tests import attacks
 
 TOKEN = "of this update"
+UPDATE = {"version": 7, "format": "dense"}
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def admitting(listener, pool) -> Callable[[], Future[bool]]:
 
     def one() -> bool:
         connection = Connection(listener.accept()[0], "receiver")
-        is_admitted = admit(connection, TOKEN, 7, 20.0)
+        is_admitted = admit(connection, TOKEN, UPDATE, 20.0)
         connection.close()
         return is_admitted
 
@@ -56,7 +57,7 @@ def test_a_stranger_is_not_admitted_and_learns_nothing(listener, admitting, what
 def test_a_wrong_token_is_not_admitted_and_is_said_to_be_wrong(listener, admitting):
     outcome = admitting()
     with pytest.raises(StreamError, match=r"^sender refused: wrong token$"):
-        greet(receiver(listener), "a guess", 7)
+        greet(receiver(listener), "a guess", UPDATE)
     assert outcome.result() is False
 
 
@@ -104,5 +105,5 @@ def test_a_header_that_cannot_be_read_is_a_stream_error(sent, message):
 
 def test_a_receiver_of_this_version_is_admitted(listener, admitting):
     outcome = admitting()
-    greet(receiver(listener), TOKEN, 7)
+    greet(receiver(listener), TOKEN, UPDATE)
     assert outcome.result() is True

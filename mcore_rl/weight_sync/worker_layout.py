@@ -1,14 +1,13 @@
-"""What servers say about their parameters, compared with the rules that plans are made from.
+"""What a vLLM worker's parameters are, compared with the rules that plans are made from.
 
-A plan trusts the rules for the names, shapes and dtypes that vLLM has. vLLM is asked once, before
-the first update, so that a version that lays weights out in another way is refused by name. Pure.
+A plan trusts the rules for the names, shapes and dtypes that vLLM has. Each worker compares them as
+it connects, so that a version that lays weights out in another way is refused by name. Pure.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.layout import GenerationRanks
@@ -18,38 +17,24 @@ Parameters = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype by nam
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
-    """One vLLM worker's raw parameters, and where it runs."""
+class WorkerLayout:
+    """One vLLM worker's raw parameters."""
 
-    site: str  # see shared_memory.site_of
     parameters: Parameters
     experts: Mapping[str, tuple[int, ...]]  # by stacked parameter, the experts that are its rows
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Announced:
-        found = json.loads(text)
-        parameters = {n: (tuple(shape), dtype) for n, (shape, dtype) in found["parameters"].items()}
-        experts = {name: tuple(rows) for name, rows in found["experts"].items()}
-        return cls(found["site"], parameters, experts)
-
-
-def check_announced(
-    announced: Sequence[Announced], ranks: GenerationRanks, weights: Sequence[Weight], dtype: str
+def check_layout(
+    found: WorkerLayout, ranks: GenerationRanks, weights: Sequence[Weight], rank: int, dtype: str
 ) -> None:
-    """Raise ConfigError for the first difference between workers, by rank, and the rules."""
-    if len(announced) != ranks.world_size:
-        raise ConfigError(f"{len(announced)} vLLM workers for {ranks.world_size} generation ranks")
+    """Raise ConfigError for the first difference between generation rank `rank` and the rules."""
     tied = {weight.name for weight in weights if weight.replica and not ranks.holders(weight)}
-    for rank, worker in enumerate(announced):
-        parameters, experts = expected(ranks, weights, rank, dtype)
-        own = {name: what for name, what in worker.parameters.items() if name not in tied}
-        _compare(f"vLLM worker {rank}", "shape and dtype", own, parameters)
-        found = {name: rows for name, rows in worker.experts.items() if name in experts}
-        if found:  # vLLM keeps no list where every rank has all experts
-            _compare(f"vLLM worker {rank}", "experts", found, experts)
+    parameters, experts = expected(ranks, weights, rank, dtype)
+    own = {name: what for name, what in found.parameters.items() if name not in tied}
+    _compare(f"vLLM worker {rank}", "shape and dtype", own, parameters)
+    rows = {name: rows for name, rows in found.experts.items() if name in experts}
+    if rows:  # vLLM keeps no list where every rank has all experts
+        _compare(f"vLLM worker {rank}", "experts", rows, experts)
 
 
 def expected(

@@ -1,4 +1,4 @@
-"""A CheckpointEngine over a process group of training ranks and vLLM workers.
+"""A WeightTransport over a process group of training ranks and vLLM workers.
 
 The group is one of its own beside those of Megatron and vLLM.
 """
@@ -16,10 +16,10 @@ import torch.distributed
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
-from mcore_rl.reshard.executor import IsChecked
 from mcore_rl.reshard.transport import Group, GroupTransport, Transport
-from mcore_rl.weight_sync.checkpoint_engine import CheckpointEngine, RoutePlan
 from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.transport import ExchangeTransport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL
@@ -27,36 +27,31 @@ if TYPE_CHECKING:
 c10d: Any = torch.distributed  # which says nothing of its groups' types
 
 
-class GroupEngine(CheckpointEngine):
+class ProcessGroupTransport(ExchangeTransport):
     """Over gloo or NCCL: device d of the plan is rank d of the group."""
 
     def __init__(
         self,
+        spec: TransferSpec,
         endpoint: RendezvousEndpoint,
-        plan: RoutePlan,
         model: HFConfig,
         rank: int,
         device: torch.device,
     ) -> None:
-        """Returns when all ranks of both sides have joined.
-
-        Raises:
-            ConfigError: the layouts do not fit the model, or buckets are too small.
-            StreamError: not all ranks came in time.
-        """
-        super().__init__(plan, model, rank, device)
+        """Returns when all ranks of both sides have joined."""
+        super().__init__(spec, model, rank, device)
+        timeout_s = spec.settings.timeout_s
         try:
-            timeout_s = plan.settings.timeout_s
-            store = RendezvousStore(endpoint, rank, plan.world_size, timeout_s)
-            self._group = _joined(store, rank, plan.world_size, device, timeout_s)
-            self._group_transport = GroupTransport(self._group, timeout_s)
+            store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
+            self._group = _joined(store, rank, spec.world_size, device, timeout_s)
+            self._transport = GroupTransport(self._group, timeout_s)
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' group: {error}") from error
 
     @contextmanager
-    def _transport(self, version: int, checked: IsChecked) -> Iterator[Transport]:
+    def _messages(self, version: int) -> Iterator[Transport]:
         self._agree(version)
-        yield self._group_transport
+        yield self._transport
 
     def _agree(self, version: int) -> None:
         """Raises StreamError unless every rank is at the same version."""

@@ -1,4 +1,4 @@
-"""Every transport of a disaggregated route brings each generation rank what is its own.
+"""Every transport between devices brings each generation rank what is its own.
 
 Real servers take versions by each of them in e2e/test_parallel_server.py.
 """
@@ -19,6 +19,7 @@ import routes
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.transport import WeightUpdate
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_versions_arrive_whole_while_ranks_go_on_at_their_own_pace(checkpoint, tmp_path, transport):
-    route = routes.Route(checkpoint, tmp_path, transport)
+def test_versions_arrive_whole_while_ranks_go_on_at_their_own_pace(checkpoint, transport):
+    route = routes.Route(checkpoint, transport)
 
     def send(rank: int) -> None:
         for version in (1, 2, 3):
@@ -50,20 +51,23 @@ def test_versions_arrive_whole_while_ranks_go_on_at_their_own_pace(checkpoint, t
 
 
 @pytest.mark.parametrize("transport", ["process_group", "nixl"])
-def test_all_that_listens_for_a_route_is_on_the_address_that_was_chosen(
-    checkpoint, tmp_path, transport
-):
+def test_all_that_listens_for_a_route_is_on_the_address_that_was_chosen(checkpoint, transport):
     before = listening()
-    route = routes.Route(checkpoint, tmp_path, transport)
+    route = routes.Route(checkpoint, transport)
     found = listening() - before
     assert route.rendezvous.endpoint.port in {port for _, port in found}
-    assert len(found) > len(route.engines)
+    assert len(found) > len(route.ends)
     assert {address for address, _ in found} == {"127.0.0.1"}
 
 
 def listening() -> set[tuple[str, int]]:
     connections = psutil.Process().net_connections("tcp")
     return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_format_that_is_not_known_is_refused_by_name():
+    with pytest.raises(StreamError, match="version 3 comes in the format 'delta'; known: 'dense'"):
+        WeightUpdate(3, "delta")
 
 
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
@@ -75,8 +79,8 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
         nixl_api()
 
 
-def test_over_nixl_a_rank_that_is_at_another_version_is_named(checkpoint, tmp_path):
-    route = routes.Route(checkpoint, tmp_path, "nixl", timeout_s=3.0)  # also for them to meet
+def test_over_nixl_a_rank_that_is_at_another_version_is_named(checkpoint):
+    route = routes.Route(checkpoint, "nixl", timeout_s=3.0)  # also for them to meet
     calls = [lambda rank=rank: route.send(5, rank) for rank in range(2)]
     calls += [lambda rank=rank: route.receive(4, rank) for rank in range(2)]
     with pytest.raises(StreamError, match=r"made no move for 3 s"):

@@ -1,0 +1,143 @@
+"""The way of new weights from a trainer into servers: WeightTransport, and how one is found.
+
+    transport = connect(spec, endpoint, model, rank, device)   on every rank of both sides, together
+    transport.send(weights, update)                            on every training rank
+    for slices in transport.receive(update): ...               on every generation rank
+
+Generation rank g is rank spec.num_training + g.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from mcore_rl.config.schema import WeightSyncConfig
+from mcore_rl.models.base import HFConfig
+from mcore_rl.observability.garbage import uncollected
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.reshard.buckets import schedule
+from mcore_rl.reshard.executor import Arrival, Bucket, Exchange, LocalWeights
+from mcore_rl.reshard.transport import Transport
+from mcore_rl.weight_sync.checksums import is_checked
+from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer
+
+DENSE = "dense"  # every element of every weight
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """What both sides are told of an update."""
+
+    version: int
+    format: str = DENSE
+
+    def __post_init__(self) -> None:
+        if self.format != DENSE:
+            raise StreamError(
+                f"version {self.version} comes in the format {self.format!r}; known: {DENSE!r}"
+            )
+
+
+class WeightTransport(ABC):
+    """A rank's end. All ranks of both sides send and receive an update together.
+
+    Where the plan lets a training rank host a generation rank, as shared memory does, both are
+    devices of one exchange; else the generation ranks are devices behind the training ranks.
+    """
+
+    @abstractmethod
+    def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
+        """A training rank's part. Raises ReshardError, StreamError."""
+
+    @abstractmethod
+    def receive(self, update: WeightUpdate) -> Generator[list[Arrival], None, None]:
+        """A generation rank's: its slices, a bucket at a time, to be copied before the next.
+
+        Ends normally only if the whole update has come. Raises ReshardError, StreamError.
+        """
+
+
+class ExchangeTransport(WeightTransport):
+    """Messages go from training ranks to generation ranks, which share no device."""
+
+    def __init__(
+        self, spec: TransferSpec, model: HFConfig, rank: int, device: torch.device
+    ) -> None:
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
+        plan = plan_transfer(spec, model, self._dtype.itemsize)
+        with uncollected():
+            self._rounds = schedule(plan, rank, self._half)
+        self._verify, self._rank, self._device = spec.settings.verify, rank, device
+
+    def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
+        for _ in self._run(weights, update.version):
+            raise RuntimeError("a bucket arrived on a training rank")
+
+    def receive(self, update: WeightUpdate) -> Generator[list[Arrival], None, None]:
+        buckets = self._run(LocalWeights({}), update.version)
+        try:
+            for bucket in buckets:
+                yield list(bucket)
+        finally:
+            for _ in buckets:  # a consumer that stops must not stop the others' exchanges
+                continue
+
+    def _run(self, weights: LocalWeights, version: int) -> Iterator[Bucket]:
+        def checked(name: str) -> bool:
+            return is_checked(self._verify, name, version)
+
+        with self._messages(version) as transport:
+            exchange = Exchange(self._rounds, self._half, self._dtype, transport, self._allocate)
+            yield from exchange.run(weights, self._allocate, checked)
+
+    @abstractmethod
+    def _messages(self, version: int) -> AbstractContextManager[Transport]:
+        """What carries the messages of a version."""
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+# Imported when they are used: vLLM's workers start with this file.
+_TRANSPORTS: Mapping[str, str] = MappingProxyType(
+    {
+        "shared_memory": "colocated:shared_memory_end",
+        "process_group": "process_group:ProcessGroupTransport",
+        "nixl": "nixl:NixlTransport",
+    }
+)
+
+
+def transport_name(settings: WeightSyncConfig) -> str:
+    return "shared_memory" if settings.method == "colocated" else settings.transport
+
+
+def connect(
+    spec: TransferSpec,
+    endpoint: RendezvousEndpoint,
+    model: HFConfig,
+    rank: int,
+    device: torch.device,
+) -> WeightTransport:
+    """One rank's end. All ranks of both sides connect together, at the rendezvous `endpoint`.
+
+    `model` is the config.json that both sides started from.
+
+    Raises:
+        ConfigError: the layouts do not fit the model, buckets are too small, generation ranks find
+            no training rank to share a device with, or the transport's package is not installed.
+        StreamError: not all ranks came in time.
+    """
+    module, name = _TRANSPORTS[transport_name(spec.settings)].split(":")
+    make = getattr(importlib.import_module(f"mcore_rl.weight_sync.{module}"), name)
+    transport: WeightTransport = make(spec, endpoint, model, rank, device)
+    return transport
