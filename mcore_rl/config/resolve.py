@@ -8,7 +8,7 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
@@ -19,7 +19,13 @@ from mcore_rl.config.resolve_engine import (
     resolve_optimizer,
     resolve_schedule,
 )
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig, WeightSyncConfig
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    PlacementConfig,
+    RLConfig,
+    RolloutConfig,
+    WeightSyncConfig,
+)
 
 DTYPES = ("float32", "bfloat16")
 DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
@@ -29,6 +35,7 @@ WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
+OWN_POOL = "own"
 _CORES = "[0-9]+([-,|][0-9]+)*"
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
 
@@ -68,8 +75,7 @@ def resolve(config: RLConfig) -> None:
         )
     _resolve_rollout(config.rollout)
     _resolve_weight_sync(config)
-    if config.one_device:
-        _resolve_one_device(config)
+    _resolve_placement(config)
     _resolve_algorithm(config.algorithm)
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
@@ -90,11 +96,14 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
     Raises:
         ConfigError: the lane cannot do what is asked for.
     """
-    if device == "cuda" and config.weight_sync.method == "colocated" and not config.one_device:
-        raise ConfigError(
-            "weight_sync.method='colocated': trainer and servers have GPUs of their own; allowed: "
-            "'disaggregated', 'full_export', or one_device=true with one rank each"
-        )
+    if device == "cuda" and config.weight_sync.method == "colocated":
+        if not takes_turns(config.placement, "actor", "rollout"):
+            raise ConfigError(
+                "weight_sync.method='colocated': trainer and servers have GPUs of their own "
+                f"(placement.actor={config.placement.actor!r}, "
+                f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
+                "weight_sync.method='disaggregated', 'full_export'"
+            )
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
     trainer, (largest, mean) = config.trainer, LOGPROB_GAPS[dtype]
     if trainer.max_logprob_gap is None:
@@ -125,16 +134,26 @@ def _resolve_files(config: RLConfig) -> None:
             raise ConfigError(f"{key}='' names nothing; it is needed when task.name is empty")
 
 
-def _resolve_one_device(config: RLConfig) -> None:
-    sizes = {
-        "actor.layout": config.actor.layout.world_size,
-        "rollout.num_servers * rollout.tp": config.rollout.num_servers * config.rollout.tp,
-    }
-    if config.warm_start.num_steps:
-        sizes["warm_start.layout"] = config.warm_start.layout.world_size
-    for key, num_ranks in sizes.items():
-        if num_ranks > 1:
-            raise ConfigError(f"one_device=true: {key} has {num_ranks} ranks; allowed: 1")
+def takes_turns(placement: PlacementConfig, role: str, *others: str) -> bool:
+    """Whether these roles are on one pool."""
+    pools = {getattr(placement, name) for name in (role, *others)}
+    return len(pools) == 1 and OWN_POOL not in pools
+
+
+def _resolve_placement(config: RLConfig) -> None:
+    for role, pool in asdict(config.placement).items():
+        if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", pool):
+            raise ConfigError(
+                f"placement.{role}={pool!r}; allowed: 'shared', 'own', or a pool's name of letters, "
+                "digits and '_'"
+            )
+    if takes_turns(config.placement, "actor", "rollout"):
+        if config.weight_sync.method == "disaggregated":
+            raise ConfigError(
+                f"placement.rollout={config.placement.rollout!r}: the servers are on the actor's "
+                "devices, between which weight_sync.method='disaggregated' has no part; allowed: "
+                "placement.rollout='own', or weight_sync.method='colocated', 'full_export'"
+            )
 
 
 def _resolve_weight_sync(config: RLConfig) -> None:

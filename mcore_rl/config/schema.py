@@ -96,6 +96,7 @@ class LoRAConfig:
 class EngineConfig:
     """A training engine: where it runs and how it steps."""
 
+    backend: str = "megatron"  # which engine: the one there is
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
@@ -210,6 +211,19 @@ class WarmStartConfig:
 
 
 @dataclass
+class PlacementConfig:
+    """On which pool of devices each role runs: "own" is one that no other role uses.
+
+    Roles on a pool of one name take turns on its devices. Servers that sleep and a trainer that is
+    away free what they have there.
+    """
+
+    actor: str = "shared"  # the trainer
+    reference: str = "shared"  # the frozen model of the KL, where there is one
+    rollout: str = "shared"  # the generation servers
+
+
+@dataclass
 class TaskConfig:
     """A synthetic task that makes its own tokenizer, model and data; off when the name is empty."""
 
@@ -221,8 +235,7 @@ class TaskConfig:
 class RLConfig:
     seed: int = 0  # of data order, initial weights of a task's model, sampling; up to 4294967295
     output_dir: str = "outputs/rl"  # new or empty; everything that a run leaves
-    # GPU lane: actor, reference and server, of one rank each, share a GPU.
-    one_device: bool = False
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

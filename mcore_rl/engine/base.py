@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import EngineConfig, ModelConfig
+from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.data.batch import Batch
+from mcore_rl.models.base import HFConfig
+from mcore_rl.reshard.executor import LocalWeights
 
 Columns = Mapping[str, torch.Tensor]  # by name, each [response tokens] of a micro-batch
 # From the scores of the model in training ("log_probs"; "entropy" where the spec asks for it; of a
 # value model "values") and the batch's response columns to the loss of each token and metrics.
 LossFunction = Callable[[Columns, Columns], tuple[torch.Tensor, Columns]]
 Metrics = dict[str, float]
+Place = Literal["host", "device"]
+BACKENDS = ("megatron",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +44,9 @@ class MemoryReport:
     """Memory that a rank's model and optimizer hold between two calls; no activations."""
 
     parameters_bytes: int  # weights and buffers of the model, on the device or on the host
-    gradients_bytes: int  # 0 after engine.to("cpu", grad=True)
+    gradients_bytes: int  # 0 after engine.to("host", grad=True)
     optimizer_state_bytes: int  # Adam's moments, and the float32 weights of a bfloat16 model
-    on_device_bytes: int  # what of these three is on the engine's device
+    on_device_bytes: int  # what of these three is on the engine's device, and not away
 
 
 class BaseEngine(ABC):
@@ -50,6 +55,13 @@ class BaseEngine(ABC):
     Batches hold the rows of this rank's data-parallel share. Results are those of the last pipeline
     stage, where all ranks of a data-parallel share return the same rows in the same order.
     """
+
+    # Known once it is initialized.
+    device: torch.device
+    world_rank: int
+    layout: Layout
+    hf_config: HFConfig  # config.json of the model, as it is trained
+    num_mtp_layers: int  # prediction layers that it has
 
     @property
     @abstractmethod
@@ -66,7 +78,9 @@ class BaseEngine(ABC):
         """Join the process groups, build the model and load its weights."""
 
     @abstractmethod
-    def infer_batch(self, batch: Batch, *, temperature: float = 1.0) -> Batch | None:
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True
+    ) -> Batch | None:
         """Adds "log_probs" and "entropy": one float32 a response token, in nats.
 
         They are those of softmax(logits / temperature), with the temperature of the sampling that
@@ -78,6 +92,8 @@ class BaseEngine(ABC):
 
         With engine.moe.router_replay = "record" also "routed_experts", which train_batch then
         needs; "rollout" needs that column here, too (engine/megatron/router_replay.py).
+
+        Without `adapters`, of the model that a LoRA engine began with.
 
         None on pipeline stages other than the last.
         """
@@ -127,13 +143,18 @@ class BaseEngine(ABC):
         """Stream the weights as whole Hugging Face tensors; on the main rank only, others help."""
 
     @abstractmethod
-    def to(
-        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
-    ) -> None:
-        """Move parameters, optimizer state and gradients between "cpu" and the engine's device.
+    def local_weights(self) -> LocalWeights:
+        """What this rank has of the weights, as the rules of the family lay it out."""
 
-        Gradients are dropped on the way out and are zero when they are back. Nothing else may be
-        called while something is away, but memory_report.
+    @abstractmethod
+    def to(
+        self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Move parameters, optimizer state and gradients to the "host" or to the "device".
+
+        Gradients are dropped on the way out and are zero when they are back. A call that needs what
+        is away raises StateError. On the CPU lane device and host are one: gradients are freed all
+        the same, the others stay where they are and are away nevertheless.
         """
 
     @abstractmethod
@@ -150,27 +171,34 @@ class BaseEngine(ABC):
     def load_checkpoint(self, path: Path) -> None: ...
 
 
-EngineFactory = Callable[[EngineSpec], BaseEngine]
-_ENGINES: dict[tuple[str, str, str], EngineFactory] = {}
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A kind of engine: what `mcore_rl/engine/NAME/backend.py` gives as BACKEND."""
+
+    engines: Mapping[str, Callable[[EngineSpec], BaseEngine]]  # by model type
+    device_name: Callable[[], str]  # "cuda" or "cpu": the lane of this process
+    # Variables that the process of a rank must be started with.
+    rank_environment: Callable[[Layout], dict[str, str]]
+    check_modules: Callable[[str], object]  # raises ConfigError for modules that cannot be had
 
 
-def register_engine(model_type: str, backend: str, *devices: str) -> Callable[[Any], Any]:
-    """Class decorator: registers an engine under (model_type, backend, device)."""
-
-    def add(factory: Any) -> Any:
-        for device in devices:
-            _ENGINES[model_type, backend, device] = factory
-        return factory
-
-    return add
-
-
-def create_engine(model_type: str, backend: str, device: str, spec: EngineSpec) -> BaseEngine:
-    try:
-        factory = _ENGINES[model_type, backend, device]
-    except KeyError:
+def backend_of(engine: EngineConfig) -> Backend:
+    """Raises ConfigError when there is none of that name."""
+    if engine.backend not in BACKENDS:
         raise ConfigError(
-            f"no engine for (model_type, backend, device) = {(model_type, backend, device)}; "
-            f"there are {sorted(_ENGINES)}"
-        ) from None
-    return factory(spec)
+            f"engine.backend={engine.backend!r} is unknown; allowed: {', '.join(BACKENDS)}"
+        )
+    module = importlib.import_module(f"mcore_rl.engine.{engine.backend}.backend")
+    backend: Backend = module.BACKEND
+    return backend
+
+
+def create_engine(model_type: str, spec: EngineSpec) -> BaseEngine:
+    """The engine of spec.engine.backend; "language_model" or "value_model"."""
+    engines = backend_of(spec.engine).engines
+    if model_type not in engines:
+        raise ConfigError(
+            f"engine.backend={spec.engine.backend!r} has no engine of {model_type!r}; allowed: "
+            f"{', '.join(engines)}"
+        )
+    return engines[model_type](spec)

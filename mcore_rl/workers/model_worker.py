@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
-from mcore_rl.engine.base import EngineSpec, LossFunction, Metrics, create_engine
+from mcore_rl.engine.base import (
+    EngineSpec,
+    LossFunction,
+    MemoryReport,
+    Metrics,
+    Place,
+    create_engine,
+)
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import TransferSpec
@@ -28,14 +34,9 @@ class ModelWorker:
         loss_function: LossFunction | None,
         model_type: str = "language_model",
     ) -> None:
-        # Imported for what they register.
-        import mcore_rl.engine.megatron.engine
-        import mcore_rl.engine.megatron.value_engine  # noqa: F401
-        from mcore_rl.engine.megatron.device import device_name
-
         self._spec = spec
         self._loss_function = loss_function
-        self._engine: Any = create_engine(model_type, "megatron", device_name(), spec)
+        self._engine = create_engine(model_type, spec)
         self._rendezvous: RendezvousServer | None = None
         self._transport: WeightTransport | None = None
 
@@ -47,6 +48,19 @@ class ModelWorker:
     def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
         """Adds the columns log_probs and entropy of a language model, at a temperature above 0."""
         return self._engine.infer_batch(batch, temperature=temperature)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
+        """The same of the model that a LoRA actor began with: of itself without its adapters."""
+        return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def to(
+        self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> MemoryReport:
+        """See BaseEngine.to; what each rank has afterwards."""
+        self._engine.to(place, model=model, optimizer=optimizer, grad=grad)
+        return self._engine.memory_report()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def compute_values(self, batch: Batch) -> Batch | None:

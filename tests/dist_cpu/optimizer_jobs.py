@@ -16,7 +16,7 @@ import tiny_models
 import torch
 import transformers
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.megatron.engine import MegatronEngine
@@ -232,17 +232,18 @@ def memory(path: Path, layout: Layout, batch: Batch, dtype: str, **optimizer: An
     engine.train_batch(share, ranks.LOSS)
     engine.optimizer_zero_grad()
     stepped = asdict(engine.memory_report())
-    engine.to("cpu")
+    engine.to("host")
     away = asdict(engine.memory_report())
-    engine.to("cpu", model=True, optimizer=True, grad=True)
     refusal = ""
     try:
-        engine.to("cuda")
-    except ConfigError as error:
+        engine.train_batch(share, ranks.LOSS)
+    except StateError as error:
         refusal = str(error)
+    engine.to("device")
+    back = asdict(engine.memory_report())
     engine.train_batch(share, ranks.LOSS)
     start["buffers_bytes"] = sum(b.numel() * b.element_size() for b in buffers)
-    return {"start": start, "stepped": stepped, "away": away, "refusal": refusal}
+    return {"start": start, "stepped": stepped, "away": away, "back": back, "refusal": refusal}
 
 
 def closed(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> Result:

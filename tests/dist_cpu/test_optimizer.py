@@ -361,11 +361,15 @@ def test_a_distributed_optimizer_halves_the_state_of_two_ranks(runs, dtype, stat
         assert result["stepped"]["gradients_bytes"] == pytest.approx(4 * num, rel=0.01)
 
 
-def test_on_the_cpu_lane_host_and_device_are_one(runs):
+def test_away_an_engine_has_no_gradients_and_does_not_train_until_it_is_back(runs):
+    """On the CPU lane the rest stays in the same memory, and counts as away."""
     for layout in ("tp1", "dp2"):
         for result in runs[f"memory/{layout}/float32"]:
-            assert result["away"] == result["stepped"]
-            assert result["refusal"] == "engine.to('cuda'); allowed: 'cpu'"
+            stepped, away = result["stepped"], result["away"]
+            assert away == stepped | {"gradients_bytes": 0, "on_device_bytes": 0}
+            assert stepped["gradients_bytes"] > 0
+            assert result["back"] == stepped
+            assert "parameters are away" in result["refusal"]
 
 
 def test_a_checkpoint_without_its_stamp_is_refused(runs, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import StateError
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import (
     BaseEngine,
@@ -19,24 +21,25 @@ from mcore_rl.engine.base import (
     LossFunction,
     MemoryReport,
     Metrics,
-    register_engine,
+    Place,
 )
 from mcore_rl.engine.megatron import device
 from mcore_rl.models.base import HFConfig, family_of, padded_vocab_size
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.boxes import rows
+from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight
 
 Result = dict[str, torch.Tensor]
 
 
-@register_engine("language_model", "megatron", "cpu", "cuda")
 class MegatronEngine(BaseEngine):
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.layout = spec.engine.layout
         self.mesh = Mesh(self.layout)
+        self._away: set[str] = set()  # of "parameters", "optimizer state", "gradients"
 
     @property
     def is_main_rank(self) -> bool:
@@ -103,10 +106,15 @@ class MegatronEngine(BaseEngine):
         return ()
 
     @torch.no_grad()
-    def infer_batch(self, batch: Batch, *, temperature: float = 1.0) -> Batch | None:
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True
+    ) -> Batch | None:
+        from mcore_rl.engine.megatron.lora import without_adapters
+
         self._finish_weights()
         micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
-        with self._routing(batch, scoring=True, forward_only=True) as routing:
+        off = contextlib.nullcontext() if adapters else without_adapters()
+        with off, self._routing(batch, scoring=True, forward_only=True) as routing:
             results = self._run(micros, None, routing, temperature, forward_only=True)
         routed = routing.columns(batch)
         if not self._has_head:
@@ -148,6 +156,7 @@ class MegatronEngine(BaseEngine):
         forward_only: bool,
         temperature: float = 1.0,
     ) -> list[Result]:
+        self._require("parameters", *(() if forward_only else ("gradients",)))
         micros = self._micro_batches(batch, training=not forward_only)
         with self._routing(batch, scoring=False, forward_only=forward_only) as routing:
             return self._run(micros, loss_function, routing, temperature, forward_only=forward_only)
@@ -164,6 +173,7 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         self._require_optimizer("optimizer_zero_grad")
+        self._require("gradients")
         from mcore_rl.engine.megatron.moe import clear_load
 
         clear_load(self.chunks)
@@ -173,6 +183,7 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         self._require_optimizer("optimizer_step")
+        self._require("parameters", "gradients", "optimizer state")
         from mcore_rl.engine.megatron.optimizer import clipped_step
 
         return clipped_step(self.optimizer)
@@ -191,8 +202,7 @@ class MegatronEngine(BaseEngine):
         if self.is_main_rank:
             yield from self._untouched()
 
-    def local_weights(self) -> Any:
-        """This rank's part of a reshard plan, a LocalWeights: see handover.py."""
+    def local_weights(self) -> LocalWeights:
         from mcore_rl.engine.megatron.handover import local_weights
 
         self._finish_weights()
@@ -207,19 +217,24 @@ class MegatronEngine(BaseEngine):
             yield tensor.name, reader.read(rows(tensor, 0, tensor.shape[0], 0))
 
     def to(
-        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+        self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         from mcore_rl.engine.megatron.offload import move
 
-        self._finish_weights()
-        move(
-            self.wrapped,
-            self.optimizer,
-            device,
-            parameters=model,
-            optimizer_state=optimizer,
-            grad=grad,
-        )
+        asked = {"parameters": model, "optimizer state": optimizer, "gradients": grad}
+        moving = {part for part, is_asked in asked.items() if is_asked}
+        if "parameters" not in self._away:
+            self._finish_weights()
+        move(self.wrapped, self.optimizer, place, moving)
+        self._away = self._away | moving if place == "host" else self._away - moving
+
+    def _require(self, *parts: str) -> None:
+        """Raises StateError when one of them is away."""
+        for part in parts:
+            if part in self._away:
+                raise StateError(
+                    f"the engine's {part} are away, on the host; allowed: engine.to('device') first"
+                )
 
     def close(self) -> None:
         if self.optimizer is not None:
@@ -231,18 +246,20 @@ class MegatronEngine(BaseEngine):
     def memory_report(self) -> MemoryReport:
         from mcore_rl.engine.megatron.offload import memory_report
 
-        return memory_report(self.wrapped, self.optimizer)
+        return memory_report(self.wrapped, self.optimizer, self._away)
 
     def save_checkpoint(self, path: Path) -> None:
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weights()
+        self._require("optimizer state")
         training_state.save(path, **self._training_state)
 
     def load_checkpoint(self, path: Path) -> None:
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weights()  # nothing may arrive after the weights that are read
+        self._require("optimizer state")
         training_state.load(path, **self._training_state)
 
     @property
@@ -256,7 +273,11 @@ class MegatronEngine(BaseEngine):
         }
 
     def _finish_weights(self) -> None:
-        """With optimizer.overlap, weights may still be under way after a step."""
+        """With optimizer.overlap, weights may still be under way after a step.
+
+        Raises StateError when they are away.
+        """
+        self._require("parameters")
         from mcore_rl.engine.megatron.optimizer import finish_weight_gather
 
         finish_weight_gather(self.wrapped)

@@ -11,8 +11,8 @@ What is formed is not kept for the backward pass, which forms it again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -250,6 +250,20 @@ def _mark(adapter: Adapter, weight: Weight, frozen: torch.Tensor) -> None:
             setattr(factor, name, value)
 
 
+_are_on = True
+
+
+@contextmanager
+def without_adapters() -> Iterator[None]:
+    """Inside, every model of this process runs on its weights alone: those it began with."""
+    global _are_on
+    _are_on = False
+    try:
+        yield
+    finally:
+        _are_on = True
+
+
 def _forward(
     linear: torch.nn.Module,
     own_forward: Callable[..., Any],
@@ -261,6 +275,8 @@ def _forward(
 
     def formed(parameter: str) -> torch.Tensor:
         frozen = linear._parameters[parameter]
+        if not _are_on:
+            return frozen.detach()  # type: ignore[union-attr]
         return adapters[parameter](frozen)  # type: ignore[no-any-return]
 
     # Without gradients too they say that they need one, as a trained weight does: torch.matmul and

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.engine.base import MemoryReport
+from mcore_rl.engine.base import MemoryReport, Place
 from mcore_rl.engine.megatron.device import device_name
 
 
 def move(
     chunks: Sequence[Any],
     optimizer: Any,
-    device: str,
-    *,
-    parameters: bool,
-    optimizer_state: bool,
-    grad: bool,
+    place: Place,
+    parts: Collection[str],
 ) -> None:
-    """Move what is asked for to "cpu" or to the engine's device. What is there already stays.
+    """Move "parameters", "optimizer state" and "gradients". What is there already stays.
 
     Gradients are dropped, not moved: they are zero when they are back. Megatron moves its own
     buffers (distributed/param_and_grad_buffer.py:964). Its offload_to_cpu of optimizers is not
@@ -31,15 +28,16 @@ def move(
     optimizer cuts them off from the buffer that they are a part of (optimizer/optimizer.py:344).
 
     Raises:
-        ConfigError: `device` is neither.
+        ConfigError: `place` is neither "host" nor "device".
     """
-    home = device_name()
-    if device not in ("cpu", home):
-        allowed = ", ".join(map(repr, sorted({"cpu", home})))
-        raise ConfigError(f"engine.to({device!r}); allowed: {allowed}")
-    if home == "cpu":  # host and device are one
-        return
-    to_host = device == "cpu"
+    if place not in ("host", "device"):
+        raise ConfigError(f"engine.to({place!r}); allowed: 'host', 'device'")
+    to_host, grad = place == "host", "gradients" in parts
+    # On the CPU lane the device is the host: memory is freed, and nothing needs to move.
+    has_device = device_name() != "cpu"
+    parameters = has_device and "parameters" in parts
+    optimizer_state = has_device and "optimizer state" in parts
+    device = "cpu" if to_host else device_name()
     if grad and to_host and optimizer is not None:
         optimizer.zero_grad()  # gradients outside of the buffers
     if parameters:
@@ -51,12 +49,15 @@ def move(
     if optimizer_state:
         # Counts of steps stay: torch's AdamW keeps them on the host by itself.
         _move(device, (t for t in _optimizer_tensors(chunks, optimizer) if t.dim() > 0))
-    torch.cuda.synchronize()
-    if to_host:
-        torch.cuda.empty_cache()
+    if has_device:
+        torch.cuda.synchronize()
+        if to_host:
+            torch.cuda.empty_cache()
 
 
-def memory_report(chunks: Sequence[Any], optimizer: Any) -> MemoryReport:
+def memory_report(
+    chunks: Sequence[Any], optimizer: Any, away: Collection[str] = ()
+) -> MemoryReport:
     """Sizes of the storages of this rank, each counted once, wherever they are now."""
     buffers = _buffers(chunks)
     parameters = _model_tensors(chunks)
@@ -71,7 +72,13 @@ def memory_report(chunks: Sequence[Any], optimizer: Any) -> MemoryReport:
         parameters_bytes=sum(sizes[0].values()),
         gradients_bytes=sum(sizes[1].values()),
         optimizer_state_bytes=sum(sizes[2].values()),
-        on_device_bytes=sum(size.get(device_name(), 0) for size in sizes),
+        on_device_bytes=sum(
+            size.get(device_name(), 0)
+            for part, size in zip(
+                ("parameters", "gradients", "optimizer state"), sizes, strict=True
+            )
+            if part not in away
+        ),
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from mcore_rl.engine.base import register_engine
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.models.heads import (
@@ -19,7 +18,6 @@ from mcore_rl.models.heads import (
 from mcore_rl.reshard.rules import Weight, logical_tensors
 
 
-@register_engine("value_model", "megatron", "cpu", "cuda")
 class ValueEngine(MegatronEngine):
     """`infer_batch` adds "values", and loss functions read scores["values"].
 

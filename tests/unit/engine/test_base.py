@@ -1,12 +1,15 @@
-"""Engines are found by model type, backend and device; memory moves only where there is another."""
+"""Engines are found by backend and model type, and memory moves between two places."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import EngineConfig, ModelConfig
+from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, create_engine
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.engine.megatron.offload import move
@@ -15,26 +18,49 @@ from mcore_rl.engine.megatron.value_engine import ValueEngine
 SPEC = EngineSpec(ModelConfig(path="/nowhere"), EngineConfig(), seed=0)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("model_type", "kind"), [("language_model", MegatronEngine), ("value_model", ValueEngine)]
 )
-def test_the_megatron_engines_serve_both_lanes(device, model_type, kind):
-    assert type(create_engine(model_type, "megatron", device, SPEC)) is kind
+def test_an_engine_is_found_by_backend_and_model_type(model_type, kind):
+    assert type(create_engine(model_type, SPEC)) is kind
 
 
 def test_an_engine_that_does_not_exist_is_named_with_those_that_do():
-    with pytest.raises(ConfigError, match=r"'fsdp'.*\('language_model', 'megatron', 'cpu'\)"):
-        create_engine("language_model", "fsdp", "cpu", SPEC)
+    with pytest.raises(ConfigError, match="engine.backend='fsdp' is unknown; allowed: megatron"):
+        create_engine("language_model", replace(SPEC, engine=EngineConfig(backend="fsdp")))
+    with pytest.raises(ConfigError, match="no engine of 'reward'; allowed: language_model, value"):
+        create_engine("reward", SPEC)
 
 
-def test_on_the_cpu_lane_moving_to_the_cpu_leaves_everything_where_it_is():
+def test_on_the_cpu_lane_parameters_stay_where_they_are():
     model = torch.nn.Linear(2, 2)
     before = model.weight.data_ptr()
-    move(model, None, "cpu", parameters=True, optimizer_state=True, grad=True)
+    move([model], None, "host", ["parameters", "optimizer state", "gradients"])
     assert model.weight.data_ptr() == before
 
 
-def test_a_device_that_the_lane_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"engine.to\('cuda'\); allowed: 'cpu'"):
-        move(torch.nn.Linear(2, 2), None, "cuda", parameters=True, optimizer_state=True, grad=True)
+def test_a_place_that_there_is_not_is_refused():
+    with pytest.raises(ConfigError, match=r"engine.to\('cuda'\); allowed: 'host', 'device'"):
+        move([torch.nn.Linear(2, 2)], None, "cuda", ["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("away", "call", "named"),
+    [
+        ("model", lambda engine: engine.infer_batch(Batch({})), "parameters"),
+        ("model", lambda engine: engine.local_weights(), "parameters"),
+        ("model", lambda engine: next(engine.get_per_tensor_param()), "parameters"),
+        ("model", lambda engine: engine.save_checkpoint("nowhere"), "parameters"),
+        ("optimizer", lambda engine: engine.save_checkpoint("nowhere"), "optimizer state"),
+        ("optimizer", lambda engine: engine.load_checkpoint("nowhere"), "optimizer state"),
+        ("optimizer", lambda engine: engine.optimizer_step(), "optimizer state"),
+        ("grad", lambda engine: engine.optimizer_zero_grad(), "gradients"),
+        ("grad", lambda engine: engine.train_batch(Batch({}), lambda *_: None), "gradients"),
+    ],
+)
+def test_a_call_that_needs_what_is_away_is_refused_by_its_name(away, call, named):
+    engine = MegatronEngine(SPEC)
+    engine.wrapped, engine.chunks, engine.optimizer = [], [], torch.optim.SGD([torch.zeros(1)])
+    engine.to("host", **{name: name == away for name in ("model", "optimizer", "grad")})
+    with pytest.raises(StateError, match=rf"^the engine's {named} are away, on the host; allowed"):
+        call(engine)

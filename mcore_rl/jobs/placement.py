@@ -1,0 +1,104 @@
+"""Which pool of devices each role of a run is on: what `placement` says, as Ray is asked for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.resolve import OWN_POOL
+from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.controller.pool import ResourcePool
+from mcore_rl.controller.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """`roles` share `num_bundles` bundles of `devices_per_bundle` devices."""
+
+    roles: tuple[str, ...]
+    num_bundles: int
+    devices_per_bundle: int = 1
+
+
+def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
+    """By name; a role's own pool has the role's name. Only roles that the run has.
+
+    A pool is as large as the largest of its roles. Servers of their own have a bundle each, so that
+    Ray keeps their workers on one node; on a shared pool each takes as many bundles as workers.
+    """
+    rollout, sizes = config.rollout, {"actor": config.actor.layout.world_size}
+    if config.warm_start.num_steps:  # on the actor's devices, before it
+        sizes["actor"] = max(sizes["actor"], config.warm_start.layout.world_size)
+    if needs_reference(config):
+        sizes["reference"] = config.actor.layout.world_size
+    sizes["rollout"] = rollout.num_servers * rollout.tp
+    members: dict[str, list[str]] = {}
+    for role, pool in asdict(config.placement).items():
+        if role in sizes:
+            members.setdefault(role if pool == OWN_POOL else f"{pool} pool", []).append(role)
+    plans = {}
+    for name, roles in members.items():
+        if roles == ["rollout"]:
+            plans[name] = PoolPlan(("rollout",), rollout.num_servers, rollout.tp)
+        else:
+            plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
+    return plans
+
+
+def needs_reference(config: RLConfig) -> bool:
+    """Whether a model of its own gives the reference log-probs; a LoRA actor gives them itself."""
+    return bool(config.algorithm.kl_coef) and not config.actor.lora.rank
+
+
+def num_devices(plans: Mapping[str, PoolPlan]) -> int:
+    return sum(plan.num_bundles * plan.devices_per_bundle for plan in plans.values())
+
+
+class Pools:
+    """The pools of a run, opened when the first of their roles is started. A context manager."""
+
+    def __init__(self, config: RLConfig, resource: str, log_dir: Path) -> None:
+        """`resource` is what Ray calls a device."""
+        self._config, self._resource, self._log_dir = config, resource, log_dir
+        self._plans = pool_plans(config)
+        self._open: dict[str, ResourcePool] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def group(
+        self, role: str, worker: type, args: Sequence[Any], layout: Layout, **options: Any
+    ) -> WorkerGroup:
+        """A group of workers for a role; `options` as of WorkerGroup. It is the caller's to close.
+
+        Raises ConfigError when the cluster does not provide the devices.
+        """
+        name, plan = next((n, p) for n, p in self._plans.items() if role in p.roles)
+        timeouts = self._config.timeouts
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(
+                ResourcePool(
+                    plan.num_bundles,
+                    {self._resource: plan.devices_per_bundle},
+                    timeout_s=timeouts.start_s,
+                    log_dir=self._log_dir,
+                )
+            )
+        is_spread = role == "rollout" and len(plan.roles) > 1
+        return WorkerGroup(
+            worker,
+            init_args=args,
+            layout=layout,
+            pool=self._open[name],
+            timeouts=timeouts,
+            share=1 / len(plan.roles),
+            bundles_per_rank=self._config.rollout.tp if is_spread else 1,
+            **options,
+        )

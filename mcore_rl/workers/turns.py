@@ -1,0 +1,73 @@
+"""Whose turn it is, where roles share devices. A step goes
+
+    generate -> servers sleep -> actor on device -> log-probs, update -> optimizer off
+             -> weights awake -> push -> actor off -> KV cache awake
+
+Roles with devices of their own stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mcore_rl.config.resolve import takes_turns
+from mcore_rl.config.schema import PlacementConfig
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.workers.weight_sync import WeightSync
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """`reference` is None where there is none, or where the actor stands in for it."""
+
+    placement: PlacementConfig
+    actor: WorkerGroup
+    reference: WorkerGroup | None
+    servers: WorkerGroup
+    weight_sync: WeightSync
+
+    def stop_serving(self) -> None:
+        """The servers have generated what the step needs."""
+        if servers_sleep(self.placement, self.reference is not None):
+            self.servers.sleep()
+
+    @contextmanager
+    def scoring(self, reference: WorkerGroup) -> Iterator[None]:
+        """The reference model is on its devices inside."""
+        if not model_moves(self.placement, "reference", has_reference=True):
+            yield
+            return
+        reference.to("device")
+        yield
+        reference.to("host")
+
+    def begin_training(self) -> None:
+        if model_moves(self.placement, "actor", self.reference is not None):
+            self.actor.to("device")
+
+    def serve(self, version: int) -> None:
+        """The actor has been updated: every server generates with `version` when this returns."""
+        actor_moves = model_moves(self.placement, "actor", self.reference is not None)
+        servers_slept = servers_sleep(self.placement, self.reference is not None)
+        if actor_moves:
+            self.actor.to("host", model=False)
+        if servers_slept:
+            self.servers.wake("weights")
+        self.weight_sync.push(version)
+        if actor_moves:
+            self.actor.to("host")
+        if servers_slept:
+            self.servers.wake("kv_cache")
+
+
+def servers_sleep(placement: PlacementConfig, has_reference: bool) -> bool:
+    mates = ["actor", "reference"] if has_reference else ["actor"]
+    return any(takes_turns(placement, "rollout", mate) for mate in mates)
+
+
+def model_moves(placement: PlacementConfig, role: str, has_reference: bool) -> bool:
+    """Whether a training engine leaves its devices to others: `role` is actor or reference."""
+    mates = {"actor", "reference", "rollout"} if has_reference else {"actor", "rollout"}
+    return any(takes_turns(placement, role, mate) for mate in mates - {role})
