@@ -28,6 +28,7 @@ def answering(*reports: str | None) -> list[ranks._Rank]:
     for rank in range(len(reports)):
         made.append(ranks._Rank.__new__(ranks._Rank))
         made[-1].orders, theirs = Pipe()
+        made[-1].process = theirs  # which stays open so long
         threads.append(threading.Thread(target=serve, args=(rank, theirs)))
     for thread in threads:
         thread.start()
@@ -41,7 +42,7 @@ def test_results_come_by_rank():
 @pytest.mark.parametrize("others", [None, "silent"])
 def test_an_assertion_that_fails_on_the_last_rank_alone_is_raised(others):
     report = "rank 3:\nAssertionError: of rank 3"
-    with pytest.raises(AssertionError, match="^rank 3:\nAssertionError: of rank 3"):
+    with pytest.raises(AssertionError, match=r"^rank 3:\nAssertionError: of rank 3"):
         ranks._results(answering(others, others, others, report), {})
 
 

@@ -83,6 +83,16 @@ def test_a_lock_that_its_run_removes_meanwhile_is_none(tmp_path: Path):
     os.close(late)
 
 
+@pytest.mark.parametrize(("error", "left"), [(ConfigError, []), (KeyError, ["runs"])])
+def test_logs_stay_but_for_a_run_that_was_refused(tmp_path: Path, error, left):
+    out = tmp_path / "runs" / "out"
+    with pytest.raises(error), claimed(str(out)) as claim:
+        (claim.folder / "logs" / "ray").mkdir(parents=True)
+        raise error("no cluster answers")
+    assert [path.name for path in tmp_path.iterdir()] == left
+    assert not left or [path.name for path in out.iterdir()] == ["logs"]
+
+
 def test_the_largest_gap_of_the_run_stays_in_the_summary(tmp_path: Path):
     output = RunOutput(tmp_path, RLConfig())
     for gap in (0.25, 0.5, 0.125):
