@@ -95,6 +95,16 @@ def test_transformer_engine_that_cannot_be_had_is_refused_by_name(lane, name, mi
         device.chosen_modules("te")
 
 
+def test_half_of_transformer_engine_is_none(lane, monkeypatch):
+    """Without its torch part, which is built from source."""
+    lane("cuda")
+    found = {"transformer_engine": True}
+    monkeypatch.setattr(device.importlib.util, "find_spec", found.get)
+    assert device.chosen_modules("auto") == "torch"
+    with pytest.raises(ConfigError, match=r"which is not installed"):
+        device.chosen_modules("te")
+
+
 def test_transformer_engine_that_does_not_import_is_refused_before_megatron_goes_on_without(
     lane, monkeypatch
 ):
