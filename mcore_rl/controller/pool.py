@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import signal
@@ -15,6 +16,7 @@ import ray
 from ray._private import ray_constants, utils
 from ray._private.node import Node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.guard import environment, guard, own_sigterm
@@ -247,6 +249,16 @@ class ResourcePool:
         cpus, gpus = wanted.pop("CPU", 0), wanted.pop("GPU", 0)
         return {"num_cpus": cpus, "num_gpus": gpus, "resources": wanted}
 
+    def gpu_ids(self, share: float, timeout_s: float) -> list[str]:
+        """Of each bundle, its GPU as CUDA_VISIBLE_DEVICES names it; `share` of it must be free."""
+        ask = ray.remote(_gpu_ids).options(**self.actor_options(share))
+        on = functools.partial(PlacementGroupSchedulingStrategy, self.placement_group)
+        found = [
+            ask.options(scheduling_strategy=on(placement_group_bundle_index=index)).remote()
+            for index in range(self.num_ranks)
+        ]
+        return [",".join(ids) for ids in ray.get(found, timeout=timeout_s)]
+
     def close(self) -> None:
         """Gives the bundles back; ends the actors in them. May be called twice."""
         if ray.is_initialized():
@@ -269,6 +281,11 @@ class ResourcePool:
             f"{self.num_ranks} ranks of {self.resources_per_rank} each {what} ({'; '.join(lines)}; "
             f"{len(ray.nodes())} nodes). Use a smaller layout or a larger cluster"
         )
+
+
+def _gpu_ids() -> list[str]:
+    found: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return found
 
 
 def _most_bundles(bundle: Mapping[str, float]) -> int:

@@ -176,7 +176,6 @@ class Backend:
     """A kind of engine: what `mcore_rl/engine/NAME/backend.py` gives as BACKEND."""
 
     engines: Mapping[str, Callable[[EngineSpec], BaseEngine]]  # by model type
-    device_name: Callable[[], str]  # "cuda" or "cpu": the lane of this process
     # Variables that the process of a rank must be started with.
     rank_environment: Callable[[Layout], dict[str, str]]
     check_modules: Callable[[str], object]  # raises ConfigError for modules that cannot be had

@@ -9,8 +9,9 @@ from rich.table import Table
 
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.engine.megatron.device import device_name
+from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.output import claimed
+from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_inputs,
@@ -33,7 +34,7 @@ def dry_run(config: RLConfig, console: Console | None = None) -> None:
     """
     console = console or Console()
     resolve(config)
-    config = for_lane(config, device_name())
+    config = for_lane(config, lane())
     with claimed(config.output_dir) as claim, waiting("checking the inputs"):
         prepared = prepare_task(config, claim.folder)
         complete = has_weights(prepared)
@@ -105,14 +106,16 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def _summary(config: RLConfig, found: Sequence[Role]) -> list[str]:
-    before = max((role.num_ranks for role in found if role.name == "warm_start"), default=0)
-    beside = [role for role in found if role.name != "warm_start"]
-    num = max(before, sum(role.num_ranks for role in beside))
-    where = "GPUs" if device_name() == "cuda" else "processes, which share this machine's cores"
-    parts = " + ".join(f"{role.num_ranks} {role.name}" for role in beside)
+    plans = pool_plans(config)
+    where = "GPUs" if lane() == "cuda" else "processes, which share this machine's cores"
+    parts = "; ".join(
+        f"{plan.num_bundles * plan.devices_per_bundle} for {' and '.join(plan.roles)}"
+        + " by turns" * (len(plan.roles) > 1)
+        for plan in plans.values()
+    )
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     return [
-        f"{num} {where}: {parts}" + (f"; before them {before} warm_start" if before else ""),
+        f"{num_devices(plans)} {where}: {parts}",
         f"a step: {config.trainer.prompts_per_step} prompts, {samples} samples, "
         f"{config.algorithm.num_mini_batches} optimizer steps; {config.trainer.num_steps} steps",
         "sizes are of one rank, without activations and what libraries take; nothing was started",

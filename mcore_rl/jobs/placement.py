@@ -73,6 +73,17 @@ class Pools:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def gpu_ids(self, role: str) -> tuple[str, ...]:
+        """Of each of the role's ranks, where Ray itself shows it fewer GPUs than are its own."""
+        plan = self._plan(role)[1]
+        stride = self._bundles_per_rank(role, plan)
+        if self._resource != "GPU" or stride == 1:
+            return ()
+        found = self._pool(role).gpu_ids(1 / len(plan.roles), self._config.timeouts.start_s)
+        return tuple(
+            ",".join(found[start : start + stride]) for start in range(0, len(found), stride)
+        )
+
     def group(
         self, role: str, worker: type, args: Sequence[Any], layout: Layout, **options: Any
     ) -> WorkerGroup:
@@ -80,25 +91,35 @@ class Pools:
 
         Raises ConfigError when the cluster does not provide the devices.
         """
-        name, plan = next((n, p) for n, p in self._plans.items() if role in p.roles)
-        timeouts = self._config.timeouts
+        _, plan = self._plan(role)
+        return WorkerGroup(
+            worker,
+            init_args=args,
+            layout=layout,
+            pool=self._pool(role),
+            timeouts=self._config.timeouts,
+            share=1 / len(plan.roles),
+            bundles_per_rank=self._bundles_per_rank(role, plan),
+            **options,
+        )
+
+    def _plan(self, role: str) -> tuple[str, PoolPlan]:
+        return next((n, plan) for n, plan in self._plans.items() if role in plan.roles)
+
+    def _bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
+        """A rank of the servers is a server, with as many workers as GPUs."""
+        is_spread = role == "rollout" and plan.roles != ("rollout",)
+        return self._config.rollout.tp if is_spread else 1
+
+    def _pool(self, role: str) -> ResourcePool:
+        name, plan = self._plan(role)
         if name not in self._open:
             self._open[name] = self._stack.enter_context(
                 ResourcePool(
                     plan.num_bundles,
                     {self._resource: plan.devices_per_bundle},
-                    timeout_s=timeouts.start_s,
+                    timeout_s=self._config.timeouts.start_s,
                     log_dir=self._log_dir,
                 )
             )
-        is_spread = role == "rollout" and len(plan.roles) > 1
-        return WorkerGroup(
-            worker,
-            init_args=args,
-            layout=layout,
-            pool=self._open[name],
-            timeouts=timeouts,
-            share=1 / len(plan.roles),
-            bundles_per_rank=self._config.rollout.tp if is_spread else 1,
-            **options,
-        )
+        return self._open[name]

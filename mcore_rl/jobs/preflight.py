@@ -28,7 +28,8 @@ from mcore_rl.data.datasets import (
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load_tokenizer
 from mcore_rl.engine.lora_targets import check_targets
-from mcore_rl.engine.megatron.device import chosen_modules, device_name
+from mcore_rl.engine.base import backend_of
+from mcore_rl.engine.lane import lane
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -109,8 +110,8 @@ def _check_choices(config: RLConfig) -> None:
     get_reward(config.reward.name)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
-    chosen_modules(config.actor.modules)
-    if device_name() == "cuda" and config.weight_sync.method == "colocated":
+    backend_of(config.actor).check_modules(config.actor.modules)
+    if lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
 
 

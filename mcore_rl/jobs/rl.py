@@ -15,15 +15,16 @@ from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.guard import guard
 from mcore_rl.controller.pending import WorkerError, gathered
-from mcore_rl.controller.pool import ResourcePool, ray_session
-from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.controller.pool import ray_session
+from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
-from mcore_rl.engine.base import EngineSpec, LossFunction
-from mcore_rl.engine.megatron.device import device_name, rank_environment
+from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
+from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, told_in_one_line
 from mcore_rl.jobs.output import CHECKPOINT, LOGS, OutputError, RunOutput, claimed
+from mcore_rl.jobs.placement import Pools, needs_reference, num_devices, pool_plans
 from mcore_rl.jobs.preflight import Inputs, check_inputs, prepare_task
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
@@ -33,10 +34,10 @@ from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
+from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
 from mcore_rl.workers.weight_sync import connect
 
 RANK = "rank"  # the Ray resource of the CPU lane
-_SHARE_OF_ONE_DEVICE = 0.3  # of each of up to three groups: actor, reference, server
 
 
 def run(config: RLConfig) -> RunOutput:
@@ -48,7 +49,7 @@ def run(config: RLConfig) -> RunOutput:
     """
     started = time.monotonic()
     resolve(config)
-    config = for_lane(config, device_name())
+    config = for_lane(config, lane())
     with (
         claimed(config.output_dir) as claim,
         guard(claim.folder, logs=claim.folder / LOGS / "ray", locks=[claim.lock]) as scratch,
@@ -58,11 +59,16 @@ def run(config: RLConfig) -> RunOutput:
             prepared = prepare_task(config, claim.folder)
             inputs = check_inputs(prepared)
             room.check_room(prepared, claim.folder)
-        with _session(config, scratch), _told(claim.folder / LOGS / "error.txt"):
-            output = RunOutput(claim.folder, config)
+        with (
+            _session(config, scratch),
+            _told(claim.folder / LOGS / "error.txt"),
+            Pools(config, _resource(), claim.folder / LOGS) as pools,
+            contextlib.ExitStack() as kept,
+        ):
+            output, ranks = RunOutput(claim.folder, config), None
             if inputs.examples is not None:
-                prepared = _warm_start(prepared, inputs.examples, output)
-            _reinforce(prepared, inputs, output)
+                prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, kept)
+            _reinforce(prepared, inputs, output, pools, ranks)
         if config.task.name:  # a model that was made small enough to load here
             _generate_with_transformers(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
@@ -74,8 +80,18 @@ def _told(trace_file: Path) -> AbstractContextManager[None]:
     return told_in_one_line(trace_file, ConfigError, WorkerError, PolicyMismatchError)
 
 
-def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfig:
-    """Supervised training; the settings that come back start from its checkpoint."""
+def _warm_start(
+    config: RLConfig,
+    examples: Batch,
+    output: RunOutput,
+    pools: Pools,
+    kept: contextlib.ExitStack,
+) -> tuple[RLConfig, WorkerGroup | None]:
+    """Supervised training; the settings that come back start from its checkpoint.
+
+    With them come its ranks, now on `kept`, if the actor can have them: to start processes and to
+    import Megatron there takes longer than all else that a trainer does before it trains.
+    """
     warm = config.warm_start
     engine = replace(
         config.actor,
@@ -85,7 +101,9 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
         lora=LoRAConfig(),  # adapters are for what comes after it
     )
     path = output.folder / "warm_start"
-    with _model(config, engine, "warm_start", supervised_loss, warm.num_steps) as model:
+    with contextlib.ExitStack() as ended:
+        spec = _engine_spec(config, engine, supervised_loss, warm.num_steps)
+        model = ended.enter_context(_model(pools, "actor", spec, supervised_loss, "warm_start"))
         model.initialize()
         with output.progress("warm start", warm.num_steps, "warm_start/") as report:
             sft.train(
@@ -97,45 +115,83 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
                 report=report,
             )
         room.export(model, path, room.weight_bytes(config))
-    return replace(config, model=replace(config.model, path=str(path)))
+        is_kept = _same_ranks(warm.layout, config.actor.layout)
+        if is_kept:
+            kept.push(ended.pop_all())
+    prepared = replace(config, model=replace(config.model, path=str(path)))
+    return prepared, model if is_kept else None
 
 
-def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
-    total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
+def _same_ranks(one: Layout, other: Layout) -> bool:
+    """Whether processes that were started for one layout can serve the other."""
+    environment = backend_of(EngineConfig()).rank_environment
+    return one.world_size == other.world_size and environment(one) == environment(other)
+
+
+def _reinforce(
+    config: RLConfig, inputs: Inputs, output: RunOutput, pools: Pools, ranks: WorkerGroup | None
+) -> None:
+    """`ranks` have done the warm start and are the actor's from now on; None: it needs its own."""
     num_tests = config.trainer.eval_samples or len(inputs.test)
     tests = held_out_batch(inputs.test, min(num_tests, len(inputs.test)))
     with contextlib.ExitStack() as stack:
-        loss = PolicyLoss(config.algorithm)
         with waiting("starting the servers and the trainer"):
-            servers = stack.enter_context(_servers(config))
-            starts = [servers.start.submit()]  # the models load beside it
-            actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
-            starts.append(actor.initialize.submit())
-            reference = None
-            if config.algorithm.kl_coef:
-                frozen = _frozen(config.actor)
-                reference = stack.enter_context(_model(config, frozen, "reference", None, 0))
-                starts.append(reference.initialize.submit())
-            gathered(starts)
-        rollout = RolloutPool(servers, config.rollout, config.seed)
-        sync = connect(config, actor, servers, room.weight_bytes(config))
+            turns = _started(config, pools, ranks, stack)
+        rollout, actor = RolloutPool(turns.servers, config.rollout, config.seed), turns.actor
         with waiting("evaluating"):
             output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
-        trainer = SyncTrainer(config, actor, reference, rollout, sync)
+        trainer = SyncTrainer(config, turns, rollout)
         prompts = prompt_batches(inputs.train, config.trainer.prompts_per_step, config.seed)
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
         try:
             with output.progress("training", config.trainer.num_steps) as report:
                 trainer.train(prompts, report)
         except OutputError as error:  # the disk is full: what has been learned is kept
+            turns.stop_serving()
+            turns.begin_training()
             raise RunFailed(f"{error}; {room.kept(actor, checkpoint, num_bytes)[1]}") from error
         with waiting("evaluating and exporting"):
-            after = actor.compute_log_probs(
-                rollout.generate(tests, n=1), temperature=config.rollout.temperature
-            )
+            after = rollout.generate(tests, n=1)
+            turns.stop_serving()
+            turns.begin_training()
+            after = actor.compute_log_probs(after, temperature=config.rollout.temperature)
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
             room.export(actor, checkpoint, num_bytes)
+
+
+def _started(
+    config: RLConfig, pools: Pools, ranks: WorkerGroup | None, stack: contextlib.ExitStack
+) -> Turns:
+    """All roles, built beside each other and loaded; the servers serve.
+
+    What shares devices loads one after the other, and leaves them to the next.
+    """
+    loss, placement = PolicyLoss(config.algorithm), config.placement
+    servers = stack.enter_context(_servers(config, pools))
+    preparing = servers.prepare.submit()
+    total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
+    spec, reference = _engine_spec(config, config.actor, loss, total_steps), None
+    if ranks is None:
+        actor = stack.enter_context(_model(pools, "actor", spec, loss, wait=False))
+    else:
+        actor = ranks
+        actor.rebuild("actor", config.actor.layout, spec, loss)
+    if needs_reference(config):
+        frozen = _engine_spec(config, _frozen(config.actor), None, 0)
+        reference = stack.enter_context(_model(pools, "reference", frozen, None, wait=False))
+    models = {"actor": actor} | ({"reference": reference} if reference is not None else {})
+    wait_until_built([servers, *models.values()])
+    loading = {name: model.initialize.submit() for name, model in models.items()}
+    starting = [] if servers_sleep(placement, reference is not None) else [servers.start.submit()]
+    gathered([preparing, *loading.values(), *starting])
+    for name, model in models.items():
+        if model_moves(placement, name, reference is not None):
+            model.to("host")
+    if not starting:
+        servers.start()
+    sync = connect(config, actor, servers, room.weight_bytes(config))
+    return Turns(placement, actor, reference, servers, sync)
 
 
 def _frozen(engine: EngineConfig) -> EngineConfig:
@@ -163,12 +219,10 @@ def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
     )
 
 
-@contextlib.contextmanager
-def _model(
-    config: RLConfig, engine: EngineConfig, name: str, loss: LossFunction | None, total_steps: int
-) -> Iterator[WorkerGroup]:
-    """A training engine on ranks of its own; it has yet to be initialized."""
-    spec = EngineSpec(
+def _engine_spec(
+    config: RLConfig, engine: EngineConfig, loss: LossFunction | None, total_steps: int
+) -> EngineSpec:
+    return EngineSpec(
         model=config.model,
         engine=engine,
         seed=config.seed,
@@ -176,22 +230,39 @@ def _model(
         entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
         timeout_s=config.inner_timeout_s,
     )
-    with _group(
-        config,
+
+
+@contextlib.contextmanager
+def _model(
+    pools: Pools,
+    role: str,
+    spec: EngineSpec,
+    loss: LossFunction | None,
+    name: str = "",
+    *,
+    wait: bool = True,
+) -> Iterator[WorkerGroup]:
+    """A training engine on ranks of its own; it has yet to be initialized.
+
+    Without `wait` it is still being built, as a WorkerGroup is.
+    """
+    layout = spec.engine.layout
+    with pools.group(
+        role,
         ModelWorker,
         (spec, loss),
-        engine.layout,
-        name,
-        engine.threads_per_rank,
-        _SHARE_OF_ONE_DEVICE if config.one_device else 1,
-        rank_environment(engine.layout),
+        layout,
+        name=name or role,
+        threads_per_rank=spec.engine.threads_per_rank,
+        env=backend_of(spec.engine).rank_environment(layout),
+        wait=wait,
     ) as group:
         yield group
 
 
 @contextlib.contextmanager
-def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
-    """The generation servers of a checkpoint; they have yet to be started."""
+def _servers(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
+    """The generation servers of a checkpoint: being built, and they have yet to be started."""
     spec = RolloutSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
@@ -200,56 +271,25 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
         reward=config.reward.name,
         seed=config.seed,
         timeout_s=config.inner_timeout_s,
+        can_sleep=servers_sleep(config.placement, needs_reference(config)),
+        gpu_ids=pools.gpu_ids("rollout"),
     )
     layout = Layout(dp=config.rollout.num_servers)
-    devices = _SHARE_OF_ONE_DEVICE if config.one_device else config.rollout.tp
-    with _group(config, RolloutWorker, (spec,), layout, "rollout", 1, devices) as group:
+    with pools.group(
+        "rollout", RolloutWorker, (spec,), layout, name="rollout", wait=False
+    ) as group:
         yield group
         group.shut_down()
 
 
-@contextlib.contextmanager
-def _group(
-    config: RLConfig,
-    worker: type,
-    args: tuple[Any, ...],
-    layout: Layout,
-    name: str,
-    threads: int,
-    devices: float,
-    env: dict[str, str] | None = None,
-) -> Iterator[WorkerGroup]:
-    """`devices` of each rank."""
-    resource = "GPU" if device_name() == "cuda" else RANK
-    log_dir = Path(config.output_dir).absolute() / LOGS
-    with (
-        ResourcePool(
-            layout.world_size,
-            {resource: devices},
-            timeout_s=config.timeouts.start_s,
-            log_dir=log_dir,
-        ) as pool,
-        WorkerGroup(
-            worker,
-            init_args=args,
-            layout=layout,
-            pool=pool,
-            timeouts=config.timeouts,
-            name=name,
-            threads_per_rank=threads,
-            env=env,
-        ) as group,
-    ):
-        yield group
-
-
 def _session(config: RLConfig, scratch: Path) -> AbstractContextManager[None]:
     """A private Ray has as much as the run needs; on the CPU lane ranks share cores by turns."""
-    models = 2 if config.algorithm.kl_coef else 1
-    ranks = models * config.actor.layout.world_size + config.rollout.num_servers * config.rollout.tp
-    if config.warm_start.num_steps:
-        ranks = max(ranks, config.warm_start.layout.world_size)
-    if device_name() == "cuda":
-        return ray_session(scratch=scratch, log_to_driver=False, needed={"GPU": ranks})
-    needed = {RANK: ranks}
+    needed = {_resource(): num_devices(pool_plans(config))}
+    if RANK not in needed:
+        return ray_session(scratch=scratch, log_to_driver=False, needed=needed)
     return ray_session(scratch=scratch, log_to_driver=False, resources=needed, needed=needed)
+
+
+def _resource() -> str:
+    """What Ray calls a device."""
+    return "GPU" if lane() == "cuda" else RANK

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.engine.lora_targets import adapted_linear
+from mcore_rl.jobs.placement import needs_reference
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -70,7 +71,7 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
         warm = replace(plain, layout=settings.layout, optimizer=settings.optimizer)
         found.append(_trainer("warm_start", "supervised training", warm, config, model))
     found.append(_trainer("actor", "log-probs, updates", actor, config, model))
-    if config.algorithm.kl_coef:
+    if needs_reference(config):
         found.append(
             _trainer("reference", "log-probs for the KL", plain, config, model, trains=False)
         )

@@ -88,6 +88,9 @@ class GenerationServer(Generator, Protocol):
     def weight_version(self) -> int:
         """Version of the weights it generates with; the checkpoint it started from is 0."""
 
+    def prepare(self) -> None:
+        """Import what `start` needs. It may be left out."""
+
     async def start(self) -> None:
         """Load the checkpoint; returns when it serves."""
 

@@ -90,6 +90,13 @@ class VLLMServer:
     def weight_version(self) -> int:
         return self._version
 
+    def prepare(self) -> None:
+        os.environ |= _QUIET
+        with long_lived():
+            import vllm.v1.engine.async_llm
+
+            import mcore_rl.rollout.vllm_worker  # noqa: F401
+
     async def start(self) -> None:
         """Seconds to minutes.
 

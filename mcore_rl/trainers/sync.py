@@ -28,10 +28,8 @@ class SyncTrainer:
     """The models and servers of a run, and the loop over them."""
 
     config: RLConfig
-    actor: WorkerGroup
-    reference: WorkerGroup | None  # frozen; present when algorithm.kl_coef is not 0
+    turns: Turns
     rollout: RolloutPool
-    weight_sync: WeightSync
 
     def train(self, prompts: Iterator[Batch], report: Report) -> None:
         """Run trainer.num_steps steps.
@@ -47,16 +45,18 @@ class SyncTrainer:
             _check_versions(batch, step - 1)
             metrics, num_tokens = _describe(batch), int(batch.num_tokens.sum())
             with clock("log_probs"):
-                temperature = self.config.rollout.temperature
-                batch = self.actor.compute_log_probs(batch, temperature=temperature)
-                if self.reference is not None:
+                self.turns.stop_serving()
+                if self.config.algorithm.kl_coef:
                     batch = self._with_reference(batch)
+                self.turns.begin_training()
+                temperature = self.config.rollout.temperature
+                batch = self.turns.actor.compute_log_probs(batch, temperature=temperature)
             metrics |= self._check_gaps(batch, step)
             with clock("update"):
                 batch = self._with_advantages(batch, step)
                 metrics |= self._update(batch, step)
             with clock("weight_sync"):
-                self.weight_sync.push(version=step)
+                self.turns.serve(version=step)
             metrics["tokens_per_s"] = num_tokens / clock.total_s
             report(step, metrics | clock.seconds)
 
@@ -105,7 +105,9 @@ class SyncTrainer:
             )
             part = part.with_columns(loss_weights=weights)
             # Every data-parallel rank reports what is true of all of them.
-            found.append(self.actor.update(part, temperature=self.config.rollout.temperature)[0])
+            found.append(
+                self.turns.actor.update(part, temperature=self.config.rollout.temperature)[0]
+            )
         return {f"actor/{name}": value for name, value in merge(found).items()}
 
 

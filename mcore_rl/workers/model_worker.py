@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+
+import torch
 
 from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
 from mcore_rl.config.schema import WeightSyncConfig
@@ -39,6 +42,14 @@ class ModelWorker:
         self._engine = create_engine(model_type, spec)
         self._rendezvous: RendezvousServer | None = None
         self._transport: WeightTransport | None = None
+
+    def close(self) -> None:
+        """Let go of the model and its memory: the process goes on with another one."""
+        self._transport = None
+        self._engine.close()
+        gc.collect()  # modules and their hooks lead to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def initialize(self) -> None:

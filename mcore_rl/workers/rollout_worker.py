@@ -34,6 +34,7 @@ class RolloutSpec:
     seed: int
     timeout_s: float  # of everything that the worker asks of its server
     can_sleep: bool = False
+    gpu_ids: tuple[str, ...] = ()  # of each server, where they are not those that Ray shows it
 
 
 class RolloutWorker:
@@ -41,6 +42,8 @@ class RolloutWorker:
 
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
+        if spec.gpu_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[int(os.environ["RANK"])]
         self._server: GenerationServer = VLLMServer(
             spec.model_path,
             spec.dtype,
@@ -65,6 +68,11 @@ class RolloutWorker:
                 raise
             limit = f"{self._spec.timeout_s:g} s"
             raise TimeoutError(f"the server has not answered in {limit}") from error
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
+    def prepare(self) -> None:
+        """Import what `start` needs, which takes longer than all else and no memory of a device."""
+        self._server.prepare()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def start(self) -> None:
