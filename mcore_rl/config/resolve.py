@@ -185,8 +185,6 @@ def _resolve_algorithm(config: AlgorithmConfig) -> None:
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
-    at_least("algorithm.clip_ratio_high", config.clip_ratio_high, 0)
-    between("algorithm.clip_ratio_low", config.clip_ratio_low, 0, 1)
 
 
 def _resolve_batch(config: RLConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.algorithms.losses import negative_log_likelihood
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
@@ -29,11 +30,12 @@ from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
-from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
+from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
+from mcore_rl.workers.policy_loss import PolicyLoss
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
+from mcore_rl.workers.steps import PolicyMismatchError, logprob_gaps
 from mcore_rl.workers.weight_sync import connect
 
 RANK = "rank"  # the Ray resource of the CPU lane
@@ -86,7 +88,7 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
         lora=LoRAConfig(),  # adapters are for what comes after it
     )
     path = output.folder / "warm_start"
-    with _model(config, engine, "warm_start", supervised_loss, warm.num_steps) as model:
+    with _model(config, engine, "warm_start", negative_log_likelihood, warm.num_steps) as model:
         model.initialize()
         with output.progress("warm start", warm.num_steps, "warm_start/") as report:
             sft.train(
@@ -174,7 +176,6 @@ def _model(
         engine=engine,
         seed=config.seed,
         total_steps=total_steps,
-        entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
         timeout_s=config.inner_timeout_s,
     )
     with _group(
@@ -198,7 +199,7 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
         dtype=config.model.dtype,
         max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         rollout=config.rollout,
-        reward=config.reward.name,
+        reward=config.reward,
         seed=config.seed,
         timeout_s=config.inner_timeout_s,
     )

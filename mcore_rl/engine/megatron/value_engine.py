@@ -50,7 +50,7 @@ class ValueEngine(MegatronEngine):
             return ()
         return [tensor.name for tensor in logical_tensors(value_head_weights(self.hf_config))]
 
-    def _head(self, temperature: float, *, training: bool) -> Any:
+    def _head(self, temperature: float, *, training: bool, needs: Collection[str] = ()) -> Any:
         from mcore_rl.engine.megatron.heads import value_scores
 
         return value_scores
