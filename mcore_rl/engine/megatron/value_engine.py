@@ -21,7 +21,7 @@ from mcore_rl.reshard.rules import Weight, logical_tensors
 
 @register_engine("value_model", "megatron", "cpu", "cuda")
 class ValueEngine(MegatronEngine):
-    """`infer_batch` adds "values", and loss functions read scores["values"].
+    """`infer_batch` adds "values", and loss functions read inputs.values.
 
     model.path is a token classification checkpoint with one label, or that of a language model: its
     head is then left out, and the value head begins at zero, so that all values do (as in OpenAI's

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.workers.policy_loss import PolicyLoss, check_functions
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
@@ -136,3 +140,16 @@ def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(own):
 def test_a_loss_of_another_form_is_refused(own, settings, message):
     with pytest.raises(ConfigError, match=message):
         PolicyLoss(AlgorithmConfig(**settings))(inputs())
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_recipe_of_the_page_fits_its_functions(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    (tmp_path / "mine.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    algorithm = compose_config(RLConfig, [f"recipe={tmp_path / 'mine.yaml'}"]).algorithm
+    check_functions(algorithm)
+    with pytest.raises(ConfigError, match=r"loss_settings.clip is no setting .*clip_ratio_low, cl"):
+        check_functions(replace(algorithm, loss_settings={"clip": 0.1}))
