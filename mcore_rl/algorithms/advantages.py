@@ -40,7 +40,7 @@ def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) ->
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{what} raised {reason}") from error
-    if isinstance(found, Jagged):
+    if isinstance(found, Jagged) and found.values.ndim == 1:
         if not np.array_equal(found.lengths, responses.lengths):
             raise ConfigError(
                 f"{what} returned rows of {found.lengths.tolist()} tokens; allowed: those of the "

@@ -6,8 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from types import NoneType
-from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from mcore_rl.algorithms.import_path import is_import_path, load
 from mcore_rl.config.errors import ConfigError
@@ -100,6 +100,12 @@ class Registry(Generic[F]):
                 f"{what}: its parameter settings is annotated as {kind!r}; allowed: a frozen "
                 "dataclass"
             )
+        for field, kinds in _kinds_of(kind).items():
+            if not set(kinds) <= {*_KINDS, NoneType}:
+                raise ConfigError(
+                    f"{what}: the field {field} of its settings is annotated as {kinds}; allowed: "
+                    f"{', '.join(allowed.__name__ for allowed in _KINDS)}, or None beside one"
+                )
         return kind
 
     @property
@@ -107,7 +113,7 @@ class Registry(Generic[F]):
         return sorted(self._functions)
 
     def _settings(self, name: str, kind: type, given: Mapping[str, object]) -> object:
-        known, what = get_type_hints(kind), f"{self.setting}={name!r}"
+        known, what = _kinds_of(kind), f"{self.setting}={name!r}"
         for key in given:
             if key not in known:
                 raise ConfigError(
@@ -132,14 +138,21 @@ def _is_frozen(kind: type) -> bool:
     return bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
 
-def _typed(key: str, value: object, hint: object) -> object:
-    """The value as its annotation has it: bool, int, float or str, or None beside one of them."""
-    allowed = get_args(hint) or (hint,)
+def _kinds_of(settings: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a dataclass may have."""
+    hints = get_type_hints(settings)
+    names = [field.name for field in fields(settings) if field.init]
+    unions = {name: get_origin(hints[name]) in (Union, UnionType) for name in names}
+    return {name: get_args(hints[name]) if unions[name] else (hints[name],) for name in names}
+
+
+def _typed(key: str, value: object, allowed: Sequence[Any]) -> object:
+    """The value as one of these types."""
     for kind in allowed:
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is kind:
             return value
-    words = [_KINDS.get(kind, repr(kind)) for kind in allowed if kind is not NoneType]
+    words = [_KINDS[kind] for kind in allowed if kind is not NoneType]
     empty = ["null"] if NoneType in allowed else []
     raise ConfigError(f"{key}={value!r}; allowed: {', '.join([*words, *empty])}")

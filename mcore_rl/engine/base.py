@@ -16,7 +16,7 @@ from mcore_rl.config.schema import EngineConfig, ModelConfig
 from mcore_rl.data.batch import Batch
 
 # From a micro-batch to the loss of each of its response tokens, and metrics. Its `needs` (see
-# algorithms/registry.py) say whether it reads the entropy, which is computed for no other.
+# algorithms/inputs.py) say whether it reads the entropy, which is computed for no other.
 LossFunction = Callable[[LossInputs], LossResult]
 Metrics = dict[str, float]
 

@@ -109,6 +109,10 @@ if TYPE_CHECKING:
 class Settings:
     suffix: str = "!"
 
+@dataclass(frozen=True)
+class Listed:
+    sizes: list[float]
+
 @dataclass
 class Loose:
     suffix: str = "!"
@@ -117,6 +121,7 @@ def loud(number: int, settings: Settings) -> str:
     return f"{number}{settings.suffix}"
 
 def loose(number: int, settings: Loose) -> str: ...
+def listed(number: int, settings: Listed): ...
 def bare(number, settings): ...
 def two(number, other): ...
 def none(): ...
@@ -160,13 +165,17 @@ def test_two_files_of_one_name_are_two_modules(registry, own):
         ("nowhere:f", r"'nowhere' cannot be imported: ModuleNotFoundError: No module named"),
         ("nowhere.py:f", r"'nowhere.py' cannot be imported: FileNotFoundError: .*nowhere.py"),
         ("broken.py:f", r"'broken.py' cannot be imported: ModuleNotFoundError: .*nowhere_at_all"),
-        ("own_functions.py:lood", r"has no function 'lood'; it has: Settings, Loose, loud, loose"),
+        (
+            "own_functions.py:lood",
+            r"has no function 'lood'; it has: Settings, Listed, Loose, loud, loose",
+        ),
         ("own_functions.py:value", r"has no function 'value'"),
         ("own_functions.py:two", r"takes \(number, other\); allowed: \(number\), and a last"),
         ("own_functions.py:none", r"takes \(\); allowed: \(number\)"),
         ("own_functions.py:keyword", r"takes \(\*, number\); allowed: \(number\)"),
         ("own_functions.py:bare", r"its parameter settings is annotated as .*empty.*frozen datacl"),
         ("own_functions.py:loose", r"its parameter settings is annotated as .*Loose.*frozen data"),
+        ("own_functions.py:listed", r"field sizes of its settings is annotated as .*list\[float\]"),
         ("own_functions.py:hidden", r"its signature cannot be read: name 'Tensor' is not defined"),
     ],
 )
