@@ -92,12 +92,12 @@ def start_engine(folder: Path, hidden: int, layers: int, threads: int) -> Any:
 
 def timed(engine: Any, micro_batches: list[Any]) -> tuple[float, float]:
     """Seconds and loss of a forward and backward pass over batches of one micro-batch each."""
-    from mcore_rl.workers.policy_loss import supervised_loss
+    from mcore_rl.algorithms.losses import negative_log_likelihood
 
     engine.optimizer_zero_grad()
     start, loss = time.perf_counter(), 0.0
     for batch in micro_batches:
-        [result] = engine.forward_backward_batch(batch, supervised_loss, forward_only=False)
+        [result] = engine.forward_backward_batch(batch, negative_log_likelihood, forward_only=False)
         loss += float(result["loss"])
     return time.perf_counter() - start, loss / len(micro_batches)
 

@@ -18,7 +18,9 @@ from mcore_rl.algorithms.losses import MAX_LOG_RATIO
 from mcore_rl.algorithms.registry import Registry
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
-KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl_estimator")
+KL_ESTIMATORS: Registry[KLEstimator] = Registry(
+    "algorithm.kl_estimator", ("log_probs", "reference_log_probs")
+)
 
 
 @KL_ESTIMATORS.register("k1")

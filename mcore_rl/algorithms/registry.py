@@ -1,41 +1,158 @@
-"""Implementations of a setting, found by name."""
+"""Implementations of a setting: functions with typed settings, by name or by import path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from mcore_rl.algorithms.import_path import is_import_path, load
 from mcore_rl.config.errors import ConfigError
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])  # the function, once its settings are bound
+G = TypeVar("G", bound=Callable[..., Any])
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-class Registry(Generic[T]):
-    """Maps the allowed values of one setting to what implements them; filled at import."""
+class Registry(Generic[F]):
+    """Maps the values of one setting to functions; filled at import.
 
-    def __init__(self, setting: str) -> None:
+    A value is the name of a registered function, or the import path of one outside the package:
+    `module:function` or `path/to/file.py:function`. A function takes `parameters` and, where it has
+    settings, one more called `settings`, whose annotation is a frozen dataclass of them.
+    """
+
+    def __init__(self, setting: str, parameters: Sequence[str], settings_key: str = "") -> None:
         self.setting = setting  # its full key, for error messages
-        self._entries: dict[str, T] = {}
+        self.settings_key = settings_key or f"{setting}_settings"  # where settings are given
+        self._parameters = tuple(parameters)
+        self._functions: dict[str, Callable[..., Any]] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str) -> Callable[[G], G]:
         """Decorator that adds its target under `name`; a name taken twice is a ValueError."""
 
-        def add(entry: T) -> T:
-            if name in self._entries:
+        def add(function: G) -> G:
+            if name in self._functions:
                 raise ValueError(f"{self.setting}: {name!r} is registered twice")
-            self._entries[name] = entry
-            return entry
+            self._functions[name] = function
+            return function
 
         return add
 
-    def __getitem__(self, name: str) -> T:
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        """The function as it was written.
+
+        Raises:
+            ConfigError: nothing has that name, or the import path leads to no such function.
+        """
+        if is_import_path(name):
+            return load(self.setting, name)
         try:
-            return self._entries[name]
+            return self._functions[name]
         except KeyError:
             raise ConfigError(
-                f"{self.setting}={name!r} is unknown; allowed: {', '.join(self.names)}"
+                f"{self.setting}={name!r} is unknown; allowed: {', '.join(self.names)}, or an "
+                "import path, module:function or path/to/file.py:function"
             ) from None
+
+    def bound(self, name: str, settings: Mapping[str, object]) -> F:
+        """The function with its settings filled in, by their defaults where none are given.
+
+        Raises:
+            ConfigError: as for `[name]`; the function takes other parameters; or a setting is
+                unknown to it, missing, or of another type.
+        """
+        function = self[name]
+        kind = self.settings_of(name)
+        if kind is not None:
+            made = self._settings(name, kind, settings)
+            return cast(F, functools.partial(function, settings=made))
+        if settings:
+            raise ConfigError(
+                f"{self.settings_key}={dict(settings)}: {self.setting}={name!r} has no settings"
+            )
+        return cast(F, function)
+
+    def settings_of(self, name: str) -> type | None:
+        """The dataclass of the settings of a function, if it has any."""
+        function, what = self[name], f"{self.setting}={name!r}"
+        try:
+            signature = inspect.signature(function, eval_str=True)
+        except (NameError, TypeError, ValueError) as error:
+            raise ConfigError(f"{what}: its signature cannot be read: {error}") from error
+        found = signature.parameters.get("settings")
+        try:
+            signature.bind(*self._parameters, **({"settings": None} if found else {}))
+        except TypeError:
+            raise ConfigError(
+                f"{what} takes {signature}; allowed: ({', '.join(self._parameters)}), and a last "
+                "parameter called settings where it has any"
+            ) from None
+        if found is None:
+            return None
+        kind = found.annotation
+        if not (isinstance(kind, type) and is_dataclass(kind) and _is_frozen(kind)):
+            raise ConfigError(
+                f"{what}: its parameter settings is annotated as {kind!r}; allowed: a frozen "
+                "dataclass"
+            )
+        for field, kinds in _kinds_of(kind).items():
+            if not set(kinds) <= {*_KINDS, NoneType}:
+                raise ConfigError(
+                    f"{what}: the field {field} of its settings is annotated as {kinds}; allowed: "
+                    f"{', '.join(allowed.__name__ for allowed in _KINDS)}, or None beside one"
+                )
+        return kind
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._entries)
+        return sorted(self._functions)
+
+    def _settings(self, name: str, kind: type, given: Mapping[str, object]) -> object:
+        known, what = _kinds_of(kind), f"{self.setting}={name!r}"
+        for key in given:
+            if key not in known:
+                raise ConfigError(
+                    f"{self.settings_key}.{key} is no setting of {what}; allowed: "
+                    f"{', '.join(known) or 'none'}"
+                )
+        for field in fields(kind):
+            has_default = field.default is not MISSING or field.default_factory is not MISSING
+            if not has_default and field.name not in given:
+                raise ConfigError(f"{self.settings_key}.{field.name} is needed by {what}")
+        values = {
+            key: _typed(f"{self.settings_key}.{key}", value, known[key])
+            for key, value in given.items()
+        }
+        try:
+            return kind(**values)
+        except ValueError as error:  # from a rule of its own, in __post_init__
+            raise ConfigError(f"{self.settings_key}.{error}") from error
+
+
+def _is_frozen(kind: type) -> bool:
+    return bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+
+
+def _kinds_of(settings: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a dataclass may have."""
+    hints = get_type_hints(settings)
+    names = [field.name for field in fields(settings) if field.init]
+    unions = {name: get_origin(hints[name]) in (Union, UnionType) for name in names}
+    return {name: get_args(hints[name]) if unions[name] else (hints[name],) for name in names}
+
+
+def _typed(key: str, value: object, allowed: Sequence[Any]) -> object:
+    """The value as one of these types."""
+    for kind in allowed:
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is kind:
+            return value
+    words = [_KINDS[kind] for kind in allowed if kind is not NoneType]
+    empty = ["null"] if NoneType in allowed else []
+    raise ConfigError(f"{key}={value!r}; allowed: {', '.join([*words, *empty])}")

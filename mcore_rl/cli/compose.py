@@ -27,6 +27,7 @@ _KINDS = {
     "float": "a number",
     "bool": "true, false",
     "str": "text, in which ${...} is looked up",
+    "dict[str, Any]": "settings of a function, as in {name: value}",
 }
 _FEW = 12  # names that are listed in one message
 
@@ -52,7 +53,8 @@ def compose_config(schema: type[T], arguments: Sequence[str]) -> T:
         _change(config, recipes.find(_unquoted(recipe), _RECIPE, Path()), settings)
     for key, text in overrides:
         if key != _RECIPE:
-            _set(config, settings[key], _parsed(settings[key], text), "")
+            setting = _setting(key, settings)
+            _set(config, setting, _parsed(setting, text), "")
     found = _checked(config)
     assert isinstance(found, schema)
     return found
@@ -85,9 +87,19 @@ def _split(argument: str, settings: Settings) -> tuple[str, str]:
         raise ConfigError(f"{argument!r} is no key=value; did you mean {hint}?")
     if key != key.strip():
         raise ConfigError(f"{argument!r}: no blanks around the '='")
-    if key != _RECIPE and key not in settings:
+    if key != _RECIPE and not _is_known(key, settings):
         raise ConfigError(unknown(key, list(settings)))
     return key, text
+
+
+def _is_known(key: str, settings: Settings) -> bool:
+    """Those of a function outside the package are known to that function only."""
+    mapping = settings.get(key.rpartition(".")[0])
+    return key in settings or (mapping is not None and mapping.is_mapping)
+
+
+def _setting(key: str, settings: Settings) -> Setting:
+    return settings.get(key) or Setting(key, "Any", None, "", ())
 
 
 def _unquoted(text: str) -> str:
@@ -147,22 +159,24 @@ def _change(
             raise ConfigError(f"{path}: {_RECIPE}={base!r}; allowed: a name or a path")
         found = recipes.find(base, f"{path}: {_RECIPE}", path.parent)
         _change(config, found, settings, (*above, path))
-    for key, value in _leaves(changes, list(settings), f"{path}: "):
-        _set(config, settings[key], value, f"{path}: ")
+    for key, value in _leaves(changes, settings, f"{path}: "):
+        _set(config, _setting(key, settings), value, f"{path}: ")
     _checked(config, f"{path}: ")
 
 
 def _leaves(
-    changes: Mapping[Any, Any], known: Sequence[str], where: str, prefix: str = ""
+    changes: Mapping[Any, Any], known: Settings, where: str, prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
     """(full key, value) of each setting in nested ones, which must all be known."""
     for name, value in changes.items():
         key = f"{prefix}{name}"
         is_group = any(other.startswith(f"{key}.") for other in known)
+        if key in known and known[key].is_mapping:  # an empty one clears it
+            is_group = isinstance(value, dict) and bool(value)
         if is_group and "." not in str(name) and (value is None or isinstance(value, dict)):
             yield from _leaves(value or {}, known, where, f"{key}.")
-        elif key not in known:
-            raise ConfigError(f"{where}{unknown(key, known)}")
+        elif not _is_known(key, known):
+            raise ConfigError(f"{where}{unknown(key, list(known))}")
         elif "." in str(name):
             nested = ": {".join(str(name).split("."))
             raise ConfigError(

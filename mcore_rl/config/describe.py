@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 
-from mcore_rl.config import resolve, resolve_engine
+from mcore_rl.config import resolve, resolve_engine, schema
 
 # Values of the settings that choose something by name, by the last two parts of their keys. Those
 # of the registries are repeated here, since filling one imports torch.
 CHOICES: Mapping[str, Sequence[str]] = {
     "algorithm.advantage": ("grpo",),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "algorithm.loss": ("ppo_clip",),
     "algorithm.loss_aggregation": (
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
@@ -38,6 +39,12 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "weight_sync.verify": resolve.VERIFY,
 }
 
+# Settings of the functions that come with the package, by the key under which they are given.
+OF_FUNCTIONS: Mapping[str, Sequence[type]] = {
+    "algorithm.advantage_settings": (schema.GRPOSettings,),
+    "algorithm.loss_settings": (schema.PPOClipSettings,),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -46,6 +53,11 @@ class Setting:
     default: object
     meaning: str  # the comment beside its field, and the allowed names where that lacks one
     choices: tuple[str, ...]  # empty for a setting that is no name from a list
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether it holds the settings of a function, which that function names and checks."""
+        return self.kind.startswith("dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,9 @@ def groups(part: object, key: str = "") -> Iterator[Group]:
     yield Group(key, inspect.cleandoc(about), tuple(found))
     for value, name in inner:
         yield from groups(value, name)
+    for setting in found:
+        for settings in OF_FUNCTIONS.get(setting.key, ()):
+            yield from groups(settings(), setting.key)
 
 
 def setting_names(schema: type) -> list[str]:

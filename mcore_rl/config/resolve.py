@@ -96,14 +96,14 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
     Raises:
         ConfigError: the lane cannot do what is asked for.
     """
-    if device == "cuda" and config.weight_sync.method == "colocated":
-        if not takes_turns(config.placement, "actor", "rollout"):
-            raise ConfigError(
-                "weight_sync.method='colocated': trainer and servers have GPUs of their own "
-                f"(placement.actor={config.placement.actor!r}, "
-                f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
-                "weight_sync.method='disaggregated', 'full_export'"
-            )
+    is_shared = takes_turns(config.placement, "actor", "rollout")
+    if device == "cuda" and config.weight_sync.method == "colocated" and not is_shared:
+        raise ConfigError(
+            "weight_sync.method='colocated': trainer and servers have GPUs of their own "
+            f"(placement.actor={config.placement.actor!r}, "
+            f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
+            "weight_sync.method='disaggregated', 'full_export'"
+        )
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
     trainer, (largest, mean) = config.trainer, LOGPROB_GAPS[dtype]
     if trainer.max_logprob_gap is None:
@@ -144,16 +144,16 @@ def _resolve_placement(config: RLConfig) -> None:
     for role, pool in asdict(config.placement).items():
         if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", pool):
             raise ConfigError(
-                f"placement.{role}={pool!r}; allowed: 'shared', 'own', or a pool's name of letters, "
-                "digits and '_'"
+                f"placement.{role}={pool!r}; allowed: 'shared', 'own', or the name of a pool, of "
+                "letters, digits and '_'"
             )
-    if takes_turns(config.placement, "actor", "rollout"):
-        if config.weight_sync.method == "disaggregated":
-            raise ConfigError(
-                f"placement.rollout={config.placement.rollout!r}: the servers are on the actor's "
-                "devices, between which weight_sync.method='disaggregated' has no part; allowed: "
-                "placement.rollout='own', or weight_sync.method='colocated', 'full_export'"
-            )
+    is_shared = takes_turns(config.placement, "actor", "rollout")
+    if is_shared and config.weight_sync.method == "disaggregated":
+        raise ConfigError(
+            f"placement.rollout={config.placement.rollout!r}: the servers are on the actor's "
+            "devices, where weight_sync.method='disaggregated' has no part; allowed: "
+            "placement.rollout='own', or weight_sync.method='colocated', 'full_export'"
+        )
 
 
 def _resolve_weight_sync(config: RLConfig) -> None:
@@ -204,8 +204,6 @@ def _resolve_algorithm(config: AlgorithmConfig) -> None:
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
-    at_least("algorithm.clip_ratio_high", config.clip_ratio_high, 0)
-    between("algorithm.clip_ratio_low", config.clip_ratio_low, 0, 1)
 
 
 def _resolve_batch(config: RLConfig) -> None:

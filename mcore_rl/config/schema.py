@@ -6,6 +6,9 @@ YAML files hold differences from these defaults. `resolve.py` holds the rules be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl.config.checks import at_least, between
 
 
 @dataclass
@@ -137,25 +140,53 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    name: str = "final_number"  # a name in the reward registry
+    name: str = "final_number"  # a name in the reward registry, or an import path
+    settings: dict[str, Any] = field(default_factory=dict)  # of that reward
     shuffle: bool = (
         False  # control experiment: permute the rewards of a batch, so that they teach nothing
     )
 
 
+@dataclass(frozen=True)
+class GRPOSettings:
+    """Of `algorithm.advantage=grpo`."""
+
+    normalize_by_std: bool = True  # divide group advantages by their standard deviation
+
+
+@dataclass(frozen=True)
+class PPOClipSettings:
+    """Of `algorithm.loss=ppo_clip`."""
+
+    clip_ratio_low: float = 0.2  # ratios are clipped at 1 - clip_ratio_low
+    clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
+
+    def __post_init__(self) -> None:
+        between("clip_ratio_low", self.clip_ratio_low, 0, 1)
+        at_least("clip_ratio_high", self.clip_ratio_high, 0)
+
+
 @dataclass
 class AlgorithmConfig:
+    """Functions are named by a name, or by the import path of one outside the package.
+
+    An import path is `module:function` or `path/to/file.py:function`; a function's own settings
+    stand beside its name. docs/algorithms.md has how they are written.
+    """
+
     advantage: str = "grpo"  # how rewards become advantages
+    advantage_settings: dict[str, Any] = field(default_factory=dict)  # of that function
     group_size: int = 8  # responses a prompt
-    normalize_by_std: bool = True  # divide group advantages by their standard deviation
     drop_uniform_groups: bool = False  # leave groups whose rewards are all equal out of the update
     num_mini_batches: int = 1  # optimizer steps a trainer step
-    clip_ratio_low: float = 0.2  # of the PPO clip: ratios are clipped at 1 - clip_ratio_low
-    clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
+    loss: str = "ppo_clip"  # of each token, before KL and entropy
+    loss_settings: dict[str, Any] = field(default_factory=dict)  # of that function
     loss_aggregation: str = "token_mean"  # how token losses become one loss
+    loss_aggregation_settings: dict[str, Any] = field(default_factory=dict)  # of that function
     entropy_coef: float = 0.0  # weight of the entropy, which is then kept up; 0 leaves it out
     kl_coef: float = 0.0  # weight of the KL to the reference model; 0 loads no reference
     kl_estimator: str = "k3"  # how the KL is estimated from one sample
+    kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # of that function
 
 
 @dataclass

@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 import torch
 
+from mcore_rl.algorithms.inputs import LossInputs, LossResult
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.models.base import HFConfig
 from mcore_rl.reshard.executor import LocalWeights
 
-Columns = Mapping[str, torch.Tensor]  # by name, each [response tokens] of a micro-batch
-# From the scores of the model in training ("log_probs"; "entropy" where the spec asks for it; of a
-# value model "values") and the batch's response columns to the loss of each token and metrics.
-LossFunction = Callable[[Columns, Columns], tuple[torch.Tensor, Columns]]
+# From a micro-batch to the loss of each of its response tokens, and metrics. Its `needs` (see
+# algorithms/inputs.py) say whether it reads the entropy, which is computed for no other.
+LossFunction = Callable[[LossInputs], LossResult]
 Metrics = dict[str, float]
 Place = Literal["host", "device"]
 BACKENDS = ("megatron",)
@@ -34,7 +34,6 @@ class EngineSpec:
     engine: EngineConfig
     seed: int
     total_steps: int = 0
-    entropy_in_loss: bool = False  # whether the loss function reads the entropy
     num_top_log_probs: int = 0  # likeliest ids of each token that infer_batch returns
     timeout_s: float = 1800.0  # of each collective of the ranks
 

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.aggregation import AGGREGATIONS
-from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_rollout_model
@@ -27,9 +24,9 @@ from mcore_rl.data.datasets import (
 )
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load_tokenizer
-from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lane import lane
+from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -43,6 +40,7 @@ from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.base import get_reward
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
+from mcore_rl.workers.policy_loss import check_functions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,13 +99,8 @@ def prepare_task(config: RLConfig, folder: Path) -> RLConfig:
 
 
 def _check_choices(config: RLConfig) -> None:
-    for registry, name in (
-        (ADVANTAGES, config.algorithm.advantage),
-        (AGGREGATIONS, config.algorithm.loss_aggregation),
-        (KL_ESTIMATORS, config.algorithm.kl_estimator),
-    ):
-        registry[name]
-    get_reward(config.reward.name)
+    check_functions(config.algorithm)
+    get_reward(config.reward.name, config.reward.settings)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
     backend_of(config.actor).check_modules(config.actor.modules)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from mcore_rl.algorithms.losses import negative_log_likelihood
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
@@ -29,11 +29,12 @@ from mcore_rl.jobs.preflight import Inputs, check_inputs, prepare_task
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
-from mcore_rl.trainers.sync import PolicyMismatchError, SyncTrainer, logprob_gaps
+from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
+from mcore_rl.workers.policy_loss import PolicyLoss
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
+from mcore_rl.workers.steps import PolicyMismatchError, logprob_gaps
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
 from mcore_rl.workers.weight_sync import connect
 
@@ -102,8 +103,10 @@ def _warm_start(
     )
     path = output.folder / "warm_start"
     with contextlib.ExitStack() as ended:
-        spec = _engine_spec(config, engine, supervised_loss, warm.num_steps)
-        model = ended.enter_context(_model(pools, "actor", spec, supervised_loss, "warm_start"))
+        spec = _engine_spec(config, engine, negative_log_likelihood, warm.num_steps)
+        model = ended.enter_context(
+            _model(pools, "actor", spec, negative_log_likelihood, "warm_start")
+        )
         model.initialize()
         with output.progress("warm start", warm.num_steps, "warm_start/") as report:
             sft.train(
@@ -171,14 +174,14 @@ def _started(
     servers = stack.enter_context(_servers(config, pools))
     preparing = servers.prepare.submit()
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
-    spec, reference = _engine_spec(config, config.actor, loss, total_steps), None
+    spec, reference = _engine_spec(config, config.actor, total_steps), None
     if ranks is None:
         actor = stack.enter_context(_model(pools, "actor", spec, loss, wait=False))
     else:
         actor = ranks
         actor.rebuild("actor", config.actor.layout, spec, loss)
     if needs_reference(config):
-        frozen = _engine_spec(config, _frozen(config.actor), None, 0)
+        frozen = _engine_spec(config, _frozen(config.actor), 0)
         reference = stack.enter_context(_model(pools, "reference", frozen, None, wait=False))
     models = {"actor": actor} | ({"reference": reference} if reference is not None else {})
     wait_until_built([servers, *models.values()])
@@ -219,15 +222,12 @@ def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
     )
 
 
-def _engine_spec(
-    config: RLConfig, engine: EngineConfig, loss: LossFunction | None, total_steps: int
-) -> EngineSpec:
+def _engine_spec(config: RLConfig, engine: EngineConfig, total_steps: int) -> EngineSpec:
     return EngineSpec(
         model=config.model,
         engine=engine,
         seed=config.seed,
         total_steps=total_steps,
-        entropy_in_loss=isinstance(loss, PolicyLoss) and config.algorithm.entropy_coef != 0,
         timeout_s=config.inner_timeout_s,
     )
 
@@ -268,7 +268,7 @@ def _servers(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
         dtype=config.model.dtype,
         max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         rollout=config.rollout,
-        reward=config.reward.name,
+        reward=config.reward,
         seed=config.seed,
         timeout_s=config.inner_timeout_s,
         can_sleep=servers_sleep(config.placement, needs_reference(config)),

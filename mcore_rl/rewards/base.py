@@ -1,4 +1,4 @@
-"""Rewards by name.
+"""Rewards by name, or by import path.
 
 A reward reads the text of a response, the fields of its prompt and why generation ended, and
 returns its total under "reward" and whatever parts are worth watching under other names. All are
@@ -27,24 +27,26 @@ class RewardError(RuntimeError):
 
 
 _SHOWN = 200  # characters of a response or of its fields in an error
-_REWARDS: Registry[Reward] = Registry("reward.name")
+_REWARDS: Registry[Reward] = Registry(
+    "reward.name", ("text", "fields", "finish_reason"), "reward.settings"
+)
 _BUILT_IN = ("mcore_rl.rewards.rules_math",)  # modules that register rewards when imported
 
 register_reward = _REWARDS.register
 
 
-def get_reward(name: str) -> Reward:
-    """The reward registered under `name`; ConfigError lists the names there are."""
+def get_reward(name: str, settings: Mapping[str, object] | None = None) -> Reward:
+    """The reward that reward.name names, with its settings; ConfigError as Registry.bound."""
     for module in _BUILT_IN:
         importlib.import_module(module)
-    return _REWARDS[name]
+    return _REWARDS.bound(name, settings or {})
 
 
 class Judge:
     """A reward by its name, with a check on what it returns."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._reward = name, get_reward(name)
+    def __init__(self, name: str, settings: Mapping[str, object] | None = None) -> None:
+        self._name, self._reward = name, get_reward(name, settings)
         self._parts: set[str] = set()  # of the first response
 
     def __call__(

@@ -58,7 +58,7 @@ _SCORING: dict[str, Any] = {
 
 
 class VLLMServer:
-    """A GenerationServer. Each update has a version, and each token that of the weights behind it.
+    """A GenerationServer.
 
     Waits for requests, updates and answers of workers have no limit here; who calls sets one.
     """
@@ -93,8 +93,6 @@ class VLLMServer:
     def prepare(self) -> None:
         os.environ |= _QUIET
         with long_lived():
-            import vllm.v1.engine.async_llm
-
             import mcore_rl.rollout.vllm_worker  # noqa: F401
 
     async def start(self) -> None:

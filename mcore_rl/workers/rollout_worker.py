@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -30,7 +30,7 @@ class RolloutSpec:
     dtype: str
     max_model_tokens: int  # prompt and response
     rollout: RolloutConfig
-    reward: str  # name in the reward registry
+    reward: RewardConfig
     seed: int
     timeout_s: float  # of everything that the worker asks of its server
     can_sleep: bool = False
@@ -54,7 +54,9 @@ class RolloutWorker:
             can_sleep=spec.can_sleep,
         )
         tokenizer = load_tokenizer(spec.model_path)
-        self._agent = SingleTurnLoop(self._server, tokenizer, Judge(spec.reward))
+        self._agent = SingleTurnLoop(
+            self._server, tokenizer, Judge(spec.reward.name, spec.reward.settings)
+        )
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, daemon=True).start()
 

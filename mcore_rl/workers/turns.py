@@ -1,6 +1,7 @@
 """Whose turn it is, where roles share devices. A step goes
 
-    generate -> servers sleep -> actor on device -> log-probs, update -> optimizer off
+    generate -> servers sleep -> (reference on device -> its log-probs -> off)
+             -> actor on device -> log-probs, update -> gradients and optimizer off
              -> weights awake -> push -> actor off -> KV cache awake
 
 Roles with devices of their own stay where they are.
@@ -8,13 +9,13 @@ Roles with devices of their own stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mcore_rl.config.resolve import takes_turns
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.batch import Batch
+from mcore_rl.workers.steps import with_reference_log_probs
 from mcore_rl.workers.weight_sync import WeightSync
 
 
@@ -33,15 +34,19 @@ class Turns:
         if servers_sleep(self.placement, self.reference is not None):
             self.servers.sleep()
 
-    @contextmanager
-    def scoring(self, reference: WorkerGroup) -> Iterator[None]:
-        """The reference model is on its devices inside."""
-        if not model_moves(self.placement, "reference", has_reference=True):
-            yield
-            return
-        reference.to("device")
-        yield
-        reference.to("host")
+    def with_reference_log_probs(self, batch: Batch, temperature: float) -> Batch:
+        """Before the actor begins to train, unless it is the reference itself: without adapters."""
+        if self.reference is None:
+            self.begin_training()
+            score = self.actor.compute_reference_log_probs
+            return with_reference_log_probs(batch, score, temperature)
+        moves = model_moves(self.placement, "reference", has_reference=True)
+        if moves:
+            self.reference.to("device")
+        batch = with_reference_log_probs(batch, self.reference.compute_log_probs, temperature)
+        if moves:
+            self.reference.to("host")
+        return batch
 
     def begin_training(self) -> None:
         if model_moves(self.placement, "actor", self.reference is not None):

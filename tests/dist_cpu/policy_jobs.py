@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1, entropy_coef=0.3))
 
 def update(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Scores, whole gradients by Hugging Face name, and the metrics of an optimizer step."""
-    worker = ModelWorker(replace(ranks.engine_spec(path, layout), entropy_in_loss=True), LOSS)
+    worker = ModelWorker(ranks.engine_spec(path, layout), LOSS)
     worker.initialize()
     engine = worker._engine
     ranks._STARTED.append(engine)
@@ -41,8 +40,7 @@ def update(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
 
 def gradients(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Of a loss at a temperature, whole and by Hugging Face name, on rank 0."""
-    spec = replace(ranks.engine_spec(path, layout), entropy_in_loss=True)
-    engine = ranks.started(spec)
+    engine = ranks.started(ranks.engine_spec(path, layout))
     mine = batch.take(ranks.share_of(engine, batch))
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(mine, LOSS, forward_only=False, temperature=TEMPERATURE)

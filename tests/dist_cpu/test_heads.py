@@ -15,11 +15,11 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
-from mcore_rl.algorithms.losses import value_clip
+from mcore_rl.algorithms.inputs import LossInputs, LossResult
+from mcore_rl.algorithms.losses import ValueClipSettings, value_clip
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.base import Columns
 from mcore_rl.engine.megatron.value_engine import ValueEngine
 from mcore_rl.parallel.store import join_world
 
@@ -100,8 +100,8 @@ def top_log_probs(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     }
 
 
-def value_loss(scores: Columns, columns: Columns) -> tuple[torch.Tensor, Columns]:
-    return value_clip(scores["values"], columns["values"], columns["returns"], clip_range=0.3)
+def value_loss(inputs: LossInputs) -> LossResult:
+    return value_clip(inputs, ValueClipSettings(clip_range=0.3))
 
 
 def value_engine(path: Path, layout: Layout, dtype: str = "float32", lora: int = 0) -> ValueEngine:

@@ -13,12 +13,12 @@ import ranks
 import tiny_models
 import torch
 
+from mcore_rl.algorithms.losses import negative_log_likelihood
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.parallel.groups import initialize_groups
-from mcore_rl.workers.policy_loss import supervised_loss
 from tests.nightly import all_but
 
 MODELS = ("qwen3", "qwen3_moe")
@@ -60,7 +60,7 @@ def _one_packing(
     mine = shuffled.take(ranks.share_of(engine, shuffled))
     engine.spec.engine.max_tokens_per_micro_batch = budget
     engine.optimizer_zero_grad()
-    results = engine.forward_backward_batch(mine, supervised_loss, forward_only=False)
+    results = engine.forward_backward_batch(mine, negative_log_likelihood, forward_only=False)
     parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
     return {
         "num_micro_batches": len(results),

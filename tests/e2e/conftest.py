@@ -27,6 +27,7 @@ from tests.small_disk import on_small_disk
 if TYPE_CHECKING:
     from tests.e2e.served import Served
 
+ROOT = Path(__file__).parents[2]
 MARKER = "MCORE_RL_SESSION"  # in the environment of what a job starts
 # Torch keeps what it compiles for the next run; jobs share the usual place for it.
 COMPILED = str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
@@ -53,6 +54,7 @@ class Job:
             streams = {n: files.enter_context(f.open("wb")) for n, f in self._streams.items()}
             self.process = subprocess.Popen(
                 command,
+                cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED},
                 start_new_session=True,
                 preexec_fn=_heed_interrupts,

@@ -34,6 +34,7 @@ DEFAULTS = {
 }
 WARM_START = {"warm_start.num_steps": "1", "warm_start.train_file": "warm_start.parquet"}
 NORM = "model.norm.weight"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,23 @@ BAD_SETTINGS = {
     ),
     "reward": ({"reward.name": "kindness"}, ["reward.name='kindness'", "final_number"]),
     "advantage": ({"algorithm.advantage": "luck"}, ["algorithm.advantage='luck'", "grpo"]),
+    "loss": ({"algorithm.loss": "ppo"}, ["algorithm.loss='ppo'", "ppo_clip", "module:function"]),
+    "loss that is not there": (
+        {"algorithm.loss": "nowhere.py:mine"},
+        ["algorithm.loss='nowhere.py:mine'", "cannot be imported", "nowhere.py"],
+    ),
+    "setting of a loss": (
+        {"algorithm.loss_settings.clip_ratio_low": "1.5"},
+        ["algorithm.loss_settings.clip_ratio_low=1.5", "allowed: 0 to 1"],
+    ),
+    "setting of another loss": (
+        {"algorithm.loss_settings.clip": "0.1"},
+        ["algorithm.loss_settings.clip is no setting of", "'ppo_clip'", "clip_ratio_low"],
+    ),
+    "advantage that needs a critic": (
+        {"algorithm.advantage": f"{EXAMPLES / 'gae.py'}:gae"},
+        ["gae.py:gae' asks for values, which this run does not have"],
+    ),
     "aggregation": (
         {"algorithm.loss_aggregation": "sum_of_squares"},
         ["algorithm.loss_aggregation='sum_of_squares'", "token_mean"],

@@ -23,6 +23,11 @@ DISAGGREGATED = (
     "weight_sync.method=disaggregated", "algorithm.kl_coef=0.001",
     "algorithm.drop_uniform_groups=false",
 )  # fmt: skip
+OWN_FUNCTIONS = (
+    "algorithm.loss=examples/gspo.py:gspo", "algorithm.loss_settings.clip_ratio_low=0.1",
+    "algorithm.advantage=tests.e2e.own_functions:first_token",
+    "reward.name=tests/e2e/own_functions.py:length", "reward.settings.per_character=0.5",
+)  # fmt: skip
 
 
 def metrics(job, output=None) -> list[dict]:
@@ -82,8 +87,11 @@ def assert_logs(job) -> None:
 
 
 def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_model_and_data):
-    """With servers on devices of their own and a reference model, until a second step."""
-    job = start_job(*own_model_and_data, *DISAGGREGATED)
+    """With servers on devices of their own and a reference model, until a second step.
+
+    Loss, advantage and reward are files and modules of the folder that it is started in.
+    """
+    job = start_job(*own_model_and_data, *DISAGGREGATED, *OWN_FUNCTIONS)
     job.wait_until(lambda: len(steps(job)) >= 2, "the second step")
     assert len(job.processes) > 8
     interrupt_an_export(job)
@@ -95,6 +103,9 @@ def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_mod
     for row in steps(job):
         assert 0 < row["max_logprob_gap"] <= 1e-4
         assert "actor/reference_kl" in row
+        assert row["reward"] == pytest.approx(row["reward/characters"] / 2, rel=1e-5)
+        assert row["actor/ratio"] == pytest.approx(1, abs=0.05)
+        assert "actor/approx_kl" not in row  # which is of ppo_clip
 
 
 @pytest.mark.nightly

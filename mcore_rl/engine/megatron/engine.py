@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import StateError
 from mcore_rl.data.batch import Batch, Jagged
@@ -341,21 +342,21 @@ class MegatronEngine(BaseEngine):
             make_loss = step.inference(self._head(temperature, training=False))
         else:
             counts = step.count_tokens(micros, self.device)
-            head = self._head(temperature, training=True)
+            head = self._head(temperature, training=True, needs=needs_of(loss_function))
             coef = self.spec.engine.mtp_loss_coef
             make_loss = step.training(head, loss_function, counts, coef)
         return step.run_micro_batches(
             self.wrapped, micros, make_loss, routing.around, forward_only=forward_only
         )
 
-    def _head(self, temperature: float, *, training: bool) -> Any:
+    def _head(self, temperature: float, *, training: bool, needs: Collection[str] = ()) -> Any:
         from mcore_rl.engine.megatron.heads import LanguageModelHead
 
         return LanguageModelHead(
             vocab_size=self.hf_config["vocab_size"],
             temperature=temperature,
             chunk_bytes=self.spec.engine.logprob_chunk_bytes,
-            with_entropy=self.spec.entropy_in_loss or not training,
+            with_entropy="entropy" in needs or not training,
             num_top=0 if training else self.spec.num_top_log_probs,
         )
 

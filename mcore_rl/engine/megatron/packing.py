@@ -93,6 +93,7 @@ class MicroBatch:
     hidden_rows: torch.Tensor  # [scored here] row of the hidden state that scores each
     targets: torch.Tensor  # [scored here]
     columns: dict[str, torch.Tensor]  # other response columns, each [scored here]
+    sequence_ids: torch.Tensor  # [scored here] which of `rows` each is of
     ahead: tuple[Ahead, ...]  # by depth of multi-token prediction
 
 
@@ -177,7 +178,8 @@ def _pack(
     places = np.flatnonzero(hidden_rows >= 0)
     targets = _concatenate(responses, np.int64)
     columns = _response_columns(batch, rows)
-    sequence_starts = np.repeat(starts[: len(rows)], [len(r) for r in responses])
+    sequence_ids = np.repeat(np.arange(len(rows)), [len(r) for r in responses])
+    sequence_starts = starts[sequence_ids]
 
     def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.as_tensor(array).to(device)
@@ -200,6 +202,7 @@ def _pack(
         hidden_rows=tensor(hidden_rows[places]),
         targets=tensor(targets[places]),
         columns={name: tensor(column[places]) for name, column in columns.items()},
+        sequence_ids=tensor(sequence_ids[places]),
         ahead=tuple(ahead(depth) for depth in range(1, num_ahead + 1)),
     )
 

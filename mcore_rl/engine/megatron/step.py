@@ -20,6 +20,7 @@ from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
 from mcore_rl.engine.megatron.mtp import prediction_loss
 from mcore_rl.engine.megatron.packing import MicroBatch, Split, pack, pack_sizes
+from mcore_rl.engine.megatron.sequences import loss_inputs
 from mcore_rl.parallel.balance import (
     SequenceCost,
     num_parts_within,
@@ -193,7 +194,7 @@ def _loss_closure(
     def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
         output, *predictions = output.chunk(1 + len(micro.ahead))
         scores = head(chunk, output, micro)
-        loss, metrics = loss_function(scores, micro.columns)
+        loss, metrics = loss_function(loss_inputs(scores, micro))
         weights = micro.columns["loss_weights"]
         total = (loss * weights).sum()
         result = {

@@ -19,7 +19,7 @@ from mcore_rl.reshard.rules import Weight, logical_tensors
 
 
 class ValueEngine(MegatronEngine):
-    """`infer_batch` adds "values", and loss functions read scores["values"].
+    """`infer_batch` adds "values", and loss functions read inputs.values.
 
     model.path is a token classification checkpoint with one label, or that of a language model: its
     head is then left out, and the value head begins at zero, so that all values do (as in OpenAI's
@@ -48,7 +48,7 @@ class ValueEngine(MegatronEngine):
             return ()
         return [tensor.name for tensor in logical_tensors(value_head_weights(self.hf_config))]
 
-    def _head(self, temperature: float, *, training: bool) -> Any:
+    def _head(self, temperature: float, *, training: bool, needs: Collection[str] = ()) -> Any:
         from mcore_rl.engine.megatron.heads import value_scores
 
         return value_scores

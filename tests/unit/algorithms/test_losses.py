@@ -3,16 +3,38 @@ import math
 import pytest
 import torch
 
-from mcore_rl.algorithms.losses import ppo_clip, sft, value_clip
+from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.algorithms.losses import (
+    ValueClipSettings,
+    negative_log_likelihood,
+    ppo_clip,
+    value_clip,
+)
+from mcore_rl.config.schema import PPOClipSettings
 
-CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+CLIP = PPOClipSettings(clip_ratio_low=0.2, clip_ratio_high=0.3)
+
+
+def inputs(scores: dict[str, torch.Tensor], **columns: torch.Tensor) -> LossInputs:
+    """Of a single sequence."""
+    [name] = scores
+    ids = torch.zeros(len(scores[name]), dtype=torch.int64)
+    return LossInputs(scores=scores, columns=columns, sequence_ids=ids, num_sequences=1)
+
+
+def policy(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> LossInputs:
+    return inputs({"log_probs": new}, log_probs=old, advantages=advantages)
+
+
+def value(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor) -> LossInputs:
+    return inputs({"values": values}, values=old, returns=returns)
 
 
 def loss_at(ratio: float, advantage: float) -> tuple[float, bool, float]:
     """(loss, clipped, gradient) of one token whose probability has changed by `ratio`."""
     old = torch.tensor([-1.5], dtype=torch.float64)
     new = (old + math.log(ratio)).requires_grad_()
-    loss, metrics = ppo_clip(new, old, torch.tensor([advantage], dtype=torch.float64), **CLIP)
+    loss, metrics = ppo_clip(policy(new, old, torch.tensor([advantage], dtype=torch.float64)), CLIP)
     loss.sum().backward()
     return loss.item(), bool(metrics["clipped"]), new.grad.item()
 
@@ -41,7 +63,7 @@ def test_ppo_clip_equals_a_plain_torch_reference():
     torch.manual_seed(0)
     old, advantages = torch.randn(500) - 2, torch.randn(500)
     new = (old + 0.4 * torch.randn(500)).requires_grad_()
-    loss, metrics = ppo_clip(new, old, advantages, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    loss, metrics = ppo_clip(policy(new, old, advantages), PPOClipSettings())
     (gradient,) = torch.autograd.grad(loss.mean(), new)
 
     ratio = torch.exp(new - old)
@@ -55,7 +77,7 @@ def test_ppo_clip_equals_a_plain_torch_reference():
 def test_a_policy_that_ran_away_gives_finite_losses_and_gradients():
     old = torch.zeros(4)
     new = torch.tensor([200.0, 200.0, -200.0, -200.0], requires_grad=True)
-    loss, metrics = ppo_clip(new, old, torch.tensor([1.0, -1.0, 1.0, -1.0]), **CLIP)
+    loss, metrics = ppo_clip(policy(new, old, torch.tensor([1.0, -1.0, 1.0, -1.0])), CLIP)
     loss.sum().backward()
     assert loss.isfinite().all()
     assert new.grad.isfinite().all()
@@ -64,18 +86,20 @@ def test_a_policy_that_ran_away_gives_finite_losses_and_gradients():
 
 def test_metrics_carry_no_gradient_and_one_entry_a_token():
     new = torch.zeros(3, requires_grad=True)
-    _, metrics = ppo_clip(new, torch.zeros(3), torch.ones(3), **CLIP)
+    _, metrics = ppo_clip(policy(new, torch.zeros(3), torch.ones(3)), CLIP)
     for values in metrics.values():
         assert values.shape == (3,)
         assert not values.requires_grad
 
 
-def test_sft_is_the_negative_log_probability():
-    assert sft(torch.tensor([-0.5, -2.0])).tolist() == [0.5, 2.0]
+def test_the_negative_log_likelihood_of_two_tokens():
+    loss, metrics = negative_log_likelihood(inputs({"log_probs": torch.tensor([-0.5, -2.0])}))
+    assert loss.tolist() == [0.5, 2.0]
+    assert metrics == {}
 
 
 @pytest.mark.parametrize(
-    ("value", "target", "loss", "clipped", "gradient"),
+    ("moved_to", "target", "loss", "clipped", "gradient"),
     [  # the old value is 1, the clip 0.5; gradient is V - R, and none where the clip holds
         (1.0, 3.0, 2.0, False, -2.0),  # has not moved
         (1.25, 3.0, 1.53125, False, -1.75),  # inside the clip
@@ -85,19 +109,20 @@ def test_sft_is_the_negative_log_probability():
         (2.0, 1.25, 0.28125, False, 0.75),  # past the return: 1.5 is nearer, free to come back
     ],
 )
-def test_value_clip_matches_cases_worked_by_hand(value, target, loss, clipped, gradient):
-    values = torch.tensor([value], requires_grad=True)
-    found, metrics = value_clip(values, torch.tensor([1.0]), torch.tensor([target]), clip_range=0.5)
+def test_value_clip_matches_cases_worked_by_hand(moved_to, target, loss, clipped, gradient):
+    values = torch.tensor([moved_to], requires_grad=True)
+    given = value(values, torch.tensor([1.0]), torch.tensor([target]))
+    found, metrics = value_clip(given, ValueClipSettings(clip_range=0.5))
     found.sum().backward()
     assert found.item() == loss
     assert bool(metrics["value_clipped"]) is clipped
-    assert metrics["value_error"].item() == (value - target) ** 2
+    assert metrics["value_error"].item() == (moved_to - target) ** 2
     assert values.grad.item() == pytest.approx(gradient)
 
 
 def test_value_clip_without_a_bound_is_half_the_squared_error():
     torch.manual_seed(0)
     values, old, target = torch.randn(3, 50)
-    found, metrics = value_clip(values, old, target, clip_range=math.inf)
+    found, metrics = value_clip(value(values, old, target), ValueClipSettings(math.inf))
     torch.testing.assert_close(found, (values - target) ** 2 / 2)
     assert not metrics["value_clipped"].any()

@@ -1,27 +1,184 @@
+"""Functions by name and by import path, with their settings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 
-
-def test_an_entry_is_found_by_its_name_and_unchanged_by_its_decorator():
-    registry: Registry[type] = Registry("room.setting")
-    entry = registry.register("b")(int)
-    registry.register("a")(str)
-    assert entry is int
-    assert registry["b"] is int
-    assert registry.names == ["a", "b"]
+Scaled = Callable[[int], str]
 
 
-def test_a_name_is_given_once():
-    registry: Registry[type] = Registry("room.setting")
-    registry.register("a")(int)
-    with pytest.raises(ValueError, match=r"room\.setting: 'a' is registered twice"):
-        registry.register("a")(str)
+@dataclass(frozen=True)
+class Settings:
+    scale: float
+    unit: str = "m"
+    most: int | None = None
+    is_round: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale <= 0:
+            raise ValueError(f"scale={self.scale}; allowed: above 0")
 
 
-def test_an_unknown_name_is_a_configuration_error():
-    registry: Registry[type] = Registry("room.setting")
-    registry.register("a")(int)
-    with pytest.raises(ConfigError, match=r"room\.setting='x' is unknown; allowed: a"):
+def scaled(number: int, settings: Settings) -> str:
+    return f"{number * settings.scale:g} {settings.unit} {settings.most} {settings.is_round}"
+
+
+def plain(number: int) -> str:
+    return str(number)
+
+
+@pytest.fixture
+def registry() -> Registry[Scaled]:
+    made: Registry[Scaled] = Registry("room.choice", ("number",))
+    made.register("scaled")(scaled)
+    made.register("plain")(plain)
+    return made
+
+
+def test_an_entry_is_found_by_its_name_and_unchanged_by_its_decorator(registry):
+    def other(number: int) -> str:
+        return ""
+
+    assert registry.register("a")(other) is other
+    assert registry["a"] is other
+    assert registry["scaled"] is scaled
+    assert registry.names == ["a", "plain", "scaled"]
+
+
+def test_a_name_is_given_once(registry):
+    with pytest.raises(ValueError, match=r"room\.choice: 'plain' is registered twice"):
+        registry.register("plain")(plain)
+
+
+def test_an_unknown_name_is_a_configuration_error(registry):
+    with pytest.raises(
+        ConfigError, match=r"room\.choice='x' is unknown; allowed: plain, scaled, or an import path"
+    ):
         registry["x"]
+
+
+def test_settings_are_filled_in_by_type_and_default(registry):
+    assert registry.bound("scaled", {"scale": 2, "most": 3})(4) == "8 m 3 False"
+    found = registry.bound("scaled", {"scale": 0.5, "unit": "s", "most": None, "is_round": True})
+    assert found(4) == "2 s None True"
+    assert registry.bound("plain", {})(4) == "4"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"room.choice_settings.scale is needed by room.choice='scaled'"),
+        ({"scale": "2"}, r"room.choice_settings.scale='2'; allowed: a number"),
+        ({"scale": True}, r"room.choice_settings.scale=True; allowed: a number"),
+        ({"scale": 1.0, "most": 0.5}, r"settings.most=0.5; allowed: a whole number, null"),
+        ({"scale": 1.0, "unit": 3}, r"settings.unit=3; allowed: text"),
+        ({"scale": 1.0, "is_round": 1}, r"settings.is_round=1; allowed: true or false"),
+        ({"scale": -1.0}, r"room.choice_settings.scale=-1.0; allowed: above 0"),
+        (
+            {"scael": 1.0},
+            r"room.choice_settings.scael is no setting of room.choice='scaled'; allowed: scale, "
+            "unit, most, is_round",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named(registry, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        registry.bound("scaled", settings)
+
+
+def test_settings_of_a_function_that_has_none_are_refused(registry):
+    with pytest.raises(ConfigError, match=r"room.choice_settings={'x': 1}: .*'plain' has no set"):
+        registry.bound("plain", {"x": 1})
+
+
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from nowhere import Tensor
+
+@dataclass(frozen=True)
+class Settings:
+    suffix: str = "!"
+
+@dataclass(frozen=True)
+class Listed:
+    sizes: list[float]
+
+@dataclass
+class Loose:
+    suffix: str = "!"
+
+def loud(number: int, settings: Settings) -> str:
+    return f"{number}{settings.suffix}"
+
+def loose(number: int, settings: Loose) -> str: ...
+def listed(number: int, settings: Listed): ...
+def bare(number, settings): ...
+def two(number, other): ...
+def none(): ...
+def keyword(*, number): ...
+def optional(number, other=3): return f"{number + other}"
+def hidden(number: Tensor): ...
+value = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "own_functions.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
+    yield tmp_path
+    sys.modules.pop("own_functions", None)
+
+
+@pytest.mark.parametrize("where", ["own_functions", "own_functions.py", "{}/own_functions.py"])
+def test_a_function_outside_of_the_package_is_found_by_its_import_path(registry, own, where):
+    """As a module of the current folder, and as a file; with `import annotations`."""
+    path = f"{where.format(own)}:loud"
+    assert registry.bound(path, {})(3) == "3!"
+    assert registry.bound(path, {"suffix": "?"})(3) == "3?"
+    assert registry[path] is registry[path]
+    assert registry.bound(path.replace("loud", "optional"), {})(3) == "6"
+
+
+def test_two_files_of_one_name_are_two_modules(registry, own):
+    (own / "a").mkdir()
+    (own / "a" / "own_functions.py").write_text(OWN.replace('"!"', '"a"'))
+    assert registry.bound("own_functions.py:loud", {})(3) == "3!"
+    assert registry.bound("a/own_functions.py:loud", {})(3) == "3a"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere:f", r"'nowhere' cannot be imported: ModuleNotFoundError: No module named"),
+        ("nowhere.py:f", r"'nowhere.py' cannot be imported: FileNotFoundError: .*nowhere.py"),
+        ("broken.py:f", r"'broken.py' cannot be imported: ModuleNotFoundError: .*nowhere_at_all"),
+        (
+            "own_functions.py:lood",
+            r"has no function 'lood'; it has: Settings, Listed, Loose, loud, loose",
+        ),
+        ("own_functions.py:value", r"has no function 'value'"),
+        ("own_functions.py:two", r"takes \(number, other\); allowed: \(number\), and a last"),
+        ("own_functions.py:none", r"takes \(\); allowed: \(number\)"),
+        ("own_functions.py:keyword", r"takes \(\*, number\); allowed: \(number\)"),
+        ("own_functions.py:bare", r"its parameter settings is annotated as .*empty.*frozen datacl"),
+        ("own_functions.py:loose", r"its parameter settings is annotated as .*Loose.*frozen data"),
+        ("own_functions.py:listed", r"field sizes of its settings is annotated as .*list\[float\]"),
+        ("own_functions.py:hidden", r"its signature cannot be read: name 'Tensor' is not defined"),
+    ],
+)
+def test_an_import_path_that_leads_nowhere_is_one_clear_error(registry, own, path, message):
+    with pytest.raises(ConfigError, match=rf"room.choice='{path}'.*{message}"):
+        registry.bound(path, {})

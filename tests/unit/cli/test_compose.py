@@ -163,3 +163,40 @@ def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_group():
     assert found.model.dtype == "bfloat16" and found.task.name == "last_digit"
     with pytest.raises(ConfigError, match=r"one_device=true"):
         for_lane(compose_config(RLConfig, ["recipe=quickstart"]), "cuda")
+
+
+def test_settings_of_a_function_are_given_one_by_one_or_as_a_mapping(tmp_path):
+    given = ["reward.settings={a: 1, b: x}", "algorithm.loss_settings.clip_ratio_low=0.1"]
+    found = compose_config(RLConfig, [*given, "algorithm.loss_settings.of_mine=[1,2]"])
+    assert found.reward.settings == {"a": 1, "b": "x"}
+    assert found.algorithm.loss_settings == {"clip_ratio_low": 0.1, "of_mine": [1, 2]}
+    (tmp_path / "again.yaml").write_text(as_recipe(found))
+    assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == found
+
+
+def test_a_recipe_adds_to_the_settings_of_a_function_and_an_empty_mapping_clears_them(tmp_path):
+    for name, text in {
+        "first": "algorithm: {loss_settings: {low: 0.1, high: 0.3}}",
+        "second": "recipe: first.yaml\nalgorithm: {loss_settings: {high: 0.2}}",
+        "third": "recipe: second.yaml\nalgorithm: {loss_settings: {}}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    found = [
+        compose_config(RLConfig, [f"recipe={tmp_path / name}.yaml"]).algorithm.loss_settings
+        for name in ("second", "third")
+    ]
+    assert found == [{"low": 0.1, "high": 0.2}, {}]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("algorithm.loss_settings=3", r"loss_settings=3; allowed: settings of a function, as in"),
+        ("algorithm.clip_ratio_low=0.1", r"did you mean algorithm.loss_settings.clip_ratio_low\?"),
+        ("algorithm.loss_settings.a.b=1", r"unknown setting 'algorithm.loss_settings.a.b'"),
+        ("optimizer_settings.a=1", r"unknown setting 'optimizer_settings.a'"),
+    ],
+)
+def test_what_is_no_setting_of_a_function_is_refused(argument, message):
+    with pytest.raises(ConfigError, match=message):
+        compose_config(RLConfig, [argument])

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.cli import rl
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
-from mcore_rl.config.describe import CHOICES, groups, setting_names
+from mcore_rl.config.describe import CHOICES, OF_FUNCTIONS, groups, setting_names
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.warnings import warnings_of
 
@@ -96,16 +96,16 @@ def test_names_of_registries_are_those_that_are_registered():
     from mcore_rl.algorithms.advantages import ADVANTAGES
     from mcore_rl.algorithms.aggregation import AGGREGATIONS
     from mcore_rl.algorithms.kl import KL_ESTIMATORS
+    from mcore_rl.algorithms.losses import LOSSES
     from mcore_rl.rewards import base
 
     base.get_reward("final_number")
-    for key, registry in (
-        ("algorithm.advantage", ADVANTAGES),
-        ("algorithm.loss_aggregation", AGGREGATIONS),
-        ("algorithm.kl_estimator", KL_ESTIMATORS),
-        ("reward.name", base._REWARDS),
-    ):
-        assert list(CHOICES[key]) == sorted(registry.names)
+    registries = (ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES, base._REWARDS)
+    for registry in registries:
+        assert list(CHOICES[registry.setting]) == registry.names
+        kinds = [registry.settings_of(name) for name in registry.names]
+        assert list(OF_FUNCTIONS.get(registry.settings_key, ())) == [k for k in kinds if k]
+    assert set(OF_FUNCTIONS) <= {registry.settings_key for registry in registries}
     ends = {".".join(name.split(".")[-2:]) for name in setting_names(RLConfig)}
     assert set(CHOICES) <= ends
 

@@ -109,7 +109,6 @@ BAD = [
     ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: training needs log-probs of the whole"),
     ({"rollout__num_servers": 0}, "rollout.num_servers=0; allowed: at least 1"),
     ({"algorithm__group_size": 1}, "algorithm.group_size=1; allowed: at least 2"),
-    ({"algorithm__clip_ratio_low": 1.5}, "algorithm.clip_ratio_low=1.5; allowed: 0 to 1"),
     ({"algorithm__num_mini_batches": 3}, "algorithm.num_mini_batches=3 does not divide"),
     (
         {"trainer__prompts_per_step": 1, "actor__layout": Layout(dp=3)},

@@ -54,7 +54,7 @@ def judge(monkeypatch, *answers):
             raise answer
         return answer
 
-    monkeypatch.setitem(base._REWARDS._entries, "for_tests", given)
+    monkeypatch.setitem(base._REWARDS._functions, "for_tests", given)
     ask = Judge("for_tests")
     return [ask("so #### 12" * 100, {"answer": "7"}, "stop", "row 3 of the data") for _ in answers]
 
@@ -94,3 +94,31 @@ def test_parts_that_come_and_go_are_refused(monkeypatch):
         RewardError, match=r"the keys \['reward'\], and \['reward', 'right'\] for an"
     ):
         judge(monkeypatch, {"reward": 1.0, "right": 1.0}, {"reward": 0.0})
+
+
+OWN = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Settings:
+    per_token: float = 1.0
+
+def words(text, fields, finish_reason, settings: Settings):
+    return {"reward": settings.per_token * len(text.split())}
+
+def text_only(text):
+    return {"reward": 0.0}
+"""
+
+
+def test_a_reward_outside_of_the_package_has_settings_and_is_checked_alike(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    judge = Judge(f"{path}:words", {"per_token": 0.5})
+    assert judge("three words here", {}, "stop", "row 0") == {"reward": 1.5}
+    with pytest.raises(RewardError, match=r"own.py:words' returned nan for 'reward'"):
+        Judge(f"{path}:words", {"per_token": float("nan")})("a", {}, "stop", "row 0")
+    with pytest.raises(ConfigError, match=r"reward.settings.per_word is no setting of rew"):
+        Judge(f"{path}:words", {"per_word": 0.5})
+    with pytest.raises(ConfigError, match=r"takes \(text\); allowed: \(text, fields, fin"):
+        Judge(f"{path}:text_only")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from mcore_rl.config.schema import AlgorithmConfig
-from mcore_rl.workers.policy_loss import PolicyLoss, supervised_loss
+from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig
+from mcore_rl.workers.policy_loss import PolicyLoss, check_functions
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
 SCORES = {"log_probs": LOG_PROBS, "entropy": torch.tensor([0.3, 0.6, 0.1])}
@@ -17,15 +23,21 @@ COLUMNS = {
 }
 
 
+def inputs(**changes: dict[str, torch.Tensor]) -> LossInputs:
+    ids = torch.tensor([0, 0, 1])
+    given = {"scores": SCORES, "columns": COLUMNS} | changes
+    return LossInputs(**given, sequence_ids=ids, num_sequences=2)
+
+
 def test_on_policy_it_is_minus_the_advantage():
-    loss, metrics = PolicyLoss(AlgorithmConfig())(SCORES, COLUMNS)
+    loss, metrics = PolicyLoss(AlgorithmConfig())(inputs())
     torch.testing.assert_close(loss, -COLUMNS["advantages"])
     assert "entropy" not in metrics and "reference_kl" not in metrics
 
 
 def test_the_entropy_is_taken_off_and_the_kl_added():
     config = AlgorithmConfig(entropy_coef=0.5, kl_coef=2.0)
-    loss, metrics = PolicyLoss(config)(SCORES, COLUMNS)
+    loss, metrics = PolicyLoss(config)(inputs())
     kl = 2.718281828459045**-0.5 - 1 + 0.5  # k3 at a log-ratio of -0.5
     wanted = -COLUMNS["advantages"] + 2.0 * kl - 0.5 * SCORES["entropy"]
     torch.testing.assert_close(loss, wanted)
@@ -33,6 +45,111 @@ def test_the_entropy_is_taken_off_and_the_kl_added():
     assert torch.equal(metrics["entropy"], SCORES["entropy"])
 
 
-def test_supervised_loss_is_the_negative_log_likelihood():
-    loss, _ = supervised_loss(SCORES, COLUMNS)
-    torch.testing.assert_close(loss, -LOG_PROBS)
+def test_the_entropy_is_needed_where_it_counts_only():
+    assert PolicyLoss(AlgorithmConfig()).needs == set()
+    both = AlgorithmConfig(entropy_coef=0.5, kl_coef=2.0)
+    assert PolicyLoss(both).needs == {"entropy", "reference_log_probs"}
+
+
+OWN = """
+from __future__ import annotations
+import torch
+from mcore_rl.algorithms.inputs import LossInputs, LossResult, needs
+
+@needs("entropy", "reference_log_probs")
+def far(inputs: LossInputs) -> LossResult:
+    return inputs.log_probs - inputs.reference_log_probs, {"entropy": inputs.entropy.detach()}
+
+def undeclared(inputs):
+    return inputs.log_probs - inputs.reference_log_probs, {}
+
+@needs("values")
+def gae(inputs):
+    return inputs.values
+
+def scalar(inputs):
+    return inputs.log_probs.mean(), {}
+
+def short(inputs):
+    return inputs.log_probs, {"ratio": inputs.log_probs[1:]}
+
+def alone(inputs):
+    return inputs.log_probs
+
+def total(log_probs, reference_log_probs):
+    return (log_probs - reference_log_probs).sum()
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
+    loss = PolicyLoss(AlgorithmConfig(loss="own.py:far", kl_coef=1e-9))
+    assert loss.needs == {"entropy", "reference_log_probs"}
+    found, metrics = loss(inputs())
+    torch.testing.assert_close(found, torch.full((3,), 0.5))
+    assert torch.equal(metrics["entropy"], SCORES["entropy"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "own.py:far"}, r"algorithm.loss='own.py:far' asks for reference_log_probs, which "
+         r"this run does not have: algorithm.kl_coef=0 loads no reference model; allowed: above 0"),
+        ({"loss": "own.py:gae"}, r"algorithm.loss='own.py:gae' asks for values"),
+        ({"advantage": "own.py:gae"}, r"algorithm.advantage='own.py:gae' asks for values, which "
+         r"this run does not have: a value model gives it, and this run has none"),
+        ({"loss": "own.py:nope"}, r"algorithm.loss='own.py:nope': 'own.py' has no function 'nope'; "
+         r"it has: far, undeclared, gae"),
+        ({"advantage": "nowhere:gae"}, r"algorithm.advantage='nowhere:gae': 'nowhere' cannot be "
+         r"imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ({"loss_settings": {"clip_ratio_low": 1.5}},
+         r"algorithm.loss_settings.clip_ratio_low=1.5; allowed: 0 to 1"),
+        ({"loss_settings": {"clip": 0.1}}, r"algorithm.loss_settings.clip is no setting of "
+         r"algorithm.loss='ppo_clip'; allowed: clip_ratio_low, clip_ratio_high"),
+        ({"kl_estimator_settings": {"x": 1}}, r"algorithm.kl_estimator='k3' has no settings"),
+    ],
+)  # fmt: skip
+def test_what_a_run_cannot_have_is_refused_before_it_starts(own, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_functions(AlgorithmConfig(**settings))
+
+
+def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(own):
+    columns = {name: column for name, column in COLUMNS.items() if name != "reference_log_probs"}
+    with pytest.raises(ConfigError, match=r"asks for reference_log_probs.*algorithm.kl_coef=0"):
+        PolicyLoss(AlgorithmConfig(loss="own.py:undeclared"))(inputs(columns=columns))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "own.py:scalar"}, r"'own.py:scalar' returned \[\] for the loss; .* here \[3\]"),
+        ({"loss": "own.py:short"}, r"'own.py:short' returned \[2\] for ratio"),
+        ({"loss": "own.py:alone"}, r"'own.py:alone' returned Tensor; allowed: a loss and a dict"),
+        (
+            {"kl_estimator": "own.py:total", "kl_coef": 0.1},
+            r"kl_estimator='own.py:total' ret.* \[\]",
+        ),
+    ],
+)
+def test_a_loss_of_another_form_is_refused(own, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PolicyLoss(AlgorithmConfig(**settings))(inputs())
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_recipe_of_the_page_fits_its_functions(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    (tmp_path / "mine.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    algorithm = compose_config(RLConfig, [f"recipe={tmp_path / 'mine.yaml'}"]).algorithm
+    check_functions(algorithm)
+    with pytest.raises(ConfigError, match=r"loss_settings.clip is no setting .*clip_ratio_low, cl"):
+        check_functions(replace(algorithm, loss_settings={"clip": 0.1}))

@@ -1,0 +1,229 @@
+"""What a loss and an advantage function are given: one object of named arrays each.
+
+Both know nothing of process groups. Asking for what a run does not have is a ConfigError that names
+it and what would give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.batch import Batch, Jagged
+
+Tensors = Mapping[str, Tensor]
+# The loss of each token, and metrics of each token; without a mask, weights or means.
+LossResult = tuple[Tensor, Tensors]
+
+G = TypeVar("G", bound=Callable[..., Any])
+# What not every run has, and what gives it.
+OPTIONAL = ("entropy", "reference_log_probs", "values", "old_values", "returns", "token_rewards")
+_CRITIC = "a value model gives it, and this run has none"
+_WHY_MISSING = {
+    "log_probs": "a language model gives it, and this is a value model",
+    "entropy": "it is computed for a loss with @needs('entropy') only",
+    "reference_log_probs": "algorithm.kl_coef=0 loads no reference model; allowed: above 0",
+    "values": _CRITIC,
+    "old_values": _CRITIC,
+    "returns": _CRITIC,
+    "token_rewards": "reward.name gives one reward a response",
+}
+
+
+def needs(*names: str) -> Callable[[G], G]:
+    """Decorator of a loss or an advantage function that reads one of `OPTIONAL`.
+
+    A run without it is refused before it starts. The entropy is computed for no other loss.
+    """
+    if unknown := [name for name in names if name not in OPTIONAL]:
+        raise ConfigError(f"@needs of {', '.join(unknown)}; allowed: {', '.join(OPTIONAL)}")
+
+    def mark(function: G) -> G:
+        function.needs = frozenset(names)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def needs_of(function: Callable[..., Any]) -> frozenset[str]:
+    """What `needs` says of a function or of an object that is called like one."""
+    return frozenset(getattr(function, "needs", ()))
+
+
+def check_needs(needed: Collection[str], given: Collection[str], who: str) -> None:
+    """Raises ConfigError when something is needed that is not given."""
+    for name in sorted(needed):
+        if name not in given:
+            missing(name, who)
+
+
+def missing(name: str, who: str) -> NoReturn:
+    """Raises the ConfigError for an input that `who` asks for and a run lacks."""
+    why = _WHY_MISSING.get(name, "the batch has no such column")
+    raise ConfigError(f"{who} asks for {name}, which this run does not have: {why}")
+
+
+def _same(totals: Tensor) -> Tensor:
+    return totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Tensors of one micro-batch, each [tokens]: the response tokens that this rank has scored.
+
+    Under context parallelism the tokens of a sequence lie on several ranks, and several sequences
+    lie in one micro-batch; a sequence never lies in two. `sequence_sum` and `sequence_mean` are
+    right in all of that, and so are their gradients. Every rank has to call them alike, so never
+    under an `if` on the values of tensors.
+    """
+
+    scores: Tensors  # of the model in training, with gradients: log_probs and entropy, or values
+    columns: Tensors  # of the batch, without: all that run along the response tokens
+    sequence_ids: Tensor  # which sequence each token is of: int64, from 0 to num_sequences - 1
+    num_sequences: int  # of the micro-batch, the same on all ranks that share them
+    # Adds [num_sequences, ...] up over the ranks that share the sequences, and their gradients.
+    sum_over_ranks: Callable[[Tensor], Tensor] = _same
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Of the policy in training, in nats, with gradient."""
+        return self._score("log_probs")
+
+    @property
+    def entropy(self) -> Tensor:
+        """Of the policy's distribution at each token, in nats, with gradient; @needs("entropy")."""
+        return self._score("entropy")
+
+    @property
+    def values(self) -> Tensor:
+        """Of a value model in training, with gradient."""
+        return self._score("values")
+
+    @property
+    def old_log_probs(self) -> Tensor:
+        """Of the policy that generated, computed by the trainer before the first update."""
+        return self._column("log_probs", "old_log_probs")
+
+    @property
+    def rollout_log_probs(self) -> Tensor:
+        """The same, computed by the server that generated."""
+        return self._column("rollout_log_probs")
+
+    @property
+    def reference_log_probs(self) -> Tensor:
+        """Of the frozen reference model."""
+        return self._column("reference_log_probs")
+
+    @property
+    def old_values(self) -> Tensor:
+        """Of the value model before the first update."""
+        return self._column("values", "old_values")
+
+    @property
+    def returns(self) -> Tensor:
+        """What a value model is trained to give."""
+        return self._column("returns")
+
+    @property
+    def advantages(self) -> Tensor:
+        return self._column("advantages")
+
+    @property
+    def response_mask(self) -> Tensor:
+        """True at tokens to train on: those that the policy chose."""
+        return self._column("response_mask") != 0
+
+    @property
+    def loss_weights(self) -> Tensor:
+        """What the loss of each token will be multiplied by: see aggregation.py."""
+        return self._column("loss_weights")
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """[tokens] to [tokens]: at each token the sum over all tokens to train on of its sequence.
+
+        Not finite values at other tokens do no harm.
+        """
+        return self._totals(self._masked(values)[:, None])[self.sequence_ids, 0]
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """[tokens] to [tokens]: the same, divided by their number; 0 where it is 0."""
+        parts = [self._masked(values), self.response_mask.to(values.dtype)]
+        total, count = self._totals(torch.stack(parts, -1)).unbind(-1)
+        return (total / count.detach().clamp(min=1))[self.sequence_ids]
+
+    def _masked(self, values: Tensor) -> Tensor:
+        return torch.where(self.response_mask, values, 0)
+
+    def _totals(self, values: Tensor) -> Tensor:
+        """[tokens, n] to [num_sequences, n]."""
+        zeros = values.new_zeros(self.num_sequences, values.shape[1])
+        return self.sum_over_ranks(zeros.index_add(0, self.sequence_ids, values))
+
+    def _score(self, name: str) -> Tensor:
+        if name not in self.scores:
+            missing(name, "algorithm.loss")
+        return self.scores[name]
+
+    def _column(self, name: str, called: str = "") -> Tensor:
+        if name not in self.columns:
+            missing(called or name, "algorithm.loss")
+        return self.columns[name]
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """Columns of all samples of a step. Samples of a group may stand anywhere."""
+
+    batch: Batch
+
+    @property
+    def rewards(self) -> npt.NDArray[np.floating]:
+        """[samples]"""
+        return self.batch.array("rewards")
+
+    @property
+    def group_ids(self) -> npt.NDArray[np.integer]:
+        """[samples]: the same for responses to one prompt."""
+        return self.batch.array("group_ids")
+
+    @property
+    def response_lengths(self) -> npt.NDArray[np.int64]:
+        """[samples]: tokens of each response."""
+        return self.batch.jagged("response_ids").lengths
+
+    @property
+    def response_mask(self) -> Jagged:
+        """[response tokens]: 1 at those that the policy chose, else 0."""
+        return self._column("response_mask")
+
+    @property
+    def log_probs(self) -> Jagged:
+        """[response tokens] of the policy that generated, by the trainer, in nats."""
+        return self._column("log_probs")
+
+    @property
+    def reference_log_probs(self) -> Jagged:
+        """[response tokens] of the frozen reference model, in nats."""
+        return self._column("reference_log_probs")
+
+    @property
+    def values(self) -> Jagged:
+        """[response tokens]: the value of the state before each."""
+        return self._column("values")
+
+    @property
+    def token_rewards(self) -> Jagged:
+        """[response tokens]"""
+        return self._column("token_rewards")
+
+    def _column(self, name: str) -> Jagged:
+        if name not in self.batch:
+            missing(name, "algorithm.advantage")
+        return self.batch.jagged(name)

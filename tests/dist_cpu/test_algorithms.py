@@ -1,0 +1,365 @@
+"""Functions outside of the package, by import path, against plain torch on whole sequences.
+
+GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
+those of others in a pack. GAE has advantages of tokens, from the values of a value model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import tiny_models
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from mcore_rl.config.schema import AlgorithmConfig, Layout
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron.value_engine import ValueEngine
+from mcore_rl.parallel.groups import initialize_groups
+from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.workers.steps import with_advantages, with_loss_weights
+from tests.nightly import all_but
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GSPO = AlgorithmConfig(
+    loss=f"{EXAMPLES / 'gspo.py'}:gspo",
+    loss_settings={"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
+    loss_aggregation="sequence_mean_token_mean",
+)
+GAE = AlgorithmConfig(
+    advantage=f"{EXAMPLES / 'gae.py'}:gae", advantage_settings={"gamma": 0.9, "lam": 0.8}
+)
+ONE_PACK, PACKS, ALONE = 10_000, 132, 16  # budgets in tokens; the last is below most samples
+LAYOUTS = {
+    "tp1": Layout(),
+    "cp2": Layout(cp=2),
+    "dp2": Layout(dp=2),
+    "pp2": Layout(pp=2),
+    "cp2dp2": Layout(cp=2, dp=2),
+    "tp2cp2": Layout(tp=2, cp=2),
+}
+BUDGETS = (ONE_PACK, PACKS, ALONE)
+CASES = all_but(
+    [
+        ("tp1", PACKS),
+        ("cp2", ONE_PACK),
+        ("cp2", PACKS),
+        ("cp2", ALONE),
+        ("dp2", ALONE),
+        ("pp2", PACKS),
+    ],
+    [(layout, budget) for layout in LAYOUTS for budget in BUDGETS],
+)
+PARALLEL = all_but(["cp2", "dp2"], [layout for layout in LAYOUTS if layout != "tp1"])
+
+
+@ranks.on_ranks()
+def trained(
+    path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig, budget: int
+) -> ranks.Result:
+    """Metrics and whole gradients of a pass; then metrics of two steps, and the weights."""
+    spec = ranks.engine_spec(path, layout)
+    spec.engine.max_tokens_per_micro_batch = budget
+    spec.engine.optimizer.eps = 1e-5  # or Adam makes a whole step of a gradient's rounding
+    engine, loss = ranks.started(spec), PolicyLoss(algorithm)
+    mine = batch.take(ranks.share_of(engine, batch))
+    engine.optimizer_zero_grad()
+    results = engine.forward_backward_batch(mine, loss, forward_only=False)
+    found: ranks.Result = {"metrics": engine._summed(results), "gradients": _gradients(engine)}
+    found["steps"] = [engine.train_batch(mine, loss) for _ in range(2)]
+    return found | {"trained": dict(engine.get_per_tensor_param())}
+
+
+def _gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """By Hugging Face name: they are laid out as the weights are, and so is their export."""
+    parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)
+        found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+        for parameter, weight in zip(parameters, before, strict=True):
+            parameter.copy_(weight)
+    return found
+
+
+@ranks.on_ranks()
+def values_of(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """By row of the batch; empty where there is no head."""
+    engine = ranks.started(ranks.engine_spec(path, layout), ValueEngine)
+    rows = ranks.share_of(engine, batch)
+    scored = engine.infer_batch(batch.take(rows).select("prompt_ids", "response_ids"))
+    if scored is None:
+        return {}
+    column = scored.jagged("values")
+    return {row: torch.from_numpy(column[place].copy()) for place, row in enumerate(rows)}
+
+
+@ranks.on_ranks()
+def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
+    """Sums and means of numbers in packs of the batch, and the gradient of a loss of both."""
+    device.install(1)
+    from megatron.core import parallel_state
+
+    from mcore_rl.engine.megatron.packing import Split, pack
+    from mcore_rl.engine.megatron.sequences import loss_inputs
+
+    initialize_groups(layout, "gloo", seed=0)
+    split, found = Split.of_this_rank(), []
+    for micro in pack(
+        batch, [[4, 0, 7], [], [2], list(range(8, len(batch)))], split, torch.device("cpu")
+    ):
+        numbers = micro.columns["numbers"].double().requires_grad_()
+        inputs = loss_inputs({"log_probs": numbers}, micro)
+        loss = _of_sequences(inputs.sequence_sum(numbers), inputs.sequence_mean(numbers), numbers)
+        loss.sum().backward()
+        column = {"sum": inputs.sequence_sum(numbers), "mean": inputs.sequence_mean(numbers)}
+        values = {name: value.detach() for name, value in column.items()}
+        found.append(
+            {"rows": micro.rows, "places": micro.places, "gradient": numbers.grad, **values}
+        )
+    return {"packs": found, "cp_rank": parallel_state.get_context_parallel_rank()}
+
+
+def _of_sequences(total: torch.Tensor, mean: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    return mean.exp() * numbers.nan_to_num(0.3) + total.square() / 7
+
+
+@dataclass
+class Reference:
+    loss: float
+    metrics: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass
+class Runs:
+    path: Path
+    value_path: Path
+    folder: Path
+
+    def gspo(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
+        return trained(self.path, LAYOUTS[layout], gspo_batch(), GSPO, budget)
+
+    def gae(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
+        by_rank = values_of(self.value_path, LAYOUTS[layout], rewarded_batch())
+        by_row = {row: values for result in by_rank for row, values in result.items()}
+        values = Jagged.of([by_row[row].numpy() for row in sorted(by_row)], np.float32)
+        batch = with_advantages(rewarded_batch().with_columns(values=values), GAE)
+        return trained(self.path, LAYOUTS[layout], batch, GAE, budget)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    folder = tmp_path_factory.mktemp("algorithms")
+    value_model().save_pretrained(folder / "value")
+    return Runs(tiny_models.save("qwen3", folder), folder / "value", folder)
+
+
+def value_model() -> Any:
+    config = tiny_models.configs()["qwen3"]
+    config.num_labels = 1
+    torch.manual_seed(1)
+    model = transformers.AutoModelForTokenClassification.from_config(config).float().eval()
+    with torch.no_grad():
+        model.score.weight.normal_(0, 0.1)
+    return model
+
+
+def sampled_batch() -> Batch:
+    """Old log-probs near those of the model, some sequences far enough for a clip."""
+    batch = tiny_models.make_batch()
+    _, log_probs, _ = tiny_models.reference_scores(tiny_models.build("qwen3"), batch)
+    rng, responses = np.random.default_rng(7), batch.jagged("response_ids")
+    away = np.repeat(rng.normal(0, 0.2, len(batch)), responses.lengths)
+    old = log_probs + away + rng.normal(0, 0.3, len(log_probs))
+    return batch.with_columns(log_probs=responses.with_values(old.astype(np.float32)))
+
+
+def gspo_batch() -> Batch:
+    return with_loss_weights(sampled_batch(), GSPO)
+
+
+def rewarded_batch() -> Batch:
+    batch = sampled_batch()
+    rewards = np.random.default_rng(3).normal(size=len(batch)).astype(np.float32)
+    groups = np.arange(len(batch)) // 2
+    return with_loss_weights(batch, GAE).with_columns(rewards=rewards, group_ids=groups)
+
+
+def rows_of(model: Any, batch: Batch) -> list[dict[str, torch.Tensor]]:
+    """The columns of each sample in float64, and `new`: its log-probs by transformers."""
+    found = []
+    for row in range(len(batch)):
+        columns = {n: batch.jagged(n)[row].copy() for n in batch.columns if n in JAGGED}
+        ids = torch.from_numpy(np.concatenate([columns["prompt_ids"], columns["response_ids"]]))
+        table = model(ids[None]).logits[0, len(columns["prompt_ids"]) - 1 : -1].double()
+        targets = torch.from_numpy(columns["response_ids"])[:, None]
+        tensors = {name: torch.from_numpy(column).double() for name, column in columns.items()}
+        new = table.log_softmax(-1).gather(1, targets)[:, 0]
+        found.append(tensors | {"new": new, "mask": tensors["response_mask"] != 0})
+    return found
+
+
+JAGGED = ("prompt_ids", "response_ids", "response_mask", "log_probs", "advantages")
+
+
+def gradients_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """By the names of a checkpoint: transformers writes them as if they were the weights."""
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    free, held = ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage
+    return -torch.min(free, held), (held < free).double()
+
+
+@pytest.fixture(scope="module")
+def gspo_reference(runs) -> Reference:
+    """Each sequence by itself: equations 5 and 7 of arXiv:2507.18071."""
+    model = tiny_models.build("qwen3")
+    losses, ratios, clipped, counts = [], [], [], []
+    for row in rows_of(model, gspo_batch()):
+        ratio = (row["new"] - row["log_probs"])[row["mask"]].mean().exp()
+        loss, is_clipped = clipped_surrogate(ratio, row["advantages"][0], 0.1, 0.2)
+        losses.append(loss)
+        ratios.append(ratio.item())
+        clipped.append(is_clipped.item())
+        counts.append(row["mask"].sum().item())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    metrics = {"ratio": ratios, "clipped": clipped}
+    means = {name: float(np.average(values, weights=counts)) for name, values in metrics.items()}
+    assert 0.2 < np.mean(clipped) < 0.8  # guards the comparisons: both sides of the clip are there
+    return Reference(loss.item(), means, gradients_of(model, runs.folder / "gspo"))
+
+
+@pytest.fixture(scope="module")
+def gae_reference(runs) -> Reference:
+    """Values by transformers, advantages by their definition, PPO's surrogate token by token."""
+    model, critic = tiny_models.build("qwen3"), value_model()
+    total, count, sums = torch.zeros((), dtype=torch.float64), 0, np.zeros(2)
+    batch = rewarded_batch()
+    rows = rows_of(model, batch)
+    for row, reward in zip(rows, batch.array("rewards"), strict=True):
+        prompt, response = row["prompt_ids"].long(), row["response_ids"].long()
+        with torch.no_grad():
+            states = critic(torch.cat([prompt, response])[None]).logits[0, :, 0].double()
+        values, mask = states[len(prompt) - 1 : -1], row["mask"]
+        advantages = torch.zeros_like(values)
+        advantages[mask] = summed_deltas(values[mask], float(reward), 0.9, 0.8)
+        ratio = (row["new"] - row["log_probs"]).exp()
+        loss, clipped = clipped_surrogate(ratio, advantages, 0.2, 0.2)
+        total, count = total + loss[mask].sum(), count + int(mask.sum())
+        sums += [ratio[mask].sum().item(), clipped[mask].sum().item()]
+    (total / count).backward()
+    metrics = dict(zip(("ratio", "clipped"), (sums / count).tolist(), strict=True))
+    gradients = gradients_of(model, runs.folder / "gae")
+    return Reference(total.item() / count, metrics, gradients)
+
+
+def summed_deltas(values: torch.Tensor, reward: float, gamma: float, lam: float) -> torch.Tensor:
+    """Equation 16 of arXiv:1506.02438, sum by sum; the episode ends with the last value."""
+    following = torch.cat([values[1:], values.new_zeros(1)])
+    deltas = gamma * following - values
+    deltas[-1] += reward
+    n = range(len(values))
+    return torch.stack([sum((gamma * lam) ** (s - t) * deltas[s] for s in n if s >= t) for t in n])
+
+
+def assert_equals(by_rank: list[ranks.Result], wanted: Reference) -> None:
+    reported = [result["metrics"] for result in by_rank if result["metrics"]]
+    assert reported
+    for metrics in reported:
+        assert metrics["loss"] == pytest.approx(wanted.loss, rel=1e-5)
+        for name, value in wanted.metrics.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-5), name
+    found = by_rank[0]["gradients"]
+    assert found.keys() == wanted.gradients.keys()
+    for name, gradient in wanted.gradients.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def assert_same_steps(by_rank: list[ranks.Result], one: ranks.Result) -> None:
+    assert any("loss" in result["steps"][0] for result in by_rank)
+    for result in by_rank:
+        for step, wanted in zip(result["steps"], one["steps"], strict=True):
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+            if "loss" in step:
+                for name in ("loss", "ratio", "clipped"):
+                    assert step[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7), name
+    for name, tensor in one["trained"].items():
+        torch.testing.assert_close(by_rank[0]["trained"][name], tensor, rtol=0, atol=5e-6, msg=name)
+
+
+@pytest.mark.parametrize(("layout", "budget"), CASES)
+def test_gspo_equals_plain_torch_on_whole_sequences(runs, gspo_reference, layout, budget):
+    assert_equals(runs.gspo(layout, budget), gspo_reference)
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_two_steps_of_gspo_equal_one_rank(runs, layout):
+    assert_same_steps(runs.gspo(layout), runs.gspo("tp1")[0])
+
+
+@pytest.mark.parametrize(("layout", "budget"), all_but(
+    [("tp1", PACKS), ("cp2", PACKS), ("dp2", ALONE)],
+    [(layout, budget) for layout in LAYOUTS for budget in BUDGETS],
+))  # fmt: skip
+def test_ppo_with_gae_equals_plain_torch(runs, gae_reference, layout, budget):
+    assert_equals(runs.gae(layout, budget), gae_reference)
+
+
+@pytest.mark.parametrize("layout", all_but(["cp2"], [n for n in LAYOUTS if n != "tp1"]))
+def test_two_steps_with_gae_equal_one_rank(runs, layout):
+    assert_same_steps(runs.gae(layout), runs.gae("tp1")[0])
+
+
+def test_a_step_does_move_the_ratio(runs):
+    """Guards the comparisons of two steps."""
+    first, second = runs.gspo("tp1")[0]["steps"]
+    assert abs(first["ratio"] - second["ratio"]) > 1e-3
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_sums_over_sequences_and_their_gradients_are_those_of_each_sequence_alone(cp):
+    """In float64, with not a number where nothing is trained on; also sequences of one token."""
+    batch = tiny_models.make_batch(16, seed=8).select("prompt_ids", "response_ids", "loss_weights")
+    chosen = tiny_models.make_batch(16, seed=8).jagged("response_mask").values.copy()
+    chosen[-5:] = 0
+    mask = batch.jagged("response_ids").with_values(chosen)
+    assert 1 in mask.lengths and not mask[15].any()
+    numbers = np.random.default_rng(2).normal(size=len(chosen))
+    numbers[chosen == 0] = np.nan
+    batch = batch.with_columns(response_mask=mask, numbers=mask.with_values(numbers))
+    results = sequence_sums(Layout(cp=cp), batch)
+    seen = 0
+    for packs in zip(*(result["packs"] for result in results), strict=True):
+        rows = packs[0]["rows"]
+        places = torch.cat([pack["places"] for pack in packs])
+        assert sorted(places.tolist()) == list(range(sum(mask.lengths[rows])))
+        order, start = places.argsort(), 0
+        whole = {n: torch.cat([p[n] for p in packs])[order] for n in ("sum", "mean", "gradient")}
+        for row in rows:
+            alone = torch.from_numpy(batch.jagged("numbers")[row].copy()).requires_grad_()
+            chosen = alone[torch.from_numpy(mask[row].copy()) != 0]
+            total = chosen.sum().expand(len(alone))
+            mean = total / max(len(chosen), 1)
+            (wanted,) = torch.autograd.grad(_of_sequences(total, mean, alone).sum(), alone)
+            for name, value in {"sum": total, "mean": mean, "gradient": wanted}.items():
+                found = whole[name][start : start + len(alone)]
+                torch.testing.assert_close(found, value.detach(), msg=f"{name} of row {row}")
+            start, seen = start + len(alone), seen + 1
+    assert seen >= 7

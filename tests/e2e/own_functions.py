@@ -1,0 +1,33 @@
+"""What a user may write outside of the package; a job names it by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.algorithms.advantages import grpo
+from mcore_rl.algorithms.inputs import AdvantageInputs
+from mcore_rl.config.schema import GRPOSettings
+from mcore_rl.data.batch import Jagged
+
+
+@dataclass(frozen=True)
+class LengthSettings:
+    per_character: float
+
+
+def length(
+    text: str, fields: Mapping[str, Any], finish_reason: str, settings: LengthSettings
+) -> dict[str, float]:
+    return {"reward": settings.per_character * len(text), "characters": float(len(text))}
+
+
+def first_token(inputs: AdvantageInputs) -> Jagged:
+    """GRPO's advantage at the first token of a response, and none at the others."""
+    responses = grpo(inputs, GRPOSettings())
+    lengths = inputs.response_lengths.tolist()
+    rows = [np.arange(n) == 0 for n in lengths]
+    return Jagged.of([row * a for row, a in zip(rows, responses, strict=True)], np.float32)

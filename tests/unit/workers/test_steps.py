@@ -1,0 +1,148 @@
+"""The steps that loops are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.workers.steps import (
+    PolicyMismatchError,
+    check_versions,
+    checked_gaps,
+    logprob_gaps,
+    mini_batches,
+    shuffled_rewards,
+    with_advantages,
+    with_loss_weights,
+)
+
+
+def batch():
+    rows = [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0], [7.0], [8.0], [9.0]]
+    column = Jagged.of(rows, np.float32)
+    return Batch(
+        {
+            "group_ids": np.array([0, 0, 1, 1, 2, 2]),
+            "log_probs": column,
+            "rollout_log_probs": column.with_values(column.values + np.float32(0.25)),
+            "response_mask": column.with_values(np.ones(9, np.int8)),
+        }
+    )
+
+
+def test_mini_batches_keep_groups_whole_and_use_every_sample_once():
+    parts = mini_batches(batch(), 2, [0, 1])
+    groups = [set(part.array("group_ids").tolist()) for part in parts]
+    assert sum(len(part) for part in parts) == 6
+    assert set.union(*groups) == {0, 1, 2}
+    assert not set.intersection(*groups)
+
+
+def test_mini_batches_are_never_empty():
+    assert len(mini_batches(batch(), 5, [0])) == 3
+    assert mini_batches(batch().take([]), 2, [0]) == []
+
+
+def test_the_gap_is_the_largest_difference_at_chosen_tokens():
+    made = batch()
+    assert logprob_gaps(made) == pytest.approx({"max_logprob_gap": 0.25, "mean_logprob_gap": 0.25})
+    values = made.jagged("rollout_log_probs").values.copy()
+    values[3] += 9.0
+    mask = np.ones(9, np.int8)
+    mask[3] = 0
+    column = made.jagged("log_probs")
+    masked = made.with_columns(
+        rollout_log_probs=column.with_values(values), response_mask=column.with_values(mask)
+    )
+    assert logprob_gaps(masked)["max_logprob_gap"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("column", ["log_probs", "rollout_log_probs"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_log_prob_that_is_not_finite_stops_the_run(column, value):
+    values = batch().jagged(column).values.copy()
+    values[4] = value
+    broken = batch().with_columns(**{column: batch().jagged(column).with_values(values)})
+    with pytest.raises(PolicyMismatchError, match=r"step 1: max_logprob_gap .* is (nan|inf) nats"):
+        checked_gaps(broken, TrainerConfig(max_logprob_gap=1.0, mean_logprob_gap=1.0), 1)
+
+
+def test_a_gap_within_both_bounds_is_reported():
+    gaps = checked_gaps(batch(), TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3), 1)
+    assert gaps == pytest.approx({"max_logprob_gap": 0.25, "mean_logprob_gap": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"max_logprob_gap": 0.2}, r"step 7: max_logprob_gap .* 0.25 nats; .*max_logprob_gap=0.2"),
+        (
+            {"mean_logprob_gap": 0.1},
+            r"step 7: mean_logprob_gap .* 0.25 nats; .*mean_logprob_gap=0.1",
+        ),
+    ],
+)
+def test_a_gap_beyond_a_bound_stops_the_run(bounds, message):
+    wide = {"max_logprob_gap": 1.0, "mean_logprob_gap": 1.0}
+    with pytest.raises(PolicyMismatchError, match=message):
+        checked_gaps(batch(), TrainerConfig(**(wide | bounds)), 7)
+
+
+def test_samples_of_other_weights_stop_the_run():
+    versions = batch().jagged("log_probs").with_values(np.array([3] * 8 + [2]))
+    with pytest.raises(PolicyMismatchError, match=r"version \[2, 3\]; expected 3"):
+        check_versions(batch().with_columns(weight_versions=versions), 3)
+
+
+REWARDS = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], np.float32)
+
+
+def rewarded() -> Batch:
+    return batch().with_columns(rewards=REWARDS, response_ids=batch().jagged("log_probs"))
+
+
+def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
+    scored = with_advantages(rewarded(), AlgorithmConfig()).jagged("advantages")
+    high = 0.5 / (np.sqrt(0.5) + 1e-6)
+    wanted = [[high] * 2, [-high], [0.0] * 3, [0.0], [0.0], [0.0]]
+    assert [row.tolist() for row in scored] == [pytest.approx(row) for row in wanted]
+
+
+def test_settings_of_the_advantage_count():
+    algorithm = AlgorithmConfig(advantage_settings={"normalize_by_std": False})
+    scored = with_advantages(rewarded(), algorithm).jagged("advantages")
+    assert scored[0].tolist() == [0.5, 0.5]
+
+
+def test_shuffled_rewards_are_the_same_rewards_elsewhere():
+    found = [shuffled_rewards(rewarded(), [0, step]).array("rewards") for step in (1, 1, 2)]
+    assert all(sorted(rewards) == sorted(REWARDS) for rewards in found)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert not np.array_equal(found[0], found[2])
+
+
+def test_uniform_groups_are_left_out_when_asked():
+    kept = with_advantages(rewarded(), AlgorithmConfig(drop_uniform_groups=True))
+    assert kept.array("group_ids").tolist() == [0, 0]
+
+
+def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp_path):
+    """A sum of losses over a fixed number of tokens, as Dr. GRPO has it (arXiv:2503.20783)."""
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n\n"
+        "@dataclass(frozen=True)\nclass Settings:\n    num_tokens: int\n\n"
+        "def fixed(counts, settings: Settings):\n"
+        "    return counts * 0 + 1 / (len(counts) * settings.num_tokens)\n\n"
+        "def total(counts):\n    return counts.sum()\n"
+    )
+    algorithm = AlgorithmConfig(
+        loss_aggregation=f"{tmp_path}/own.py:fixed", loss_aggregation_settings={"num_tokens": 4}
+    )
+    weights = with_loss_weights(batch(), algorithm).jagged("loss_weights").values
+    assert set(weights.tolist()) == {np.float32(1 / 24)}
+    algorithm = AlgorithmConfig(loss_aggregation=f"{tmp_path}/own.py:total")
+    with pytest.raises(ConfigError, match=r"own.py:total' returned 9.0 .* a finite weight for ea"):
+        with_loss_weights(batch(), algorithm)
