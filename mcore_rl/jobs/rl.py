@@ -103,10 +103,8 @@ def _warm_start(
     )
     path = output.folder / "warm_start"
     with contextlib.ExitStack() as ended:
-        spec = _engine_spec(config, engine, negative_log_likelihood, warm.num_steps)
-        model = ended.enter_context(
-            _model(pools, "actor", spec, negative_log_likelihood, "warm_start")
-        )
+        loss, spec = negative_log_likelihood, _engine_spec(config, engine, warm.num_steps)
+        model = ended.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
         model.initialize()
         with output.progress("warm start", warm.num_steps, "warm_start/") as report:
             sft.train(

@@ -12,6 +12,7 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ModelConfig, RLConfig
+from mcore_rl.controller.rank_host import Birth
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed
 
@@ -82,8 +83,9 @@ class Model:
         self.asked.append((Path(path), num_bytes))
         return [f"full: {path}" if path.startswith(self.full) else "", "another rank's"]
 
-    def site(self) -> list[tuple[str, str]]:
-        return [("memory", self.host), ("memory", "elsewhere")]
+    @property
+    def births(self) -> dict[int, Birth]:
+        return {rank: Birth(host, "", 0, "") for rank, host in enumerate((self.host, "elsewhere"))}
 
 
 @pytest.fixture
