@@ -15,6 +15,7 @@ from mcore_rl.config.describe import Group, Setting, groups, setting_names
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.warnings import warnings_of
+from mcore_rl.observability.garbage import long_lived
 
 _USAGE = "mcore-rl rl [recipe=NAME|PATH] [key=value ...] [OPTION]"
 EXAMPLES = """\
@@ -53,7 +54,8 @@ def main(arguments: list[str]) -> None:
 
         dry_run(config)
         return
-    from mcore_rl.jobs import rl  # imports torch and Ray: bad settings should not wait for that
+    with long_lived():  # torch and Ray: bad settings should not wait for that
+        from mcore_rl.jobs import rl
 
     rl.run(config)
 

@@ -70,14 +70,19 @@ class RankHost:
     """One rank of a group. First its `birth` is asked for, and of rank 0 where all can meet."""
 
     def __init__(self, group: str, rank: int, log_dir: Path | None = None) -> None:
-        self._label = f"{group}[{rank}]"
-        if log_dir is not None:
-            _print_to(log_dir / f"{group}-{rank}.log")
+        self._rank, self._log_dir = rank, log_dir
+        self.rename(group)
         self._worker: Any = None
         self._rendezvous: RendezvousServer | None = None  # of rank 0
 
     def __repr__(self) -> str:
         return self._label  # Ray puts it before each line that the worker prints
+
+    def rename(self, group: str) -> None:
+        """From now on it is a rank of that group, and prints to its log."""
+        self._label = f"{group}[{self._rank}]"
+        if self._log_dir is not None:
+            _print_to(self._log_dir / f"{group}-{self._rank}.log")
 
     def birth(self) -> Reply:
         """The value is a `Birth`."""
@@ -90,18 +95,28 @@ class RankHost:
         """The value is the endpoint of a server that stays, on the address of this node."""
 
         def serve() -> RendezvousEndpoint:
-            self._rendezvous = RendezvousServer(ray.util.get_node_ip_address())
+            if self._rendezvous is None:  # else the ranks have met, and go on with that one
+                self._rendezvous = RendezvousServer(ray.util.get_node_ip_address())
             return self._rendezvous.endpoint
 
         return _guarded(serve)
 
-    def build(self, rendezvous: RendezvousEndpoint, recipe: Recipe) -> Reply:
-        """Makes the worker from its class and arguments."""
-        os.environ |= rendezvous.environment()
-        worker_class, args, kwargs = recipe
+    def build(self, rendezvous: Reply, recipe: bytes) -> Reply:
+        """Makes the worker from its class and arguments, in the place of one that was there.
+
+        `rendezvous` is what `open_rendezvous` of rank 0 has returned, and `recipe` a pickled
+        `Recipe`: with it comes torch, which is not to be imported before this.
+        """
+        if rendezvous.failure is not None:
+            return rendezvous
+        os.environ |= rendezvous.value.environment()
 
         def make() -> None:
+            if self._worker is not None:
+                self._worker.close()
+                self._worker = None
             with long_lived():
+                worker_class, args, kwargs = ray.cloudpickle.loads(recipe)
                 self._worker = worker_class(*args, **kwargs)
 
         return _guarded(make)

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Part, Registration, gather, registered_methods, scatter
-from mcore_rl.controller.pending import Limit, Pending
+from mcore_rl.controller.pending import Limit, Pending, gathered
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_host import Birth, RankHost, Recipe, Stored
 from mcore_rl.data.batch import Batch
@@ -61,8 +61,12 @@ class WorkerGroup:
         share: float = 1.0,
         threads_per_rank: int = 1,
         max_concurrency: int = 1,
+        wait: bool = True,
     ) -> None:
         """Starts the ranks and builds every worker, in parallel; returns when all are built.
+
+        Without `wait` it returns at once. Methods may be submitted then, and are called on workers
+        that have been built; `wait_until_built` has to come before the first result is asked for.
 
         `share` is the part of each bundle of the pool that the group takes. `max_concurrency` above
         1 runs calls on one rank in as many threads. Raises ConfigError when pool and layout differ
@@ -76,18 +80,15 @@ class WorkerGroup:
         self._actors: list[Any] = []
         self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
-        if pool.num_ranks != self.mesh.world_size:
-            raise ConfigError(
-                f"{self.name}: the layout {layout} has {self.mesh.world_size} ranks and the pool "
-                f"{pool.num_ranks} bundles; they must be equal"
-            )
-        self._methods = self._bind(worker_class)
         self._pool, self._share = pool, share
+        self._check_size(layout)
+        self._worker_class, self._methods = worker_class, self._bind(worker_class)
         pool.reserve(share, self.name)
         try:
             self._start(pool, threads_per_rank, dict(env or {}), max_concurrency)
-            recipe = (worker_class, tuple(init_args), dict(init_kwargs or {}))
-            self._build(recipe)
+            self._build((worker_class, tuple(init_args), dict(init_kwargs or {})))
+            if wait:
+                wait_until_built([self])
         except BaseException:
             self.close()
             raise
@@ -97,6 +98,20 @@ class WorkerGroup:
         if name in methods:
             return methods[name]
         raise AttributeError(f"the group has no registered method {name!r}; it has {[*methods]}")
+
+    def rebuild(self, name: str, layout: Layout, *init_args: Any) -> None:
+        """New workers of the same class in the same processes, under another name and layout.
+
+        A worker's `close` lets go of what it has; process groups stay. Returns at once, as the
+        constructor without `wait` does. Raises ConfigError when the layout has more or fewer ranks.
+        """
+        if self.ended:
+            raise RuntimeError(f"{self.name} cannot be rebuilt: {self.ended}")
+        self._check_size(layout)
+        self.name, self.mesh = name, Mesh(layout)
+        for actor in self._actors:
+            actor.rename.remote(name)
+        self._build((self._worker_class, init_args, {}))
 
     def close(self, reason: str = "") -> None:
         """Ends the workers at once. May be called twice."""
@@ -113,6 +128,13 @@ class WorkerGroup:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_size(self, layout: Layout) -> None:
+        if self._pool.num_ranks != layout.world_size:
+            raise ConfigError(
+                f"{self.name}: the layout {layout} has {layout.world_size} ranks and the pool "
+                f"{self._pool.num_ranks} bundles; they must be equal"
+            )
 
     def _bind(self, worker_class: type) -> dict[str, Method]:
         registered = registered_methods(worker_class)
@@ -142,15 +164,16 @@ class WorkerGroup:
             self._actors.append(host.options(**options).remote(self.name, rank, pool.log_dir))
 
     def _build(self, recipe: Recipe) -> None:
-        """Builds the workers, which meet on the node of rank 0."""
+        """Lets the workers be built, which meet on the node of rank 0, and waits for nothing."""
         born = {actor.birth.remote(): rank for rank, actor in enumerate(self._actors)}
-        self.births = Pending(self, "__init__", born, dict, self._start_limit).result()
-        asked = {self._actors[0].open_rendezvous.remote(): 0}
-        rendezvous = Pending(self, "__init__", asked, dict, self._start_limit).result()[0]
-        stored = ray.put(recipe)
-        built = [actor.build.remote(rendezvous, stored) for actor in self._actors]
-        calls = {reference: rank for rank, reference in enumerate(built)}
-        Pending(self, "__init__", calls, dict, self._start_limit).result()
+        rendezvous = self._actors[0].open_rendezvous.remote()
+        stored = ray.put(ray.cloudpickle.dumps(recipe))
+        built = {
+            actor.build.remote(rendezvous, stored): rank for rank, actor in enumerate(self._actors)
+        }
+        self._born = Pending(self, "__init__", born, dict, self._start_limit)
+        self._met = Pending(self, "__init__", {rendezvous: 0}, dict, self._start_limit)
+        self._built = Pending(self, "__init__", built, dict, self._start_limit)
 
     def _submit(
         self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,6 +206,18 @@ class WorkerGroup:
             reference = self._actors[rank].call.remote(method, is_output, args, kwargs, *stored)
             calls[reference] = rank
         return calls
+
+
+def wait_until_built(groups: Sequence[WorkerGroup]) -> None:
+    """Waits for groups that were made without waiting. The first rank that fails ends its group.
+
+    Raises:
+        ConfigError, WorkerError: as a group's constructor.
+    """
+    gathered([call for group in groups for call in (group._born, group._met)])
+    for group in groups:
+        group.births = group._born.result()
+    gathered([group._built for group in groups])
 
 
 def _on(pool: ResourcePool, rank: int) -> PlacementGroupSchedulingStrategy:

@@ -192,6 +192,7 @@ def _is_chat(value: object) -> bool:
 
 def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each text; the chat template has already written every special token."""
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
+    different = list(dict.fromkeys(texts))  # questions and short answers come many times
+    encoded = tokenizer(different, add_special_tokens=False, return_attention_mask=False)
+    ids: dict[str, list[int]] = dict(zip(different, encoded["input_ids"], strict=True))
+    return [ids[text] for text in texts]

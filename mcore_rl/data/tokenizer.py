@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.observability.garbage import long_lived
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,8 @@ def has_tokenizer(path: str | Path) -> bool:
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Any tokenizer, of a base model too. Raises ConfigError when the folder has none."""
-    from transformers import AutoTokenizer  # slow to import
+    with long_lived():  # slow to import
+        from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")

@@ -17,7 +17,7 @@ from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.guard import guard
 from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ResourcePool, ray_session
-from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
 from mcore_rl.engine.base import EngineSpec, LossFunction
@@ -61,11 +61,15 @@ def run(config: RLConfig) -> RunOutput:
             prepared = prepare_task(config, claim.folder)
             inputs = check_inputs(prepared)
             room.check_room(prepared, claim.folder)
-        with _session(config, scratch), _told(claim.folder / LOGS / "error.txt"):
-            output = RunOutput(claim.folder, config)
+        with (
+            _session(config, scratch),
+            _told(claim.folder / LOGS / "error.txt"),
+            contextlib.ExitStack() as kept,
+        ):
+            output, ranks = RunOutput(claim.folder, config), None
             if inputs.examples is not None:
-                prepared = _warm_start(prepared, inputs.examples, output)
-            _reinforce(prepared, inputs, output)
+                prepared, ranks = _warm_start(prepared, inputs.examples, output, kept)
+            _reinforce(prepared, inputs, output, ranks)
         if config.task.name:  # a model that was made small enough to load here
             _generate_with_transformers(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
@@ -77,8 +81,14 @@ def _told(trace_file: Path) -> AbstractContextManager[None]:
     return told_in_one_line(trace_file, ConfigError, WorkerError, PolicyMismatchError)
 
 
-def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfig:
-    """Supervised training; the settings that come back start from its checkpoint."""
+def _warm_start(
+    config: RLConfig, examples: Batch, output: RunOutput, kept: contextlib.ExitStack
+) -> tuple[RLConfig, WorkerGroup | None]:
+    """Supervised training; the settings that come back start from its checkpoint.
+
+    With them come its ranks, now on `kept`, if the actor can have them: to start processes and to
+    import Megatron there takes longer than all else that a trainer does before it trains.
+    """
     warm = config.warm_start
     engine = replace(
         config.actor,
@@ -88,7 +98,9 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
         lora=LoRAConfig(),  # adapters are for what comes after it
     )
     path = output.folder / "warm_start"
-    with _model(config, engine, "warm_start", negative_log_likelihood, warm.num_steps) as model:
+    with contextlib.ExitStack() as ended:
+        spec = _engine_spec(config, engine, warm.num_steps)
+        model = ended.enter_context(_model(config, spec, negative_log_likelihood, "warm_start"))
         model.initialize()
         with output.progress("warm start", warm.num_steps, "warm_start/") as report:
             sft.train(
@@ -100,26 +112,47 @@ def _warm_start(config: RLConfig, examples: Batch, output: RunOutput) -> RLConfi
                 report=report,
             )
         room.export(model, path, room.weight_bytes(config))
-    return replace(config, model=replace(config.model, path=str(path)))
+        is_kept = _same_ranks(warm.layout, config.actor.layout)
+        if is_kept:
+            kept.push(ended.pop_all())
+    prepared = replace(config, model=replace(config.model, path=str(path)))
+    return prepared, model if is_kept else None
 
 
-def _reinforce(config: RLConfig, inputs: Inputs, output: RunOutput) -> None:
+def _same_ranks(one: Layout, other: Layout) -> bool:
+    """Whether processes that were started for one layout can serve the other."""
+    return one.world_size == other.world_size and rank_environment(one) == rank_environment(other)
+
+
+def _reinforce(
+    config: RLConfig, inputs: Inputs, output: RunOutput, ranks: WorkerGroup | None
+) -> None:
+    """`ranks` have done the warm start and are the actor's from now on; None: it needs its own."""
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     num_tests = config.trainer.eval_samples or len(inputs.test)
     tests = held_out_batch(inputs.test, min(num_tests, len(inputs.test)))
     with contextlib.ExitStack() as stack:
         loss = PolicyLoss(config.algorithm)
-        with waiting("starting the servers and the trainer"):
+        with waiting("starting the servers and the trainer"):  # all beside each other
             servers = stack.enter_context(_servers(config))
-            starts = [servers.start.submit()]  # the models load beside it
-            actor = stack.enter_context(_model(config, config.actor, "actor", loss, total_steps))
-            starts.append(actor.initialize.submit())
-            reference = None
+            started, calls = [servers], [servers.start.submit()]
+            spec, reference = _engine_spec(config, config.actor, total_steps), None
+            if ranks is None:
+                actor = stack.enter_context(_model(config, spec, loss, "actor", wait=False))
+            else:
+                actor = ranks
+                actor.rebuild("actor", config.actor.layout, spec, loss)
             if config.algorithm.kl_coef:
-                frozen = _frozen(config.actor)
-                reference = stack.enter_context(_model(config, frozen, "reference", None, 0))
-                starts.append(reference.initialize.submit())
-            gathered(starts)
+                frozen = _engine_spec(config, _frozen(config.actor), 0)
+                reference = stack.enter_context(
+                    _model(config, frozen, None, "reference", wait=False)
+                )
+            for model in (actor, reference):
+                if model is not None:
+                    started.append(model)
+                    calls.append(model.initialize.submit())
+            wait_until_built(started)
+            gathered(calls)
         rollout = RolloutPool(servers, config.rollout, config.seed)
         sync = connect(config, read_config(config.model.path), actor, servers)
         with waiting("evaluating"):
@@ -166,34 +199,47 @@ def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
     )
 
 
-@contextlib.contextmanager
-def _model(
-    config: RLConfig, engine: EngineConfig, name: str, loss: LossFunction | None, total_steps: int
-) -> Iterator[WorkerGroup]:
-    """A training engine on ranks of its own; it has yet to be initialized."""
-    spec = EngineSpec(
+def _engine_spec(config: RLConfig, engine: EngineConfig, total_steps: int) -> EngineSpec:
+    return EngineSpec(
         model=config.model,
         engine=engine,
         seed=config.seed,
         total_steps=total_steps,
         timeout_s=config.inner_timeout_s,
     )
+
+
+@contextlib.contextmanager
+def _model(
+    config: RLConfig,
+    spec: EngineSpec,
+    loss: LossFunction | None,
+    name: str,
+    *,
+    wait: bool = True,
+) -> Iterator[WorkerGroup]:
+    """A training engine on ranks of its own; it has yet to be initialized.
+
+    Without `wait` it is still being built, as a WorkerGroup is.
+    """
+    layout = spec.engine.layout
     with _group(
         config,
         ModelWorker,
         (spec, loss),
-        engine.layout,
+        layout,
         name,
-        engine.threads_per_rank,
+        spec.engine.threads_per_rank,
         _SHARE_OF_ONE_DEVICE if config.one_device else 1,
-        rank_environment(engine.layout),
+        wait,
+        rank_environment(layout),
     ) as group:
         yield group
 
 
 @contextlib.contextmanager
 def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
-    """The generation servers of a checkpoint; they have yet to be started."""
+    """The generation servers of a checkpoint: being built, and they have yet to be started."""
     spec = RolloutSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
@@ -205,7 +251,7 @@ def _servers(config: RLConfig) -> Iterator[WorkerGroup]:
     )
     layout = Layout(dp=config.rollout.num_servers)
     devices = _SHARE_OF_ONE_DEVICE if config.one_device else config.rollout.tp
-    with _group(config, RolloutWorker, (spec,), layout, "rollout", 1, devices) as group:
+    with _group(config, RolloutWorker, (spec,), layout, "rollout", 1, devices, wait=False) as group:
         yield group
         group.shut_down()
 
@@ -219,6 +265,7 @@ def _group(
     name: str,
     threads: int,
     devices: float,
+    wait: bool,
     env: dict[str, str] | None = None,
 ) -> Iterator[WorkerGroup]:
     """`devices` of each rank."""
@@ -240,6 +287,7 @@ def _group(
             name=name,
             threads_per_rank=threads,
             env=env,
+            wait=wait,
         ) as group,
     ):
         yield group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ class ModelWorker:
         self._route: ShardRoute | None = None
         self._rendezvous: RendezvousServer | None = None
         self._checkpoint_engine: CheckpointEngine | None = None
+
+    def close(self) -> None:
+        """Let go of the model and its memory: the process goes on with another one."""
+        self._engine.close()
+        gc.collect()  # modules and their hooks lead to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def initialize(self) -> None:

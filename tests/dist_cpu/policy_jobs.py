@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,8 +66,8 @@ def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ra
         yield lambda step, metrics: losses.append(metrics["loss"])
 
     output: Any = SimpleNamespace(folder=folder, progress=progress)
-    with mock.patch.object(rl, "_group", _group_of_one):
-        rl._warm_start(config, batch, output)
+    with mock.patch.object(rl, "_group", _group_of_one), ExitStack() as kept:
+        rl._warm_start(config, batch, output, kept)
     return {"losses": losses}
 
 

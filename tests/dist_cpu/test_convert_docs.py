@@ -1,9 +1,8 @@
-"""The commands that docs/conversion.md and docs/megatron_lm.md show, one after the other."""
+"""The commands of each page that convert, one after the other."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from dataclasses import replace
@@ -16,15 +15,9 @@ import tiny_models
 
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import Layout
+from tests.pages import of_kind
 
-DOCS = Path(__file__).parents[2] / "docs"
-BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEEDS_GPUS = "--bridge megatron-bridge"
-
-
-def commands(page: str) -> list[str]:
-    blocks = BASH.findall((DOCS / page).read_text())
-    return [line for block in blocks for line in block.splitlines() if line]
+COMMANDS = of_kind("conversion")
 
 
 @ranks.on_ranks(1)
@@ -42,31 +35,30 @@ def saved(model: Path, checkpoint: Path, has_adapters: bool) -> ranks.Result:
     return {}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def make_inputs(folder: Path, texts: str) -> None:
     """Where the pages' `model` is, and what runs have left: `trained`; `base` and `adapted`."""
-    tiny_models.save("qwen3_moe", tmp_path).rename(tmp_path / "model")
-    saved(tmp_path / "model", tmp_path / "trained", False)
-    base = tmp_path / "qwen3_moe"  # by which lora_jobs knows its targets
-    lora_jobs.build(base.name).save_pretrained(base)
-    saved(base, tmp_path / "adapted", True)
-    base.rename(tmp_path / "base")
+    tiny_models.save("qwen3_moe", folder).rename(folder / "model")
+    if "trained" in texts:
+        saved(folder / "model", folder / "trained", False)
+    if "adapted" in texts:
+        base = folder / "qwen3_moe"  # by which lora_jobs knows its targets
+        lora_jobs.build(base.name).save_pretrained(base)
+        saved(base, folder / "adapted", True)
+        base.rename(folder / "base")
+
+
+@pytest.mark.parametrize("page", sorted({command.page for command in COMMANDS}))
+def test_every_command_of_the_page_does_what_it_says(page, tmp_path, monkeypatch, capsys):
+    texts = [command.text for command in COMMANDS if command.page == page]
+    make_inputs(tmp_path, "\n".join(texts))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("page", ["conversion.md", "megatron_lm.md"])
-def test_every_command_of_the_page_does_what_it_says(page, folder, monkeypatch, capsys):
-    ran = 0
-    for command in commands(page):
-        words = shlex.split(command)
+    for text in texts:
+        words = shlex.split(text.replace("/models/Qwen3-30B-A3B", "model"))
         if words[0] == "echo":  # echo WORD > FILE
-            (folder / words[3]).write_text(words[1] + "\n")
-        elif NEEDS_GPUS not in command:
-            monkeypatch.setattr(sys, "argv", words)
-            assert main() == 0, f"{command}\n{capsys.readouterr().err}"
-            said = capsys.readouterr().out
-            if words[-1] == "--json":
-                assert json.loads(said)
-            ran += 1
-    assert ran >= 3
+            Path(words[3]).write_text(words[1] + "\n")
+            continue
+        monkeypatch.setattr(sys, "argv", words)
+        assert main() == 0, f"{text}\n{capsys.readouterr().err}"
+        said = capsys.readouterr().out
+        if words[-1] == "--json":
+            assert json.loads(said)

@@ -14,6 +14,7 @@ from mcore_rl.cli.completion import SCRIPTS, words
 from mcore_rl.cli.main import COMMANDS
 from mcore_rl.config.describe import setting_names
 from mcore_rl.config.schema import RLConfig
+from tests.pages import of_kind
 
 
 @pytest.mark.parametrize(
@@ -50,12 +51,15 @@ def test_every_setting_is_completed():
     ]
 
 
-BASH_TAB = """
-eval "$(mcore-rl completion bash)"
+[ON_THE_PAGE] = of_kind("completion")
+BASH_TAB = (
+    f"{ON_THE_PAGE.text}\n"
+    + """
 compopt() { :; } # which only works while a line is edited
 COMP_LINE=$1 COMP_POINT=${#1} COMP_WORDS=(mcore-rl)
 _mcore_rl && printf '%s\\n' "${COMPREPLY[@]}"
 """
+)
 
 
 @pytest.mark.parametrize(

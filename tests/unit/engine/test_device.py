@@ -95,6 +95,38 @@ def test_transformer_engine_that_cannot_be_had_is_refused_by_name(lane, name, mi
         device.chosen_modules("te")
 
 
+def test_half_of_transformer_engine_is_none(lane, monkeypatch):
+    """Without its torch part, which is built from source."""
+    lane("cuda")
+    found = {"transformer_engine": True}
+    monkeypatch.setattr(device.importlib.util, "find_spec", found.get)
+    assert device.chosen_modules("auto") == "torch"
+    with pytest.raises(ConfigError, match=r"which is not installed"):
+        device.chosen_modules("te")
+
+
+def test_transformer_engine_that_does_not_import_is_refused_before_megatron_goes_on_without(
+    lane, monkeypatch
+):
+    lane("cuda", has_te=True)
+    monkeypatch.setattr(device, "_cuda", None)
+    monkeypatch.setattr(device, "_modules", "torch")
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # an import of it fails
+    with pytest.raises(ConfigError, match=r"installed and does not import .*actor.modules='torch'"):
+        device.install(1)
+
+
+@pytest.mark.parametrize("modules", ["te", "torch"])
+def test_fused_kernels_of_transformer_engine_come_with_its_modules_only(lane, monkeypatch, modules):
+    lane("cuda")
+    monkeypatch.setattr(device, "_modules", modules)
+    flags = device.config_flags()
+    assert flags["masked_softmax_fusion"]  # Megatron's own
+    assert [flags[f"{name}_fusion"] for name in ("apply_rope", "moe_permute")] == (
+        [modules == "te"] * 2
+    )
+
+
 def test_ranks_that_send_while_they_compute_have_one_queue_before_blackwell(lane, monkeypatch):
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     lane("cuda")

@@ -14,7 +14,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.janitor import processes
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.jobs.output import RunOutput, claimed
+from mcore_rl.jobs.output import RunOutput, _locked, claimed
 from tests.small_disk import on_small_disk
 
 HOLDER = """
@@ -68,6 +68,36 @@ def test_a_lock_whose_holder_is_gone_is_none(tmp_path: Path):
     with claimed(str(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_its_run_removes_meanwhile_is_none(tmp_path: Path):
+    """Or a third run could lock another file of that name, beside the second."""
+    out = tmp_path / "out"
+    with claimed(str(out)):
+        late = os.open(out / ".lock.partial", os.O_RDWR)  # before it goes
+    with (
+        pytest.raises(ConfigError, match="is in use by a run that ends"),
+        _locked(late, out, str(out)),
+    ):
+        pass
+    os.close(late)
+
+
+@pytest.mark.parametrize(("error", "left"), [(ConfigError, []), (KeyError, ["runs"])])
+def test_logs_stay_but_for_a_run_that_was_refused(tmp_path: Path, error, left):
+    out = tmp_path / "runs" / "out"
+    with pytest.raises(error), claimed(str(out)) as claim:
+        (claim.folder / "logs" / "ray").mkdir(parents=True)
+        raise error("no cluster answers")
+    assert [path.name for path in tmp_path.iterdir()] == left
+    assert not left or [path.name for path in out.iterdir()] == ["logs"]
+
+
+def test_the_largest_gap_of_the_run_stays_in_the_summary(tmp_path: Path):
+    output = RunOutput(tmp_path, RLConfig())
+    for gap in (0.25, 0.5, 0.125):
+        output.compared({"max_logprob_gap": gap})
+    assert output._results == {"max_logprob_gap": 0.5}
 
 
 def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path):

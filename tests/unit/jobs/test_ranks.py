@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs import ranks
 from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
+from mcore_rl.observability.stacks import Look
 
 LIMIT_S = 300.0
 
@@ -113,6 +117,28 @@ def test_of_ranks_that_do_not_answer_in_time_the_one_in_a_loop_is_told_first(job
     assert ". Nor has rank 0: waiting, in hang (rank_jobs.py:" in line
     assert str(raised.value).count("MainThread") == 2
     assert not spawned() - before
+
+
+def test_the_limit_is_of_all_ranks_together_and_not_of_each_answer(monkeypatch):
+    """They answer every 4 s by the clock of the test."""
+    now, pipes = [0.0], [Pipe(duplex=False) for _ in range(4)]
+
+    def wait(waiting, seconds):
+        rank = len(pipes) - len(waiting)
+        if 4.0 * rank > now[0] + seconds:
+            now[0] += seconds
+            return []
+        now[0] = 4.0 * rank
+        pipes[rank][1].send(("done", ranks._packed(rank)))
+        return [pipes[rank][0]]
+
+    monkeypatch.setattr(ranks, "wait", wait)
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ranks, "look_at", lambda pid: [Look(pid, "", "waiting", "")])
+    processes = [SimpleNamespace(name=f"rank {rank}", pid=rank) for rank in range(4)]
+    with pytest.raises(ProcessFailed, match=r"^rank 3 has not answered in 10 s \(--timeout\)"):
+        ranks._gather(processes, [here for here, _ in pipes], [Path()] * 4, 10.0)
+    assert now == [10.0]
 
 
 def spawned() -> set[psutil.Process]:

@@ -1,5 +1,6 @@
 """csrc builds: with CUDA and without, and a failure is one."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.pages import of_kind
 
 ROOT = Path(__file__).resolve().parents[3]
 NVCC = shutil.which("nvcc")
@@ -147,3 +150,20 @@ def test_an_editable_install_puts_the_module_into_the_tree(tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     (module,) = (root / "mcore_rl").glob("_csrc*.so")
     assert module.name == f"_csrc{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def test_the_benchmark_of_the_page_compares_every_kernel():
+    [command] = of_kind("kernels")
+    smaller = ["--device", "cpu", "--megabytes", "1", "--tokens", "4", "--vocab", "64"]
+    done = subprocess.run(
+        [sys.executable, *command.text.split()[1:], *smaller],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(done.stdout)["cases"]
+    assert all(case["s"] > 0 for case in cases)
+    assert {case["case"].split()[0] for case in cases} == {
+        "copy", "quantize", "logprob", "logprob_backward"
+    }  # fmt: skip

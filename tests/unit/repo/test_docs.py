@@ -22,6 +22,7 @@ from mcore_rl.config.resolve import resolve
 from mcore_rl.config.resolve_engine import resolve_layout
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.reshard.layout import GenerationLayout
+from tests.pages import of_kind
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -192,6 +193,20 @@ def test_every_command_has_settings_and_options_that_fit_together(page, monkeypa
     monkeypatch.chdir(tmp_path / "here")
     for words in commands_of(page):
         check_command(words, monkeypatch)
+
+
+@pytest.mark.parametrize("command", of_kind("prints") + of_kind("dry run"), ids=str)
+def test_every_command_that_starts_nothing_prints_and_leaves_nothing(
+    command, monkeypatch, capsys, tmp_path
+):
+    (tmp_path / "here").mkdir()
+    write_recipes(CONFIGURATION.read_text(), tmp_path)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "argv", shlex.split(command.text))
+    assert main() == 0
+    told = capsys.readouterr()
+    assert (len(told.out) > 50, told.err) == (True, "")
+    assert os.listdir() == ["mine.yaml"]
 
 
 def test_the_examples_of_the_help_are_commands_that_work(monkeypatch, tmp_path):

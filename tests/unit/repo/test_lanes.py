@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from tests.nightly import all_but
+from tests.pages import of_kind
 
 ROOT = Path(__file__).resolve().parents[3]
 NIGHTLY = """
@@ -24,9 +28,17 @@ import pytest
 pytestmark = pytest.mark.server
 def test_server(): pass
 """
+MOE = """
+import pytest
+from tests.nightly import all_but
+
+@pytest.mark.parametrize("name", all_but(("moe/tp2",), ("moe/tp2", "moe/pp2 vpp2")))
+def test_two_steps_equal_one_rank(name): pass
+"""
 FILES = {
     "unit/room/test_a.py": NIGHTLY + "def test_unit(): pass",
     "dist_cpu/test_b.py": NIGHTLY,
+    "dist_cpu/test_moe.py": MOE,
     "dist_cpu/test_c.py": "def test_ranks(): pass",
     "e2e/test_d.py": NIGHTLY,
     "e2e/test_e.py": SERVER,
@@ -64,29 +76,45 @@ def run(project: Path, *arguments: str) -> dict[str, set[str]]:
             worker, test = line.split()[0], line.split(" PASSED ")[1]
             found[worker].add(test.partition("@")[0].strip().removeprefix("tests/"))
         elif " PASSED" in line:
-            found["here"].add(line.split()[0].removeprefix("tests/"))
+            found["here"].add(line.partition(" PASSED")[0].removeprefix("tests/"))
     return found
 
 
-def test_without_arguments_unit_tests_run_and_nothing_else(project: Path) -> None:
-    ran = set().union(*run(project).values())
-    assert ran == {f"unit/room/test_a.py::{name}" for name in UNIT}
+TWO_STEPS = "dist_cpu/test_moe.py::test_two_steps_equal_one_rank"
+PAGE = {  # the commands of docs/testing.md, and what runs of the files above
+    "pytest": {f"unit/room/test_a.py::{name}" for name in UNIT},
+    "pytest -m ranks": {
+        *("dist_cpu/test_c.py::test_ranks", f"{TWO_STEPS}[moe/tp2]", f"{TWO_STEPS}[moe/pp2 vpp2]"),
+        *(f"dist_cpu/test_b.py::test_cases[{case}]" for case in ("kept", "more")),
+    },
+    "pytest tests/dist_cpu/test_moe.py": {f"{TWO_STEPS}[moe/tp2]"},
+    f'pytest "tests/{TWO_STEPS}[moe/pp2 vpp2]"': {f"{TWO_STEPS}[moe/pp2 vpp2]"},
+    'pytest -m "ranks and not nightly" -k tp2': {f"{TWO_STEPS}[moe/tp2]"},
+}
 
 
-def test_a_file_that_is_named_runs_here_without_nightly(project: Path) -> None:
-    ran = run(project, "tests/dist_cpu/test_b.py")
-    assert ran == {"here": {"dist_cpu/test_b.py::test_cases[kept]"}}
+def test_the_page_has_these_commands():
+    assert [command.text for command in of_kind("tests")] == [*PAGE]
 
 
-def test_a_test_that_is_named_runs(project: Path) -> None:
-    name = "dist_cpu/test_b.py::test_cases[more]"
-    assert run(project, f"tests/{name}") == {"here": {name}}
+@pytest.mark.parametrize(("command", "wanted"), PAGE.items(), ids=[*PAGE])
+def test_a_command_of_the_page_runs_the_tests_that_it_says(project: Path, command, wanted) -> None:
+    few = ("-n", "0") if "-m" in command else ()  # workers take seconds to start
+    found = run(project, *shlex.split(command)[1:], *few)
+    assert set().union(*found.values()) == wanted
+    assert ".py" not in command or [*found] == ["here"]  # a single file runs without workers
+
+
+def test_a_case_that_is_to_be_kept_and_is_none_is_an_error():
+    with pytest.raises(ValueError, match=r"^kept, but no case: .*gone"):
+        all_but(("gone",), ("here",))
 
 
 def test_a_lane_is_in_one_worker_and_everything_runs_for_an_empty_m(project: Path) -> None:
     found = run(project, "-n", "3", "-m", "")
-    assert len(set().union(*found.values())) == 9
-    lanes = [{"dist_cpu/test_b.py", "dist_cpu/test_c.py"}, {"e2e/test_d.py"}, {"e2e/test_e.py"}]
+    assert len(set().union(*found.values())) == 11
+    ranks = {f"dist_cpu/test_{name}.py" for name in ("b", "c", "moe")}
+    lanes = [ranks, {"e2e/test_d.py"}, {"e2e/test_e.py"}]
     for lane in lanes:
         workers = [
             worker

@@ -10,6 +10,7 @@ import pytest
 from mcore_rl.cli import main as cli
 from mcore_rl.cli.bench import main
 from mcore_rl.config.errors import ConfigError
+from tests.pages import of_kind
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,10 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(arguments, message):
 
 
 def test_a_small_run_reports_every_candidate(monkeypatch, capsys):
-    arguments = ["--layers", "2", "--repetitions", "1", "--bucket-mib", "1", "--json"]
-    monkeypatch.setattr(sys, "argv", ["mcore-rl", "bench", "reshard", *arguments])
+    """The command of the page, with less to move."""
+    [command] = of_kind("bench")
+    smaller = ["--layers", "2", "--repetitions", "1", "--bucket-mib", "1"]
+    monkeypatch.setattr(sys, "argv", [*command.text.split(), *smaller])
     assert cli.main() == 0
     report = json.loads(capsys.readouterr().out)
     candidates = {

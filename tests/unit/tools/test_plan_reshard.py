@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.tools.plan_reshard import Cluster, plan_reshard
+from tests.pages import ROOT, of_kind
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 DENSE = {
@@ -120,3 +122,13 @@ def test_a_model_that_is_no_model_is_refused(tmp_path):
     for name in ("x.json", "nothing"):
         with pytest.raises(ConfigError):
             plan_reshard(tmp_path / name, "colocated", Layout(), GenerationLayout(), Cluster())
+
+
+@pytest.mark.parametrize("page", of_kind("plan"), ids=str)
+def test_the_command_of_the_page_reaches_the_lower_bound_that_the_page_tells(
+    page, monkeypatch, capsys
+):
+    monkeypatch.chdir(ROOT)
+    command.main([*shlex.split(page.text)[2:], "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["received_bytes"] == found["lower_bound_bytes"]

@@ -1,0 +1,88 @@
+"""The commands of the pages that start ranks and servers: jobs, cut short, and parity."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.pages import PAGES, Command, of_kind
+from tests.unit.repo.test_docs import write_recipes
+
+pytestmark = pytest.mark.nightly
+
+BIN = Path(sys.executable).parent
+SHORT = (
+    "trainer.num_steps=2", "trainer.prompts_per_step=8", "trainer.eval_samples=8",
+    "actor.optimizer.warmup_steps=0", "algorithm.drop_uniform_groups=false",
+)  # fmt: skip
+SHORT_START = ("warm_start.num_steps=2", "warm_start.optimizer.warmup_steps=0")
+
+
+def job_of(command: Command) -> tuple[str, ...]:
+    """Its settings; the script of the quickstart is set-up and then a recipe."""
+    words = shlex.split(command.text)
+    settings = words[2:] if words[0] == "mcore-rl" else ["recipe=quickstart", *words[2:]]
+    return tuple(word for word in settings if not word.startswith("output_dir="))
+
+
+JOBS = {job_of(command): command for command in of_kind("training")}  # each once
+
+
+@pytest.mark.parametrize("settings", JOBS, ids=" ".join)
+def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {name: value for name, _, value in (s.partition("=") for s in own_model_and_data)}
+    Path("here").mkdir()
+    for page in PAGES:
+        write_recipes(page.read_text(), tmp_path)
+    for name in ("train", "test"):
+        Path("here", f"{name}.parquet").symlink_to(given[f"data.{name}_file"])
+    asked = [s.replace("/models/Qwen3-0.6B", given["model.path"]) for s in settings]
+    is_of_recipe = any(setting.startswith("recipe=") for setting in asked)
+    short = SHORT + SHORT_START if is_of_recipe else SHORT
+    names = {setting.partition("=")[0] for setting in short}
+    kept = [setting for setting in asked if setting.partition("=")[0] not in names]
+    done = subprocess.run(
+        [BIN / "mcore-rl", "rl", *kept, *short, f"output_dir={tmp_path / 'out'}"],
+        cwd="here",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert len([row for row in rows if "reward" in row]) == 2
+    assert Path("out/checkpoint/model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def models(own_model_and_data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the commands of parity name: one model, and a checkpoint of it."""
+    folder = tmp_path_factory.mktemp("models")
+    given = next(s for s in own_model_and_data if s.startswith("model.path=")).partition("=")[2]
+    model = shutil.copytree(given, folder / "model")  # for its tokenizer
+    config = AutoConfig.from_pretrained(model, num_hidden_layers=4)  # two stages of two
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    for name in ("hf", "Qwen3-30B-A3B", "DIR", "converted", "original", "base", "exported"):
+        (folder / name).symlink_to(model)
+    (folder / "prompts.txt").write_text("Start with 5.\nAdd 2.\n")
+    (folder / "run").mkdir()
+    words = ("convert", "hf-to-mcore", "--model", "base", "--output", "run/step_100")
+    subprocess.run([BIN / "mcore-rl", *words], cwd=folder, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("command", of_kind("parity"), ids=str)
+def test_a_command_of_parity_passes(command, models):
+    words = shlex.split(command.text)
+    done = subprocess.run([BIN / words[0], *words[1:]], cwd=models, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout  # every pair is within the tolerance
+    assert "megatron~hf" in done.stdout

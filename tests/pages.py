@@ -1,0 +1,59 @@
+"""The shell commands of README.md and docs/*.md, and which test runs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Kinds of commands, and the file of the tests that runs all commands of the kind. A command of no
+# kind says on its page what it needs that machines of tests lack: `COMMAND   # needs GPUs`.
+KINDS = {
+    "prints": (r"mcore-rl (--version|rl .*--(help|list-recipes|print-config).*)", "repo/test_docs"),
+    "dry run": (r"mcore-rl rl .*--dry-run", "repo/test_docs"),
+    "completion": (r'eval "\$\(mcore-rl completion bash\)"', "cli/test_completion"),
+    "training": (r"(mcore-rl rl|bash launch/quickstart.sh)\b.*", "e2e/test_page_jobs"),
+    "conversion": (r"mcore-rl convert .*|echo \w+ > .*", "dist_cpu/test_convert_docs"),
+    "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
+    "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
+    "bench": (r"mcore-rl bench reshard\b.*", "tools/test_bench_reshard"),
+    "kernels": (r"python benchmarks/kernels.py", "repo/test_csrc"),
+    "tests": (r"pytest\b.*", "repo/test_lanes"),
+    "ci": (r"bash tests/run.sh.*", "repo/test_pages"),  # by .ci/run
+}
+NEEDS = {"GPUs", "a cluster", "TRL 1.16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    page: str  # "docs/lora.md"
+    text: str  # on one line, without comments, and without the folder of a program
+    needs: str  # what it says to need; empty for none
+
+    @property
+    def kind(self) -> str:
+        """The first that fits; empty for none."""
+        return next((k for k, (form, _) in KINDS.items() if re.fullmatch(form, self.text)), "")
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text}"
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Of all blocks that are marked as bash."""
+    for language, block in FENCE.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
+            text, _, comment = line.partition(" # ")
+            if text := re.sub(r"(^|\()\.venv/bin/", r"\1", " ".join(text.split())):
+                needs = comment.strip().partition("needs ")
+                yield Command(str(page.relative_to(ROOT)), text, "" if needs[0] else needs[2])
+
+
+def of_kind(kind: str) -> list[Command]:
+    """Commands of all pages that can run here."""
+    return [c for page in PAGES for c in commands(page) if c.kind == kind and not c.needs]

@@ -1,0 +1,126 @@
+"""Room on disk for weights: what is asked for, and where they go when there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import ModelConfig, RLConfig
+from mcore_rl.jobs import room
+from mcore_rl.jobs.failure import RunFailed
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 8,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+    "intermediate_size": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+}  # fmt: skip
+# By hand: embedding and head 2 * 128 * 8, the last norm 8; a layer has two norms 2 * 8, q and o
+# 2 * 8 * 8, k and v 2 * 4 * 8, the norms of q and k 2 * 2, the MLP 3 * 16 * 8.
+PARAMETERS = 2 * 128 * 8 + 8 + 2 * (16 + 128 + 64 + 4 + 384)
+ONE = 2 * PARAMETERS  # bytes of the weights in bfloat16
+
+
+def config(folder: Path) -> RLConfig:
+    (folder / "config.json").write_text(json.dumps(DENSE))
+    made = RLConfig(output_dir="out", model=ModelConfig(path=str(folder), dtype="bfloat16"))
+    made.rollout.num_servers = 3
+    return made
+
+
+def with_warm_start(config: RLConfig) -> None:
+    config.warm_start.num_steps = 1
+
+
+def with_files_on_the_way(config: RLConfig) -> None:
+    config.weight_sync.method, config.weight_sync.transport = "disaggregated", "disk"
+
+
+@pytest.mark.parametrize(
+    ("change", "copies", "parts"),
+    [
+        (lambda config: None, 1, "the checkpoint)"),
+        (with_warm_start, 2, "the warm start's)"),
+        (with_files_on_the_way, 4, "weights on their way to the servers)"),
+    ],
+)
+def test_a_run_needs_room_for_all_that_it_writes_at_a_time(
+    tmp_path, monkeypatch, change, copies, parts
+):
+    asked = config(tmp_path)
+    change(asked)
+    free = SimpleNamespace(free=copies * ONE)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    room.check_room(asked, tmp_path)
+    free.free -= 1
+    with pytest.raises(ConfigError, match=r"^output_dir='out' has .* left; needed are") as raised:
+        room.check_room(asked, tmp_path)
+    assert str(raised.value).endswith(parts)
+
+
+def test_a_router_s_bias_stays_in_float32(tmp_path):
+    published = Path(__file__).parents[1] / "models" / "published" / "DeepSeek-V3.json"
+    shutil.copy(published, tmp_path / "config.json")
+    asked = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    in_float32 = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="float32"))
+    biases = 59 * 256  # expert layers, the one for prediction too, and the experts of each
+    assert 2 * room.weight_bytes(asked) - room.weight_bytes(in_float32) == 4 * biases
+
+
+class Model:
+    """A group whose rank 0 writes to the folders that it is given room in."""
+
+    def __init__(self, host: str, *full: str) -> None:
+        self.host, self.full, self.asked = host, full, []
+
+    def export(self, path: str, num_bytes: int) -> list[str]:
+        self.asked.append((Path(path), num_bytes))
+        return [f"full: {path}" if path.startswith(self.full) else "", "another rank's"]
+
+    def site(self) -> list[tuple[str, str]]:
+        return [("memory", self.host), ("memory", "elsewhere")]
+
+
+@pytest.fixture
+def places(monkeypatch, tmp_path) -> tuple[str, str]:
+    """Where weights go when their own folder is full: a disk, then memory."""
+    disk, memory = str(tmp_path / "disk"), "/dev/shm"
+    monkeypatch.setattr(room, "_ELSEWHERE", (disk, memory))
+    return disk, memory
+
+
+def test_weights_that_find_room_are_where_they_belong(places):
+    model = Model(socket.gethostname())
+    path = Path("/runs/out/checkpoint")
+    assert room.kept(model, path, 7) == (path, f"the weights are in {path}")
+    room.export(model, path, 7)
+    assert model.asked == [(path, 7)] * 2
+
+
+def test_a_full_disk_ends_the_run_with_the_place_of_the_weights_and_why(places):
+    model = Model(socket.gethostname(), "/runs", places[0])
+    with pytest.raises(RunFailed) as raised:
+        room.export(model, Path("/runs/out/checkpoint"), 7)
+    place = model.asked[-1][0]
+    assert place.parent.parent == Path("/dev/shm") and place.parent.name.startswith("out-")
+    assert [path.name for path, _ in model.asked] == ["checkpoint"] * 3
+    assert str(raised.value) == (
+        f"full: /runs/out/checkpoint; the weights are in {place} (in memory: gone when it restarts)"
+    )
+
+
+def test_weights_on_another_host_are_said_to_be_there(places):
+    model = Model("node-7", "/runs")
+    place, told = room.kept(model, Path("/runs/out/checkpoint"), 7)
+    assert told.endswith(f"; the weights are in {place} on host node-7")
+
+
+def test_weights_for_which_there_is_no_room_at_all_are_said_to_be_lost(places):
+    model = Model(socket.gethostname(), "/")
+    with pytest.raises(RunFailed, match=r"^full: /runs/.*; full: .*; the weights are lost$"):
+        room.export(model, Path("/runs/out/checkpoint"), 7)
