@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,7 @@ def main(settings: dict[str, Any]) -> None:
         "actor.layout.tp": 1,
         "actor.layout.ep": 1,
         "actor.threads_per_rank": settings["threads"],
+        "rollout.cores": f"'{_cores(settings['threads'])}'",
     }
     overrides = [f"{key}={value}" for key, value in fixed.items()]
     config = compose_config(RLConfig, [*overrides, *settings["overrides"]])
@@ -54,6 +56,10 @@ def main(settings: dict[str, Any]) -> None:
 
     with mock.patch.object(output.RunOutput, "progress", by_turns):
         rl.run(config)
+
+
+def _cores(num: int) -> str:
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:num]))
 
 
 def _described(metrics: dict[str, float]) -> dict[str, float]:

@@ -126,7 +126,9 @@ class RolloutConfig:
     max_response_tokens: int = 1024  # a response that gets there is cut off
     max_num_seqs: int = 256  # sequences a server runs at once
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
-    cores: str = ""  # CPU lane: cores of each worker, as in "0|1"; empty shares them out
+    # CPU lane: cores of each worker, as in "0|1", a thread on each. Empty shares them out, and
+    # gives the worker of tp=1 a single thread.
+    cores: str = ""
 
 
 @dataclass

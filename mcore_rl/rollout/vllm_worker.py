@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.utils import system_utils
+from vllm.utils.cpu_resource_utils import parse_id_list
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
@@ -127,12 +128,13 @@ def lane_arguments(
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if config.cores or config.tp > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cores or _cores_shared_out(config.tp)
-    # The CPU rotary op mis-rotates MLA's 3-D queries, silently, by 1 to 4 nats
-    # (model_executor/layers/mla.py:228, rotary_embedding/base.py:298).
-    rotary = {"custom_ops": ["-rotary_embedding"]}
+    if config.cores and config.tp == 1:  # vLLM itself looks at them for workers of their own only
+        os.environ["OMP_PLACES"] = _place(parse_id_list(config.cores))
+    from mcore_rl.rollout import vllm_cpu_ops  # here, for the processes that are forked from this
+
     return arguments | {
         "enforce_eager": True,
-        "compilation_config": rotary,
+        "kernel_config": vllm_cpu_ops.PRIORITY,
         # On a CPU with AMX, MLA would run on kernels for bfloat16 and for sizes that 32 divides
         # (platforms/cpu.py:156); other attention has a single backend there, whatever is asked.
         "attention_backend": "CPU_MLA",
@@ -183,8 +185,12 @@ def _cores_shared_out(num_workers: int) -> str:
     return "|".join(",".join(map(str, share)) for share in shares)
 
 
+def _place(cores: list[int]) -> str:
+    return f"{{{','.join(map(str, cores))}}}"
+
+
 def _take_place() -> None:
-    """Runs on the cores that vLLM names in OMP_PLACES as it starts a worker, on a thread each.
+    """Runs on the cores that OMP_PLACES names as vLLM starts a worker, on a thread each.
 
     (utils/ompmultiprocessing.py:81.) A spawned worker reads that as it loads OpenMP, a forked one
     has loaded it.

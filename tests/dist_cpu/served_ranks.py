@@ -177,9 +177,9 @@ class _Rank:
             def _distributed_args(self) -> tuple[str, int, int]:
                 return meeting
 
-        cores = "|".join("nobind" for _ in range(self.world))
-        rollout = RolloutConfig(tp=self.world, ep=ep, cores=cores)
+        rollout = RolloutConfig(tp=self.world, ep=ep)
         arguments = vllm_worker.lane_arguments(rollout, self.name, 64, eager=True)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         destroy_model_parallel()  # a model without experts has one group less
         server = LLM(

@@ -1,9 +1,13 @@
 """What a server hands to vLLM, as vLLM's own config takes it."""
 
+import multiprocessing
+import os
 import pickle
 from dataclasses import fields
+from typing import Any
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -39,3 +43,22 @@ def test_the_arguments_of_a_lane_are_vllms(monkeypatch, is_cpu):
     given = lane_arguments(RolloutConfig(), ServerName.new(), max_model_tokens=64, eager=False)
     assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
     assert given["enforce_eager"] is is_cpu
+
+
+def test_a_single_worker_has_a_thread_on_each_of_its_cores(monkeypatch):
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    config = RolloutConfig(cores=",".join(map(str, cores)))
+    name = ServerName.new()
+    lane_arguments(config, name, max_model_tokens=64, eager=False)
+    here, there = multiprocessing.Pipe()
+    with vllm_worker.owned_processes(name):
+        process = multiprocessing.get_context("fork").Process(target=_tell_place, args=(there,))
+        process.start()
+    assert here.poll(60) and here.recv() == (cores, len(cores))
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def _tell_place(pipe: Any) -> None:
+    pipe.send((sorted(os.sched_getaffinity(0)), torch.get_num_threads()))
