@@ -1,23 +1,35 @@
 """What a server hands to vLLM, as vLLM's own config takes it."""
 
+from __future__ import annotations
+
 import pickle
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import pytest
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout import vllm_worker
-from mcore_rl.rollout.vllm_worker import ServerName, lane_arguments
+
+if TYPE_CHECKING:  # importing vLLM takes seconds, and every worker of a test run collects this
+    from vllm.config import VllmConfig
+
+    from mcore_rl.rollout.vllm_worker import ServerName
 
 
 def config_of(name: ServerName) -> VllmConfig:
+    from vllm.config import VllmConfig
+
+    from mcore_rl.rollout.vllm_worker import lane_arguments
+
     arguments = lane_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
     return VllmConfig(additional_config=arguments["additional_config"])
 
 
 def test_servers_of_different_names_share_compiled_graphs(monkeypatch):
+    from vllm.config import VllmConfig
+
+    from mcore_rl.rollout.vllm_worker import ServerName
+
     monkeypatch.setattr("os.environ", {})  # lane_arguments sets those of a process of its own
     first, second = ServerName.new(), ServerName.new()
     assert first != second
@@ -26,6 +38,8 @@ def test_servers_of_different_names_share_compiled_graphs(monkeypatch):
 
 
 def test_the_name_travels_in_the_config(monkeypatch):
+    from mcore_rl.rollout.vllm_worker import ServerName
+
     monkeypatch.setattr("os.environ", {})
     name = ServerName.new()
     copy = pickle.loads(pickle.dumps(config_of(name))).additional_config
@@ -34,8 +48,14 @@ def test_the_name_travels_in_the_config(monkeypatch):
 
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_the_arguments_of_a_lane_are_vllms(monkeypatch, is_cpu):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from mcore_rl.rollout import vllm_worker
+
     monkeypatch.setattr("os.environ", {})
     monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: is_cpu)
-    given = lane_arguments(RolloutConfig(), ServerName.new(), max_model_tokens=64, eager=False)
+    given = vllm_worker.lane_arguments(
+        RolloutConfig(), vllm_worker.ServerName.new(), max_model_tokens=64, eager=False
+    )
     assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
     assert given["enforce_eager"] is is_cpu
