@@ -6,6 +6,7 @@ compile is.
 
     MCORE_RL_CUDA=0|1       without CUDA, or an error without nvcc
     MCORE_RL_LANE=cpu|gpu   the same, unless MCORE_RL_CUDA says otherwise
+    MCORE_RL_ARCHITECTURES  of GPUs to compile for; unless set "80 89 90 100"
 """
 
 import os
@@ -24,9 +25,10 @@ CPP_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-g0", "-fvisibility=hidden"]
 CPP_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # A100, L4 and L40S, H100 and H200, B200; what comes later compiles the last for itself.
-for arch in ("80", "89", "90"):
+*OTHERS, LAST = os.environ.get("MCORE_RL_ARCHITECTURES", "80 89 90 100").split()
+for arch in OTHERS:
     CUDA_FLAGS += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-CUDA_FLAGS += ["-gencode", "arch=compute_100,code=[sm_100,compute_100]"]
+CUDA_FLAGS += ["-gencode", f"arch=compute_{LAST},code=[sm_{LAST},compute_{LAST}]"]
 
 
 def find_nvcc() -> str | None:

@@ -101,7 +101,7 @@ install() {
 # other families, programs beside a library. A file that does not compile is for another Python, and
 # nothing imports it.
 uncompiled='/tests/|/testing/_internal/'
-uncompiled+='|/site-packages/(anthropic|fontTools|hypothesis|mcp|mypy|mypyc|numba|openai/resources|pip)/'
+uncompiled+='|/site-packages/(anthropic|fontTools|mcp|mypy|mypyc|numba|openai/resources|pip)/'
 uncompiled+='|/huggingface_hub/(cli|inference)/|/numpy/distutils/|/pygments/lexers/'
 uncompiled+='|/ray/(data|llm|rllib|serve|train|tune)/|/sympy/(combinatorics|physics|stats)/'
 uncompiled+='|/transformers/(exporters|pipelines)/|/vllm/benchmarks/'

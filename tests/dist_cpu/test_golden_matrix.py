@@ -140,12 +140,12 @@ NAMES = [(m, n) for m in MODELS for n in cases_of(m)]
 KEPT = {
     "dense": (
         "full recompute", "tp2", "pp2 head", "pp2 vpp2 embedding head", "cp2", "dp2",
-        "dp2 sharded overlap", "tp2 pp2", "pp2 cp2", "tp2 dp2 sharded overlap full",
+        "dp2 sharded overlap", "pp2 cp2", "tp2 dp2 sharded overlap full",
     ),
-    "moe": ("tp2 ep2", "dp2 ep2", "tp2 etp2", "cp2 ep2", "dp2 ep2 allgather"),
+    "moe": ("tp2 ep2", "tp2 etp2", "dp2 ep2 allgather"),
     "deepseek": (
-        "selective recompute", "tp2", "pp2 first1", "pp2 last1", "pp2 vpp2 full", "cp2 selective",
-        "dp2 etp2", "dp2 ep2 sharded", "tp2 ep2", "cp2 etp2", "tp4", "cp4", "pp4 embedding head",
+        "selective recompute", "pp2 first1", "pp2 last1", "pp2 vpp2 full", "cp2 selective",
+        "dp2 etp2", "dp2 ep2 sharded", "tp2 ep2", "cp2 etp2", "tp4", "pp4 embedding head",
         "dp4 ep2 etp2", "tp2 cp2 ep4", "tp2 pp2 vpp2 ep2", "tp2 dp2 ep2 sharded",
         "cp2 dp2 ep2",
     ),

@@ -14,7 +14,6 @@ import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import modeling_layers
 
 from mcore_rl.config.schema import Layout
 
@@ -142,4 +141,6 @@ def with_prediction_layer(path: Path) -> Any:
     main = transformers.AutoModelForCausalLM.from_pretrained(path)
     # It looks for the layer number of the published model.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
-    return modeling_layers.MtpModel.from_pretrained(main)
+    from transformers.modeling_layers import MtpModel
+
+    return MtpModel.from_pretrained(main)

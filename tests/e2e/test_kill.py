@@ -19,7 +19,7 @@ TRAINING = (
 )  # fmt: skip
 DISAGGREGATED = (
     *STEPS, "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1",
-    "actor.layout.dp=2", "actor.layout.ep=2",
+    "actor.layout.ep=1",
     "weight_sync.method=disaggregated", "algorithm.kl_coef=0.001",
     "algorithm.drop_uniform_groups=false",
 )  # fmt: skip
@@ -144,6 +144,7 @@ def test_a_job_that_is_ended_while_it_makes_its_task_leaves_no_half_of_it(start_
     assert not (job.output / "config.json").exists()
 
 
+@pytest.mark.nightly  # test_waits.py has one that dies, the next test how a job ends of it
 def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(
     start_job, own_model_and_data
 ):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+
+import ray
 
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.dispatch import register
 from mcore_rl.controller.pool import ray_session
 from mcore_rl.jobs import rl
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers import little
 
 
 class Worker:

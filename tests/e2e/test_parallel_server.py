@@ -29,6 +29,7 @@ import tiny_models
 from mcore_rl.rollout.protocol import Completion, TokenScores
 from tests.e2e import parallel_server, reference
 from tests.e2e.processes import command_line, listeners, session, shared_memory
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.server
 
@@ -137,7 +138,7 @@ def _check_completions(found: list[dict[str, Any]], model: Any) -> None:
         assert other.log_probs == pytest.approx(loaded.log_probs, abs=2e-6)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", nightly("spawn")])
 def test_killed_while_it_starts_it_takes_its_processes_along(paths, tmp_path, method):
     with _started(paths, tmp_path, method) as process:
         workers = 0

@@ -11,7 +11,6 @@ import asyncio
 import functools
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ import ranks
 import tiny_families
 import tiny_models
 
+from mcore_rl.cli.main import main
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RolloutConfig
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
@@ -57,6 +57,7 @@ PROMPTS = drawn_prompts(tiny_models.VOCAB, longest=34)
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
+Verify = Callable[..., tuple[int, str, str]]
 
 
 def swap_gate_and_up(tensors: Tensors, config: Config) -> None:
@@ -275,18 +276,29 @@ def test_a_fault_in_the_rules_is_caught_and_its_module_named(runs, other):
     assert first_different(run.differences(other), "float32") == "model.layers.0.mlp"
 
 
-def verify(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("mcore-rl"), "verify", "parity"]
-    return subprocess.run([*command, *map(str, options)], capture_output=True, text=True)
+@pytest.fixture
+def verify(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Verify:
+    """The command in this process, which has imported torch: exit status, output, errors."""
+
+    def run(*options: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["mcore-rl", "verify", "parity", *map(str, options)])
+        capfd.readouterr()
+        try:
+            status = main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        return status, *capfd.readouterr()
+
+    return run
 
 
-def test_the_command_passes_a_good_model(tmp_path):
+def test_the_command_passes_a_good_model(verify, tmp_path):
     path, prompts = saved("qwen3_moe", tmp_path), tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [5, 6, 7]}\n{"prompt_ids": [130]}\n')
     options = ("--model", path, "--layout", "tp=2,ep=2", "--against", "hf,vllm")
-    ended = verify(*options, "--prompts", prompts, "--json")
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads(ended.stdout)
+    status, printed, errors = verify(*options, "--prompts", prompts, "--json")
+    assert status == 0, errors
+    report = json.loads(printed)
     assert report["passed"] is True
     assert (report["tolerance"], report["dtype"]) == (1e-4, "float32")
     assert (report["layout"]["tp"], report["layout"]["ep"], report["layout"]["pp"]) == (2, 2, 1)
@@ -299,11 +311,12 @@ def test_the_command_passes_a_good_model(tmp_path):
         assert "first_differing_module" not in pair
 
 
-def test_the_command_names_the_module_of_a_fault(tmp_path):
+def test_the_command_names_the_module_of_a_fault(verify, tmp_path):
     fault = next(fault for fault in FAULTS if fault.plant is another_rotary_base)
     good = saved(fault.family, tmp_path)
     bad = faulty(fault, good, tmp_path)
-    ended = verify("--model", bad, "--reference", good, "--layout", "tp=1", "--against", "hf")
-    assert ended.returncode == 1, ended.stderr
-    assert "FAILED" in ended.stdout
-    assert f"the first module that differs is {fault.module} (" in ended.stdout
+    options = ("--reference", good, "--layout", "tp=1", "--against", "hf")
+    status, printed, errors = verify("--model", bad, *options)
+    assert status == 1, errors
+    assert "FAILED" in printed
+    assert f"the first module that differs is {fault.module} (" in printed

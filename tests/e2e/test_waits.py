@@ -166,7 +166,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     ],
     ids=["trainer raises", "trainer dies", "server raises", "server stops"],
 )
-def test_a_push_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
+def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
     pools: list[ResourcePool], version: int, told: str
 ):
     with (
@@ -175,23 +175,14 @@ def test_a_push_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
         group_of(Server, pools[1], "rollout") as servers,
     ):
         pid = (servers if version == 4 else actor).births[0].pid
-        limit = Limit(3 if version == 4 else 60, "weight_sync.timeout_s")
-        sync = FullExportSync(actor, servers, RolloutConfig(), WeightSyncConfig(), limit)
+        sides = actor, servers, RolloutConfig(), WeightSyncConfig()
+        sync = FullExportSync(*sides, Limit(60, "weight_sync.timeout_s"))
+        for good in (5, 6):
+            sync.push(good)
+        assert not actor.ended and not servers.ended
+        limit_s = 3 if version == 4 else 60
+        sync = FullExportSync(*sides, Limit(limit_s, "weight_sync.timeout_s"))
         with pytest.raises(WorkerError) as raised:
             sync.push(version)
         assert str(raised.value).startswith(told.replace("PID", str(pid)))
         assert (servers if told.startswith("rollout") else actor).ended
-
-
-def test_a_push_that_succeeds_leaves_both_sides_alone(pools: list[ResourcePool]):
-    with (
-        ResourcePool(1, {"CPU": 0.1}) as pool,
-        group_of(Trainer, pool, "actor") as actor,
-        group_of(Server, pools[1], "rollout") as servers,
-    ):
-        limit = Limit(60, "weight_sync.timeout_s")
-        sync = FullExportSync(actor, servers, RolloutConfig(), WeightSyncConfig(), limit)
-        for version in (5, 6):
-            sync.push(version)
-        assert not actor.ended
-        assert not servers.ended

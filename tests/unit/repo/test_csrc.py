@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import nightly
 from tests.pages import of_kind
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,13 +112,25 @@ except RuntimeError as error:
 
 @pytest.mark.job
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH")
-def test_kernels_compile_for_all_gpus_without_spills_and_load_without_any(tmp_path: Path) -> None:
-    result = build(ROOT, tmp_path, MCORE_RL_CUDA="1", NVCC_APPEND_FLAGS="-Xptxas -v")
+@pytest.mark.parametrize(
+    ("variables", "architectures"),
+    [
+        ({"MCORE_RL_ARCHITECTURES": "80 100"}, (80, 100)),
+        nightly(({}, (80, 89, 90, 100))),
+    ],
+    ids=["oldest and newest", "all"],
+)
+def test_kernels_compile_for_gpus_without_spills_and_load_without_any(
+    variables: dict[str, str], architectures: tuple[int, ...], tmp_path: Path
+) -> None:
+    flags = {"MCORE_RL_CUDA": "1", "NVCC_APPEND_FLAGS": "-Xptxas -v"}
+    result = build(ROOT, tmp_path, **flags, **variables)
     assert result.returncode == 0, result.stderr
-    for architecture in ("sm_80", "sm_89", "sm_90", "sm_100"):
-        assert result.stdout.count(f"for '{architecture}'") >= 9, result.stdout
+    for architecture in architectures:
+        assert result.stdout.count(f"for 'sm_{architecture}'") >= 9, result.stdout
     kernels = [found for found in KERNEL.findall(result.stdout) if "kernel" in found[0]]
-    assert len(kernels) == 4 * (3 + 2 + 4)  # copies and casts, quantisations, log-probs
+    # Copies and casts, quantisations, log-probs.
+    assert len(kernels) == len(architectures) * (3 + 2 + 4)
     assert {frame for _, frame, _ in kernels} == {"0"}
     assert {spills for _, _, spills in kernels} == {"0 bytes spill stores, 0 bytes spill loads"}
 

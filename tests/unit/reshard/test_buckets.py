@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.buckets import ALIGNMENT, Message, Round, Streams, boxes_of, schedule
-from tests.unit.reshard.test_planner import CASES, Case, held, numbered
+from tests.unit.reshard.test_planner import Case, held, numbered, triples
 
 # Of the small models here: rows are cut, messages are many, and some buckets hold a whole model.
 SIZES = (16, 48, 256, 1024, 1 << 20)
-SOME = CASES[::12]
+EVERY = 12  # of the cases: some
 
 
 def bucket_bytes_of(case: Case) -> int:
     """Smaller ones for fewer ranks only: their number is what takes time."""
-    rng = random.Random(CASES.index(case))
+    rng = random.Random(triples().index(case))
     worlds = len(case.devices.training) + len(case.devices.generation)
     return rng.choice(SIZES[1:] if worlds > 12 else SIZES)
 
@@ -35,7 +35,7 @@ def schedules(case: Case) -> dict[int, tuple[Round, ...]]:
 
 @pytest.fixture(scope="module")
 def scheduled() -> list[tuple[Case, dict[int, tuple[Round, ...]]]]:
-    return [(case, schedules(case)) for case in SOME]
+    return [(case, schedules(case)) for case in triples()[::EVERY]]
 
 
 def sends(rounds: tuple[Round, ...]) -> list[tuple[int, Message]]:
@@ -162,7 +162,7 @@ def test_a_loop_that_waits_as_long_as_it_can_comes_to_its_end(scheduled):
 
 def test_layers_and_the_experts_of_a_layer_come_in_one_piece_from_different_beginnings():
     first_layers, first_experts = set(), set()
-    for case in SOME[:15]:
+    for case in triples()[::EVERY][:15]:
         streams = Streams(case.plan, ALIGNMENT)  # which no two copies share
         for rank in range(len(case.devices.generation)):
             messages = sorted(streams.messages_into(rank), key=lambda message: message.bucket)
@@ -182,7 +182,7 @@ def test_layers_and_the_experts_of_a_layer_come_in_one_piece_from_different_begi
 
 def test_receivers_that_need_the_same_do_not_draw_on_one_sender_at_a_time():
     """Over three pipeline stages: more than one of them sends in nearly every round."""
-    case = next(c for c in CASES if c.layout.pp == 3 and c.generation.world_size >= 8)
+    case = next(c for c in triples() if c.layout.pp == 3 and c.generation.world_size >= 8)
     streams = Streams(case.plan, 256)
     by_bucket: dict[int, dict[int, int]] = {}
     for rank in range(case.generation.world_size):
@@ -213,4 +213,4 @@ def test_boxes_of_a_run_are_its_elements_in_order(sizes, data):
 @pytest.mark.parametrize("size", [0, 8, -16, 24])
 def test_a_bucket_that_nothing_fits_into_is_refused(size):
     with pytest.raises(ConfigError, match="multiples of 16"):
-        schedule(SOME[0].plan, 0, size)
+        schedule(triples()[0].plan, 0, size)

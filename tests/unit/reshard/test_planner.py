@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterable
@@ -119,13 +120,11 @@ def draw(rng: random.Random) -> Case | None:
     return Case(model, layout, generation, devices, sides)
 
 
+@functools.cache
 def triples() -> list[Case]:
     rng = random.Random(20)
     drawn = (draw(rng) for _ in itertools.count())
     return list(itertools.islice((case for case in drawn if case is not None), NUM_TRIPLES))
-
-
-CASES = triples()
 
 
 def numbered(weights: tuple[Weight, ...]) -> dict[str, np.ndarray]:
@@ -169,20 +168,21 @@ def elements(arrays: Iterable[np.ndarray], count: int) -> np.ndarray:
 
 
 def test_the_triples_cover_every_axis_and_both_modes():
-    assert len(CASES) >= 500
-    assert {case.model for case in CASES} == set(MODELS)
+    cases = triples()
+    assert len(cases) >= 500
+    assert {case.model for case in cases} == set(MODELS)
     for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp"):
-        assert sum(getattr(case.layout, axis) > 1 for case in CASES) > 20, axis
+        assert sum(getattr(case.layout, axis) > 1 for case in cases) > 20, axis
     for axis in ("tp", "pp", "dp", "ep"):
-        assert sum(getattr(case.generation, axis) > 1 for case in CASES) > 20, axis
-    assert sum(case.layout.first_stage_layers is not None for case in CASES) > 20
-    shared = [case for case in CASES if set(case.devices.training) & set(case.devices.generation)]
-    assert 100 < len(shared) < len(CASES) - 100
+        assert sum(getattr(case.generation, axis) > 1 for case in cases) > 20, axis
+    assert sum(case.layout.first_stage_layers is not None for case in cases) > 20
+    shared = [case for case in cases if set(case.devices.training) & set(case.devices.generation)]
+    assert 100 < len(shared) < len(cases) - 100
 
 
 @pytest.mark.parametrize("start", all_but((0, 280), range(0, NUM_TRIPLES, 40)))
 def test_a_plan_writes_each_element_once_and_receives_what_is_missing_and_no_more(start):
-    for case in CASES[start : start + 40]:
+    for case in triples()[start : start + 40]:
         (training, rules), (served, vllm_rules) = case.sides
         whole = numbered((*rules, *vllm_rules))
         sources, wanted = held(training, rules, whole), held(served, vllm_rules, whole)
@@ -225,7 +225,7 @@ def lower_bounds(case: Case, whole, sources, wanted) -> list[int]:
 
 @pytest.mark.parametrize("start", all_but((0,), range(0, NUM_TRIPLES, 140)))
 def test_what_a_rank_sends_is_what_others_receive_from_it_and_every_rank_plans_alike(start):
-    for case in CASES[start : start + 140]:
+    for case in triples()[start : start + 140]:
         plan = case.plan
         assert plan == case.planned()
         received = [c for r in range(len(case.devices.generation)) for c in plan.received_by(r)]
@@ -235,7 +235,7 @@ def test_what_a_rank_sends_is_what_others_receive_from_it_and_every_rank_plans_a
 
 
 def test_parameters_are_received_one_after_the_other():
-    for case in CASES[:60]:
+    for case in triples()[:60]:
         plan = case.plan
         for rank in range(len(case.devices.generation)):
             names = [copy.target.split("[")[0] for copy in plan.received_by(rank)]

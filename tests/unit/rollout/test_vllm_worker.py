@@ -1,27 +1,37 @@
 """What a server hands to vLLM, as vLLM's own config takes it."""
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import pickle
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout import vllm_worker
-from mcore_rl.rollout.vllm_worker import ServerName, lane_arguments
+
+if TYPE_CHECKING:  # importing vLLM takes seconds, and every worker of a test run collects this
+    from vllm.config import VllmConfig
+
+    from mcore_rl.rollout.vllm_worker import ServerName
 
 
 def config_of(name: ServerName) -> VllmConfig:
+    from vllm.config import VllmConfig
+
+    from mcore_rl.rollout.vllm_worker import lane_arguments
+
     arguments = lane_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
     return VllmConfig(additional_config=arguments["additional_config"])
 
 
 def test_servers_of_different_names_share_compiled_graphs(monkeypatch):
+    from vllm.config import VllmConfig
+
+    from mcore_rl.rollout.vllm_worker import ServerName
+
     monkeypatch.setattr("os.environ", {})  # lane_arguments sets those of a process of its own
     first, second = ServerName.new(), ServerName.new()
     assert first != second
@@ -30,6 +40,8 @@ def test_servers_of_different_names_share_compiled_graphs(monkeypatch):
 
 
 def test_the_name_travels_in_the_config(monkeypatch):
+    from mcore_rl.rollout.vllm_worker import ServerName
+
     monkeypatch.setattr("os.environ", {})
     name = ServerName.new()
     copy = pickle.loads(pickle.dumps(config_of(name))).additional_config
@@ -38,19 +50,27 @@ def test_the_name_travels_in_the_config(monkeypatch):
 
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_the_arguments_of_a_lane_are_vllms(monkeypatch, is_cpu):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from mcore_rl.rollout import vllm_worker
+
     monkeypatch.setattr("os.environ", {})
     monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: is_cpu)
-    given = lane_arguments(RolloutConfig(), ServerName.new(), max_model_tokens=64, eager=False)
+    given = vllm_worker.lane_arguments(
+        RolloutConfig(), vllm_worker.ServerName.new(), max_model_tokens=64, eager=False
+    )
     assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
     assert given["enforce_eager"] is is_cpu
 
 
 def test_a_single_worker_has_a_thread_on_each_of_its_cores(monkeypatch):
+    from mcore_rl.rollout import vllm_worker
+
     monkeypatch.setattr("os.environ", dict(os.environ))
     cores = sorted(os.sched_getaffinity(0))[:2]
     config = RolloutConfig(cores=",".join(map(str, cores)))
-    name = ServerName.new()
-    lane_arguments(config, name, max_model_tokens=64, eager=False)
+    name = vllm_worker.ServerName.new()
+    vllm_worker.lane_arguments(config, name, max_model_tokens=64, eager=False)
     here, there = multiprocessing.Pipe()
     with vllm_worker.owned_processes(name):
         process = multiprocessing.get_context("fork").Process(target=_tell_place, args=(there,))
@@ -61,4 +81,6 @@ def test_a_single_worker_has_a_thread_on_each_of_its_cores(monkeypatch):
 
 
 def _tell_place(pipe: Any) -> None:
+    import torch
+
     pipe.send((sorted(os.sched_getaffinity(0)), torch.get_num_threads()))

@@ -10,6 +10,7 @@ import pytest
 from mcore_rl.cli import main as cli
 from mcore_rl.cli.bench import main
 from mcore_rl.config.errors import ConfigError
+from tests.nightly import nightly
 from tests.pages import of_kind
 
 
@@ -31,10 +32,18 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(arguments, message):
         main(["reshard", *arguments])
 
 
-def test_a_small_run_reports_every_candidate(monkeypatch, capsys):
+TWO_RANKS = ["--train", "pp=2", "--generate", "tp=2,ep=2", "--target", "tp=2,ep=2"]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "num_ranks", "share"),  # of what a gather receives: the most for an exchange
+    [(TWO_RANKS, 2, 0.55), nightly(([], 4, 0.25))],
+    ids=["two ranks", "four ranks"],
+)
+def test_a_small_run_reports_every_candidate(monkeypatch, capsys, layouts, num_ranks, share):
     """The command of the page, with less to move."""
     [command] = of_kind("bench")
-    smaller = ["--layers", "2", "--repetitions", "1", "--bucket-mib", "1"]
+    smaller = ["--layers", "2", "--repetitions", "1", "--bucket-mib", "1", *layouts]
     monkeypatch.setattr(sys, "argv", [*command.text.split(), *smaller])
     assert cli.main() == 0
     report = json.loads(capsys.readouterr().out)
@@ -51,9 +60,11 @@ def test_a_small_run_reports_every_candidate(monkeypatch, capsys):
         assert planned <= report[case]["exchange"]["network_bytes"] < 1.02 * planned
     into_vllm, model_bytes = report["into_vllm"], report["model_bytes"]
     for name in ("gather", "gather_bucketed"):
-        # Each of four ranks has a quarter, and the norms of its layers.
-        assert 2.99 * model_bytes < into_vllm[name]["network_bytes"] < 3.05 * model_bytes
-    assert 0 < into_vllm["exchange"]["network_bytes"] < into_vllm["gather"]["network_bytes"] / 4
+        # Each rank has its part of the whole, and the norms of its layers.
+        gathered = (num_ranks - 1) * model_bytes
+        assert 0.995 * gathered < into_vllm[name]["network_bytes"] < 1.02 * gathered
+    exchanged = into_vllm["exchange"]["network_bytes"]
+    assert 0 < exchanged < share * into_vllm["gather"]["network_bytes"]
     assert report["into_megatron"]["megatron"]["network_bytes"] > 0
     for name, ratio in (("gather", "gather"), ("gather_bucketed", "bucketed_gather")):
         times = into_vllm[name]["median_s"] / into_vllm["exchange"]["median_s"]
