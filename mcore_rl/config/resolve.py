@@ -96,6 +96,7 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
     Raises:
         ConfigError: the lane cannot do what is asked for.
     """
+    config = replace(config, placement=placement_of(config))
     is_shared = takes_turns(config.placement, "actor", "rollout")
     if device == "cuda" and config.weight_sync.method == "colocated" and not is_shared:
         raise ConfigError(
@@ -140,6 +141,14 @@ def takes_turns(placement: PlacementConfig, role: str, *others: str) -> bool:
     return len(pools) == 1 and OWN_POOL not in pools
 
 
+def placement_of(config: RLConfig) -> PlacementConfig:
+    """With all decided that the settings decide."""
+    if config.placement.rollout != "auto":
+        return config.placement
+    is_elsewhere = config.weight_sync.method == "disaggregated"
+    return replace(config.placement, rollout=OWN_POOL if is_elsewhere else "shared")
+
+
 def _resolve_placement(config: RLConfig) -> None:
     for role, pool in asdict(config.placement).items():
         if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", pool):
@@ -147,7 +156,7 @@ def _resolve_placement(config: RLConfig) -> None:
                 f"placement.{role}={pool!r}; allowed: 'shared', 'own', or the name of a pool, of "
                 "letters, digits and '_'"
             )
-    is_shared = takes_turns(config.placement, "actor", "rollout")
+    is_shared = takes_turns(placement_of(config), "actor", "rollout")
     if is_shared and config.weight_sync.method == "disaggregated":
         raise ConfigError(
             f"placement.rollout={config.placement.rollout!r}: the servers are on the actor's "

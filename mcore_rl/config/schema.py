@@ -253,7 +253,8 @@ class PlacementConfig:
 
     actor: str = "shared"  # the trainer
     reference: str = "shared"  # the frozen model of the KL, where there is one
-    rollout: str = "shared"  # the generation servers
+    # The generation servers. "auto": "own" with weight_sync.method="disaggregated", else "shared".
+    rollout: str = "auto"
 
 
 @dataclass

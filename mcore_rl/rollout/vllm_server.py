@@ -105,13 +105,12 @@ class VLLMServer:
             await self._start()
 
     async def _start(self) -> None:
-        os.environ |= _QUIET
-        with long_lived():
-            from vllm.config import WeightTransferConfig
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
+        self.prepare()
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-            from mcore_rl.rollout import vllm_worker
+        from mcore_rl.rollout import vllm_worker
 
         self._name = name = vllm_worker.ServerName.new()
         arguments = AsyncEngineArgs(
@@ -186,8 +185,8 @@ class VLLMServer:
                     )
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self._running:
-            await self._serving.abort(self._running[request_id], internal=False)
+        if own := self._running.get(request_id):
+            await self._serving.abort(own)
 
     async def score(self, token_ids: list[int]) -> TokenScores:
         """Scores of all tokens but the first, from a prefill of them.
@@ -324,9 +323,9 @@ class VLLMServer:
             if is_awake:
                 await engine.pause_generation(mode="wait")
             yield
+            if is_awake and not await engine.reset_prefix_cache():
+                raise RuntimeError(f"version {version}: the prefix cache is still in use")
             if is_awake:
-                if not await engine.reset_prefix_cache():
-                    raise RuntimeError(f"version {version}: the prefix cache is still in use")
                 await engine.resume_generation()
             await engine.update_weight_version(str(version))
             self._version = version
@@ -355,8 +354,8 @@ class VLLMServer:
         errors = await self._serving.collective_rpc("attempt", args=(method, arguments))
         if any(errors):
             reasons = "; ".join(f"worker {i}: {e[0]}" for i, e in enumerate(errors) if e)
-            kind = PeerError if all(e[1] for e in errors if e) else RuntimeError
-            raise kind(f"{what} failed: {reasons}")
+            is_peers = all(e[1] for e in errors if e)
+            raise (PeerError if is_peers else RuntimeError)(f"{what} failed: {reasons}")
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None

@@ -150,11 +150,11 @@ BAD_SETTINGS = {
     ),
     "transport": (
         {"weight_sync.transport": "carrier_pigeon"},
-        ["weight_sync.transport='carrier_pigeon'", "'process_group', 'nixl', 'disk'"],
+        ["weight_sync.transport='carrier_pigeon'", "'process_group', 'nixl'"],
     ),
     "transport of another method": (
-        {"weight_sync.transport": "disk"},
-        ["weight_sync.transport='disk'", "weight_sync.method='disaggregated'"],
+        {"weight_sync.transport": "nixl"},
+        ["weight_sync.transport='nixl'", "weight_sync.method='disaggregated'"],
     ),
     "layout of the warm start": (
         WARM_START | {"warm_start.layout.tp": "4"},

@@ -13,6 +13,7 @@ from mcore_rl.cli.compose import as_recipe, compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
+from mcore_rl.jobs.placement import num_devices, pool_plans
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
@@ -155,14 +156,13 @@ def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text)
     assert compose_config(RLConfig, [recipe(tmp_path, as_recipe(config))]) == config
 
 
-def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_group():
+def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_role():
     config = compose_config(RLConfig, ["recipe=quickstart_one_gpu", "output_dir=/x"])
     resolve(config)
     found = for_lane(config, "cuda")
     assert found.actor.layout == found.warm_start.layout == Layout()
     assert found.model.dtype == "bfloat16" and found.task.name == "last_digit"
-    with pytest.raises(ConfigError, match=r"one_device=true"):
-        for_lane(compose_config(RLConfig, ["recipe=quickstart"]), "cuda")
+    assert num_devices(pool_plans(found)) == 1
 
 
 def test_settings_of_a_function_are_given_one_by_one_or_as_a_mapping(tmp_path):

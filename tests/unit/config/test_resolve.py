@@ -13,7 +13,7 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import MAX_SEED, for_lane, resolve, resolve_rollout_model
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
+from mcore_rl.config.schema import Layout, OptimizerConfig, PlacementConfig, RLConfig, RolloutConfig
 
 
 def config(**changes):
@@ -52,11 +52,24 @@ def test_the_lane_decides_the_dtype_and_the_dtype_the_gaps(device, asked, dtype,
     assert for_lane(given, device).trainer == expected
 
 
-def test_on_gpus_a_server_is_not_colocated_unless_all_share_one():
-    with pytest.raises(ConfigError, match=r"weight_sync.method='colocated': .* one_device=true"):
-        for_lane(config(), "cuda")
-    for_lane(config(), "cpu")
-    for_lane(config(one_device=True), "cuda")
+def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
+    apart = config(placement__rollout="own")
+    with pytest.raises(
+        ConfigError, match=r"colocated': .*\(placement.actor='shared', placement.ro"
+    ):
+        for_lane(apart, "cuda")
+    for_lane(apart, "cpu")
+    for_lane(config(), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("method", "pool"),
+    [("colocated", "shared"), ("full_export", "shared"), ("disaggregated", "own")],
+)
+def test_where_the_servers_are_follows_from_how_they_get_weights(method, pool):
+    given = config(weight_sync__method=method)
+    resolve(given)
+    assert for_lane(given, "cpu").placement == PlacementConfig(rollout=pool)
 
 
 WSD = OptimizerConfig(schedule="wsd", warmup_steps=3, wsd_decay_steps=4)
@@ -88,8 +101,11 @@ BAD = [
     ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
     ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
     ({"task__worked_share": 1.5}, "task.worked_share=1.5; allowed: 0 to 1"),
-    ({"one_device": True, "actor__layout": Layout(dp=2)}, "one_device=true: actor.layout has 2 r"),
-    ({"one_device": True, "rollout__tp": 2, "weight_sync__method": "full_export"}, "one_device=tr"),
+    ({"placement__actor": "2 GPUs"}, "placement.actor='2 GPUs'; allowed: 'shared', 'own', or the"),
+    (
+        {"placement__rollout": "shared", "weight_sync__method": "disaggregated"},
+        "placement.rollout='shared': the servers are on the actor's devices",
+    ),
     ({"actor__modules": "apex"}, "actor.modules='apex'; allowed: 'auto', 'te', 'torch'"),
     (
         {"rollout__cores": "0|1"},

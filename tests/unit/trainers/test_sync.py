@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.schema import RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.sync import SyncTrainer
+from mcore_rl.workers.turns import Turns
 
 
 class Model:
@@ -17,6 +19,10 @@ class Model:
         self.log_prob = log_prob
         self.temperatures: list[float] = []
         self.updates: list[Batch] = []
+        self.places: list[str] = []
+
+    def to(self, place, **parts):
+        self.places.append(place)
 
     def compute_log_probs(self, batch, *, temperature):
         self.temperatures.append(temperature)
@@ -38,6 +44,12 @@ class Servers:
 
     def generate(self, prompts, n):
         return self.batch
+
+    def sleep(self):
+        assert self.versions == []
+
+    def wake(self, tag):
+        assert (tag == "kv_cache") == bool(self.versions)
 
     def push(self, version):
         self.versions.append(version)
@@ -71,10 +83,13 @@ def one_step():
     config.algorithm.kl_coef = 0.1
     config.algorithm.loss_aggregation = "sequence_mean_token_sum"
     actor, reference, servers = Model(-1.0625), Model(-3.5), Servers(answered())
-    trained = SyncTrainer(config, actor, reference, servers, servers)
+    turns = Turns(placement_of(config), actor, reference, servers, servers)
+    trained = SyncTrainer(config, turns, servers)
     trained.train(iter([None]), lambda step, metrics: None)
     assert servers.versions == [1]
     [update] = actor.updates
+    assert reference.places == ["device", "host"]
+    assert actor.places == ["device", "host", "host"]
     return actor, reference, update
 
 

@@ -27,7 +27,7 @@ class Generator:
     def __init__(self):
         self.asked: list[SamplingParams] = []
 
-    async def generate(self, prompt_ids, sampling):
+    async def submit(self, prompt_ids, sampling):
         self.asked.append(sampling)
         return [Completion([1], [-1.0], "length", [0])] * sampling.n
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import RLConfig, TimeoutsConfig, WeightSyncConfig
-from mcore_rl.controller.pending import Limit
+from mcore_rl.config.schema import RLConfig, TimeoutsConfig
+from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.workers import weight_sync
-
-MODEL = {"num_hidden_layers": 1}
 
 
 class Side:
@@ -34,42 +31,65 @@ class Side:
         return ask
 
 
-@pytest.mark.parametrize(
-    ("method", "opens", "calls"),
-    [
-        ("full_export", "open_weight_stream", ("send_weights", "update_weights")),
-        ("colocated", "open_shard_route", ("send_shards", "receive_shards")),
-        ("disaggregated", "open_checkpoint_engine", ("send_checkpoint", "receive_checkpoint")),
-    ],
-)
-def test_both_sides_of_a_push_are_waited_for_as_long_as_the_setting_says(
-    monkeypatch, tmp_path, method, opens, calls
-):
-    config = RLConfig(output_dir=str(tmp_path), timeouts=TimeoutsConfig(start_s=500, call_s=400))
-    config.weight_sync.method, config.weight_sync.timeout_s = method, 300
-    waits: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(weight_sync, "gathered", lambda *wait: waits.append(wait))
-    worker = SimpleNamespace(site="memory")
-    monkeypatch.setattr(weight_sync, "_announced", lambda *_: [worker])
-    monkeypatch.setattr(weight_sync, "by_generation_rank", lambda endpoints: endpoints)
-    answers = {
-        "open_weight_stream": "endpoint",
-        "open_shard_route": ["endpoint"],
-        "open_checkpoint_engine": ("endpoint", "plan"),
-        "site": [("memory", "host")],
-    }
-    actor, servers = Side("actor", **answers), Side("servers")
-    sync = weight_sync.connect(config, MODEL, actor, servers)
-    limit = Limit(300, "weight_sync.timeout_s")
-    joins = [("actor", "join_checkpoint_engine"), ("servers", "join_checkpoint_engine")]
-    assert waits == ([(joins, limit)] if method == "disaggregated" else [])
+@pytest.fixture
+def waits(monkeypatch) -> list[tuple[Any, ...]]:
+    """What is waited for, and for how long; exports have written all."""
+    found: list[tuple[Any, ...]] = []
+
+    def gathered(*wait: Any) -> list[Any]:
+        found.append(wait)
+        return [["", ""]]
+
+    monkeypatch.setattr(weight_sync, "gathered", gathered)
+    return found
+
+
+def config(tmp_path, method: str) -> RLConfig:
+    made = RLConfig(output_dir=str(tmp_path), timeouts=TimeoutsConfig(start_s=500, call_s=400))
+    made.weight_sync.method, made.weight_sync.timeout_s = method, 300
+    return made
+
+
+LIMIT = Limit(300, "weight_sync.timeout_s")
+
+
+@pytest.mark.parametrize("method", ["colocated", "disaggregated"])
+def test_both_sides_are_waited_for_as_long_as_the_setting_says(waits, tmp_path, method):
+    given = config(tmp_path, method)
+    actor, servers = Side("actor", open_weights=("endpoint", "spec")), Side("servers")
+    sync = weight_sync.connect(given, actor, servers, num_bytes=9)
+    joins = [("actor", "connect_weights"), ("servers", "connect_weights")]
+    assert waits == [(joins, LIMIT)]
+    assert (
+        actor.asked["connect_weights"] == servers.asked["connect_weights"] == ("endpoint", "spec")
+    )
     waits.clear()
     sync.push(7)
-    assert waits == [([("actor", calls[0]), ("servers", calls[1])], limit)]
-    assert actor.asked[calls[0]][-1] == servers.asked[calls[1]][-1] == 7
-    [inner] = [
-        getattr(value, "timeout_s", value)
-        for value in actor.asked[opens]
-        if isinstance(value, (float, WeightSyncConfig))
-    ]
-    assert inner == config.inner_timeout_s == 560  # the driver, who sees all, is to tell
+    assert waits == [([("actor", "send_weights"), ("servers", "receive_weights")], LIMIT)]
+    assert actor.asked["send_weights"] == servers.asked["receive_weights"] == (7,)
+    _, settings = actor.asked["open_weights"]
+    assert (
+        settings.timeout_s == given.inner_timeout_s == 560
+    )  # the driver, who sees all, is to tell
+
+
+def test_a_checkpoint_is_written_then_loaded_and_gone(waits, tmp_path):
+    given = config(tmp_path, "full_export")
+    actor, servers = Side("actor"), Side("servers")
+    sync = weight_sync.connect(given, actor, servers, num_bytes=9)
+    folder = tmp_path / ".weights.partial"
+    folder.mkdir()
+    sync.push(7)
+    assert waits == [([("actor", "export")], LIMIT), ([("servers", "load_checkpoint")], LIMIT)]
+    assert actor.asked["export"] == (str(folder), 9)
+    assert servers.asked["load_checkpoint"] == (str(folder), 7)
+    assert not folder.exists()
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(weight_sync, "gathered", lambda *_: [["No space left", ""]])
+    servers = Side("servers")
+    sync = weight_sync.connect(config(tmp_path, "full_export"), Side("actor"), servers, num_bytes=9)
+    with pytest.raises(WorkerError, match="method='full_export': No space left"):
+        sync.push(7)
+    assert servers.asked == {}

@@ -1,0 +1,123 @@
+"""vLLM's own server, started by hand and not by our worker classes, is fed by our trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import shards
+import tiny_families
+
+from mcore_rl.parallel.rendezvous import RendezvousServer
+from mcore_rl.weight_sync.transport import WeightUpdate, connect
+from tests.e2e import served
+
+pytestmark = pytest.mark.server
+
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[served.Model]:
+    config, folder = tiny_families.served_config("qwen3_moe"), tmp_path_factory.mktemp("models")
+    return [served.Model(folder / str(seed), config, seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def ask(models: list[served.Model], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """ask(path, **fields) of vLLM's HTTP server with our backend."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    log = tmp_path_factory.mktemp("plain") / "log"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", models[0].path,
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20), "--enforce-eager",
+        "--weight-transfer-config", '{"backend": "mcore_rl"}',
+    ]  # fmt: skip
+    environ = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+    def asked(path: str, **fields: Any) -> dict[str, Any]:
+        url, headers = f"http://127.0.0.1:{port}{path}", {"Content-Type": "application/json"}
+        data = json.dumps(fields).encode() if path != "/weight_info" else None
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            found: dict[str, Any] = json.loads(answer.read() or b"{}")
+            return found
+
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, env=environ, stdout=file, stderr=file) as process,
+    ):
+        try:
+            _wait_until_it_serves(process, asked, log)
+            yield asked
+        finally:
+            process.kill()
+
+
+def _wait_until_it_serves(process: subprocess.Popen[bytes], ask: Any, log: Path) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            ask("/weight_info")
+            return
+        except OSError:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.2)
+
+
+def test_it_takes_versions_through_our_engine_and_answers_with_them(ask, models):
+    trainer = shards.Trainer([Path(model.path) for model in models])
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer.rendezvous = RendezvousServer("127.0.0.1")
+    endpoint, spec = trainer.rendezvous.endpoint, trainer.spec()
+    info = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": 0}
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(connect, spec, endpoint, trainer.config, 0, torch.device("cpu"))
+        ask("/init_weight_transfer_engine", init_info=info)
+        transport = joining.result(WAIT_S)
+        for number, version in ((1, 5), (0, 6), (1, 7)):
+            ask("/pause?mode=wait")
+            ask("/start_weight_update")
+            sending = thread.submit(transport.send, trainer.weights[number], WeightUpdate(version))
+            ask("/update_weights", update_info={"version": version})
+            sending.result(WAIT_S)
+            ask("/finish_weight_update", weight_version=str(version))
+            ask("/resume")
+            assert ask("/weight_info") == {"weight_version": str(version)}
+            _check_answer(ask, models, number)
+
+
+def _check_answer(ask: Any, models: list[served.Model], number: int) -> None:
+    asked = {"prompt": served.PROMPT, "max_tokens": 12, "logprobs": 1, "temperature": 0.0}
+    answer = ask("/v1/completions", model=models[0].path, return_token_ids=True, **asked)
+    [choice] = answer["choices"]
+    ids, found = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    right, wrong = (models[n].log_probs(served.PROMPT, ids) for n in (number, 1 - number))
+    assert found == pytest.approx(right, abs=1e-4)
+    assert found != pytest.approx(wrong, abs=1e-2)

@@ -1,0 +1,60 @@
+"""Pools of devices from what `placement` says."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.config.schema import Layout, LoRAConfig, RLConfig
+from mcore_rl.jobs.placement import PoolPlan, num_devices, pool_plans
+
+
+def config(**placement: str) -> RLConfig:
+    """An actor of four ranks with a reference, warm-started on two, and two servers of two."""
+    made = RLConfig()
+    made.actor.layout, made.warm_start.layout = Layout(tp=2, dp=2), Layout(dp=2)
+    made.warm_start.num_steps, made.algorithm.kl_coef = 1, 0.1
+    made.rollout.num_servers = made.rollout.tp = 2
+    for role, pool in ({"rollout": "shared"} | placement).items():
+        setattr(made.placement, role, pool)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("placement", "plans"),
+    [
+        ({}, {"shared pool": PoolPlan(("actor", "reference", "rollout"), 4)}),
+        (
+            {"actor": "own", "reference": "own", "rollout": "own"},
+            {
+                "actor": PoolPlan(("actor",), 4),
+                "reference": PoolPlan(("reference",), 4),
+                "rollout": PoolPlan(("rollout",), 2, devices_per_bundle=2),
+            },
+        ),
+        (
+            {"actor": "training", "reference": "training", "rollout": "servers"},
+            {
+                "training pool": PoolPlan(("actor", "reference"), 4),
+                "servers pool": PoolPlan(("rollout",), 2, devices_per_bundle=2),
+            },
+        ),
+    ],
+)
+def test_roles_of_a_pool_have_one_of_the_size_of_the_largest(placement, plans):
+    found = pool_plans(config(**placement))
+    assert found == plans
+    assert num_devices(found) == 4 * len(plans)
+
+
+def test_a_pool_is_as_large_as_what_is_on_it_at_any_time():
+    more_servers, wide_start = config(), config()
+    more_servers.rollout.num_servers = 4
+    assert num_devices(pool_plans(more_servers)) == 8
+    wide_start.warm_start.layout = Layout(dp=6)
+    assert num_devices(pool_plans(wide_start)) == 6
+
+
+def test_a_lora_actor_needs_no_devices_for_its_reference():
+    adapted = config(reference="own")
+    adapted.actor.lora = LoRAConfig(rank=4)
+    assert pool_plans(adapted) == {"shared pool": PoolPlan(("actor", "rollout"), 4)}

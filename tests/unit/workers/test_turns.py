@@ -1,0 +1,107 @@
+"""The order in which roles that share devices take turns in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import PlacementConfig
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.workers.turns import Turns
+
+OFF = "reference to host"
+
+
+class Group:
+    """Says what it is asked to `told`."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def to(self, place: str, *, model: bool = True) -> None:
+        self.told.append(f"{self.name} to {place}" + " but for the model" * (not model))
+
+    def sleep(self) -> None:
+        self.told.append("sleep")
+
+    def wake(self, tag: str) -> None:
+        self.told.append(f"wake {tag}")
+
+    def push(self, version: int) -> None:
+        self.told.append(f"push {version}")
+
+    def _scored(self, batch: Batch, *, temperature: float) -> Batch:
+        self.told.append(f"{self.name} scores at {temperature}")
+        return batch.with_columns(log_probs=batch.jagged("response_ids"))
+
+    compute_log_probs = compute_reference_log_probs = _scored
+
+
+def a_step(has_reference: bool, **placement: str) -> list[str]:
+    """What is asked of whom in a step."""
+    told: list[str] = []
+    actor, reference = Group("actor", told), Group("reference", told)
+    servers: Any = Group("servers", told)
+    chosen = PlacementConfig(**{"rollout": "shared"} | placement)
+    turns = Turns(chosen, actor, reference if has_reference else None, servers, servers)
+    ids = Jagged.of([[1, 2]], np.int64)
+    turns.stop_serving()
+    batch = turns.with_reference_log_probs(Batch({"prompt_ids": ids, "response_ids": ids}), 0.5)
+    assert batch.jagged("reference_log_probs").values.tolist() == [1, 2]
+    turns.begin_training()
+    told.append("update")
+    turns.serve(4)
+    return told
+
+
+SCORES = "reference scores at 0.5"
+
+
+@pytest.mark.parametrize(
+    ("placement", "order"),
+    [
+        (
+            {},
+            [
+                "sleep", "reference to device", SCORES, OFF, "actor to device", "update",
+                "actor to host but for the model", "wake weights", "push 4", "actor to host",
+                "wake kv_cache",
+            ],
+        ),
+        ({"actor": "own", "reference": "own", "rollout": "own"}, [SCORES, "update", "push 4"]),
+        (
+            {"rollout": "own"},
+            [
+                "reference to device", SCORES, OFF, "actor to device", "update",
+                "actor to host but for the model", "push 4", "actor to host",
+            ],
+        ),
+        (
+            {"actor": "own"},
+            [
+                "sleep", "reference to device", SCORES, OFF, "update", "wake weights", "push 4",
+                "wake kv_cache",
+            ],
+        ),
+        (
+            {"actor": "a", "reference": "own", "rollout": "a"},
+            [
+                "sleep", SCORES, "actor to device", "update", "actor to host but for the model",
+                "wake weights", "push 4", "actor to host", "wake kv_cache",
+            ],
+        ),
+    ],
+    ids=["one pool", "pools of their own", "servers apart", "actor apart", "reference apart"],
+)  # fmt: skip
+def test_each_role_is_on_its_devices_in_its_turn_alone(placement, order):
+    assert a_step(has_reference=True, **placement) == order
+
+
+def test_an_actor_that_is_its_own_reference_scores_when_it_is_there():
+    assert a_step(has_reference=False)[:5] == [
+        "sleep", "actor to device", "actor scores at 0.5", "actor to device", "update",
+    ]  # fmt: skip
+    own = {"actor": "own", "rollout": "own"}
+    assert a_step(has_reference=False, **own) == ["actor scores at 0.5", "update", "push 4"]
