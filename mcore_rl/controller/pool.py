@@ -251,10 +251,12 @@ class ResourcePool:
 
     def gpu_ids(self, share: float, timeout_s: float) -> list[str]:
         """Of each bundle, its GPU as CUDA_VISIBLE_DEVICES names it; `share` of it must be free."""
-        ask = ray.remote(_gpu_ids).options(**self.actor_options(share))
+        ask, options = ray.remote(_gpu_ids), self.actor_options(share)
         on = functools.partial(PlacementGroupSchedulingStrategy, self.placement_group)
         found = [
-            ask.options(scheduling_strategy=on(placement_group_bundle_index=index)).remote()
+            ask.options(
+                **options, scheduling_strategy=on(placement_group_bundle_index=index)
+            ).remote()
             for index in range(self.num_ranks)
         ]
         return [",".join(ids) for ids in ray.get(found, timeout=timeout_s)]

@@ -188,11 +188,21 @@ def test_two_groups_share_a_pool_and_a_third_is_refused(pool: ResourcePool):
             WorkerGroup(Worker, pool=shared, share=0.5, name="third", **settings)
 
 
-def test_unknown_methods_and_unequal_pools_are_refused(group: WorkerGroup, pool: ResourcePool):
+def test_unknown_methods_and_pools_that_are_too_small_are_refused(
+    group: WorkerGroup, pool: ResourcePool
+):
     with pytest.raises(AttributeError, match="no registered method 'trian'"):
         group.trian()
-    with pytest.raises(ConfigError, match="has 2 ranks and the pool 4 bundles"):
-        WorkerGroup(Worker, layout=Layout(dp=2), pool=pool, timeouts=TIMEOUTS)
+    for layout, num_bundles in ((Layout(dp=5), 1), (Layout(dp=2), 3)):
+        with pytest.raises(ConfigError, match=r"needs [56] bundles; its pool has 4"):
+            WorkerGroup(
+                Worker,
+                layout=layout,
+                pool=pool,
+                timeouts=TIMEOUTS,
+                share=0.5,
+                bundles_per_rank=num_bundles,
+            )
 
 
 def test_a_pool_that_does_not_fit_says_what_was_asked_and_what_there_is(pool: ResourcePool):

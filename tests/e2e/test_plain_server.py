@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -70,13 +71,15 @@ def ask(models: list[served.Model], tmp_path_factory: pytest.TempPathFactory) ->
 
     with (
         log.open("w") as file,
-        subprocess.Popen(command, env=environ, stdout=file, stderr=file) as process,
+        subprocess.Popen(
+            command, env=environ, stdout=file, stderr=file, start_new_session=True
+        ) as process,
     ):
         try:
             _wait_until_it_serves(process, asked, log)
             yield asked
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # its engine does not notice by itself
 
 
 def _wait_until_it_serves(process: subprocess.Popen[bytes], ask: Any, log: Path) -> None:
