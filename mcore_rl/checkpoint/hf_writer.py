@@ -129,6 +129,7 @@ def write_shard(
     with writing_shard(folder, shard) as writer:
         for name, tensor in tensors:
             writer.write(name, tensor)
+            del tensor  # before the next one is made
 
 
 @contextmanager

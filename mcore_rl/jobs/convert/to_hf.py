@@ -19,7 +19,7 @@ from mcore_rl.checkpoint.hf_writer import (
     copy_companions,
     plan_shards,
     write_index,
-    writing_shard,
+    write_shard,
 )
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.checks import one_of
@@ -139,13 +139,9 @@ class HFUnit:
             kept["reader"] = DistReader(self.checkpoint)
         buffer = kept.setdefault("buffer", Buffer())
         held = MegatronTensors(kept["reader"], self.parameters, buffer)
-        with writing_shard(folder, self.shard) as writer:
-            for name, tensor in self._read(held):
-                writer.write(name, tensor)
-                wrote(tensor.nbytes)
-                del tensor  # before the next one is made
+        write_shard(folder, self.shard, self._read(held, wrote))
 
-    def _read(self, held: MegatronTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self, held: MegatronTensors, wrote: Wrote) -> Iterator[tuple[str, torch.Tensor]]:
         others: CheckpointReader | None = None
         quantized: dict[str, torch.Tensor] = {}  # the last, by name: a weight and its scales
         for name in self.names:
@@ -159,12 +155,14 @@ class HFUnit:
                 if base == name and dtype != fp8.QUANTIZED:
                     tensor = tensor.to(dtype)
                     yield name, tensor
+                    wrote(tensor.nbytes)
                     del tensor  # before the next one is made
                     continue
                 pair = fp8.quantize_blocks(tensor, base)
                 del tensor
                 quantized = dict(zip((base, base + fp8.SCALE_SUFFIX), pair, strict=True))
             yield name, quantized[name]
+            wrote(quantized[name].nbytes)
 
 
 def _unit(folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan]) -> HFUnit:
