@@ -143,8 +143,8 @@ class CheckpointReader:
                 )
             if self.dtype(name) not in _WEIGHT_DTYPES:
                 raise ConfigError(
-                    f"checkpoint {self.path}: tensor {name} has dtype {_short(self.dtype(name))}; "
-                    f"allowed: {', '.join(map(_short, _WEIGHT_DTYPES))}, or float8_e4m3fn with "
+                    f"checkpoint {self.path}: tensor {name} has dtype {short(self.dtype(name))}; "
+                    f"allowed: {', '.join(map(short, _WEIGHT_DTYPES))}, or float8_e4m3fn with "
                     f"scales of blocks"
                 )
 
@@ -164,7 +164,7 @@ class CheckpointReader:
         Raises:
             ConfigError: one without the other, or scales that do not fit.
         """
-        where, float8 = f"checkpoint {self.path}", _short(fp8.QUANTIZED)
+        where, float8 = f"checkpoint {self.path}", short(fp8.QUANTIZED)
         scaled = {n for n in self._file_of if self._entry(n).dtype == fp8.QUANTIZED}
         for name in self._file_of:
             base = name.removesuffix(fp8.SCALE_SUFFIX)
@@ -185,8 +185,8 @@ class CheckpointReader:
             found, wanted = self._entry(scale), fp8.scale_shape(shape)
             if found.shape != wanted or found.dtype not in fp8.SCALE_DTYPES:
                 raise ConfigError(
-                    f"{where}: {scale} is {_short(found.dtype)} of shape {found.shape}; allowed "
-                    f"for {name}: {' or '.join(map(_short, fp8.SCALE_DTYPES))} of shape {wanted}, "
+                    f"{where}: {scale} is {short(found.dtype)} of shape {found.shape}; allowed "
+                    f"for {name}: {' or '.join(map(short, fp8.SCALE_DTYPES))} of shape {wanted}, "
                     f"one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
                 )
         return frozenset(scaled)
@@ -231,5 +231,9 @@ def _located(path: Path) -> dict[str, SafetensorsFile]:
     return located
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """
+    >>> short(torch.bfloat16)
+    'bfloat16'
+    """
     return str(dtype).removeprefix("torch.")

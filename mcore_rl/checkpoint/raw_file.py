@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +27,14 @@ def read(fd: int, offset: int, memory: memoryview, *, summed: bool = True) -> in
     """Fill memory with the bytes from `offset` on; their CRC32 if `summed`, else 0.
 
     Raises:
-        OSError: the file is cut short.
+        EOFError: the file is cut short.
     """
     crc32, done = 0, 0
     while done < len(memory):
         piece = memory[done : done + _READ_BYTES]
         count = os.preadv(fd, [piece], offset + done)
         if not count:
-            raise OSError(errno.EIO, "the file is cut short")
+            raise EOFError("the file is cut short")
         if summed:
             crc32 = isal_zlib.crc32(piece[:count], crc32)
         done += count

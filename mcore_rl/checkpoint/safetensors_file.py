@@ -114,6 +114,8 @@ class SafetensorsFile:
                     self._read_whole(file.fileno(), name, entry, out)
                 else:
                     _read_box(file.fileno(), entry.offset, entry.shape, box, out)
+        except EOFError as error:
+            raise ConfigError(f"{self.path} cannot be read: {error}") from error
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be read: {error.strerror}") from error
 

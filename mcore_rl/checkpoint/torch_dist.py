@@ -126,12 +126,14 @@ class _Part(io.RawIOBase):
     torch reads a tensor's bytes through `readinto` straight into the tensor's memory.
     """
 
+    file = -1
+
     def __init__(self, path: Path, offset: int, nbytes: int) -> None:
         self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._offset, self._nbytes, self._at = offset, nbytes, 0
 
     def close(self) -> None:
-        if not self.closed:
+        if not self.closed and self.file >= 0:
             os.close(self.file)
         super().close()
 

@@ -82,7 +82,7 @@ class DistFile:
         else:
             length = self._save(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._record(key, tuple(shape), dtype, tuple(offsets), tuple(tensor.shape), length)
+        self._record(length, key, tuple(shape), dtype, tuple(offsets), tuple(tensor.shape))
 
     def _save(self, tensor: torch.Tensor) -> int:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -101,19 +101,10 @@ class DistFile:
     def add_object(self, key: str, data: bytes) -> None:
         """Append an object, as the bytes that torch.save makes of it."""
         write(self._fd, self._end, data)
-        self._record(key, (), None, (), (), len(data))
+        self._record(len(data), key, (), None, (), ())
 
-    def _record(
-        self,
-        key: str,
-        shape: tuple[int, ...],
-        dtype: str | None,
-        offsets: tuple[int, ...],
-        sizes: tuple[int, ...],
-        length: int,
-    ) -> None:
-        place = (self.path.name, self._end, length)
-        self.records.append(Record(key, shape, dtype, offsets, sizes, *place))
+    def _record(self, length: int, *fields: Any) -> None:
+        self.records.append(Record(*fields, self.path.name, self._end, length))
         self._end += length
 
 

@@ -98,7 +98,7 @@ def read_item(file: int, offset: int, nbytes: int, out: torch.Tensor) -> bool:
     """Fill the memory of `out`, contiguous and of the item's dtype and shape; False: another form.
 
     Raises:
-        OSError: the file is cut short.
+        EOFError: the file is cut short.
         ValueError: the checksum differs.
     """
     if not is_framed(out.dtype, out.nbytes):

@@ -12,12 +12,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, short
 from mcore_rl.checkpoint.stamp import STAMP_FILE, read_stamp
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.jobs.convert.megatron_folder import checkpoint_in, is_megatron
 from mcore_rl.jobs.convert.options import format_bytes
-from mcore_rl.jobs.convert.plan import short
 from mcore_rl.models.base import read_config
 
 _Found = tuple[dict[str, Any], list[dict[str, Any]]]  # facts of one kind only, and tensors

@@ -106,14 +106,6 @@ def main_dtype(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
     return totals.most_common(1)[0][0]
 
 
-def short(dtype: torch.dtype) -> str:
-    """
-    >>> short(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
-
-
 def fingerprint(
     command: str, folders: Mapping[str, Path | None], **options: object
 ) -> dict[str, object]:

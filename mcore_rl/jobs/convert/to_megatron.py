@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mcore_rl.checkpoint import fp8
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, short
 from mcore_rl.checkpoint.hf_writer import copy_companions
 from mcore_rl.checkpoint.integrity import require_finite
 from mcore_rl.checkpoint.stamp import write_stamp
@@ -32,7 +32,6 @@ from mcore_rl.jobs.convert.plan import (
     named_dtype,
     num_shards,
     runs,
-    short,
 )
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.convert.workers import Wrote

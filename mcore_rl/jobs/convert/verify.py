@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, short
 from mcore_rl.jobs.convert.megatron_folder import is_megatron, open_megatron
 from mcore_rl.jobs.convert.options import format_bytes
-from mcore_rl.jobs.convert.plan import short
 from mcore_rl.jobs.convert.progress import ByteProgress
 from mcore_rl.jobs.convert.sources import MegatronTensors
 

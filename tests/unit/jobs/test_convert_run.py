@@ -151,6 +151,11 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
     assert names(tmp_path / "new" / "out") == WHOLE
 
 
+def test_a_worker_that_died_is_named_by_its_file(make):
+    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; the same"):
+        go(make(d="killed"), workers=2)
+
+
 def test_a_full_disk_is_said_to_be_full(make):
     with pytest.raises(RunFailed, match=r"^no space left in .*new; the same command goes on"):
         go(make(c="full"))
