@@ -158,16 +158,18 @@ class _Unpickler(pickle.Unpickler):
         self._own: dict[str, type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _READ.get(f"{module}.{name}", _Ignored if module in _IGNORED else None)
+        whole = f"{module}.{name}"
+        found = _READ.get(whole, _Ignored if module in _IGNORED else None)
         if found is None:
             raise ConfigError(
-                f"{self._path} names {module}.{name}, which is not in a checkpoint's metadata; it "
-                "was not loaded"
+                f"{self._path} names {whole}, which is not in a checkpoint's metadata; it was not "
+                "loaded"
             )
         if not isinstance(found, type) or found in (tuple, dict):
             return found
-        # A class of this pickle's own: it could set attributes of ours.
-        return self._own.setdefault(f"{module}.{name}", type(name, (found,), {}))
+        if whole not in self._own:  # classes of this pickle's own: it could change ours
+            self._own[whole] = type(name, (found,), {})
+        return self._own[whole]
 
 
 def _check_opcodes(data: bytes) -> None:

@@ -104,7 +104,7 @@ class DistFile:
         self._record(len(data), key, (), None, (), ())
 
     def _record(self, length: int, *fields: Any) -> None:
-        self.records.append(Record(*fields, self.path.name, self._end, length))
+        self.records.append(Record._make([*fields, self.path.name, self._end, length]))
         self._end += length
 
 
