@@ -172,7 +172,7 @@ class CheckpointReader:
                 raise ConfigError(
                     f"{where}: {name} are scales, but {base} is not there in {float8}"
                 )
-        for name in scaled:
+        for name in sorted(scaled):
             scale, shape = name + fp8.SCALE_SUFFIX, self.shape(name)
             if scale not in self._file_of:
                 raise ConfigError(

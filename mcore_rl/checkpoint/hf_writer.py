@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from mcore_rl.checkpoint.hf import INDEX_FILE
-from mcore_rl.checkpoint.integrity import CRC32_KEY, spell_checksums
 from mcore_rl.checkpoint.raw_file import bytes_of, file_aside, write
-from mcore_rl.checkpoint.safetensors_file import DTYPES, LENGTH_BYTES, Entry
+from mcore_rl.checkpoint.safetensors_file import CRC32_KEY, DTYPES, LENGTH_BYTES, Entry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -108,8 +107,8 @@ def _planned(file: str, tensors: Sequence[TensorPlan]) -> ShardPlan:
 
 def _header(entries: Mapping[str, Entry], crc32s: Mapping[str, int], start: int) -> bytes:
     """Length and header of a file whose data begin at `start`. Checksums do not change its size."""
-    ordered = {name: crc32s[name] for name in entries}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", CRC32_KEY: spell_checksums(ordered)}}
+    spelled = json.dumps({name: f"{crc32s[name]:08x}" for name in entries})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", CRC32_KEY: spelled}}
     for name, entry in entries.items():
         begin = entry.offset - start
         header[name] = {

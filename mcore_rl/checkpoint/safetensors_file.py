@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mcore_rl.checkpoint import raw_file
-from mcore_rl.checkpoint.integrity import CRC32_KEY, parse_checksums
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import parse_json_object
 from mcore_rl.reshard.boxes import Box
 
+CRC32_KEY = "mcore_rl.crc32"  # of a file's __metadata__: JSON of 8 hex digits by name
 LENGTH_BYTES = 8  # of the length of the header, with which a file begins
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -63,7 +65,7 @@ class SafetensorsFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.entries: dict[str, Entry] = {}
-        self.crc32s: Mapping[str, int] = {}  # of what mcore_rl wrote
+        self.crc32s: dict[str, int] = {}  # of what mcore_rl wrote
         try:
             with safe_open(self.path, framework="numpy") as file, self.path.open("rb") as plain:
                 self._identity = _identity(plain.fileno())
@@ -76,9 +78,15 @@ class SafetensorsFile:
             quoted = "".join(c if c.isprintable() else " " for c in str(error)[:300])
             raise ConfigError(f"{self.path} cannot be read as safetensors: {quoted}") from error
         if CRC32_KEY in metadata:
-            self.crc32s = parse_checksums(metadata[CRC32_KEY], str(self.path))
-            if self.crc32s.keys() != self.entries.keys():
+            spelled = parse_json_object(metadata[CRC32_KEY].encode(), f"{self.path}: {CRC32_KEY}")
+            if spelled.keys() != self.entries.keys():
                 raise ConfigError(f"{self.path}: {CRC32_KEY} names other tensors than the header")
+            for name, digits in spelled.items():
+                if not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{8}", digits):
+                    raise ConfigError(
+                        f"{self.path}: {CRC32_KEY} of tensor {name} is {digits!r}, not a CRC32"
+                    )
+                self.crc32s[name] = int(digits, 16)
 
     def _entry(self, name: str, found: Any, offset: int) -> Entry:
         if not name.isprintable():

@@ -181,6 +181,10 @@ def with_header(path: Path, change) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
+def checksums(first: object) -> str:
+    return json.dumps(dict.fromkeys(SHAPES, "00000000") | {"scalar": first})
+
+
 def set_checksums(text: str):
     return lambda header: header["__metadata__"].update({"mcore_rl.crc32": text})
 
@@ -204,7 +208,9 @@ def rename(header: dict) -> None:
         ),
         (set_checksums("{"), "mcore_rl.crc32 is not valid JSON"),
         (set_checksums("[]"), "mcore_rl.crc32 holds a JSON list, not an object"),
-        (set_checksums('{"vector": "1"}'), "mcore_rl.crc32 of tensor vector is '1', not a CRC32"),
+        (set_checksums(checksums("1")), "mcore_rl.crc32 of tensor scalar is '1', not a CRC32"),
+        (set_checksums(checksums(1)), "mcore_rl.crc32 of tensor scalar is 1, not a CRC32"),
+        (set_checksums(checksums("0000000G")), "is '0000000G', not a CRC32"),
         (set_checksums("{}"), "mcore_rl.crc32 names other tensors than the header"),
     ],
 )
