@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -183,6 +184,7 @@ def _units(
     stored = {name: entry.dtype for name, _, entry in reader.stored()}
     for number, run_of in enumerate(runs(parameters)):
         largest = max(parameter.nbytes for parameter in run_of)
+        scratch = max(_scratch_bytes(p, layout) for p in run_of)
         casts = max(_cast_bytes(p, stored) for p in run_of)
         yield DistUnit(
             name=f"__{number}_0.distcp",
@@ -190,12 +192,21 @@ def _units(
             layout=layout,
             parameters=run_of,
             objects={} if number else objects,
-            memory_bytes=2 * largest + casts + READ_ENTRY_BYTES * len(stored),
+            memory_bytes=largest + scratch + casts + READ_ENTRY_BYTES * len(stored),
         )
 
 
 def _chunks(parameter: Parameter, layout: Layout) -> tuple[Box, ...]:
     return chunks(parameter.weight, num_shards(parameter.weight, layout))
+
+
+def _scratch_bytes(parameter: Parameter, layout: Layout) -> int:
+    """Beside the parameter: a tensor whose rows are dealt out, or a chunk of some columns."""
+    blocks = Counter(block.tensor for block in parameter.weight.rule.blocks(WHOLE))
+    dealt = [math.prod(tensor.shape) for tensor, count in blocks.items() if count > 1]
+    boxes = _chunks(parameter, layout)
+    cut = [box.numel for box in boxes if box.sizes[1:] != parameter.shape[1:]]
+    return max([0, *dealt, *cut]) * parameter.dtype.itemsize
 
 
 def _cast_bytes(parameter: Parameter, stored: Dtypes) -> int:
