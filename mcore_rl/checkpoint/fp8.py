@@ -37,6 +37,11 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
+def scratch_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """What it takes to go from or to this dtype, beside the tensor: rows of blocks in float32."""
+    return BLOCK * shape[1] * 4 * torch.float32.itemsize if dtype == QUANTIZED else 0
+
+
 def is_block_quantized(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a float8 checkpoint holds this tensor in float8."""
     return len(shape) == 2 and _PROJECTIONS.fullmatch(name) is not None

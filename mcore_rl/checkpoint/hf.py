@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from mcore_rl.models.base import (
     read_config,
     without_mtp,
 )
-from mcore_rl.reshard.boxes import Block, Box, LogicalTensor
+from mcore_rl.reshard.boxes import Block, Box, LogicalTensor, rows
 from mcore_rl.reshard.rules import logical_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -67,12 +67,6 @@ class CheckpointReader:
         """What `read` gives: the dtype of the file, bfloat16 for float8."""
         return torch.bfloat16 if name in self._scaled else self._entry(name).dtype
 
-    def nbytes(self, name: str) -> int:
-        """What a tensor takes in its files, with its scales."""
-        scale = name + fp8.SCALE_SUFFIX
-        scale_bytes = self._entry(scale).nbytes if name in self._scaled else 0
-        return self._entry(name).nbytes + scale_bytes
-
     def has_checksum(self, name: str) -> bool:
         """Whether damage of a tensor shows when it is read whole."""
         names = [name, name + fp8.SCALE_SUFFIX] if name in self._scaled else [name]
@@ -106,6 +100,11 @@ class CheckpointReader:
         out = torch.empty(block.box.sizes, dtype=dtype or self.dtype(block.tensor.name))
         self.read_into(block, out)
         return out
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """A tensor, whole, in its `dtype`."""
+        shape = self.shape(name)
+        return self.read(rows(LogicalTensor(name, shape), 0, shape[0], 0))
 
     def read_into(self, block: Block, out: torch.Tensor) -> None:
         """The elements of one block, in the dtype of `out`, which has the shape of the box.
@@ -144,8 +143,8 @@ class CheckpointReader:
                 )
             if self.dtype(name) not in _WEIGHT_DTYPES:
                 raise ConfigError(
-                    f"checkpoint {self.path}: tensor {name} has dtype {_short(self.dtype(name))}; "
-                    f"allowed: {', '.join(map(_short, _WEIGHT_DTYPES))}, or float8_e4m3fn with "
+                    f"checkpoint {self.path}: tensor {name} has dtype {short(self.dtype(name))}; "
+                    f"allowed: {', '.join(map(short, _WEIGHT_DTYPES))}, or float8_e4m3fn with "
                     f"scales of blocks"
                 )
 
@@ -165,95 +164,76 @@ class CheckpointReader:
         Raises:
             ConfigError: one without the other, or scales that do not fit.
         """
-        scaled: set[str] = set()
-        for name, file in self._file_of.items():
+        where, float8 = f"checkpoint {self.path}", short(fp8.QUANTIZED)
+        scaled = {n for n in self._file_of if self._entry(n).dtype == fp8.QUANTIZED}
+        for name in self._file_of:
             base = name.removesuffix(fp8.SCALE_SUFFIX)
-            if base != name:
-                if base not in self._file_of or self._entry(base).dtype != fp8.QUANTIZED:
-                    raise ConfigError(
-                        f"checkpoint {self.path}: {name} are scales, but {base} is not there in "
-                        f"{_short(fp8.QUANTIZED)}"
-                    )
-            elif file.entries[name].dtype == fp8.QUANTIZED:
-                self._check_scales(name)
-                scaled.add(name)
+            if base != name and base not in scaled:
+                raise ConfigError(
+                    f"{where}: {name} are scales, but {base} is not there in {float8}"
+                )
+        for name in sorted(scaled):
+            scale, shape = name + fp8.SCALE_SUFFIX, self.shape(name)
+            if scale not in self._file_of:
+                raise ConfigError(
+                    f"{where}: {name} is in {float8}, and its scales {scale} are not there"
+                )
+            if len(shape) != 2:
+                raise ConfigError(
+                    f"{where}: {name} is in {float8} with shape {shape}; allowed: matrices"
+                )
+            found, wanted = self._entry(scale), fp8.scale_shape(shape)
+            if found.shape != wanted or found.dtype not in fp8.SCALE_DTYPES:
+                raise ConfigError(
+                    f"{where}: {scale} is {short(found.dtype)} of shape {found.shape}; allowed "
+                    f"for {name}: {' or '.join(map(short, fp8.SCALE_DTYPES))} of shape {wanted}, "
+                    f"one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
+                )
         return frozenset(scaled)
-
-    def _check_scales(self, name: str) -> None:
-        scale, shape = name + fp8.SCALE_SUFFIX, self._entry(name).shape
-        if scale not in self._file_of:
-            raise ConfigError(
-                f"checkpoint {self.path}: {name} is in {_short(fp8.QUANTIZED)}, and its scales "
-                f"{scale} are not there"
-            )
-        if len(shape) != 2:
-            raise ConfigError(
-                f"checkpoint {self.path}: {name} is in {_short(fp8.QUANTIZED)} with shape {shape}; "
-                "allowed: matrices"
-            )
-        found, wanted = self._entry(scale), fp8.scale_shape(shape)
-        if found.shape != wanted or found.dtype not in fp8.SCALE_DTYPES:
-            raise ConfigError(
-                f"checkpoint {self.path}: {scale} is {_short(found.dtype)} of shape {found.shape}; "
-                f"allowed for {name}: {' or '.join(map(_short, fp8.SCALE_DTYPES))} of shape "
-                f"{wanted}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
-            )
 
 
 def _blocks_of(box: Box) -> Box:
     """The blocks that a box of a weight touches, as a box of its scales."""
-    starts = tuple(offset // fp8.BLOCK for offset in box.offsets)
-    ends = (
-        -(-(offset + size) // fp8.BLOCK)
-        for offset, size in zip(box.offsets, box.sizes, strict=True)
-    )
+    starts = tuple(span.start // fp8.BLOCK for span in box.slices)
+    ends = (-(-span.stop // fp8.BLOCK) for span in box.slices)
     return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
 def _located(path: Path) -> dict[str, SafetensorsFile]:
     """The file of each tensor: those of the index, else the one file, else all there are."""
     found = {file.name: file for file in sorted(path.glob("*.safetensors")) if file.is_file()}
-    index = path / INDEX_FILE
-    weight_map = _weight_map(index) if index.is_file() else None
-    if weight_map is not None:
-        named = set(weight_map.values())
-        if absent := sorted(named - found.keys()):
+    index, weight_map = path / INDEX_FILE, None
+    if index.is_file():
+        weight_map = read_json_object(index).get("weight_map")
+        files = weight_map.values() if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(file, str) for file in files):
+            raise ConfigError(
+                f"{index} is not a safetensors index: it has no weight_map of file names"
+            )
+        if absent := sorted(set(files) - found.keys()):
             raise ConfigError(f"{index} names {absent[0]!r}, which is not in the folder")
-        found = {name: found[name] for name in sorted(named)}
+        found = {name: found[name] for name in sorted(set(files))}
     elif _SINGLE_FILE in found:
         found = {_SINGLE_FILE: found[_SINGLE_FILE]}
     if not found:
         raise ConfigError(f"model.path={str(path)!r}: there is no *.safetensors file in it")
     located: dict[str, SafetensorsFile] = {}
-    for file in (SafetensorsFile(file) for file in found.values()):
+    for file in map(SafetensorsFile, found.values()):
         for name in file.entries:
             if name in located:
                 raise ConfigError(f"{located[name].path} and {file.path} both hold tensor {name}")
             located[name] = file
-    if weight_map is not None:
-        _check_index(index, weight_map, located)
+            if weight_map is not None and weight_map.get(name) != file.path.name:
+                raise ConfigError(f"{file.path} has tensor {name}, which {index} does not name")
+    for name, file_name in (weight_map or {}).items():
+        if name not in located:
+            raise ConfigError(f"{path / file_name} has no tensor {name!r}, which {index} names")
     return located
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise ConfigError(f"{index} is not a safetensors index: it has no weight_map of file names")
-    return weight_map
-
-
-def _check_index(
-    index: Path, weight_map: Mapping[str, str], located: Mapping[str, SafetensorsFile]
-) -> None:
-    for name, file_name in weight_map.items():
-        if name not in located or located[name].path.name != file_name:
-            raise ConfigError(
-                f"{index.parent / file_name} has no tensor {name!r}, which {index.name} names"
-            )
-    for name, file in located.items():
-        if name not in weight_map:
-            raise ConfigError(f"{file.path} has tensor {name}, which {index.name} does not name")
-
-
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """
+    >>> short(torch.bfloat16)
+    'bfloat16'
+    """
     return str(dtype).removeprefix("torch.")

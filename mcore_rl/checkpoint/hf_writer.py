@@ -7,24 +7,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from isal import isal_zlib
 
 from mcore_rl.checkpoint.hf import INDEX_FILE
-from mcore_rl.checkpoint.integrity import CRC32_KEY, spell_checksums
-from mcore_rl.checkpoint.safetensors_file import (
-    DTYPES,
-    LENGTH_BYTES,
-    WRITE_BYTES,
-    Entry,
-    bytes_of,
-)
+from mcore_rl.checkpoint.raw_file import bytes_of, file_aside, write
+from mcore_rl.checkpoint.safetensors_file import CRC32_KEY, DTYPES, LENGTH_BYTES, Entry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -33,6 +27,7 @@ _COMPANIONS = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
+_T = TypeVar("_T")
 _ALIGNMENT = 8  # of the first tensor in a file
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -56,6 +51,7 @@ class ShardPlan:
 
     file: str
     entries: Mapping[str, Entry]
+    start: int  # of the tensors, behind the header
 
     @property
     def nbytes(self) -> int:
@@ -68,16 +64,25 @@ def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[Sh
 
     A tensor that is larger than `max_shard_bytes` has a file of its own.
     """
-    shards: list[list[TensorPlan]] = [[]]
-    size_bytes = 0
-    for tensor in tensors:
-        if shards[-1] and size_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append([])
-            size_bytes = 0
-        shards[-1].append(tensor)
-        size_bytes += tensor.nbytes
+    shards = list(filled(tensors, max_shard_bytes)) or [[]]
     names = _file_names(len(shards))
     return tuple(_planned(name, shard) for name, shard in zip(names, shards, strict=True))
+
+
+def filled(
+    items: Iterable[_T], max_bytes: int, nbytes: Callable[[_T], int] = attrgetter("nbytes")
+) -> Iterator[list[_T]]:
+    """The items in order, as many at a time as fit into `max_bytes`, but at least one."""
+    held: list[_T] = []
+    size_bytes = 0
+    for item in items:
+        if held and size_bytes + nbytes(item) > max_bytes:
+            yield held
+            held, size_bytes = [], 0
+        held.append(item)
+        size_bytes += nbytes(item)
+    if held:
+        yield held
 
 
 def _file_names(count: int) -> list[str]:
@@ -97,13 +102,13 @@ def _planned(file: str, tensors: Sequence[TensorPlan]) -> ShardPlan:
         raise ValueError(f"{file}: a tensor is planned twice")
     start = len(_header(entries, dict.fromkeys(entries, 0), 0))
     moved = {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
-    return ShardPlan(file, moved)
+    return ShardPlan(file, moved, start)
 
 
 def _header(entries: Mapping[str, Entry], crc32s: Mapping[str, int], start: int) -> bytes:
     """Length and header of a file whose data begin at `start`. Checksums do not change its size."""
-    ordered = {name: crc32s[name] for name in entries}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", CRC32_KEY: spell_checksums(ordered)}}
+    spelled = json.dumps({name: f"{crc32s[name]:08x}" for name in entries})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", CRC32_KEY: spelled}}
     for name, entry in entries.items():
         begin = entry.offset - start
         header[name] = {
@@ -123,6 +128,7 @@ def write_shard(
     with writing_shard(folder, shard) as writer:
         for name, tensor in tensors:
             writer.write(name, tensor)
+            del tensor  # before the next one is made
 
 
 @contextmanager
@@ -135,7 +141,7 @@ def writing_shard(folder: Path, shard: ShardPlan) -> Iterator[ShardWriter]:
         OSError: the file cannot be written (a full disk).
         ValueError: other tensors came than those planned.
     """
-    with _file_aside(folder / shard.file) as fd:
+    with file_aside(folder / shard.file, shard.start + shard.nbytes) as fd:
         writer = ShardWriter(shard, fd)
         yield writer
         writer.finish()
@@ -147,9 +153,6 @@ class ShardWriter:
     def __init__(self, shard: ShardPlan, fd: int) -> None:
         self._shard, self._fd = shard, fd
         self._crc32s: dict[str, int] = {}
-        self._start = min((entry.offset for entry in shard.entries.values()), default=0)
-        if size := self._start + shard.nbytes:  # a full disk shows now, and writing is faster
-            os.posix_fallocate(fd, 0, size)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         entry = self._shard.entries.get(name)
@@ -161,43 +164,14 @@ class ShardWriter:
                 f"{entry.shape}"
             )
         memory = bytes_of(tensor.detach().cpu().contiguous())
-        self._crc32s[name] = _write(self._fd, memory, entry.offset)
+        self._crc32s[name] = write(self._fd, entry.offset, memory)
 
     def finish(self) -> None:
         """The header, once every tensor has been written."""
         entries = self._shard.entries
         if missing := entries.keys() - self._crc32s.keys():
             raise ValueError(f"{self._shard.file}: {min(missing)} is planned and did not come")
-        _write(self._fd, memoryview(_header(entries, self._crc32s, self._start)), 0)
-
-
-def _write(fd: int, memory: memoryview, offset: int) -> int:
-    """Bytes to a place in a file; their CRC32."""
-    crc32, done = 0, 0
-    while done < len(memory):
-        piece = memory[done : done + WRITE_BYTES]
-        count = os.pwrite(fd, piece, offset + done)
-        crc32 = isal_zlib.crc32(piece[:count], crc32)
-        done += count
-    return crc32
-
-
-@contextmanager
-def _file_aside(path: Path) -> Iterator[int]:
-    """A file to write into; it becomes `path` at the end, on an error nothing.
-
-    Raises:
-        OSError: it cannot be written; names `path`.
-    """
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        with aside.open("wb", buffering=0) as file:
-            yield file.fileno()
-        aside.rename(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        aside.unlink(missing_ok=True)
+        write(self._fd, 0, _header(entries, self._crc32s, self._shard.start))
 
 
 def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
@@ -212,8 +186,8 @@ def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
 
 
 def _write_json(path: Path, found: Mapping[str, Any]) -> None:
-    with _file_aside(path) as fd:
-        _write(fd, memoryview((json.dumps(found, indent=2) + "\n").encode()), 0)
+    with file_aside(path) as fd:
+        write(fd, 0, (json.dumps(found, indent=2) + "\n").encode())
 
 
 def copy_companions(
@@ -300,30 +274,15 @@ def write_checkpoint(
     with written_aside(Path(path)) as folder:
         shards: list[ShardPlan] = []
         largest = TensorPlan("", (), torch.float32)  # a small tensor may be kept in float32
-        for number, held in enumerate(_collected(tensors, max_shard_bytes), start=1):
+        on_cpu = ((name, tensor.detach().cpu()) for name, tensor in tensors)
+        for held in filled(on_cpu, max_shard_bytes, lambda named: named[1].nbytes):
             plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in held]
-            shards.append(_planned(f"shard-{number}", plans))
+            shards.append(_planned(f"shard-{len(shards)}", plans))
             write_shard(folder, shards[-1], held)
             held.clear()  # before the next shard is collected
             largest = max(largest, *plans, key=lambda plan: math.prod(plan.shape))
-        names = _file_names(len(shards))
-        for shard, name in zip(shards, names, strict=True):
-            (folder / shard.file).rename(folder / name)
-        write_index(folder, [replace(s, file=n) for s, n in zip(shards, names, strict=True)])
+        for number, name in enumerate(_file_names(len(shards))):
+            (folder / shards[number].file).rename(folder / name)
+            shards[number] = replace(shards[number], file=name)
+        write_index(folder, shards)
         copy_companions(Path(reference), folder, largest.dtype, config_changes)
-
-
-def _collected(
-    tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The tensors of one file at a time, on the CPU."""
-    shard: list[tuple[str, torch.Tensor]] = []
-    size_bytes = 0
-    for name, tensor in tensors:
-        if shard and size_bytes + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, size_bytes = [], 0
-        shard.append((name, tensor.detach().cpu()))
-        size_bytes += tensor.nbytes
-    if shard:
-        yield shard

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
 
 STAMP_FILE = "mcore_rl.json"  # written last: a folder of ours without it is no checkpoint
 _VERSION = "megatron_core"  # in the stamp: who wrote it
@@ -29,13 +30,10 @@ def read_stamp(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise ConfigError(f"checkpoint folder {path} does not exist")
-    try:
-        stamp = json.loads((path / STAMP_FILE).read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is not a complete checkpoint: it has no {STAMP_FILE}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path / STAMP_FILE} is not readable: {error}") from None
-    if not isinstance(stamp, dict) or not isinstance(stamp.get(_VERSION), str):
+    if not (path / STAMP_FILE).exists():
+        raise ConfigError(f"{path} is not a complete checkpoint: it has no {STAMP_FILE}")
+    stamp = read_json_object(path / STAMP_FILE)
+    if not isinstance(stamp.get(_VERSION), str):
         raise ConfigError(f"{path / STAMP_FILE} does not say which megatron-core wrote it")
     installed = metadata.version("megatron-core")
     if _version(stamp[_VERSION]) > _version(installed):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import operator
 import os
 import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,32 +16,17 @@ import numpy as np
 import torch
 from isal import isal_zlib
 
-from mcore_rl.checkpoint import torch_item
-from mcore_rl.checkpoint.torch_dist_metadata import (
-    DistChunk,
-    DistObject,
-    DistTensor,
-    read_metadata,
-)
+from mcore_rl.checkpoint import raw_file, torch_item
+from mcore_rl.checkpoint.torch_dist_metadata import DistItem, DistTensor, read_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.boxes import Box
 
 COMMON_FILE = "common.pt"
 # What zipfile and torch.load end with on damaged bytes.
 _DAMAGE = (
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    OSError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    struct.error,
-    zipfile.BadZipFile,
-)
+    AssertionError, AttributeError, EOFError, LookupError, OSError, OverflowError, RuntimeError,
+    TypeError, ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
 
 
 class DistReader:
@@ -58,7 +40,7 @@ class DistReader:
         self.path = Path(path)
         tensors, objects = read_metadata(self.path)
         self.tensors: Mapping[str, DistTensor] = tensors
-        self.objects: Mapping[str, DistObject] = objects
+        self.objects: Mapping[str, DistItem] = objects
         self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # starts and ends of chunks
 
     def read(self, key: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,34 +53,29 @@ class DistReader:
             ConfigError: an item is damaged, or is not of the shape and dtype in the metadata.
         """
         tensor = self.tensors[key]
-        if any(
-            o + n > size for o, n, size in zip(box.offsets, box.sizes, tensor.shape, strict=True)
-        ):
+        low = np.array(box.offsets, dtype=np.int64)
+        high = low + np.array(box.sizes, dtype=np.int64)
+        if (high > tensor.shape).any():
             raise ValueError(f"{box} is not inside {key}, which has shape {tensor.shape}")
         if out is None:
             out = torch.empty(box.sizes, dtype=tensor.dtype)
-        for chunk in self._meeting(key, box):
-            shared = _intersection(box, chunk)
-            part = out[_within(shared, box.offsets)]
-            if shared.sizes == chunk.sizes and part.is_contiguous():
-                self._chunk_into(key, chunk, part)
+        if key not in self._bounds:  # a tensor of stacked experts has thousands of chunks
+            starts = np.array([chunk.offsets for chunk in tensor.chunks], dtype=np.int64)
+            sizes = np.array([chunk.sizes for chunk in tensor.chunks], dtype=np.int64)
+            self._bounds[key] = starts, starts + sizes
+        starts, ends = self._bounds[key]
+        for index in np.flatnonzero(((starts < high) & (ends > low)).all(axis=1)):
+            first, last = np.maximum(starts[index], low), np.minimum(ends[index], high)
+            part = out[_slices(first - low, last - low)]
+            chunk = tensor.chunks[index]
+            if tuple(part.shape) == chunk.sizes and part.is_contiguous():
+                self._read_chunk(key, chunk, part)
             else:
                 item = torch.empty(chunk.sizes, dtype=tensor.dtype)
-                self._chunk_into(key, chunk, item)
-                part.copy_(item[_within(shared, chunk.offsets)])
+                self._read_chunk(key, chunk, item)
+                part.copy_(item[_slices(first - starts[index], last - starts[index])])
                 del item  # before the next one is read
         return out
-
-    def _meeting(self, key: str, box: Box) -> list[DistChunk]:
-        """The chunks that share elements with a box. A tensor of stacked experts has thousands."""
-        chunks = self.tensors[key].chunks
-        if key not in self._bounds:
-            starts = np.array([chunk.offsets for chunk in chunks])
-            self._bounds[key] = starts, starts + np.array([chunk.sizes for chunk in chunks])
-        starts, ends = self._bounds[key]
-        low = np.array(box.offsets)
-        met = ((starts < low + box.sizes) & (ends > low)).all(axis=1)
-        return [chunks[index] for index in np.flatnonzero(met)]
 
     def check_object(self, key: str) -> None:
         """Raise ConfigError unless an object is whole and can be loaded without running its code.
@@ -107,7 +84,7 @@ class DistReader:
         """
         place = self.objects[key]
         try:
-            with _opened(self.path / place.file, place.offset, place.nbytes) as item:
+            with _Part(self.path / place.file, place.offset, place.nbytes) as item:
                 _check_loadable(item)
         except _DAMAGE as error:
             raise self._damaged(place.file, key, error) from error
@@ -118,15 +95,15 @@ class DistReader:
         if not path.exists():
             return
         try:
-            with _opened(path, 0, path.stat().st_size) as item:
+            with _Part(path, 0, path.stat().st_size) as item:
                 _check_loadable(item)
         except _DAMAGE as error:
             raise ConfigError(f"{path} is damaged or not safe to load: {_line(error)}") from error
 
-    def _chunk_into(self, key: str, chunk: DistChunk, out: torch.Tensor) -> None:
+    def _read_chunk(self, key: str, chunk: DistItem, out: torch.Tensor) -> None:
         """Fill `out`, contiguous, with a whole chunk."""
         try:
-            with _opened(self.path / chunk.file, chunk.offset, chunk.nbytes) as item:
+            with _Part(self.path / chunk.file, chunk.offset, chunk.nbytes) as item:
                 if torch_item.read_item(item.file, chunk.offset, chunk.nbytes, out):
                     return
                 tensor = _loaded_tensor(item)
@@ -143,14 +120,22 @@ class DistReader:
         )
 
 
-class _Item(io.RawIOBase):
-    """A part of a file as a file. Reads fill what they are given, however large.
+class _Part(io.RawIOBase):
+    """A part of a file as a file.
 
     torch reads a tensor's bytes through `readinto` straight into the tensor's memory.
     """
 
-    def __init__(self, file: int, offset: int, nbytes: int) -> None:
-        self.file, self._offset, self._nbytes, self._at = file, offset, nbytes, 0
+    file = -1
+
+    def __init__(self, path: Path, offset: int, nbytes: int) -> None:
+        self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._offset, self._nbytes, self._at = offset, nbytes, 0
+
+    def close(self) -> None:
+        if not self.closed and self.file >= 0:
+            os.close(self.file)
+        super().close()
 
     def readable(self) -> bool:
         return True
@@ -162,41 +147,25 @@ class _Item(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        if start + offset < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        self._at = start + offset
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        if self._at < 0:
+            raise OSError("a place before the item")
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(self._nbytes - self._at, 0)]
-        done = 0
-        while done < len(view):  # the kernel reads 2 GiB at most
-            count = os.preadv(self.file, [view[done:]], self._offset + self._at)
-            if count == 0:
-                raise EOFError("the file is cut short")
-            done += count
-            self._at += count
-        return done
+        view = memoryview(buffer).cast("B")[: max(self._nbytes - self._at, 0)]
+        raw_file.read(self.file, self._offset + self._at, view, summed=False)
+        self._at += len(view)
+        return len(view)
 
 
-@contextmanager
-def _opened(path: Path, offset: int, nbytes: int) -> Iterator[_Item]:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield _Item(file, offset, nbytes)
-    finally:
-        os.close(file)
-
-
-def _loaded_tensor(item: _Item) -> torch.Tensor:
+def _loaded_tensor(item: _Part) -> torch.Tensor:
     """The tensor that torch.save wrote, with its checksums compared, which torch does not do.
 
     Its bytes are read once, into its memory, and summed there.
     """
-    archive = zipfile.ZipFile(item)
-    data = [entry for entry in _stored(archive) if "/data/" in entry.filename]
+    archive = _archive(item)
+    data = [entry for entry in archive.infolist() if "/data/" in entry.filename]
     if len(data) != 1:
         raise ValueError(f"it has the bytes of {len(data)} tensors")
     for entry in archive.infolist():
@@ -211,42 +180,28 @@ def _loaded_tensor(item: _Item) -> torch.Tensor:
     return tensor.detach()
 
 
-def _check_loadable(item: _Item) -> None:
-    archive = zipfile.ZipFile(item)
-    _stored(archive)
-    if (bad := archive.testzip()) is not None:
+def _check_loadable(item: _Part) -> None:
+    if (bad := _archive(item).testzip()) is not None:
         raise ValueError(f"the checksum of {bad} differs")
     _unpickled(item)
 
 
-def _unpickled(item: _Item) -> Any:
+def _archive(item: _Part) -> zipfile.ZipFile:
+    """An archive whose entries are not compressed: none can grow when it is read."""
+    archive = zipfile.ZipFile(cast(IO[bytes], item))
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+        raise ValueError("it is compressed, which torch.save does not do")
+    return archive
+
+
+def _unpickled(item: _Part) -> Any:
     item.seek(0)
     file = cast(IO[bytes], item)  # all of it that torch uses
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _stored(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The entries of an archive, none of which is compressed: none can grow when it is read."""
-    entries = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise ValueError("it is compressed, which torch.save does not do")
-    return entries
-
-
-def _intersection(box: Box, chunk: DistChunk) -> Box:
-    """The part of a box, of the whole tensor, that a chunk holds; there is one."""
-    starts = tuple(map(max, box.offsets, chunk.offsets))
-    ends = map(min, _ends(box), _ends(chunk))
-    return Box(starts, tuple(map(operator.sub, ends, starts)))
-
-
-def _ends(box: Box | DistChunk) -> Iterator[int]:
-    return map(operator.add, box.offsets, box.sizes)
-
-
-def _within(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """Where a box stands in a tensor that starts at `origin`."""
-    return Box(tuple(map(operator.sub, box.offsets, origin)), box.sizes).slices
+def _slices(starts: np.ndarray, ends: np.ndarray) -> tuple[slice, ...]:
+    return tuple(map(slice, starts.tolist(), ends.tolist()))
 
 
 def _line(error: Exception) -> str:

@@ -1,22 +1,35 @@
 """What a distributed checkpoint holds, and where: its `.metadata`, read safely and checked.
 
-torch pickles a torch.distributed.checkpoint.metadata.Metadata into it (filesystem.py, `finish`).
+torch pickles a torch.distributed.checkpoint.Metadata into it (filesystem.py, `finish`),
+and a pickle is a program. Here it may name what such metadata are made of and nothing else. (A file
+made for it can still end the process, with a key nested too deep for the stack.)
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import pickle
+import pickletools
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from mcore_rl.checkpoint import inert_pickle
-from mcore_rl.checkpoint.inert_pickle import Node
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -30,41 +43,18 @@ BACKEND = {
     "common_backend_version": 1,
 }
 _MAX_DIMS = 8  # layers and experts in front of a parameter's own dims are no more than four
-
-# All that torch 2.4 to 2.13 and Megatron-core 0.15 to 0.19 pickle.
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
-        "_MEM_FORMAT_ENCODING MetadataIndex StorageMeta"
-    ),
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
-    # Megatron adds `all_local_plans`, the plans of the ranks that saved.
-    "torch.distributed.checkpoint.planner": (
-        "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"
-    ),
-    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
-    "torch.serialization": "_get_layout",
-    "pathlib": "PosixPath",  # the folder, in storage_meta
-    "pathlib._local": "PosixPath",  # the same under Python 3.13
-    "builtins": "getattr",  # how the first releases of Python 3.11 pickle an enum; a Node as well
-}
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(module, name): None for module, names in _CLASSES.items() for name in names.split()},
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
-    **{("torch", n): v for n, v in vars(torch).items() if isinstance(v, torch.dtype)},
-}
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class DistChunk:
-    """A box of a tensor, and the item of a file that holds it: `nbytes` bytes at `offset`."""
+class DistItem:
+    """`nbytes` bytes at `offset` of a file: the chunk of a tensor at `offsets`, or an object."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     file: str
     offset: int
     nbytes: int
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +63,10 @@ class DistTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[DistChunk, ...]
+    chunks: tuple[DistItem, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DistObject:
-    """The item of a file that holds something other than a tensor."""
-
-    file: str
-    offset: int
-    nbytes: int
-
-
-_Places = dict[tuple[str, tuple[int, ...] | None], DistObject]
-
-
-def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], dict[str, DistObject]]:
+def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], dict[str, DistItem]]:
     """The tensors and the other objects of a checkpoint, each by its key.
 
     Raises:
@@ -99,28 +77,21 @@ def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], dict[str, DistOb
     _check_backend(folder)
     try:
         data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        tree = inert_pickle.read(data, _ALLOWED)
-    except inert_pickle.ForeignName as error:
-        raise ConfigError(
-            f"{path} names {error}, which is not in a checkpoint's metadata; it was not loaded"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged, or not a checkpoint's metadata: {error}") from error
-    try:
-        tensors, objects = _contents(tree)
+        _check_opcodes(data)
+        tensors, objects = _contents(_Unpickler(data, path).load())
         _check_files(
             folder, itertools.chain(objects.values(), *(t.chunks for t in tensors.values()))
         )
-    except _Unsound as error:
-        raise ConfigError(f"{path} is damaged: {error}") from None
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (  # what a damaged program ends with
+        pickle.UnpicklingError, AttributeError, EOFError, LookupError, OverflowError, TypeError,
+        ValueError,
+    ) as error:  # fmt: skip
+        raise ConfigError(f"{path} is damaged, or not a checkpoint's metadata: {error}") from error
     return tensors, objects
-
-
-class _Unsound(ValueError):
-    """What does not hold in a checkpoint's metadata."""
 
 
 def _check_backend(folder: Path) -> None:
@@ -135,73 +106,133 @@ def _check_backend(folder: Path) -> None:
             raise ConfigError(f"{path}: {key} is {found.get(key)!r}, allowed: {BACKEND[key]!r}")
 
 
-def _contents(tree: Any) -> tuple[dict[str, DistTensor], dict[str, DistObject]]:
-    metadata = _fields(tree, "Metadata", "MCoreMetadata")
-    entries, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
-    if not isinstance(entries, dict) or not isinstance(stored, dict):
-        raise _Unsound("it lacks state_dict_metadata or storage_data")
-    places = _places(stored)
+class _Ignored:
+    """Stands for what nobody reads."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _TensorProperties(TensorProperties):
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]  # all else is deprecated
+
+
+_DCP = "torch.distributed.checkpoint"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+# All that torch 2.4 to 2.13 and Megatron-core 0.15 to 0.19 pickle: what is read, and the modules
+# of what is not (the folder, layouts, and the plans of the ranks that saved, from Megatron).
+_READ: dict[str, Any] = {
+    f"{_DCP}.metadata.Metadata": Metadata,
+    f"{_MEGATRON}.MCoreMetadata": Metadata,
+    f"{_DCP}.metadata.TensorStorageMetadata": TensorStorageMetadata,
+    f"{_DCP}.metadata.BytesStorageMetadata": BytesStorageMetadata,
+    f"{_DCP}.metadata.ChunkStorageMetadata": ChunkStorageMetadata,
+    f"{_DCP}.metadata.MetadataIndex": MetadataIndex,
+    f"{_DCP}.metadata.TensorProperties": _TensorProperties,
+    f"{_DCP}.filesystem._StorageInfo": _StorageInfo,
+    "torch.Size": tuple,
+    "collections.OrderedDict": dict,
+    **{f"torch.{n}": dtype for n, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
+    **dict.fromkeys(
+        ("torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+        _Ignored,
+    ),
+    "builtins.getattr": _Ignored,  # how the first releases of Python 3.11 pickle an enum
+}
+_IGNORED = {f"{_DCP}.metadata", f"{_DCP}.filesystem", f"{_DCP}.planner", _MEGATRON}
+# What pickle.dump writes since Python 3.8 (protocols 4 and 5) for plain data and dataclasses.
+# Without the PUT opcodes, with which a few bytes can ask for gigabytes of memo.
+_OPCODES = (
+    "PROTO FRAME STOP MEMOIZE BINGET LONG_BINGET MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
+    "LONG1 BINFLOAT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT "
+    "SETITEM SETITEMS STACK_GLOBAL REDUCE NEWOBJ BUILD SHORT_BINUNICODE BINUNICODE"
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, path: Path) -> None:
+        super().__init__(io.BytesIO(data))
+        self._path = path
+        self._own: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        whole = f"{module}.{name}"
+        found = _READ.get(whole, _Ignored if module in _IGNORED else None)
+        if found is None:
+            raise ConfigError(
+                f"{self._path} names {whole}, which is not in a checkpoint's metadata; it was not "
+                "loaded"
+            )
+        if not isinstance(found, type) or found in (tuple, dict):
+            return found
+        if whole not in self._own:  # classes of this pickle's own: it could change ours
+            self._own[whole] = type(name, (found,), {})
+        return self._own[whole]
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Raise ValueError unless these are opcodes of plain data, whole, from the start to STOP."""
+    allowed, at = set(_OPCODES.split()), None
+    for opcode, _, at in pickletools.genops(data):
+        if opcode.name not in allowed:
+            raise ValueError(f"opcode {opcode.name} at byte {at}")
+    if at != len(data) - 1:
+        raise ValueError("it goes on after its end")
+
+
+_Offsets = tuple[int, ...]
+_Places = dict[tuple[str, _Offsets | None], tuple[str, int, int]]
+
+
+def _contents(found: Any) -> tuple[dict[str, DistTensor], dict[str, DistItem]]:
+    stored = _as(Metadata, found, "it")
+    places: _Places = {}
+    for index, info in _as(dict, stored.storage_data, "storage_data").items():
+        key = _as(str, _as(MetadataIndex, index, "the key of an item").fqn, "a key")
+        file = _as(_StorageInfo, info, f"the place of {key}").relative_path
+        if not isinstance(file, str) or not re.fullmatch(r"(?!\.\.?$)[^/\0]+", file):
+            raise ValueError(f"the file of {key} is {file!r:.80}, not a name in the folder")
+        if info.transform_descriptors:
+            raise ValueError(f"{key} was written through an extension, which is not supported")
+        offsets = None if index.offset is None else _numbers(index.offset, key)
+        start, nbytes = _numbers((info.offset, info.length), key)
+        places[key, offsets] = file, start, nbytes
     tensors: dict[str, DistTensor] = {}
-    objects: dict[str, DistObject] = {}
-    for key, entry in entries.items():
-        if not isinstance(key, str):
-            raise _Unsound("a key is not a string")
-        if isinstance(entry, Node) and entry.kind == "BytesStorageMetadata":
-            objects[key] = _taken(places, key, None)
+    objects: dict[str, DistItem] = {}
+    for key, entry in _as(dict, stored.state_dict_metadata, "state_dict_metadata").items():
+        _as(str, key, "a key")
+        if isinstance(entry, BytesStorageMetadata):
+            objects[key] = DistItem(*_taken(places, key, None))
         else:
-            tensors[key] = _tensor(key, _fields(entry, "TensorStorageMetadata"), places)
+            tensors[key] = _tensor(key, entry, places)
     if places:
-        raise _Unsound(f"an item of {next(iter(places))[0]} is part of no tensor")
+        raise ValueError(f"an item of {next(iter(places))[0]} is part of no tensor")
     return tensors, objects
 
 
-def _places(stored: Mapping[Any, Any]) -> _Places:
-    places: _Places = {}
-    for index, info in stored.items():
-        where, what = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        key, offsets = where.get("fqn"), where.get("offset")
-        file, offset, length = (what.get(n) for n in ("relative_path", "offset", "length"))
-        if not isinstance(key, str):
-            raise _Unsound("the key of an item is not a string")
-        if not isinstance(file, str) or not _is_plain_name(file):
-            raise _Unsound(f"the file of {key} is {file!r:.80}, not a name in the folder")
-        if what.get("transform_descriptors"):
-            raise _Unsound(f"{key} was written through an extension, which is not supported")
-        place = key, None if offsets is None else _numbers(offsets, key)
-        if place in places:
-            raise _Unsound(f"{key} has two items at offsets {place[1]}")
-        places[place] = DistObject(file, *_numbers((offset, length), key))
-    return places
-
-
-def _tensor(key: str, entry: Mapping[str, Any], places: _Places) -> DistTensor:
-    shape = _numbers(entry.get("size"), key)
-    properties = entry.get("properties")
-    if not isinstance(properties, Node) or properties.kind != "TensorProperties":
-        raise _Unsound(f"{key} lacks its properties")
-    state = properties.state
-    dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, torch.dtype):
-        raise _Unsound(f"{key} lacks its dtype")
-    chunks = entry.get("chunks")
-    if not isinstance(chunks, list):
-        raise _Unsound(f"{key} lacks its chunks")
-    found = []
-    for chunk in chunks:
-        box = _fields(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _numbers(box.get("offsets"), key), _numbers(box.get("sizes"), key)
+def _tensor(key: str, entry: Any, places: _Places) -> DistTensor:
+    entry = _as(TensorStorageMetadata, entry, f"what is said of {key}")
+    shape = _numbers(entry.size, key)
+    properties = _as(TensorProperties, entry.properties, f"properties of {key}")
+    dtype = _as(torch.dtype, properties.dtype, f"the dtype of {key}")
+    chunks = []
+    for chunk in _as(list, entry.chunks, f"chunks of {key}"):
+        box = _as(ChunkStorageMetadata, chunk, f"a chunk of {key}")
+        offsets, sizes = _numbers(box.offsets, key), _numbers(box.sizes, key)
         if not len(offsets) == len(sizes) == len(shape):
-            raise _Unsound(f"a chunk of {key} has other dims than its shape {shape}")
-        place = _taken(places, key, offsets)
-        if math.prod(sizes) * dtype.itemsize > place.nbytes:
-            raise _Unsound(f"a chunk of {key} has more elements than its item has bytes for")
-        found.append(DistChunk(offsets, sizes, place.file, place.offset, place.nbytes))
-    if len(shape) > _MAX_DIMS or not cover_once(shape, found):
-        raise _Unsound(f"the chunks of {key} do not cover its shape {shape} exactly once")
-    return DistTensor(shape, dtype, tuple(found))
+            raise ValueError(f"a chunk of {key} has other dims than its shape {shape}")
+        item = DistItem(*_taken(places, key, offsets), offsets, sizes)
+        if math.prod(sizes) * dtype.itemsize > item.nbytes:
+            raise ValueError(f"a chunk of {key} has more elements than its item has bytes for")
+        chunks.append(item)
+    if len(shape) > _MAX_DIMS or not cover_once(shape, chunks):
+        raise ValueError(f"the chunks of {key} do not cover its shape {shape} exactly once")
+    return DistTensor(shape, dtype, tuple(chunks))
 
 
-def cover_once(shape: Sequence[int], chunks: Sequence[DistChunk]) -> bool:
+def cover_once(shape: Sequence[int], chunks: Sequence[DistItem]) -> bool:
     """Whether boxes cover a tensor exactly once, in time linear in their number.
 
     Whether a point is covered an odd number of times follows from the corners of the boxes that
@@ -222,7 +253,7 @@ def cover_once(shape: Sequence[int], chunks: Sequence[DistChunk]) -> bool:
     return not odd
 
 
-def _check_files(folder: Path, items: Iterable[DistChunk | DistObject]) -> None:
+def _check_files(folder: Path, items: Iterable[DistItem]) -> None:
     """All items lie in their files, and no two of them share bytes."""
     per_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for item in items:
@@ -233,32 +264,27 @@ def _check_files(folder: Path, items: Iterable[DistChunk | DistObject]) -> None:
             raise ConfigError(f"{folder} is not a complete checkpoint: it has no file {name}")
         for offset, nbytes in sorted(places):
             if offset < end:
-                raise _Unsound(f"two items of {name} share the bytes at {offset}")
+                raise ValueError(f"two items of {name} share the bytes at {offset}")
             end = offset + nbytes
         if end > (size := path.stat().st_size):
             raise ConfigError(f"{path} is cut short: it has {size} bytes of at least {end}")
 
 
-def _is_plain_name(file: str) -> bool:
-    return file not in ("", "..") and Path(file).name == file and "\0" not in file
+def _taken(places: _Places, key: str, offsets: _Offsets | None) -> tuple[str, int, int]:
+    if (key, offsets) not in places:
+        raise ValueError(f"it does not say where {key} is stored")
+    return places.pop((key, offsets))
 
 
-def _taken(places: _Places, key: str, offsets: tuple[int, ...] | None) -> DistObject:
-    place = places.pop((key, offsets), None)
-    if place is None:
-        raise _Unsound(f"it does not say where {key} is stored")
-    return place
-
-
-def _fields(node: Any, *kinds: str) -> dict[str, Any]:
-    if not isinstance(node, Node) or node.kind not in kinds or not isinstance(node.state, dict):
-        raise _Unsound(f"it holds something else where {kinds[0]} should be")
-    return node.state
+def _as(kind: type[_T], value: Any, what: str) -> _T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
+    return value
 
 
 def _numbers(values: Any, key: str) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(
         type(value) is int and 0 <= value < 1 << 63 for value in values
     ):
-        raise _Unsound(f"a size or an offset of {key} is not a number of elements or bytes")
-    return values
+        raise ValueError(f"a size or an offset of {key} is not a number of elements or bytes")
+    return tuple(values)

@@ -11,9 +11,8 @@ import json
 import os
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -27,75 +26,47 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_rl.checkpoint import torch_item
-from mcore_rl.checkpoint.safetensors_file import WRITE_BYTES
+from mcore_rl.checkpoint.raw_file import file_aside, write
 from mcore_rl.checkpoint.stored import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import COMMON_FILE
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND, BACKEND_FILE, METADATA_FILE
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One item of a `.distcp` file: a chunk of a tensor, or an object, which has no dtype.
 
-    `Record(**dataclasses.asdict(record))` is the record again, through JSON as well.
+    `Record(*json.loads(json.dumps(record)))` serves as well.
     """
 
     key: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: Sequence[int]  # of the whole tensor
     dtype: str | None  # "bfloat16"
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Sequence[int]
+    sizes: Sequence[int]
     file: str
     offset: int
     length: int
-
-    def __post_init__(self) -> None:
-        for name in ("shape", "offsets", "sizes"):  # JSON, where a record may come from, has lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
-
-class _File(io.FileIO):
-    """Writes all that it is given, piece by piece."""
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        nbytes = len(left)
-        while left:
-            left = left[os.write(self.fileno(), left[:WRITE_BYTES]) :]
-        return nbytes
 
 
 class DistFile:
     """A new `.distcp` file, written aside; leaving the context without an error names it.
 
-    `records` says what it holds. Space for `reserved_bytes` is taken at the beginning: a full disk
-    shows then, and writing is half as fast again.
+    `records` says what it holds; `reserved_bytes`: see raw_file.file_aside.
     """
 
     def __init__(self, path: str | Path, reserved_bytes: int = 0) -> None:
-        self.path, self._reserved_bytes = Path(path), reserved_bytes
+        self.path = Path(path)
         self.records: list[Record] = []
-        self._aside = self.path.with_name(f".{self.path.name}.partial")
+        self._aside, self._end = file_aside(self.path, reserved_bytes), 0
 
     def __enter__(self) -> Self:
-        self._file = _File(self._aside, "wb")
-        if self._reserved_bytes:
-            try:
-                os.posix_fallocate(self._file.fileno(), 0, self._reserved_bytes)
-            except OSError as error:
-                self.__exit__(OSError)
-                raise OSError(error.errno, error.strerror, str(self.path)) from None
+        self._fd = self._aside.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        try:
-            with self._file:
-                if kind is None:
-                    self._file.truncate()
-            if kind is None:
-                self._aside.rename(self.path)
-        finally:
-            self._aside.unlink(missing_ok=True)
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
+            os.ftruncate(self._fd, self._end)
+        self._aside.__exit__(kind, *error)
 
     def add_tensor(
         self, key: str, shape: Sequence[int], offsets: Sequence[int], tensor: torch.Tensor
@@ -106,21 +77,22 @@ class DistFile:
             OSError: it cannot be written, as on a full disk.
         """
         tensor = tensor.detach().cpu().contiguous()
-        start = self._file.tell()
         if torch_item.is_framed(tensor.dtype, tensor.nbytes):
-            for part in torch_item.item_of(tensor):
-                self._file.write(part)
+            length = torch_item.write_item(self._fd, self._end, tensor)
         else:
-            self._save(tensor)
+            length = self._save(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._record(key, start, tuple(shape), dtype, tuple(offsets), tuple(tensor.shape))
+        self._record(length, key, tuple(shape), dtype, tuple(offsets), tuple(tensor.shape))
 
-    def _save(self, tensor: torch.Tensor) -> None:
+    def _save(self, tensor: torch.Tensor) -> int:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             # torch.save writes the whole storage. In this format it is the chunk and nothing else.
             tensor = tensor.clone()
         try:
-            torch.save(tensor, self._file)
+            with open(self._fd, "wb", closefd=False) as file:
+                file.seek(self._end)
+                torch.save(tensor, file)
+                return file.tell() - self._end
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # closing its archive, torch fails again
                 raise error.__context__ from None
@@ -128,23 +100,12 @@ class DistFile:
 
     def add_object(self, key: str, data: bytes) -> None:
         """Append an object, as the bytes that torch.save makes of it."""
-        start = self._file.tell()
-        self._file.write(data)
-        self._record(key, start, (), None, (), ())
+        write(self._fd, self._end, data)
+        self._record(len(data), key, (), None, (), ())
 
-    def _record(
-        self,
-        key: str,
-        start: int,
-        shape: tuple[int, ...],
-        dtype: str | None,
-        offsets: tuple[int, ...],
-        sizes: tuple[int, ...],
-    ) -> None:
-        length = self._file.tell() - start
-        self.records.append(
-            Record(key, shape, dtype, offsets, sizes, self.path.name, start, length)
-        )
+    def _record(self, length: int, *fields: Any) -> None:
+        self.records.append(Record._make([*fields, self.path.name, self._end, length]))
+        self._end += length
 
 
 def write_metadata(folder: str | Path, records: Iterable[Record]) -> None:
@@ -152,43 +113,34 @@ def write_metadata(folder: str | Path, records: Iterable[Record]) -> None:
 
     The bytes depend on the records alone, not on their order.
     """
-    folder = Path(folder)
     common = io.BytesIO()
     torch.save({"content_metadata": CONTENT_METADATA}, common)
-    _write(folder / COMMON_FILE, common.getvalue())
-    _write(folder / BACKEND_FILE, json.dumps(BACKEND).encode())
-    _write(folder / METADATA_FILE, pickle.dumps(_metadata(records), protocol=4))
+    for name, data in (
+        (COMMON_FILE, common.getvalue()),
+        (BACKEND_FILE, json.dumps(BACKEND).encode()),
+        (METADATA_FILE, pickle.dumps(_metadata(records), protocol=4)),
+    ):
+        with file_aside(Path(folder) / name) as fd:
+            write(fd, 0, data)
 
 
 def _metadata(records: Iterable[Record]) -> Metadata:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     once: dict[str, str] = {}  # pickle writes equal strings again unless they are one object
-    for record in sorted(records, key=lambda record: (record.key, record.offsets)):
+    for record in sorted(records, key=lambda record: (record.key, tuple(record.offsets))):
         key = once.setdefault(record.key, record.key)
         file = once.setdefault(record.file, record.file)
-        info = _StorageInfo(file, record.offset, record.length)
         if record.dtype is None:
             entries[key], index = BytesStorageMetadata(), MetadataIndex(key)
         else:
-            entry = entries.setdefault(key, _tensor_entry(record))
-            assert isinstance(entry, TensorStorageMetadata)
+            properties = TensorProperties(getattr(torch, record.dtype))
+            new = TensorStorageMetadata(properties, torch.Size(record.shape), [])
+            entry: Any = entries.setdefault(key, new)
             chunk = ChunkStorageMetadata(torch.Size(record.offsets), torch.Size(record.sizes))
             entry.chunks.append(chunk)
             index = MetadataIndex(key, chunk.offsets)
         if index in places:
             raise ValueError(f"two records of {key} at offsets {record.offsets}")
-        places[index] = info
+        places[index] = _StorageInfo(file, record.offset, record.length)
     return Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)
-
-
-def _tensor_entry(record: Record) -> TensorStorageMetadata:
-    dtype = getattr(torch, str(record.dtype))
-    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(record.shape), [])
-
-
-def _write(path: Path, data: bytes) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("wb") as file:
-        file.write(data)
-    aside.rename(path)

@@ -22,20 +22,13 @@ from typing import Any
 import torch
 from isal import isal_zlib
 
-from mcore_rl.checkpoint.safetensors_file import bytes_of
+from mcore_rl.checkpoint import raw_file
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ALIGNMENT = 64  # of the tensor's bytes
 _MAX_BYTES = 1 << 31  # beyond, the archive would need other fields
-_PIECE_BYTES = 1 << 20  # read, then summed up while the processor's cache still holds it
-# Signature, version, flags, method, time, date (1 January 1980), checksum, sizes, name, extra.
-_LOCAL = struct.Struct("<4s5H3I2H")
-# And version made by; comment, disk, attributes, place.
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_DATE = 33
-_CRC_AT = 14  # in a local header
-_CENTRAL_CRC_AT = 16
+_DATE = 33  # 1 January 1980
+_CRC_AT, _CENTRAL_CRC_AT = 14, 16  # in a header, and in the directory's line
 
 
 class _Pickler(pickle.Pickler):
@@ -59,41 +52,46 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes, in
     pickled = io.BytesIO()
     _Pickler(pickled, protocol=2).dump(torch.empty(shape, dtype=dtype))
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    small = {"data.pkl": pickled.getvalue(), "byteorder": b"little", "version": b"3\n"}
     before, behind = b"", b""
+    small = {"data.pkl": pickled.getvalue(), "byteorder": b"little", "version": b"3\n"}
     for name, data in small.items():
-        local, central = _entry(name, isal_zlib.crc32(data), len(data), place=len(before))
+        local, central = _entry(name, isal_zlib.crc32(data), len(data), len(before))
         before, behind = before + local + data, behind + central
-    bare = len(before) + len(_entry("data/0", 0, nbytes, place=0)[0])
-    extra = -bare % _ALIGNMENT
+    extra = -(len(before) + len(_entry("data/0", 0, nbytes, 0)[0])) % _ALIGNMENT
     extra += _ALIGNMENT if 0 < extra < 4 else 0  # an extra field has 4 bytes of its own
-    local, central = _entry("data/0", 0, nbytes, place=len(before), extra=extra)
+    local, central = _entry("data/0", 0, nbytes, len(before), extra)
     crc_before, crc_behind = len(before) + _CRC_AT, len(behind) + _CENTRAL_CRC_AT
     before, behind = before + local, behind + central
-    end = _END.pack(b"PK\5\6", 0, 0, 4, 4, len(behind), len(before) + nbytes, 0)
-    return before, behind + end, crc_before, crc_behind
+    sizes = struct.pack("<4H2IH", 0, 0, 4, 4, len(behind), len(before) + nbytes, 0)
+    return before, behind + b"PK\5\6" + sizes, crc_before, crc_behind
 
 
 def _entry(name: str, crc32: int, size: int, place: int, extra: int = 0) -> tuple[bytes, bytes]:
     """The header of a file in the archive, and its line in the directory at the end."""
     path = f"archive/{name}".encode()
-    common = (0, 0, 0, 0, _DATE, crc32, size, size, len(path))
+    common = struct.pack("<5H3IH", 0, 0, 0, 0, _DATE, crc32, size, size, len(path))
     padding = b"FB" + (extra - 4).to_bytes(2, "little") + b"Z" * (extra - 4) if extra else b""
-    local = _LOCAL.pack(b"PK\3\4", *common, extra) + path + padding
-    central = _CENTRAL.pack(b"PK\1\2", 0, *common, 0, 0, 0, 0, 0, place) + path
+    local = b"PK\3\4" + common + extra.to_bytes(2, "little") + path + padding
+    central = b"PK\1\2\0\0" + common + struct.pack("<4H2I", 0, 0, 0, 0, 0, place) + path
     return local, central
 
 
-def _filled(frame: bytes, at: int, crc32: int) -> bytes:
-    return frame[:at] + crc32.to_bytes(4, "little") + frame[at + 4 :]
+def _framed(out: torch.Tensor, crc32: int) -> tuple[bytes, bytes]:
+    before, behind, crc_before, crc_behind = _frame(out.dtype, tuple(out.shape))
+    crc = crc32.to_bytes(4, "little")
+    return (
+        before[:crc_before] + crc + before[crc_before + 4 :],
+        behind[:crc_behind] + crc + behind[crc_behind + 4 :],
+    )
 
 
-def item_of(tensor: torch.Tensor) -> tuple[bytes, memoryview, bytes]:
-    """The parts of the item that a contiguous tensor on the CPU is, its own memory the second."""
-    before, behind, crc_before, crc_behind = _frame(tensor.dtype, tuple(tensor.shape))
-    data = bytes_of(tensor)
-    crc32 = isal_zlib.crc32(data)
-    return _filled(before, crc_before, crc32), data, _filled(behind, crc_behind, crc32)
+def write_item(file: int, offset: int, tensor: torch.Tensor) -> int:
+    """Write a contiguous tensor on the CPU from its own memory; the length of the item."""
+    start = offset + len(_frame(tensor.dtype, tuple(tensor.shape))[0])
+    before, behind = _framed(tensor, raw_file.write(file, start, raw_file.bytes_of(tensor)))
+    raw_file.write(file, offset, before)
+    raw_file.write(file, start + tensor.nbytes, behind)
+    return len(before) + tensor.nbytes + len(behind)
 
 
 def read_item(file: int, offset: int, nbytes: int, out: torch.Tensor) -> bool:
@@ -105,22 +103,14 @@ def read_item(file: int, offset: int, nbytes: int, out: torch.Tensor) -> bool:
     """
     if not is_framed(out.dtype, out.nbytes):
         return False
-    before, behind, crc_before, crc_behind = _frame(out.dtype, tuple(out.shape))
+    before, behind, crc_before, _ = _frame(out.dtype, tuple(out.shape))
     if nbytes != len(before) + out.nbytes + len(behind):
         return False
     found = os.pread(file, len(before), offset)
+    end = os.pread(file, len(behind), offset + nbytes - len(behind))
     crc32 = int.from_bytes(found[crc_before : crc_before + 4], "little")
-    end = os.pread(file, len(behind), offset + len(before) + out.nbytes)
-    if found != _filled(before, crc_before, crc32) or end != _filled(behind, crc_behind, crc32):
+    if (found, end) != _framed(out, crc32):
         return False
-    memory, done, summed = bytes_of(out), 0, 0
-    while done < len(memory):
-        piece = memory[done : done + _PIECE_BYTES]
-        count = os.preadv(file, [piece], offset + len(before) + done)
-        if not count:
-            raise EOFError("the file is cut short")
-        summed = isal_zlib.crc32(piece[:count], summed)
-        done += count
-    if summed != crc32:
+    if raw_file.read(file, offset + len(before), raw_file.bytes_of(out)) != crc32:
         raise ValueError("its checksum differs")
     return True

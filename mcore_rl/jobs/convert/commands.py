@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.config.checks import exists, one_of
 from mcore_rl.config.errors import ConfigError
@@ -15,22 +16,10 @@ from mcore_rl.jobs.convert.options import Resources, parse_bytes
 BRIDGES = ("megatron-bridge",)
 
 
-def hf_to_mcore(
-    *,
-    model: Path,
-    output: Path,
-    layout: Layout,
-    dtype: str | None,
-    workers: int | None,
-    max_memory: str | None,
-    bridge: str | None,
-) -> int:
+def hf_to_mcore(*, model: Path, output: Path, layout: Layout, **options: Any) -> int:
     exists("--model", model)
-    resources = _resources(workers, max_memory)
-    if bridge is not None:
-        _check_bridge(
-            bridge, layout=layout != Layout(), dtype=dtype, workers=workers, max_memory=max_memory
-        )
+    resources, dtype = _resources(**options), options["dtype"]
+    if _asks_for_bridge({"layout": layout != Layout(), **options}):
         import_hf(model, output)
     else:
         to_megatron.convert(model, output, layout, dtype, resources)
@@ -42,34 +31,33 @@ def mcore_to_hf(
     checkpoint: Path,
     output: Path,
     reference: Path | None,
-    dtype: str | None,
     max_shard_size: str,
     lora: str,
-    workers: int | None,
-    max_memory: str | None,
-    bridge: str | None,
+    **options: Any,
 ) -> int:
     exists("--checkpoint", checkpoint)
     if reference is not None:
         exists("--reference", reference)
-    resources = _resources(workers, max_memory)
+    resources, dtype = _resources(**options), options["dtype"]
     shard_bytes = parse_bytes("--max-shard-size", max_shard_size)
-    if bridge is not None:
-        _check_bridge(bridge, dtype=dtype, workers=workers, max_memory=max_memory)
-        if reference is None:
-            raise ConfigError(f"--bridge={bridge} needs --reference")
-        export_hf(checkpoint, reference, output)
-    else:
+    if not _asks_for_bridge(options):
         to_hf.convert(checkpoint, output, reference, dtype, shard_bytes, lora, resources)
+    elif reference is None:
+        raise ConfigError(f"--bridge={options['bridge']} needs --reference")
+    else:
+        export_hf(checkpoint, reference, output)
     return 0
 
 
-def _check_bridge(bridge: str, **options: object) -> None:
-    one_of("--bridge", bridge, BRIDGES)
+def _asks_for_bridge(options: Mapping[str, Any]) -> bool:
+    if options["bridge"] is None:
+        return False
+    one_of("--bridge", options["bridge"], BRIDGES)
     for name, value in options.items():
-        if value:
+        if value and name != "bridge":
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} with --bridge={bridge}, which goes its own way")
+            raise ConfigError(f"{option} with --bridge={options['bridge']}, which goes its own way")
+    return True
 
 
 def show(*, folder: Path, json: bool) -> int:
@@ -84,7 +72,7 @@ def compare(*, a: Path, b: Path, json: bool) -> int:
     return 0 if verify.verify(a, b, as_json=json) else 1
 
 
-def _resources(workers: int | None, max_memory: str | None) -> Resources:
+def _resources(*, workers: int | None, max_memory: str | None, **_: Any) -> Resources:
     memory = None if max_memory is None else parse_bytes("--max-memory", max_memory)
     return Resources(workers, memory)
 

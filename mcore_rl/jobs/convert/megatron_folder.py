@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.stamp import STAMP_FILE, read_stamp
+from mcore_rl.checkpoint.stored import Stored
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND_FILE, DistTensor
 from mcore_rl.config.errors import ConfigError
@@ -30,11 +31,10 @@ _NOT_THE_MODEL = re.compile(r"(optimizer|chained_\d+)\.|lora\.")
 
 @dataclass(frozen=True, slots=True)
 class MegatronFolder:
-    """A checkpoint's model. `config` is what a Hugging Face folder of its weights should say."""
+    """A checkpoint's model."""
 
     path: Path
     companions: Path  # folder with config.json, tokenizer files and perhaps weights
-    config: HFConfig
     weights: tuple[Weight, ...]  # the rules of the model as it is to be written
     parameters: tuple[Parameter, ...]  # what the checkpoint holds of them
     stamp: Mapping[str, Any]  # empty for a checkpoint of Megatron-LM
@@ -100,62 +100,51 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
     if _EMBEDDING not in tensors:
         raise ConfigError(f"checkpoint {path} lacks tensor {_EMBEDDING}")
     padded = tensors[_EMBEDDING].shape[0]
-    config = model_config(_unquantized(read_config(companions)))
-    notes: list[str] = []
-    held, changes = config, {}
+    # The config of the same model with plain weights.
+    config = {n: v for n, v in read_config(companions).items() if n != "quantization_config"}
+    config = held = model_config(config)
+    notes: tuple[str, ...] = ()
+    changes: HFConfig = {}
     if not any(key.startswith("mtp.") for key in tensors):
         held = without_mtp(config)
-        if held != config and not _has_predictions(companions):
-            notes.append("the checkpoint has no prediction layers: config.json will say 0 of them")
+        if held != config and _has_predictions(companions):
+            notes = (f"the checkpoint has no prediction layers: they come from {companions}",)
+        elif held != config:
+            notes = ("the checkpoint has no prediction layers: config.json will say 0 of them",)
             changes = {name: n for name, n in held.items() if config[name] != n}
             config = held
-        elif held != config:
-            notes.append(f"the checkpoint has no prediction layers: they come from {companions}")
     weights = model_weights(config, padded)
-    parameters = _parameters(path, tensors, held, padded, weights, stamp)
-    return MegatronFolder(
-        path, companions, config, weights, parameters, stamp, reader, changes, tuple(notes)
-    )
-
-
-def _parameters(
-    path: Path,
-    tensors: Mapping[str, DistTensor],
-    held: HFConfig,
-    padded: int,
-    weights: Sequence[Weight],
-    stamp: Mapping[str, Any],
-) -> tuple[Parameter, ...]:
     from mcore_rl.engine.megatron.blueprint import blueprint  # imports Megatron
 
     stored = blueprint(held, padded).parameters_in(tensors)
-    used = {place.key for place in stored.values()}
-    for place in stored.values():
-        if tensors[place.key].shape != place.shape:
+    _check(path, tensors, stored.values())
+    layout, lora = Layout(**stamp.get("layout", {})), stamp.get("lora")
+    parameters = []
+    for weight in weights:
+        name, adapter = weight.local_name(), None
+        if not weight.replica and name in stored:
+            if lora and f"lora.{name}.A" in tensors:
+                adapter = Adapter(lora["alpha"] / lora["rank"], num_shards(weight, layout))
+            dtype = tensors[stored[name].key].dtype
+            parameters.append(Parameter(weight, stored[name], dtype, adapter))
+    return MegatronFolder(
+        path, companions, weights, tuple(parameters), stamp, reader, changes, notes
+    )
+
+
+def _check(path: Path, tensors: Mapping[str, DistTensor], stored: Iterable[Stored]) -> None:
+    """Raise ConfigError unless a checkpoint has what it should of the model, and no more."""
+    used = {place.key: place.shape for place in stored}
+    for key, shape in used.items():
+        if tensors[key].shape != shape:
             raise ConfigError(
-                f"checkpoint {path}: {place.key} has shape {tensors[place.key].shape}, but "
-                f"config.json asks for {place.shape}"
+                f"checkpoint {path}: {key} has shape {tensors[key].shape}, but config.json asks "
+                f"for {shape}"
             )
     extra = sorted(key for key in tensors.keys() - used if not _NOT_THE_MODEL.match(key))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise ConfigError(f"checkpoint {path} holds unexpected tensor {extra[0]}{more}")
-    layout, lora = Layout(**stamp.get("layout", {})), stamp.get("lora")
-    found = []
-    for weight in weights:
-        name = weight.local_name()
-        if weight.replica or name not in stored:
-            continue
-        adapter = None
-        if lora and f"lora.{name}.A" in tensors:
-            adapter = Adapter(lora["alpha"] / lora["rank"], num_shards(weight, layout))
-        found.append(Parameter(weight, stored[name], tensors[stored[name].key].dtype, adapter))
-    return tuple(found)
-
-
-def _unquantized(config: HFConfig) -> HFConfig:
-    """The config of the same model with plain weights."""
-    return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def _has_predictions(folder: Path) -> bool:

@@ -1,18 +1,22 @@
-"""What a conversion is made of, worked out before anything is written. Pure but for the dtypes."""
+"""What a conversion is made of, worked out before anything is written."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from mcore_rl.checkpoint.hf_writer import filled
 from mcore_rl.checkpoint.stored import Stored
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
+from mcore_rl.reshard.boxes import Box
 from mcore_rl.reshard.rules import Shard, Weight
 
 WHOLE = Shard(0, 1)
@@ -47,9 +51,32 @@ class Parameter:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def box(self) -> Box:
+        """The whole parameter as a box of the tensor that has it in a distributed checkpoint."""
+        return self.stored.box(Box((0,) * len(self.shape), self.shape))
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Of the Hugging Face tensors that it is made of, copies included."""
         return tuple(name for t in self.weight.rule.tensors for name in (t.name, *t.also))
+
+
+class Buffer:
+    """Memory for one tensor after another: filling new memory takes as long as copying."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        """A tensor in the bytes from `start` on. Its storage is these bytes and no others.
+
+        Where they are more than there were, what stood in them is lost.
+        """
+        end = start + math.prod(shape) * dtype.itemsize
+        if end > len(self._memory):
+            self._memory = np.empty(0, np.uint8)  # given back before more is taken
+            self._memory = np.empty(end, np.uint8)
+        return torch.from_numpy(self._memory[start:end]).view(dtype).view(shape)
 
 
 def num_shards(weight: Weight, layout: Layout) -> int:
@@ -61,16 +88,7 @@ def runs(parameters: Sequence[Parameter]) -> Iterator[tuple[Parameter, ...]]:
     """The parameters as files of about equal size, a function of the model alone."""
     total = sum(parameter.nbytes for parameter in parameters)
     limit = min(max(total // _NUM_FILES, _SMALLEST_FILE), _LARGEST_FILE)
-    run: list[Parameter] = []
-    size = 0
-    for parameter in parameters:
-        if run and size + parameter.nbytes > limit:
-            yield tuple(run)
-            run, size = [], 0
-        run.append(parameter)
-        size += parameter.nbytes
-    if run:
-        yield tuple(run)
+    return map(tuple, filled(parameters, limit))
 
 
 def named_dtype(option: str, allowed: Mapping[str, torch.dtype], name: str) -> torch.dtype:
@@ -82,31 +100,24 @@ def named_dtype(option: str, allowed: Mapping[str, torch.dtype], name: str) -> t
 
 def main_dtype(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
     """The dtype of most elements, from (dtype, elements) of each tensor."""
-    totals: dict[torch.dtype, int] = {}
+    totals: Counter[torch.dtype] = Counter()
     for dtype, size in sizes:
-        totals[dtype] = totals.get(dtype, 0) + size
-    return max(totals, key=lambda dtype: totals[dtype])
+        totals[dtype] += size
+    return totals.most_common(1)[0][0]
 
 
-def short(dtype: torch.dtype) -> str:
+def fingerprint(
+    command: str, folders: Mapping[str, Path | None], **options: object
+) -> dict[str, object]:
+    """All that decides about the bytes of a conversion; of the files in `folders` size and time.
+
+    Folders in them that are hidden are left out: what is being written may stand in one.
     """
-    >>> short(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
-
-
-def files_of(role: str, folder: Path) -> dict[str, list[int]]:
-    """Size and time of change of every file that a conversion depends on, under `role`/name.
-
-    Folders that are hidden are left out: what is being written may stand in one.
-    """
-    folders = (folder, *(f for f in folder.iterdir() if f.is_dir() and f.name[0] != "."))
-    files = sorted(file for f in folders for file in f.iterdir() if file.is_file())
-    stats = {f"{role}/{file.relative_to(folder)}": file.stat() for file in files}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-
-
-def versions() -> dict[str, str]:
-    """Of what decides about bytes."""
-    return {name: metadata.version(name) for name in ("mcore-rl", "megatron-core", "torch")}
+    found: dict[str, object] = {"command": command, **options}
+    found |= {name: metadata.version(name) for name in ("mcore-rl", "megatron-core", "torch")}
+    for role, folder in folders.items():
+        if folder is not None:
+            for file in filter(Path.is_file, sorted((*folder.glob("*"), *folder.glob("[!.]*/*")))):
+                stat = file.stat()
+                found[f"{role}/{file.relative_to(folder)}"] = [stat.st_size, stat.st_mtime_ns]
+    return found

@@ -31,7 +31,6 @@ class ByteProgress:
     ) -> None:
         self._title, self._total, self._earlier = title, total, done
         self._console = console or Console()
-        self._is_live = self._console.is_terminal  # asking looks at the environment each time
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),
@@ -39,40 +38,32 @@ class ByteProgress:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=self._console,
+            disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task(title, total=total, completed=done)
         self._started_s = self._told_s = time.monotonic()
-        self.num_bytes = 0  # of this run
+        self._num_bytes = 0  # of this run
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started_s
-
-    @property
-    def rate(self) -> str:
-        return f"{format_bytes(self.num_bytes / max(self.seconds, 1e-9))}/s"
+    def __str__(self) -> str:
+        """What this run has done, how long it took and how fast it was."""
+        done = format_bytes(self._num_bytes)
+        seconds = time.monotonic() - self._started_s
+        return f"{done} in {seconds:.2f} s, {format_bytes(self._num_bytes / max(seconds, 1e-9))}/s"
 
     def add(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        if self._is_live:
-            self._bar.update(self._task, advance=num_bytes)
-        elif time.monotonic() - self._told_s > _INTERVAL_S:
+        self._num_bytes += num_bytes
+        self._bar.update(self._task, advance=num_bytes)
+        if self._bar.disable and time.monotonic() - self._told_s > _INTERVAL_S:
             self._told_s = time.monotonic()
-            self._console.print(self._line(), markup=False, highlight=False, soft_wrap=True)
-
-    def _line(self) -> str:
-        done = self._earlier + self.num_bytes
-        left_s = (self._total - done) * self.seconds / max(self.num_bytes, 1)
-        return (
-            f"{self._title} {format_bytes(done)} of {format_bytes(self._total)}, {self.rate}, "
-            f"{left_s:.0f} s left"
-        )
+            done = format_bytes(self._earlier + self._num_bytes)
+            left = self._total - self._earlier - self._num_bytes
+            left_s = left * (self._told_s - self._started_s) / max(self._num_bytes, 1)
+            line = f"{self._title} {done} of {format_bytes(self._total)}, {left_s:.0f} s left"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> ByteProgress:
-        if self._is_live:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_live:
-            self._bar.stop()
+        self._bar.stop()

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.jobs.convert.buffer import Buffer
-from mcore_rl.jobs.convert.plan import WHOLE, Parameter
-from mcore_rl.reshard.boxes import Block, Box, LogicalTensor
+from mcore_rl.jobs.convert.plan import WHOLE, Buffer, Parameter
+from mcore_rl.reshard.boxes import Box
 from mcore_rl.reshard.rules import Shard
 
 
@@ -26,7 +25,6 @@ class MegatronTensors:
         self._reader = reader
         self._buffer = buffer or Buffer()
         self._parameters = {name: p for p in parameters for name in p.names}
-        self._buffer.reserve(max((p.nbytes for p in self._parameters.values()), default=0))
         self._current: Parameter | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -46,15 +44,18 @@ class MegatronTensors:
         return self._tensors[name]
 
     def _read(self, parameter: Parameter) -> dict[str, torch.Tensor]:
-        box = parameter.stored.box(Box((0,) * len(parameter.shape), parameter.shape))
         whole = self._buffer.tensor(parameter.shape, parameter.dtype)
-        self._reader.read(parameter.stored.key, box, whole.view(box.sizes))
+        self._reader.read(parameter.stored.key, parameter.box, whole.view(parameter.box.sizes))
         rule = parameter.weight.rule
-        blocks = rule.blocks(WHOLE)
-        tensors = {
-            tensor.name: _gathered(whole, tensor, [b for b in blocks if b.tensor == tensor])
-            for tensor in rule.tensors
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for tensor in rule.tensors:
+            blocks = [block for block in rule.blocks(WHOLE) if block.tensor == tensor]
+            if len(blocks) == 1:  # its rows stand together
+                tensors[tensor.name] = whole[blocks[0].local_slices]
+                continue
+            tensors[tensor.name] = found = whole.new_empty(tensor.shape)
+            for block in blocks:
+                found[block.box.slices] = whole[block.local_slices]
         if parameter.adapter is not None:
             self._merge(parameter, tensors)
         return {n: tensors[t.name] for t in rule.tensors for n in (t.name, *t.also)}
@@ -92,32 +93,16 @@ class MegatronTensors:
         return self._reader.read(key, Box((0,) * len(shape), shape))
 
 
-def _gathered(whole: torch.Tensor, tensor: LogicalTensor, blocks: list[Block]) -> torch.Tensor:
-    """One tensor out of a whole parameter: a view, where its rows stand together."""
-    if len(blocks) == 1:
-        return whole[blocks[0].local_slices]
-    found = whole.new_empty(tensor.shape)
-    for block in blocks:
-        found[block.box.slices] = whole[block.local_slices]
-    return found
-
-
 def memory_bytes(parameters: Sequence[Parameter]) -> int:
-    """That MegatronTensors takes for these."""
-    gathered = [p.nbytes for p in parameters if _is_gathered(p) or p.adapter is not None]
-    merged = [_merge_bytes(parameter) for parameter in parameters]
-    largest = max(parameter.nbytes for parameter in parameters)
-    return largest + max(gathered, default=0) + max(merged)
-
-
-def _is_gathered(parameter: Parameter) -> bool:
-    rule = parameter.weight.rule
-    return len(rule.blocks(WHOLE)) > len(rule.tensors)
-
-
-def _merge_bytes(parameter: Parameter) -> int:
-    """A shard in float32, its sum with the adapter, and that sum rounded."""
-    if parameter.adapter is None:
-        return 0
-    shape = parameter.weight.rule.local_shape(Shard(0, parameter.adapter.num_shards))
-    return math.prod(shape) * (2 * torch.float32.itemsize + parameter.dtype.itemsize)
+    """That MegatronTensors takes for these: one, its tensors where they are copies, its adapter."""
+    whole = gathered = merged = 0
+    for parameter in parameters:
+        rule, adapter = parameter.weight.rule, parameter.adapter
+        whole = max(whole, parameter.nbytes)
+        if adapter is not None or len(rule.blocks(WHOLE)) > len(rule.tensors):
+            gathered = max(gathered, parameter.nbytes)
+        if adapter is not None:  # a shard in float32, its sum with the adapter, that sum rounded
+            shape = rule.local_shape(Shard(0, adapter.num_shards))
+            element = 2 * torch.float32.itemsize + parameter.dtype.itemsize
+            merged = max(merged, math.prod(shape) * element)
+    return whole + gathered + merged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,17 @@ from mcore_rl.checkpoint.hf_writer import (
     copy_companions,
     plan_shards,
     write_index,
-    writing_shard,
+    write_shard,
 )
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.checks import one_of
 from mcore_rl.jobs.convert.adapters import write_adapters
-from mcore_rl.jobs.convert.buffer import Buffer
 from mcore_rl.jobs.convert.megatron_folder import MegatronFolder, open_megatron
-from mcore_rl.jobs.convert.memory import READ_ENTRY_BYTES
-from mcore_rl.jobs.convert.options import Resources
-from mcore_rl.jobs.convert.plan import Parameter, files_of, main_dtype, named_dtype, versions
+from mcore_rl.jobs.convert.options import READ_ENTRY_BYTES, Resources
+from mcore_rl.jobs.convert.plan import Buffer, Parameter, fingerprint, main_dtype, named_dtype
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.convert.sources import MegatronTensors, memory_bytes
-from mcore_rl.reshard.boxes import LogicalTensor, rows
+from mcore_rl.jobs.convert.workers import Wrote
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": fp8.QUANTIZED}
 LORA = ("merge", "separate")
@@ -70,33 +68,24 @@ def plan(
     one_of("--lora", lora, LORA)
     asked = named_dtype("--dtype", DTYPES, dtype) if dtype else None
     folder = open_megatron(checkpoint, reference)
+    notes, adapted, written = folder.notes, None, folder
     if lora == "separate":
-        plain = tuple(replace(p, adapter=None) for p in folder.parameters)
-        written = replace(folder, parameters=plain)
-    else:
-        written = folder
+        written = replace(
+            folder, parameters=tuple(replace(p, adapter=None) for p in folder.parameters)
+        )
+        if folder.lora:
+            adapted = folder
+        else:
+            notes += (f"warning: {checkpoint} has no adapters: --lora=separate writes none",)
     tensors = list(_tensors(written, asked))
     shards = plan_shards(tensors, max_shard_bytes)
-    index_bytes = READ_ENTRY_BYTES * folder.num_chunks
-    notes = folder.notes
-    if lora == "separate" and not folder.lora:
-        notes += (f"warning: {checkpoint} has no adapters: --lora=separate writes none",)
-    options = {"command": "mcore-to-hf", "--dtype": dtype, "--lora": lora}
-    sources = {
-        **files_of("checkpoint", folder.path),
-        **(files_of("reference", reference) if reference else {}),
-    }
+    options = {"--dtype": dtype, "--lora": lora, "--max-shard-size": max_shard_bytes}
+    sources = {"checkpoint": folder.path, "reference": reference}
     return Conversion(
         output=output,
-        fingerprint={**options, "--max-shard-size": max_shard_bytes, **versions(), **sources},
-        units=tuple(_unit(written, shard, tensors, index_bytes) for shard in shards),
-        finish=partial(
-            _finish,
-            source=folder,
-            shards=shards,
-            tensors=tensors,
-            separate=lora == "separate" and bool(folder.lora),
-        ),
+        fingerprint=fingerprint("mcore-to-hf", sources, **options),
+        units=tuple(_unit(written, shard, tensors) for shard in shards),
+        finish=partial(_finish, source=folder, shards=shards, tensors=tensors, adapted=adapted),
         notes=notes,
         kept={"reader": folder.reader},
     )
@@ -145,64 +134,57 @@ class HFUnit:
     def nbytes(self) -> int:
         return self.shard.nbytes
 
-    def write(self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]) -> None:
+    def write(self, folder: Path, wrote: Wrote, kept: dict[str, Any]) -> None:
         if "reader" not in kept:
             kept["reader"] = DistReader(self.checkpoint)
         buffer = kept.setdefault("buffer", Buffer())
         held = MegatronTensors(kept["reader"], self.parameters, buffer)
-        with writing_shard(folder, self.shard) as writer:
-            for name, tensor in self._read(held):
-                writer.write(name, tensor)
-                wrote(tensor.nbytes)
-                del tensor  # before the next one is made
+        write_shard(folder, self.shard, self._read(held, wrote))
 
-    def _read(self, held: MegatronTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self, held: MegatronTensors, wrote: Wrote) -> Iterator[tuple[str, torch.Tensor]]:
         others: CheckpointReader | None = None
         quantized: dict[str, torch.Tensor] = {}  # the last, by name: a weight and its scales
         for name in self.names:
-            if name in quantized:
-                yield name, quantized[name]
-                continue
-            base = name.removesuffix(fp8.SCALE_SUFFIX)
-            if base in held:
-                tensor = held.read(base)
-            else:
-                others = others or CheckpointReader(self.companions)
-                shape = others.shape(base)
-                tensor = others.read(rows(LogicalTensor(base, shape), 0, shape[0], 0))
-            entry = self.shard.entries[name]
-            if base != name or entry.dtype == fp8.QUANTIZED:
+            if name not in quantized:
+                base, dtype = name.removesuffix(fp8.SCALE_SUFFIX), self.shard.entries[name].dtype
+                if base in held:
+                    tensor = held.read(base)
+                else:
+                    others = others or CheckpointReader(self.companions)
+                    tensor = others.read_whole(base)
+                if base == name and dtype != fp8.QUANTIZED:
+                    tensor = tensor.to(dtype)
+                    yield name, tensor
+                    wrote(tensor.nbytes)
+                    del tensor  # before the next one is made
+                    continue
                 pair = fp8.quantize_blocks(tensor, base)
+                del tensor
                 quantized = dict(zip((base, base + fp8.SCALE_SUFFIX), pair, strict=True))
-                tensor = quantized[name]
-            tensor = tensor.to(entry.dtype)
-            yield name, tensor
-            del tensor
+            yield name, quantized[name]
+            wrote(quantized[name].nbytes)
 
 
-def _unit(
-    folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan], index_bytes: int
-) -> HFUnit:
-    names = tuple(tensor.name for tensor in tensors if tensor.name in shard.entries)
-    bases = {name.removesuffix(fp8.SCALE_SUFFIX) for name in names}
+def _unit(folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan]) -> HFUnit:
+    own = [tensor for tensor in tensors if tensor.name in shard.entries]
+    bases = {tensor.name.removesuffix(fp8.SCALE_SUFFIX) for tensor in own}
     parameters = tuple(p for p in folder.parameters if not bases.isdisjoint(p.names))
     held = {name: parameter.dtype for parameter in parameters for name in parameter.names}
-    reading = memory_bytes(parameters) if parameters else 0
-    own = [_own_bytes(tensor, held) for tensor in tensors if tensor.name in shard.entries]
+    memory = memory_bytes(parameters) + 2 * max(_own_bytes(tensor, held) for tensor in own)
     return HFUnit(
         shard=shard,
-        names=names,
+        names=tuple(tensor.name for tensor in own),
         checkpoint=folder.path,
         parameters=parameters,
         companions=folder.companions,
-        memory_bytes=reading + 2 * max(own) + index_bytes,
+        memory_bytes=memory + READ_ENTRY_BYTES * folder.num_chunks,
     )
 
 
 def _own_bytes(tensor: TensorPlan, held: Mapping[str, torch.dtype]) -> int:
     """What a tensor takes beside the memory it is read in; `held` are dtypes in the checkpoint."""
     if tensor.dtype == fp8.QUANTIZED:
-        return tensor.nbytes + fp8.BLOCK * tensor.shape[1] * 4 * torch.float32.itemsize
+        return tensor.nbytes + fp8.scratch_bytes(tensor.dtype, tensor.shape)
     return 0 if held.get(tensor.name) == tensor.dtype else 2 * tensor.nbytes
 
 
@@ -213,7 +195,7 @@ def _finish(
     source: MegatronFolder,
     shards: Sequence[ShardPlan],
     tensors: Sequence[TensorPlan],
-    separate: bool,
+    adapted: MegatronFolder | None,
 ) -> None:
     write_index(folder, shards)
     changes = dict(source.config_changes)
@@ -222,5 +204,5 @@ def _finish(
         most = torch.bfloat16
         changes["quantization_config"] = fp8.quantization_config(t.name for t in tensors)
     copy_companions(source.companions, folder, most, changes)
-    if separate:
-        write_adapters(folder / "adapter", source)
+    if adapted is not None:
+        write_adapters(folder / "adapter", adapted)

@@ -5,30 +5,22 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, short
 from mcore_rl.jobs.convert.megatron_folder import is_megatron, open_megatron
 from mcore_rl.jobs.convert.options import format_bytes
-from mcore_rl.jobs.convert.plan import short
 from mcore_rl.jobs.convert.progress import ByteProgress
 from mcore_rl.jobs.convert.sources import MegatronTensors
-from mcore_rl.reshard.boxes import LogicalTensor, rows
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _LISTED = 20  # names of each kind in a report
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -64,40 +56,11 @@ class Comparison:
         return not (self.only_in_a or self.only_in_b or self.misshapen or self.num_different)
 
 
-class Side(Protocol):
+class _Side(NamedTuple):
     """The tensors of a folder, by Hugging Face names."""
 
-    forms: Mapping[str, Form]  # in the order in which reading them is cheapest
-
-    def read(self, name: str) -> torch.Tensor: ...
-
-
-class _HFSide:
-    def __init__(self, path: Path) -> None:
-        self._reader = CheckpointReader(path)
-        shapes = self._reader.shapes()
-        self.forms: Mapping[str, Form] = {
-            name: Form(shape, self._reader.dtype(name)) for name, shape in shapes.items()
-        }
-
-    def read(self, name: str) -> torch.Tensor:
-        shape = self.forms[name].shape
-        return self._reader.read(rows(LogicalTensor(name, shape), 0, shape[0], 0))
-
-
-class _MegatronSide:
-    def __init__(self, path: Path, reference: Path | None) -> None:
-        folder = open_megatron(path, reference)
-        self._tensors = MegatronTensors(folder.reader, folder.parameters)
-        self.forms: Mapping[str, Form] = {
-            name: Form(tensor.shape, parameter.dtype)
-            for parameter in folder.parameters
-            for tensor in parameter.weight.rule.tensors
-            for name in (tensor.name, *tensor.also)
-        }
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors.read(name)
+    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # in the cheapest order for reading
+    read: Callable[[str], torch.Tensor]
 
 
 def verify(a: Path, b: Path, *, as_json: bool) -> bool:
@@ -123,44 +86,45 @@ def compare(a: Path, b: Path, console: Console) -> Comparison:
     found.only_in_a = sorted(left.forms.keys() - right.forms.keys())
     found.only_in_b = sorted(right.forms.keys() - left.forms.keys())
     common = [name for name in left.forms if name in right.forms]
-    total = sum(math.prod(left.forms[name].shape) for name in common)
+    total = sum(math.prod(left.forms[name][0]) for name in common)
     with ByteProgress("comparing", total * 2, console=console) as progress:
         for name in common:
-            one, other = left.forms[name], right.forms[name]
-            if one.shape != other.shape:
+            (shape, dtype), (other_shape, other_dtype) = left.forms[name], right.forms[name]
+            if shape != other_shape:
                 found.misshapen.append(name)
                 continue
-            _note_dtypes(found, one.dtype, other.dtype)
+            if dtype != other_dtype:
+                pair = f"{short(dtype)} and {short(other_dtype)}"
+                found.dtypes[pair] = found.dtypes.get(pair, 0) + 1
             difference = _difference(name, left.read(name), right.read(name))
             found.num_tensors += 1
-            found.num_bytes += math.prod(one.shape) * _narrower(one.dtype, other.dtype).itemsize
+            found.num_bytes += math.prod(shape) * min(dtype.itemsize, other_dtype.itemsize)
             if difference is not None:
                 found.num_different += 1
                 found.first_difference = found.first_difference or difference
-            progress.add(math.prod(one.shape) * 2)
+            progress.add(math.prod(shape) * 2)
     return found
 
 
-def _opened(path: Path, other: Path) -> Side:
+def _opened(path: Path, other: Path) -> _Side:
     """A folder; where it does not say which model it is of, the other one does."""
     if not is_megatron(path):
-        return _HFSide(path)
-    return _MegatronSide(path, None if is_megatron(other) else other)
-
-
-def _note_dtypes(found: Comparison, a: torch.dtype, b: torch.dtype) -> None:
-    if a != b:
-        pair = f"{short(a)} and {short(b)}"
-        found.dtypes[pair] = found.dtypes.get(pair, 0) + 1
-
-
-def _narrower(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    return min(a, b, key=lambda dtype: dtype.itemsize)
+        reader = CheckpointReader(path)
+        forms = {name: (shape, reader.dtype(name)) for name, shape in reader.shapes().items()}
+        return _Side(forms, reader.read_whole)
+    folder = open_megatron(path, None if is_megatron(other) else other)
+    forms = {
+        name: (tensor.shape, parameter.dtype)
+        for parameter in folder.parameters
+        for tensor in parameter.weight.rule.tensors
+        for name in (tensor.name, *tensor.also)
+    }
+    return _Side(forms, MegatronTensors(folder.reader, folder.parameters).read)
 
 
 def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     """Where the bits of two tensors differ, in the narrower of their dtypes; None: nowhere."""
-    dtype = _narrower(a.dtype, b.dtype)
+    dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     a, b = (t.to(dtype).contiguous() for t in (a, b))
     as_bits = _BITS[dtype.itemsize]
     if torch.equal(a.view(as_bits), b.view(as_bits)):

@@ -1,4 +1,4 @@
-"""Units of work, done in this process or dealt out to others.
+"""Units of work, done in this process or by a pool of others.
 
 A worker process imports what a unit needs and no Megatron. It ends with its parent, however that
 ends, and takes no interrupt from the terminal: the parent does, and ends it.
@@ -7,40 +7,39 @@ ends, and takes no interrupt from the terminal: the parent does, and ends it.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
 
+Wrote = Callable[[int], None]
+_TELL_S = 0.2  # how often bytes that others have written are counted
+
 
 class Unit(Protocol):
     """One output file. Units can be pickled, and are done in any order."""
 
     @property
-    def name(self) -> str:
-        """Of the file."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def nbytes(self) -> int:
-        """Of the file, but for headers."""
-        ...
+    def nbytes(self) -> int: ...  # of the file, but for headers
 
     @property
-    def memory_bytes(self) -> int:
-        """That writing it takes at most."""
-        ...
+    def memory_bytes(self) -> int: ...  # that writing it takes at most
 
-    def write(self, folder: Path, wrote: Callable[[int], None], kept: dict[str, Any]) -> Any:
+    def write(self, folder: Path, wrote: Wrote, kept: dict[str, Any]) -> Any:
         """Write the file, aside and then renamed, telling how many bytes have been written.
 
         `kept` is for what the units of one process share, such as an open reader. Returns what JSON
@@ -50,7 +49,6 @@ class Unit(Protocol):
 
 
 Done = tuple[Unit, Any]
-Wrote = Callable[[int], None]
 Writer = Callable[[Sequence[Unit], Wrote], Iterator[Done]]
 
 
@@ -67,95 +65,88 @@ def writer(
     if workers == 1:
         _use_one_thread()
         yield partial(_done_here, folder, dict(kept))
-        return
-    with _started(workers, folder, tuple(kinds)) as pipes:
-        yield partial(_dealt_out, pipes)
+    else:
+        with _started(workers, folder, tuple(kinds)) as pools:
+            yield partial(_dealt_out, pools)
 
 
 def _done_here(
     folder: Path, kept: dict[str, Any], units: Sequence[Unit], wrote: Wrote
 ) -> Iterator[Done]:
     for unit in units:
-        yield unit, _written(unit, folder, wrote, kept)
+        yield unit, _write(unit, folder, wrote, kept)
 
 
-def _dealt_out(pipes: list[Connection], units: Sequence[Unit], wrote: Wrote) -> Iterator[Done]:
-    left, idle = list(reversed(units)), list(pipes)
-    busy: dict[Connection, Unit] = {}
+# Pools of one process, so that it is known which one has died, and the bytes that each has written.
+_Pools = Mapping[ProcessPoolExecutor, Any]
+
+
+def _dealt_out(pools: _Pools, units: Sequence[Unit], wrote: Wrote) -> Iterator[Done]:
+    left, idle, told = list(reversed(units)), list(pools), 0
+    busy: dict[Future[Any], tuple[Unit, ProcessPoolExecutor]] = {}
     while left or busy:
         while left and idle:
-            unit, pipe = left.pop(), idle.pop()
-            pipe.send(unit)
-            busy[pipe] = unit
-        for ready in wait(list(busy)):
-            assert isinstance(ready, Connection)
-            pipe = ready
+            unit, pool = left.pop(), idle.pop()
+            busy[pool.submit(_write_there, unit)] = unit, pool
+        done, _ = wait(busy, _TELL_S, FIRST_COMPLETED)
+        written = sum(count.value for count in pools.values())
+        wrote(written - told)
+        told = written
+        for future in done:
+            unit, pool = busy.pop(future)
             try:
-                kind, answer = pipe.recv()
-            except EOFError:
-                raise RunFailed(f"the process that wrote {busy[pipe].name} has died") from None
-            if kind == "error":
-                raise answer
-            if kind == "wrote":
-                wrote(answer)
-            else:
-                yield busy.pop(pipe), answer
-                idle.append(pipe)
+                result = future.result()
+            except BrokenProcessPool:
+                raise RunFailed(f"the process that wrote {unit.name} has died") from None
+            yield unit, result
+            idle.append(pool)
 
 
 @contextmanager
-def _started(count: int, folder: Path, kinds: tuple[type[Unit], ...]) -> Iterator[list[Connection]]:
-    """Processes that write units into `folder`: a pipe to each. They are gone at the end."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
+def _started(count: int, folder: Path, kinds: tuple[type[Unit], ...]) -> Iterator[_Pools]:
+    """Processes that write units into `folder`. They are gone at the end."""
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    pools: dict[ProcessPoolExecutor, Any] = {}
     # A mask is inherited: an interrupt from the terminal is for this process alone.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for _ in range(count):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, folder, kinds), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(mine)
-            processes.append(process)
+            written = context.RawValue("q")
+            arguments = (folder, written, kinds)
+            pools[ProcessPoolExecutor(1, context, _begin, arguments)] = written
+        ready = [pool.submit(_use_one_thread) for pool in pools]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for pipe in pipes:
-            _is_ready(pipe)
-        yield pipes
+        for future in ready:
+            future.result()
+        yield pools
+    except BrokenProcessPool:
+        raise RunFailed("a worker process has died") from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for process in processes:
+        for process in set(multiprocessing.active_children()) - others:
             process.kill()
-        for process in processes:
-            process.join()
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
 
 
-def _is_ready(pipe: Connection) -> None:
-    try:
-        pipe.recv()
-    except EOFError:
-        raise RunFailed("a worker process did not start") from None
+_process: list[Any] = []  # of a worker process: its folder, how it counts, what its units share
 
 
-def _serve(pipe: Connection, folder: Path, kinds: tuple[type[Unit], ...]) -> None:
-    """A worker process: it writes what it is sent until it is killed or its parent is gone.
+def _begin(folder: Path, written: Any, kinds: tuple[type[Unit], ...]) -> None:
+    """A worker process begins; with `kinds` it has imported their modules, most of its imports."""
 
-    It is ready when the modules of `kinds`, most of its imports, are there.
-    """
-    del kinds  # that they have been unpickled is what they are for
+    def wrote(num_bytes: int) -> None:
+        written.value += num_bytes
+
+    _process[:] = folder, wrote, {}
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _use_one_thread()
-    kept: dict[str, Any] = {}
-    with suppress(EOFError, BrokenPipeError):  # the parent has gone
-        pipe.send(None)  # ready
-        while True:
-            unit: Unit = pipe.recv()
-            try:
-                answer = _written(unit, folder, lambda count: pipe.send(("wrote", count)), kept)
-            except (ConfigError, OSError) as error:
-                pipe.send(("error", error))
-            else:
-                pipe.send(("done", answer))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _use_one_thread() -> None:
@@ -164,17 +155,14 @@ def _use_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _written(unit: Unit, folder: Path, wrote: Wrote, kept: dict[str, Any]) -> Any:
+def _write_there(unit: Unit) -> Any:
+    return _write(unit, *_process)
+
+
+def _write(unit: Unit, folder: Path, wrote: Wrote, kept: dict[str, Any]) -> Any:
     try:
         return unit.write(folder, wrote, kept)
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):  # a full disk, say, is no bad input
             raise error.__cause__ from None
         raise
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)

@@ -43,11 +43,7 @@ def test_a_block_is_read_as_the_slice_of_its_tensor(folder):
     reader.check(EXPECTED)
     found = reader.read(block("a", (1, 1), (2, 2)))
     assert torch.equal(found, TENSORS["a"][1:3, 1:3])
-    assert (reader.dtype("a"), reader.nbytes("a"), reader.is_quantized) == (
-        torch.float32,
-        48,
-        False,
-    )
+    assert (reader.dtype("a"), reader.is_quantized) == (torch.float32, False)
 
 
 def test_a_block_is_read_in_another_dtype_when_asked(folder):
@@ -85,7 +81,7 @@ def test_a_tensor_of_another_dtype_than_weights_have_is_named(folder, dtype):
 
 def test_a_name_that_the_folder_lacks_is_an_error(folder):
     reader = CheckpointReader(folder)
-    for call in (reader.shape, reader.dtype, reader.nbytes):
+    for call in (reader.shape, reader.dtype):
         with pytest.raises(ConfigError, match="lacks tensor z"):
             call("z")
 
@@ -172,7 +168,6 @@ def test_a_weight_in_float8_is_one_tensor(quantized):
     assert reader.is_quantized
     assert reader.shapes() == {WEIGHT: (300, 200), "norm": (5,)}
     assert (reader.dtype(WEIGHT), reader.dtype("norm")) == (torch.bfloat16, torch.float32)
-    assert reader.nbytes(WEIGHT) == 300 * 200 + 4 * 3 * 2
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])

@@ -1,11 +1,11 @@
-"""Damage that shows in values, and checksums as text."""
+"""Damage that shows in values."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mcore_rl.checkpoint.integrity import parse_checksums, require_finite, spell_checksums
+from mcore_rl.checkpoint.integrity import require_finite
 from mcore_rl.config.errors import ConfigError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -28,16 +28,3 @@ def test_the_largest_values_are_finite(dtype):
     require_finite("w", torch.full((300, 300), largest, dtype=dtype))
     require_finite("w", torch.tensor([-largest, largest, 0.0], dtype=dtype))
     require_finite("w", torch.empty(0, 3, dtype=dtype))
-
-
-def test_checksums_come_back_and_have_one_length():
-    crc32s = {"a": 0, "é": 0xFFFFFFFF}
-    text = spell_checksums(crc32s)
-    assert parse_checksums(text, "f") == crc32s
-    assert len(text) == len(spell_checksums({"a": 1, "é": 2}))
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": "0000000G"}', '{"a": "123"}'])
-def test_text_that_is_no_checksums_is_refused(text):
-    with pytest.raises(ConfigError, match=r"^f: mcore_rl\.crc32 "):
-        parse_checksums(text, "f")

@@ -36,7 +36,11 @@ def test_what_a_newer_version_wrote_is_refused(tmp_path, version):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not readable"), ("[]", "does not say"), ('{"megatron_core": 3}', "does not say")],
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "holds a JSON list"),
+        ('{"megatron_core": 3}', "does not say"),
+    ],
 )
 def test_a_damaged_stamp_is_refused(tmp_path, text, message):
     (tmp_path / "mcore_rl.json").write_text(text)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import pickletools
+import struct
+import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from mcore_rl.checkpoint import torch_dist_metadata
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
 from mcore_rl.config.errors import ConfigError
@@ -53,11 +57,8 @@ def cut(name, by):
         (cut("__0_0.distcp", 1), r"__0_0.distcp is cut short: it has \d+ bytes of at least \d+"),
         (rewrite(".metadata", b""), r"\.metadata is damaged, or not a checkpoint's metadata"),
         (rewrite(".metadata", b"\x80\x04garbage"), r"\.metadata is damaged, or not a checkpoint's"),
-        (rewrite(".metadata", pickle.dumps([1])), "holds something else where Metadata should be"),
-        (
-            rewrite(".metadata", pickle.dumps({"a": 1})),
-            "holds something else where Metadata should be",
-        ),
+        (rewrite(".metadata", pickle.dumps([1])), "it is a list, not a Metadata"),
+        (rewrite(".metadata", b"\x80\x04K\x01.more"), "it goes on after its end"),
     ],
 )
 def test_a_damaged_folder_is_refused(tmp_path, damage, message):
@@ -130,19 +131,22 @@ def place_of_nothing(stored):
         (lambda m: entry(m, size=[4, 6]), "size or an offset of w is not a number"),
         (lambda m: entry(m, size=(4, True)), "size or an offset of w is not a number"),
         (lambda m: entry(m, size=(4, 6, 1)), "other dims than its shape"),
-        (lambda m: entry(m, chunks=None), "w lacks its chunks"),
+        (lambda m: entry(m, chunks=None), "chunks of w is a NoneType"),
         (lambda m: entry(m, chunks=[]), "do not cover"),
-        (lambda m: entry(m, chunks=[3]), "something else where ChunkStorageMetadata should be"),
-        (lambda m: entry(m, properties=None), "w lacks its properties"),
+        (lambda m: entry(m, chunks=[3]), "a chunk of w is a int, not a ChunkSt"),
+        (lambda m: entry(m, properties=None), "properties of w is a NoneType"),
         (lambda m: m.storage_data.clear(), "does not say where w is stored"),
-        (lambda m: setattr(m, "storage_data", None), "lacks state_dict_metadata or storage_data"),
-        (lambda m: setattr(m, "state_dict_metadata", []), "lacks state_dict_metadata or storage"),
+        (lambda m: setattr(m, "storage_data", None), "storage_data is a NoneType, not a dict"),
+        (lambda m: setattr(m, "state_dict_metadata", []), "state_dict_metadata is a list"),
         (lambda m: m.state_dict_metadata.clear(), "an item of w is part of no tensor"),
-        (lambda m: m.state_dict_metadata.update({3: 4}), "a key is not a string"),
-        (lambda m: m.state_dict_metadata.update(v=4), "where TensorStorageMetadata should be"),
+        (
+            lambda m: m.state_dict_metadata.update({3: 4}),
+            "a key is a int, not a str",
+        ),
+        (lambda m: m.state_dict_metadata.update(v=4), "what is said of v is a int, not a TensorS"),
         (lambda m: first_chunk(m, (1, 0), (4, 6)), "does not say where w is stored"),
         (lambda m: first_chunk(m, (0, 0), (4, 5)), "do not cover"),
-        (same_place, r"w has two items at offsets \(0, 0\)"),
+        (same_place, "more elements than its item has bytes for"),
         (place_of_nothing, "an item of v is part of no tensor"),
     ],
 )
@@ -185,3 +189,85 @@ def test_an_item_that_is_something_else_than_the_metadata_says_is_refused(
     change_metadata(tmp_path, lambda stored: info(stored, length=size))
     with pytest.raises(ConfigError, match=rf"__0_0.distcp: w is damaged .*{message}"):
         DistReader(tmp_path).read("w", Box((0, 0), (4, 6)))
+
+
+# Pickles as programs.
+
+
+class Calls:
+    """Pickles to a call."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def named(module, name):
+    """The opcodes that push a class."""
+    texts = b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name))
+    return texts + b"\x93"
+
+
+@pytest.mark.parametrize(
+    "function", [os.system, subprocess.Popen, eval, exec, __import__, pickle.loads, torch.load]
+)
+def test_what_does_not_belong_into_metadata_is_refused_before_it_is_called(
+    tmp_path, monkeypatch, function
+):
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    write(tmp_path / "ck", w=WHOLE)
+    call = Calls(function, "touch canary")
+    change_metadata(tmp_path / "ck", lambda m: setattr(m, "planner_data", [call]))
+    with pytest.raises(ConfigError, match=rf"names [\w.]+\.{function.__name__}, which is not in a"):
+        DistReader(tmp_path / "ck")
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_what_is_not_read_is_not_called_either(tmp_path):
+    """getattr, and functions beside the classes that are read."""
+    write(tmp_path, w=WHOLE)
+    calls = [Calls(getattr, 1, "x"), Calls(filesystem._generate_uuid, "too", "many", "arguments")]
+    change_metadata(tmp_path, lambda m: setattr(m, "planner_data", calls))
+    assert DistReader(tmp_path).tensors.keys() == {"w"}
+
+
+def test_a_pickle_cannot_change_the_classes_that_it_names(tmp_path):
+    """BUILD on a class itself, with (None, {"size": 1}): attributes that it is to have."""
+    write(tmp_path, w=WHOLE)
+    kind = metadata.TensorStorageMetadata
+    change = named(kind.__module__, kind.__name__) + b"N}\x8c\x04sizeK\x01s\x86b."
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + change)
+    with pytest.raises(ConfigError, match="it is a type, not a Metadata"):
+        DistReader(tmp_path)
+    assert not hasattr(kind, "size")
+
+
+def test_memo_places_are_not_the_pickles_to_choose(tmp_path):
+    """LONG_BINPUT 2**31 makes the unpickler touch 32 GiB: refused before it runs."""
+    write(tmp_path, w=WHOLE)
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04]r" + struct.pack("<I", 1 << 31) + b".")
+    with pytest.raises(ConfigError, match="opcode LONG_BINPUT at byte 3"):
+        DistReader(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3])
+def test_older_protocols_are_refused(tmp_path, protocol):
+    write(tmp_path, w=WHOLE)
+    stored = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(stored, protocol))
+    with pytest.raises(ConfigError, match="opcode"):
+        DistReader(tmp_path)
+
+
+def test_only_opcodes_of_plain_data_are_known():
+    """No opcode that imports, calls or finds things in another way than the ones that are read."""
+    known = set(torch_dist_metadata._OPCODES.split())
+    assert known <= {op.name for op in pickletools.opcodes}
+    assert known.isdisjoint(
+        {"GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "PUT"}
+    )
+    assert not any(name.endswith("PUT") or name.startswith("BYTEARRAY") for name in known)

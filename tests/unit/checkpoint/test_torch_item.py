@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import tempfile
 import zipfile
 
 import pytest
@@ -16,7 +17,9 @@ SHAPES = [(), (1,), (3,), (5, 7), (1, 2, 3, 4), (129, 33), (600, 1000)]
 
 
 def framed(tensor):
-    return b"".join(torch_item.item_of(tensor))
+    with tempfile.TemporaryFile() as file:
+        assert torch_item.write_item(file.fileno(), 0, tensor) == os.fstat(file.fileno()).st_size
+        return file.read()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
@@ -18,8 +19,7 @@ import pytest
 from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.jobs.convert import memory
-from mcore_rl.jobs.convert.options import Resources, format_bytes, parse_bytes
+from mcore_rl.jobs.convert.options import Resources
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.failure import RunFailed
 
@@ -109,8 +109,14 @@ def go(conversion, workers=1, **resources):
     return console.export_text()
 
 
+JOURNAL = ".conversion.jsonl"
 ALL = [f"file-{name}" for name in "abcdef"]
 WHOLE = sorted([*ALL, "index"])
+
+
+def finished_in(work: Path) -> list[str]:
+    lines = map(json.loads, (work / JOURNAL).read_text().split("\n")[2:])
+    return [entry["file"] for entry in lines]
 
 
 def names(folder: Path) -> list[str]:
@@ -134,7 +140,7 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
     with pytest.raises(RunFailed, match="the same command goes on where this one stopped"):
         go(make(d=how), workers)
     work = tmp_path / "new" / ".out.partial"
-    finished = [name.removesuffix(".json") for name in names(work / "units")]
+    finished = finished_in(work)
     assert finished
     assert "file-d" not in finished
     log()
@@ -142,6 +148,11 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
     assert log() == sorted(set(ALL) - set(finished))
     assert f"going on behind {len(finished)} kB of 6 kB" in printed
     assert names(tmp_path / "new" / "out") == WHOLE
+
+
+def test_a_worker_that_died_is_named_by_its_file(make):
+    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; the same"):
+        go(make(d="killed"), workers=2)
 
 
 def test_a_full_disk_is_said_to_be_full(make):
@@ -177,22 +188,52 @@ def test_an_output_folder_that_is_not_empty_is_left_alone(make, tmp_path):
     assert names(tmp_path / "new") == ["out"]
 
 
-def test_a_run_that_was_killed_while_it_tidied_up_is_complete(make, tmp_path):
+def test_a_run_that_was_killed_before_its_journal_was_gone_is_complete(make, log, tmp_path):
     with pytest.raises(RunFailed):
         go(make(d="full"))
-    work = tmp_path / "new" / ".out.partial"
-    shutil.copytree(work, tmp_path / "kept")
+    shutil.copy(tmp_path / "new" / ".out.partial" / JOURNAL, tmp_path / "kept")
     go(make())
-    (tmp_path / "kept").rename(work)
-    shutil.rmtree(work / "output")
-    assert "out was complete" in go(make())
-    assert names(tmp_path / "new") == ["out"]
-    work.mkdir()  # all that is left of it a moment before the end
-    assert "out was complete" in go(make())
-    assert names(tmp_path / "new") == ["out"]
-    work.mkdir()
-    (work / "notes").write_text("somebody's")
+    shutil.copy(tmp_path / "kept", tmp_path / "new" / "out" / JOURNAL)
     with pytest.raises(ConfigError, match="is not empty"):
+        go(make({"--dtype": "float32"}))
+    log()
+    assert "out was complete" in go(make())
+    assert log() == []
+    assert names(tmp_path / "new") == ["out"]
+    assert names(tmp_path / "new" / "out") == WHOLE
+
+
+def test_a_journal_that_was_cut_tells_of_what_comes_before(make, log, tmp_path):
+    with pytest.raises(RunFailed):
+        go(make(d="full"))
+    journal = tmp_path / "new" / ".out.partial" / JOURNAL
+    os.truncate(journal, journal.stat().st_size - 10)
+    log()
+    with pytest.raises(RunFailed):
+        go(make(e="full"))
+    assert log() == ["file-c", "file-d", "file-e"]
+    go(make())
+    assert log() == ["file-e", "file-f"]
+    assert names(tmp_path / "new" / "out") == WHOLE
+
+
+@pytest.mark.parametrize("text", ["", '\n{"--dtype": "bfl'])
+def test_a_run_that_was_killed_before_its_journal_began_starts_over(make, log, tmp_path, text):
+    work = tmp_path / "new" / ".out.partial"
+    work.mkdir(parents=True)
+    (work / JOURNAL).write_text(text)
+    with pytest.raises(RunFailed):
+        go(make(b="full"))
+    assert log() == ["file-a", "file-b"]
+    go(make())
+    assert log() == [f"file-{name}" for name in "bcdef"]
+
+
+def test_a_folder_of_somebody_else_is_not_written_into(make, tmp_path):
+    work = tmp_path / "new" / ".out.partial"
+    work.mkdir(parents=True)
+    (work / "notes").write_text("somebody's")
+    with pytest.raises(ConfigError, match="remove that folder to start over"):
         go(make())
     assert names(work) == ["notes"]
 
@@ -200,7 +241,7 @@ def test_a_run_that_was_killed_while_it_tidied_up_is_complete(make, tmp_path):
 def test_a_file_whose_end_was_lost_is_written_again(make, log, tmp_path):
     with pytest.raises(RunFailed):
         go(make(d="full"))
-    os.truncate(tmp_path / "new" / ".out.partial" / "output" / "file-b", 10)
+    os.truncate(tmp_path / "new" / ".out.partial" / "file-b", 10)
     log()
     go(make())
     assert log() == ["file-b", "file-d", "file-e", "file-f"]
@@ -217,7 +258,7 @@ def test_a_disk_without_room_is_found_out_before_anything_is_written(make, tmp_p
 
 def test_a_disk_that_turns_out_full_leaves_what_is_finished(units, tmp_path):
     """A real file system, with room for bytes and none for files."""
-    mount = f"mount -t tmpfs -o size=8m,nr_inodes=12 none {tmp_path}/disk"
+    mount = f"mount -t tmpfs -o size=8m,nr_inodes=7 none {tmp_path}/disk"
     script = f"""
 import os, pickle, sys
 sys.path.insert(0, {str(tmp_path / "lib")!r})
@@ -230,7 +271,7 @@ try:
     run(conversion, Resources(1), Console(quiet=True))
 except RunFailed as error:
     print(error)
-finished = len(os.listdir({str(tmp_path / "disk/.out.partial/units")!r}))
+finished = open({str(tmp_path / "disk/.out.partial" / JOURNAL)!r}).read().count('"file"')
 os.system("mount -o remount,nr_inodes=100 {tmp_path}/disk")
 run(conversion, Resources(1), Console(quiet=True))
 print(finished, sorted(os.listdir({str(tmp_path / "disk/out")!r})))
@@ -302,69 +343,3 @@ def test_workers_end_with_their_parent(make, tmp_path, number):
     wait_for(lambda: not any(worker.is_running() for worker in workers))
     if number == signal.SIGINT:
         assert "interrupted; the same command goes on where this one stopped" in told
-
-
-def pids(log: Path) -> list[int]:
-    return [int(pid) for pid in log.read_text().split()[1::2]] if log.exists() else []
-
-
-GIB = 1 << 30
-
-
-def test_the_bound_grows_with_the_largest_unit_and_the_workers(monkeypatch):
-    monkeypatch.setattr(memory, "peak_bytes", lambda: 400 << 20)
-    one, two = memory.bound_bytes(1, GIB), memory.bound_bytes(2, GIB)
-    assert one == GIB + (432 << 20)
-    assert two - memory.bound_bytes(2, 0) == 2 * GIB
-
-
-@pytest.mark.parametrize(
-    ("workers", "allowed", "expected"),
-    [(1, None, 1), (2, None, 2), (9, None, 3), (None, 10 * GIB, 3), (None, 2 * GIB, 1)],
-)
-def test_workers_are_those_asked_for_or_those_that_fit(monkeypatch, workers, allowed, expected):
-    monkeypatch.setattr(memory, "peak_bytes", lambda: 400 << 20)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    found, line = memory.choose_workers([GIB, GIB, 7], Resources(workers, allowed))
-    assert found == expected
-    assert line.startswith(f"at most {format_bytes(memory.bound_bytes(expected, GIB))} of memory: ")
-
-
-def test_too_little_memory_is_refused_with_what_is_enough(monkeypatch):
-    monkeypatch.setattr(memory, "peak_bytes", lambda: 400 << 20)
-    message = r"--max-memory=1 GB is too small for 1 process; allowed: at least (\d+)MB"
-    with pytest.raises(ConfigError, match=message) as raised:
-        memory.choose_workers([GIB], Resources(None, 10**9))
-    enough = int(re.search(r"least (\d+)MB", str(raised.value))[1]) * 10**6
-    assert memory.choose_workers([GIB], Resources(None, enough))[0] == 1
-    with pytest.raises(ConfigError, match="for 2 worker processes"):
-        memory.choose_workers([GIB, GIB], Resources(2, enough))
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "5 parsecs", "0", "1.5.5GB", "9" * 30])
-def test_a_size_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match=r"--max-memory="):
-        parse_bytes("--max-memory", text)
-
-
-@pytest.mark.parametrize(("text", "size"), [("1", 1), ("2kb", 2000), ("1.5GiB", 3 << 29)])
-def test_a_size_has_a_unit_or_none(text, size):
-    assert parse_bytes("--max-memory", text) == size
-
-
-def test_workers_below_one_are_refused():
-    with pytest.raises(ConfigError, match=r"--workers=0; allowed: at least 1"):
-        Resources(workers=0)
-
-
-def test_what_tells_that_a_run_has_ended_is_removed_last(make, tmp_path, monkeypatch):
-    unlink, beside = Path.unlink, []
-
-    def watched(path, **options):
-        if path.name == "conversion.json":
-            beside.append(names(path.parent))
-        unlink(path, **options)
-
-    monkeypatch.setattr(Path, "unlink", watched)
-    go(make())
-    assert beside == [["conversion.json"]]
