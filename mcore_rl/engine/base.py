@@ -12,7 +12,9 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl.algorithms.inputs import LossInputs, LossResult
+from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_engine import BACKENDS
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.models.base import HFConfig
@@ -23,7 +25,6 @@ from mcore_rl.reshard.executor import LocalWeights
 LossFunction = Callable[[LossInputs], LossResult]
 Metrics = dict[str, float]
 Place = Literal["host", "device"]
-BACKENDS = ("megatron",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +183,7 @@ class Backend:
 
 def backend_of(engine: EngineConfig) -> Backend:
     """Raises ConfigError when there is none of that name."""
-    if engine.backend not in BACKENDS:
-        raise ConfigError(
-            f"engine.backend={engine.backend!r} is unknown; allowed: {', '.join(BACKENDS)}"
-        )
+    one_of("backend", engine.backend, BACKENDS)
     module = importlib.import_module(f"mcore_rl.engine.{engine.backend}.backend")
     backend: Backend = module.BACKEND
     return backend
@@ -196,7 +194,7 @@ def create_engine(model_type: str, spec: EngineSpec) -> BaseEngine:
     engines = backend_of(spec.engine).engines
     if model_type not in engines:
         raise ConfigError(
-            f"engine.backend={spec.engine.backend!r} has no engine of {model_type!r}; allowed: "
+            f"backend={spec.engine.backend!r} has no engine of {model_type!r}; allowed: "
             f"{', '.join(engines)}"
         )
     return engines[model_type](spec)

@@ -59,7 +59,9 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """
         spec = TransferSpec.from_dict(init_info.spec)
         config = CheckpointReader(self.model_config.model).config()
-        self._rank = rank = init_info.first_rank + get_tp_group().rank_in_group
+        parallel = self.parallel_config
+        first_rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size
+        self._rank = rank = first_rank + get_tp_group().rank_in_group
         ranks, (_, weights) = generation_side(config, spec.generation)
         check_layout(worker_layout(self.model), ranks, weights, rank, spec.dtype)
         endpoint = RendezvousEndpoint(**init_info.endpoint)

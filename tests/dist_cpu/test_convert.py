@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
-from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.blueprint import other_form
@@ -324,28 +321,3 @@ def test_verify_names_the_first_element_that_differs(models, tmp_path):
         assert (first.index, first.num_elements) == ([3, 5], 2)
         assert first.max_abs == pytest.approx(1, abs=0.01)
     assert compare(checkpoint, model, Console(quiet=True)).equal
-
-
-def test_the_commands_of_the_page_do_what_it_says(runs, tmp_path, monkeypatch, capsys):
-    """In its order, in a folder where those names are."""
-    page = Path(__file__).parents[2] / "docs" / "conversion.md"
-    lines = [line for block in BLOCK.findall(page.read_text()) for line in block.splitlines()]
-    assert len(lines) > 10
-    sources = {"model": runs.models["qwen3_moe"], "base": runs.base("qwen3")}
-    sources |= {
-        "adapted": runs.adapted("qwen3", "float32")[0],
-        "trained": runs.trained("float32")[0],
-    }
-    for name, source in sources.items():
-        (tmp_path / name).symlink_to(source)
-    monkeypatch.chdir(tmp_path)
-    for line in lines:
-        monkeypatch.setattr(sys, "argv", shlex.split(line))
-        status, told = main(), capsys.readouterr()
-        if "--bridge" in line:
-            assert (status, 'pip install "mcore-rl[bridge]"' in told.err) == (2, True)
-        else:
-            assert (status, told.err) == (0, ""), line
-        if "--json" in line:
-            assert json.loads(told.out).get("equal", True)
-    assert_same_bytes(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "model"))

@@ -5,22 +5,31 @@ from __future__ import annotations
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
 from mcore_rl.jobs import rl
 
 
-def test_ranks_and_servers_wait_longer_inside_than_the_driver_does(monkeypatch):
-    """So the driver, which sees all of them, is the one that tells who is stuck."""
-    specs = []
+class Pools:
+    """Keeps the specs that groups are made from."""
+
+    def __init__(self):
+        self.specs = []
+
+    def gpu_ids(self, role):
+        return ()
 
     @contextmanager
-    def group(config, worker, args, *others):
-        specs.append(args[0])
+    def group(self, role, worker, args, layout, **options):
+        self.specs.append(args[0])
         yield SimpleNamespace(shut_down=lambda: None)
 
-    monkeypatch.setattr(rl, "_group", group)
+
+def test_ranks_and_servers_wait_longer_inside_than_the_driver_does():
+    """So the driver, which sees all of them, is the one that tells who is stuck."""
     config = RLConfig(timeouts=TimeoutsConfig(start_s=500, call_s=400))
-    config.weight_sync.timeout_s = 300
-    with rl._model(config, config.actor, "actor", None, 0), rl._servers(config):
+    config.weight_sync.timeout_s, config.placement = 300, placement_of(config)
+    pools, spec = Pools(), rl._engine_spec(config, config.actor, 0)
+    with rl._model(pools, "actor", spec, None), rl._servers(config, pools):
         pass
-    assert [spec.timeout_s for spec in specs] == [560, 560]
+    assert [spec.timeout_s for spec in pools.specs] == [560, 560]
