@@ -109,8 +109,8 @@ def _summary(config: RLConfig, found: Sequence[Role]) -> list[str]:
     plans = pool_plans(config)
     where = "GPUs" if lane() == "cuda" else "processes, which share this machine's cores"
     parts = "; ".join(
-        f"{plan.num_bundles * plan.devices_per_bundle} for {' and '.join(plan.roles)}"
-        + " by turns" * (len(plan.roles) > 1)
+        f"{plan.num_bundles * plan.devices_per_bundle} for {', '.join(plan.roles)}"
+        + ", by turns" * (len(plan.roles) > 1)
         for plan in plans.values()
     )
     samples = config.trainer.prompts_per_step * config.algorithm.group_size

@@ -79,7 +79,7 @@ def test_roles_layouts_and_data_are_told(place, monkeypatch, capfd):
         "actor: 2 ranks, tp=2 ep=2 (log-probs, updates)\n",
         "reference: 2 ranks, tp=2 ep=2 (log-probs for the KL)\n",
         "rollout: 1 rank, tp=1 (generation: 1 vLLM server)\n",
-        "2 actor + 2 reference + 1 rollout; before them 1 warm_start\n",
+        "cores: 2 for actor, reference, rollout, by turns\n",
         "a step: 20 prompts, 160 samples, 1 optimizer steps; 100 steps\n",
         "0-1    embedding, layers 0-2,",
         "nothing was started\n",
