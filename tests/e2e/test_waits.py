@@ -1,5 +1,6 @@
 """Ranks that do not answer, and pushes of weights in which one side fails: on a real Ray."""
 
+import contextlib
 import os
 import re
 import signal
@@ -14,13 +15,16 @@ import pytest
 import ray
 import torch
 
-from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
+from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.weight_sync.stream import StreamEndpoint, StreamSender, receive
-from mcore_rl.workers.weight_sync import FullExportSync
+from mcore_rl.reshard.executor import Bucket
+from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
+from mcore_rl.weight_sync.shared_memory import SharedBuckets, shared_buckets
+from mcore_rl.weight_sync.transport import WeightUpdate
+from mcore_rl.workers.weight_sync import TransportSync
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -51,43 +55,49 @@ class Worker:
 
 
 class Trainer:
-    """Streams two tensors, and fails between them."""
+    """Hands over two buckets, and fails between them."""
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_weight_stream(
-        self, bind_address: str, num_receivers: int, timeout_s: float
-    ) -> StreamEndpoint:
-        self.sender = StreamSender(bind_address, num_receivers, timeout_s)
+    def open(self) -> ShardEndpoint:
+        self.sender = ShardSender(generation_rank=0, timeout_s=60)
         return self.sender.endpoint
 
     @register()
     def send_weights(self, version: int) -> None:
+        memory = shared_buckets(torch.device("cpu"))
         try:
-            self.sender.send(self.tensors(version), version)
+            self.sender.send(self.buckets(memory, version), memory, WeightUpdate(version))
         except ValueError:
             time.sleep(LATER_S)
             raise
 
-    def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "first", torch.zeros(8)
+    def buckets(self, memory: SharedBuckets, version: int) -> Iterator[Bucket]:
+        both = [memory.allocate(64) for _ in range(2)]
+        yield Bucket(0, both[0], (), torch.float32, bool, {})
         if version == 1:
             raise ValueError("the embedding holds NaN")
         if version == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        yield "second", torch.zeros(8)
+        yield Bucket(1, both[1], (), torch.float32, bool, {})
 
 
 class Server:
     """Takes them, and fails at the second."""
 
     @register()
-    def update_weights(self, endpoint: StreamEndpoint, version: int) -> None:
+    def join(self, endpoint: ShardEndpoint) -> None:
+        self.endpoint = endpoint
+
+    @register()
+    def receive_weights(self, version: int) -> None:
+        arriving = receive_shards(self.endpoint, WeightUpdate(version), torch.device("cpu"))
         try:
-            for name, _ in receive(endpoint, version):
-                if version == 3 and name == "second":
-                    raise ValueError("vLLM has no such module")
-                if version == 4 and name == "second":
-                    os.kill(os.getpid(), signal.SIGSTOP)
+            with contextlib.closing(arriving):
+                for index, _ in enumerate(arriving):
+                    if version == 3 and index == 1:
+                        raise ValueError("vLLM has no such module")
+                    if version == 4 and index == 1:
+                        os.kill(os.getpid(), signal.SIGSTOP)
         except ValueError:
             time.sleep(LATER_S)
             raise
@@ -157,11 +167,11 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     [
         (1, "actor.send_weights: rank 0 raised ValueError: the embedding holds NaN"),
         (2, f"actor.send_weights: rank 0 (host {HOST}, pid PID) died."),
-        (3, "rollout.update_weights: rank 0 raised ValueError: vLLM has no such module"),
+        (3, "rollout.receive_weights: rank 0 raised ValueError: vLLM has no such module"),
         (
             4,
-            f"rollout.update_weights: rank 0 (host {HOST}, pid PID) has not answered in 3 s "
-            "(weight_sync.timeout_s): stopped by a signal, in Server.update_weights (",
+            f"rollout.receive_weights: rank 0 (host {HOST}, pid PID) has not answered in 3 s "
+            "(weight_sync.timeout_s): stopped by a signal, in Server.receive_weights (",
         ),
     ],
     ids=["trainer raises", "trainer dies", "server raises", "server stops"],
@@ -175,13 +185,13 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
         group_of(Server, pools[1], "rollout") as servers,
     ):
         pid = (servers if version == 4 else actor).births[0].pid
-        sides = actor, servers, RolloutConfig(), WeightSyncConfig()
-        sync = FullExportSync(*sides, Limit(60, "weight_sync.timeout_s"))
+        servers.join(actor.open())
+        sync = TransportSync(actor, servers, Limit(60, "weight_sync.timeout_s"))
         for good in (5, 6):
             sync.push(good)
         assert not actor.ended and not servers.ended
         limit_s = 3 if version == 4 else 60
-        sync = FullExportSync(*sides, Limit(limit_s, "weight_sync.timeout_s"))
+        sync = TransportSync(actor, servers, Limit(limit_s, "weight_sync.timeout_s"))
         with pytest.raises(WorkerError) as raised:
             sync.push(version)
         assert str(raised.value).startswith(told.replace("PID", str(pid)))
