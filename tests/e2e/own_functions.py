@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from mcore_rl.algorithms.advantages import grpo
-from mcore_rl.algorithms.inputs import AdvantageInputs
+from mcore_rl.algorithms.inputs import AdvantageInputs, LossInputs
 from mcore_rl.config.schema import GRPOSettings
 from mcore_rl.data.batch import Jagged
 
@@ -31,3 +35,28 @@ def first_token(inputs: AdvantageInputs) -> Jagged:
     lengths = inputs.response_lengths.tolist()
     rows = [np.arange(n) == 0 for n in lengths]
     return Jagged.of([row * a for row, a in zip(rows, responses, strict=True)], np.float32)
+
+
+@dataclass(frozen=True)
+class PauseSettings:
+    file: str  # made when the function is called first; then there are seconds to do something
+
+
+def _pause(file: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        Path(file).touch(exist_ok=False)
+        time.sleep(4)
+
+
+def pausing_reward(
+    text: str, fields: Mapping[str, Any], finish_reason: str, settings: PauseSettings
+) -> dict[str, float]:
+    """While the servers generate."""
+    _pause(settings.file)
+    return {"reward": float(len(text))}
+
+
+def pausing_loss(inputs: LossInputs, settings: PauseSettings) -> tuple[Tensor, dict[str, Tensor]]:
+    """While the actor is on its devices."""
+    _pause(settings.file)
+    return -inputs.log_probs * inputs.advantages, {}

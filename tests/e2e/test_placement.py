@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 
+import psutil
 import pytest
+
+from tests.nightly import all_but
 
 pytestmark = pytest.mark.job
 
@@ -47,3 +52,53 @@ def test_samples_and_losses_are_the_same_to_the_digit(outputs):
 def test_roles_that_take_turns_need_less_memory(outputs):
     shared, own = (summary["peak_memory_bytes"] for _, summary in outputs.values())
     assert shared < own - (100 << 20)
+
+
+PAUSES = {
+    "generates": ("reward.name=tests/e2e/own_functions.py:pausing_reward", "reward.settings.file"),
+    "trains": (
+        "algorithm.loss=tests/e2e/own_functions.py:pausing_loss", "algorithm.loss_settings.file",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("while_it", "victim", "told"),
+    all_but(
+        [("trains", "engine", r"rollout\.wake: rank 0 raised")],
+        [
+            ("trains", "engine", r"rollout\.wake: rank 0 raised"),
+            ("trains", "actor", r"actor\.update: rank 0 \(host .* died"),
+            ("generates", "engine", r"rollout\.generate: rank 0 raised"),
+            ("generates", "actor", r"actor\.to: rank 0 \(host .* died"),
+        ],
+    ),
+)
+def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leaves_nothing(
+    start_job, own_model_and_data, tmp_path, while_it, victim, told
+):
+    paused, (function, setting) = tmp_path / "paused", PAUSES[while_it]
+    job = start_job(
+        *own_model_and_data, "warm_start.num_steps=0", "warm_start.train_file=''",
+        "trainer.num_steps=2", "trainer.eval_samples=4", "trainer.prompts_per_step=4",
+        "actor.layout.tp=1", "actor.layout.ep=1", "algorithm.num_mini_batches=1",
+        "algorithm.drop_uniform_groups=false", "algorithm.advantage_settings={}",
+        "algorithm.loss_settings={}", function, f"{setting}={paused}",
+    )  # fmt: skip
+    job.wait_until(paused.exists, f"a job that {while_it}")
+    (process,) = [p for p in job.processes if _is(p, victim)]
+    process.kill()
+    assert job.process.wait(120) == 1
+    assert job.left() == []
+    assert re.match(f"mcore-rl rl: {told}", job.stderr), job.stderr
+    assert job.stderr.count("\n") == 1
+
+
+def _is(process: psutil.Process, victim: str) -> bool:
+    """The vLLM engine, or rank 0 of the actor: the process that writes its log."""
+    try:
+        if victim == "engine":
+            return "EngineCore" in " ".join(process.cmdline())
+        return os.path.realpath(f"/proc/{process.pid}/fd/1").endswith("actor-0.log")
+    except (psutil.Error, OSError):
+        return False
