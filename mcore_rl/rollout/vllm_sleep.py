@@ -11,18 +11,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.platforms import current_platform
 
 
 def install() -> None:
     """Give vLLM's CPU worker the methods that its GPU worker has."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
     CPUWorker.sleep, CPUWorker.wake_up = _sleep, _wake_up
 
 
 def kept_bytes(model_runner: Any) -> tuple[int, int]:
     """Of the weights, and of the KV cache; 0 when asleep."""
+    if not current_platform.is_cpu():
+        return _mapped_bytes("weights"), _mapped_bytes("kv_cache")
     weights = sum(storage.nbytes() for storage in _weights(model_runner.get_model()))
     return weights, sum(storage.nbytes() for storage in _kv_caches(model_runner))
+
+
+def _mapped_bytes(tag: str) -> int:
+    """On a GPU what sleeps is unmapped, while its tensors keep their sizes."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    found = CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(data.handle[1] for data in found if data.tag == tag and not data.is_asleep)
 
 
 def _sleep(worker: Any, level: int = 1) -> None:
