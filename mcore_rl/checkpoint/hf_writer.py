@@ -124,16 +124,7 @@ def _header(entries: Mapping[str, Entry], crc32s: Mapping[str, int], start: int)
 def write_shard(
     folder: Path, shard: ShardPlan, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write one file from a stream of its tensors; raises as `writing_shard` does."""
-    with writing_shard(folder, shard) as writer:
-        for name, tensor in tensors:
-            writer.write(name, tensor)
-            del tensor  # before the next one is made
-
-
-@contextmanager
-def writing_shard(folder: Path, shard: ShardPlan) -> Iterator[ShardWriter]:
-    """One file, whose tensors are written in any order; the same bytes in every order.
+    """Write one file from a stream of its tensors, in any order; the same bytes in every order.
 
     The file appears under its name when it is complete.
 
@@ -141,37 +132,22 @@ def writing_shard(folder: Path, shard: ShardPlan) -> Iterator[ShardWriter]:
         OSError: the file cannot be written (a full disk).
         ValueError: other tensors came than those planned.
     """
+    crc32s: dict[str, int] = {}
     with file_aside(folder / shard.file, shard.start + shard.nbytes) as fd:
-        writer = ShardWriter(shard, fd)
-        yield writer
-        writer.finish()
-
-
-class ShardWriter:
-    """A file being written: see `writing_shard`."""
-
-    def __init__(self, shard: ShardPlan, fd: int) -> None:
-        self._shard, self._fd = shard, fd
-        self._crc32s: dict[str, int] = {}
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        entry = self._shard.entries.get(name)
-        if entry is None or name in self._crc32s:
-            raise ValueError(f"{self._shard.file}: {name} is not planned, or came before")
-        if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
-            raise ValueError(
-                f"{name}: {tensor.dtype} {tuple(tensor.shape)} was planned as {entry.dtype} "
-                f"{entry.shape}"
-            )
-        memory = bytes_of(tensor.detach().cpu().contiguous())
-        self._crc32s[name] = write(self._fd, entry.offset, memory)
-
-    def finish(self) -> None:
-        """The header, once every tensor has been written."""
-        entries = self._shard.entries
-        if missing := entries.keys() - self._crc32s.keys():
-            raise ValueError(f"{self._shard.file}: {min(missing)} is planned and did not come")
-        write(self._fd, 0, _header(entries, self._crc32s, self._shard.start))
+        for name, tensor in tensors:
+            entry = shard.entries.get(name)
+            if entry is None or name in crc32s:
+                raise ValueError(f"{shard.file}: {name} is not planned, or came before")
+            if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+                raise ValueError(
+                    f"{name}: {tensor.dtype} {tuple(tensor.shape)} was planned as {entry.dtype} "
+                    f"{entry.shape}"
+                )
+            crc32s[name] = write(fd, entry.offset, bytes_of(tensor.detach().cpu().contiguous()))
+            del tensor  # before the next one is made
+        if missing := shard.entries.keys() - crc32s.keys():
+            raise ValueError(f"{shard.file}: {min(missing)} is planned and did not come")
+        write(fd, 0, _header(shard.entries, crc32s, shard.start))
 
 
 def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
