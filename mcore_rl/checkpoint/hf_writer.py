@@ -196,7 +196,7 @@ def copy_companions(
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def atomic_dir(path: Path) -> Iterator[Path]:
     """A folder beside `path` to write into; it becomes `path` at the end, on an error nothing.
 
     Raises:
@@ -247,7 +247,7 @@ def write_checkpoint(
         ConfigError: `path` exists.
         OSError: it cannot be written.
     """
-    with written_aside(Path(path)) as folder:
+    with atomic_dir(Path(path)) as folder:
         shards: list[ShardPlan] = []
         largest = TensorPlan("", (), torch.float32)  # a small tensor may be kept in float32
         on_cpu = ((name, tensor.detach().cpu()) for name, tensor in tensors)

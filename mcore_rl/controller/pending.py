@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.rank_host import Birth, Failure, FailureKind, Reply
+from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply, WorkerInfo
 from mcore_rl.controller.silence import Silent, report
 
 GRACE_S = 2.0  # after a first failure: time for the rank that caused it to be heard too
@@ -42,7 +42,7 @@ class Group(Protocol):
     """What a pending call needs of its group."""
 
     name: str
-    births: dict[int, Birth]  # by world rank, of the processes that have come up
+    worker_infos: dict[int, WorkerInfo]  # by world rank, of the processes that have come up
     ended: str  # why the group takes no calls; empty while it does
 
     def close(self, reason: str = "") -> None: ...
@@ -100,10 +100,10 @@ class Pending:
         head = f"{self._label}: rank {rank}"
         if failure.kind is FailureKind.CONFIG:
             return ConfigError(f"{head}: {failure.message}")
-        birth = self._group.births.get(rank)
-        tail = _last_lines(birth.stderr_file) if birth else ""
+        info = self._group.worker_infos.get(rank)
+        tail = _last_lines(info.stderr_file) if info else ""
         if failure.kind is FailureKind.DIED:
-            where = f" ({birth})" if birth else ""
+            where = f" ({info})" if info else ""
             return WorkerError(f"{head}{where} died. {failure.message}{tail}")
         story = f"\n\n{failure.trace}".rstrip() + tail
         return WorkerError(f"{head} raised {failure.type_name}: {failure.message}{story}")
@@ -167,7 +167,7 @@ def _ended_by_failure(calls: Sequence[Pending]) -> Exception:
 def _ended_by_limit(calls: Sequence[Pending], limit: Limit) -> WorkerError:
     late = [call for call in calls if call._waiting]
     silent = [
-        Silent(call._label, rank, call._group.births.get(rank))
+        Silent(call._label, rank, call._group.worker_infos.get(rank))
         for call in late
         for rank in call._waiting.values()
     ]

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mcore_rl.controller.rank_host import Birth
+from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.observability.stacks import Look, in_full, in_short, look_at
 
 _LOOK_S = 60.0  # how long the looks may take, on all nodes together
@@ -23,10 +23,10 @@ class Silent:
 
     call: str  # "actor.update"
     rank: int
-    birth: Birth | None  # None when its process has not come up
+    info: WorkerInfo | None  # None when its process has not come up
 
     def __str__(self) -> str:
-        return f"rank {self.rank}" + (f" ({self.birth})" if self.birth else "")
+        return f"rank {self.rank}" + (f" ({self.info})" if self.info else "")
 
 
 def report(silent: Sequence[Silent], limit: str) -> str:
@@ -35,10 +35,10 @@ def report(silent: Sequence[Silent], limit: str) -> str:
     The first is the rank that is likeliest to hold up the others: it is gone, or stopped, or runs
     while they wait. `limit` is how long was waited, and the setting that says so.
     """
-    looks = _looks([rank.birth for rank in silent if rank.birth is not None])
+    looks = _looks([rank.info for rank in silent if rank.info is not None])
 
     def urgency(rank: Silent) -> int:
-        look = looks.get(rank.birth) if rank.birth else None
+        look = looks.get(rank.info) if rank.info else None
         return min(process.urgency for process in look) if look else -1
 
     first, *others = sorted(silent, key=urgency)
@@ -52,32 +52,32 @@ def report(silent: Sequence[Silent], limit: str) -> str:
     if named:
         line += f". Nor has {'; nor has '.join(named)}"
     stacks = [
-        f"{rank.call}, {rank}:\n{in_full(looks[rank.birth])}"
+        f"{rank.call}, {rank}:\n{in_full(looks[rank.info])}"
         for rank in (first, *others)
-        if rank.birth in looks
+        if rank.info in looks
     ]
     return "\n\n".join([line, *stacks])
 
 
-def _doing(rank: Silent, looks: dict[Birth, list[Look]]) -> str:
-    if rank.birth is None:
+def _doing(rank: Silent, looks: dict[WorkerInfo, list[Look]]) -> str:
+    if rank.info is None:
         return "its process has not come up"
-    look = looks.get(rank.birth)
+    look = looks.get(rank.info)
     return in_short(look) if look else f"no look at it in {_LOOK_S:g} s"
 
 
-def _looks(births: Iterable[Birth]) -> dict[Birth, list[Look]]:
+def _looks(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[Look]]:
     """By a task on each node; without those of a node that does not answer in time."""
-    by_node: dict[str, list[Birth]] = defaultdict(list)
-    for birth in births:
-        by_node[birth.node_id].append(birth)
+    by_node: dict[str, list[WorkerInfo]] = defaultdict(list)
+    for info in worker_infos:
+        by_node[info.node_id].append(info)
     tasks = {
         _look_at_all.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote([birth.pid for birth in born]): born
+        ).remote([info.pid for info in born]): born
         for node, born in by_node.items()
     }
-    found: dict[Birth, list[Look]] = {}
+    found: dict[WorkerInfo, list[Look]] = {}
     done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_LOOK_S)
     for task in done:
         try:

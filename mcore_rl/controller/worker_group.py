@@ -25,7 +25,7 @@ from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Part, Registration, gather, registered_methods, scatter
 from mcore_rl.controller.pending import Limit, Pending, gathered
 from mcore_rl.controller.pool import ResourcePool
-from mcore_rl.controller.rank_host import Birth, RankHost, Recipe, Stored
+from mcore_rl.controller.rank_actor import RankActor, Recipe, Stored, WorkerInfo
 from mcore_rl.data.batch import Batch
 from mcore_rl.parallel.mesh import Mesh
 
@@ -77,7 +77,7 @@ class WorkerGroup:
         """
         self.name = name or worker_class.__name__
         self.mesh = Mesh(layout)
-        self.births: dict[int, Birth] = {}
+        self.worker_infos: dict[int, WorkerInfo] = {}
         self.ended = ""
         self._actors: list[Any] = []
         self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
@@ -159,7 +159,7 @@ class WorkerGroup:
             # the cores, spinning takes several times what is computed.
             "OMP_WAIT_POLICY": "PASSIVE",
         }
-        host = ray.remote(RankHost)
+        host = ray.remote(RankActor)
         for rank in range(self.mesh.world_size):
             options = pool.actor_options(self._share) | {
                 "scheduling_strategy": _on(pool, rank * self._bundles_per_rank),
@@ -170,7 +170,7 @@ class WorkerGroup:
 
     def _build(self, recipe: Recipe) -> None:
         """Lets the workers be built, which meet on the node of rank 0, and waits for nothing."""
-        born = {actor.birth.remote(): rank for rank, actor in enumerate(self._actors)}
+        born = {actor.info.remote(): rank for rank, actor in enumerate(self._actors)}
         rendezvous = self._actors[0].open_rendezvous.remote()
         stored = ray.put(ray.cloudpickle.dumps(recipe))
         built = {
@@ -221,7 +221,7 @@ def wait_until_built(groups: Sequence[WorkerGroup]) -> None:
     """
     gathered([call for group in groups for call in (group._born, group._met)])
     for group in groups:
-        group.births = group._born.result()
+        group.worker_infos = group._born.result()
     gathered([group._built for group in groups])
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.lane import lane
-from mcore_rl.jobs.output import claimed
+from mcore_rl.jobs.output import exclusive_run_dir
 from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
     Inputs,
@@ -35,7 +35,7 @@ def dry_run(config: RLConfig, console: Console | None = None) -> None:
     console = console or Console()
     resolve(config)
     config = for_lane(config, lane())
-    with claimed(config.output_dir) as claim, waiting("checking the inputs"):
+    with exclusive_run_dir(config.output_dir) as claim, waiting("checking the inputs"):
         prepared = prepare_task(config, claim.folder)
         complete = has_weights(prepared)
         inputs = check_inputs(prepared) if complete else check_without_weights(prepared)

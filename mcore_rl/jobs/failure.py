@@ -13,7 +13,7 @@ class RunFailed(RuntimeError):
 
 
 @contextmanager
-def told_in_one_line(trace_file: Path, *kinds: type[Exception]) -> Iterator[None]:
+def summarize_failure(trace_file: Path, *kinds: type[Exception]) -> Iterator[None]:
     """Turns errors of these kinds into RunFailed and writes their traces, remote ones included."""
     try:
         yield

@@ -42,11 +42,11 @@ class Claim:
 
 
 @contextmanager
-def claimed(output_dir: str) -> Iterator[Claim]:
+def exclusive_run_dir(output_dir: str) -> Iterator[Claim]:
     """A new or empty folder for a run; gone again at the end when no RunOutput was made in it.
 
     Raises:
-        ConfigError: it cannot be made, holds something, or another run has claimed it.
+        ConfigError: it cannot be made, holds something, or another run has exclusive_run_dir it.
     """
     folder = Path(output_dir)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]

@@ -22,8 +22,8 @@ from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
-from mcore_rl.jobs.failure import RunFailed, told_in_one_line
-from mcore_rl.jobs.output import CHECKPOINT, LOGS, OutputError, RunOutput, claimed
+from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.jobs.output import CHECKPOINT, LOGS, OutputError, RunOutput, exclusive_run_dir
 from mcore_rl.jobs.placement import Pools, needs_reference, num_devices, pool_plans
 from mcore_rl.jobs.preflight import Inputs, check_inputs, prepare_task
 from mcore_rl.observability.console import waiting
@@ -52,7 +52,7 @@ def run(config: RLConfig) -> RunOutput:
     resolve(config)
     config = for_lane(config, lane())
     with (
-        claimed(config.output_dir) as claim,
+        exclusive_run_dir(config.output_dir) as claim,
         guard(claim.folder, logs=claim.folder / LOGS / "ray", locks=[claim.lock]) as scratch,
         PeakMemory() as memory,
     ):
@@ -78,7 +78,7 @@ def run(config: RLConfig) -> RunOutput:
 
 def _told(trace_file: Path) -> AbstractContextManager[None]:
     """What stops a run that has started, bad input that shows late too."""
-    return told_in_one_line(trace_file, ConfigError, WorkerError, PolicyMismatchError)
+    return summarize_failure(trace_file, ConfigError, WorkerError, PolicyMismatchError)
 
 
 def _warm_start(

@@ -79,7 +79,7 @@ def kept(model: Any, path: Path, num_bytes: int) -> tuple[Path | None, str]:
 
 def _described(model: Any, place: Path) -> str:
     """With the host, if it is another one, and a word on places that do not last."""
-    host = model.births[0].host
+    host = model.worker_infos[0].host
     where = str(place) if host == socket.gethostname() else f"{place} on host {host}"
     return (
         f"{where} (in memory: gone when it restarts)" if str(place).startswith(_MEMORY) else where

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.planner import Cut, Plan
-from mcore_rl.reshard.standing import Member
+from mcore_rl.reshard.planner import Plan, TransferOp
+from mcore_rl.reshard.tensor_groups import Member
 
 ALIGNMENT = 16  # bytes; of copies in a stream, and of messages in a bucket
 _GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples, without whole turns, spread evenly
@@ -60,7 +60,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class ReceiveSlot:
     """A message, and the byte of its bucket at which it begins."""
 
     message: Message
@@ -72,7 +72,7 @@ class Step:
     """What a device does at the same time: at most one message out and one message in."""
 
     send: tuple[int, Message] | None  # the other device, and what goes there
-    receive: tuple[int, Landing] | None
+    receive: tuple[int, ReceiveSlot] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class Round:
     """
 
     steps: tuple[Step, ...]
-    own: tuple[Landing, ...]  # from the device itself: never on a network
+    own: tuple[ReceiveSlot, ...]  # from the device itself: never on a network
     num_bytes: int  # of the bucket that comes together here; 0: none
 
     @property
-    def landings(self) -> tuple[Landing, ...]:
+    def landings(self) -> tuple[ReceiveSlot, ...]:
         """All that the bucket is made of, in the order of their bytes."""
         received = [step.receive[1] for step in self.steps if step.receive is not None]
         return tuple(sorted((*self.own, *received), key=lambda landing: landing.offset))
@@ -205,7 +205,7 @@ class _PlacedCut(NamedTuple):
     """A cut on its way between two ranks."""
 
     kind: int
-    cut: Cut
+    cut: TransferOp
     source: int
     target: int
     start: int  # its byte among those of a member that go to this target
@@ -215,7 +215,7 @@ class _PlacedCut(NamedTuple):
 # A box of a member: (minus the size of an element, byte in the stream, cut, member, offset in the
 # cut or None for all of it, sizes). In a message they are sorted: wider elements first, so that all
 # stand aligned to their size.
-_Piece = tuple[int, int, Cut, Member, Offset | None, tuple[int, ...]]
+_Piece = tuple[int, int, TransferOp, Member, Offset | None, tuple[int, ...]]
 
 
 def _message(bucket: int, source: int, target: int, pieces: list[_Piece]) -> Message:
@@ -322,14 +322,14 @@ def schedule(plan: Plan, device: int, bucket_bytes: int) -> tuple[Round, ...]:
     if device in devices.generation:
         into = streams.messages_into(devices.generation.index(device))
     sends: dict[int, dict[int, tuple[int, Message]]] = defaultdict(dict)
-    receives: dict[int, dict[int, tuple[int, Landing]]] = defaultdict(dict)
-    own: dict[int, list[Landing]] = defaultdict(list)
+    receives: dict[int, dict[int, tuple[int, ReceiveSlot]]] = defaultdict(dict)
+    own: dict[int, list[ReceiveSlot]] = defaultdict(list)
     ends: dict[int, int] = defaultdict(int)
     for message in out:
         if (there := devices.generation[message.target_rank]) != device:
             sends[message.bucket][(there - device) % num_devices] = there, message
     for message in into:
-        landing = Landing(message, ends[message.bucket])
+        landing = ReceiveSlot(message, ends[message.bucket])
         ends[message.bucket] += _aligned(message.num_bytes)
         if (there := devices.training[message.source_rank]) != device:
             receives[message.bucket][(device - there) % num_devices] = there, landing

@@ -16,7 +16,7 @@ import torch
 from isal import isal_zlib
 
 from mcore_rl.reshard import ops
-from mcore_rl.reshard.buckets import ALIGNMENT, Landing, Message, Part, Round, Step
+from mcore_rl.reshard.buckets import ALIGNMENT, Message, Part, ReceiveSlot, Round, Step
 from mcore_rl.reshard.transport import Pending, Transfer, Transport
 
 Allocate = Callable[[int], torch.Tensor]  # bytes -> [bytes] uint8 on the device
@@ -38,7 +38,7 @@ class LocalWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReceivedSlice:
     """A box that has arrived: goes to `offset` of a parameter of this generation rank."""
 
     target: str
@@ -58,7 +58,7 @@ class Bucket:
 
     index: int
     memory: torch.Tensor  # [bytes] uint8
-    landings: tuple[Landing, ...]
+    landings: tuple[ReceiveSlot, ...]
     dtype: torch.dtype
     is_checked: IsChecked
     checksums: dict[int, torch.Tensor]  # by training rank: of the parts of its message
@@ -68,7 +68,7 @@ class Bucket:
         """What it is made of, in the order of its arrivals."""
         return itertools.chain.from_iterable(landing.message.parts for landing in self.landings)
 
-    def __iter__(self) -> Iterator[Arrival]:
+    def __iter__(self) -> Iterator[ReceivedSlice]:
         for landing in self.landings:
             source = landing.message.source_rank
             expected = iter(self.checksums[source].tolist() if source in self.checksums else ())
@@ -76,7 +76,7 @@ class Bucket:
             for part in landing.message.parts:
                 data = _view(memory, part, self.dtype)
                 crc32 = next(expected) if self.is_checked(part.target) else None
-                yield Arrival(part.target, part.target_offset, data, source, crc32)
+                yield ReceivedSlice(part.target, part.target_offset, data, source, crc32)
 
 
 class Exchange:
@@ -289,5 +289,5 @@ def _dtype_of(part: Part, dtype: torch.dtype) -> torch.dtype:
     return dtype if part.itemsize == dtype.itemsize else torch.float32
 
 
-def _memory_of(landing: Landing, bucket: torch.Tensor) -> torch.Tensor:
+def _memory_of(landing: ReceiveSlot, bucket: torch.Tensor) -> torch.Tensor:
     return bucket[landing.offset : landing.offset + landing.message.num_bytes]

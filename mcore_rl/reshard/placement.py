@@ -39,10 +39,10 @@ def most_overlap(
 ) -> tuple[int, ...]:
     """For each generation rank the training rank to share a device with, so that most bytes stay.
 
-    `overlap` is [generation ranks, training ranks] in bytes: Demand.overlap. The maximum-weight
-    assignment. With a `group_size`, as many generation ranks in a row (a tensor-parallel group) go
-    to as many devices in a row, in the best order: set it to keep groups inside nodes. `allowed`,
-    [generation ranks, training ranks], leaves pairs out.
+    `overlap` is [generation ranks, training ranks] in bytes: TransferRequirements.overlap. The
+    maximum-weight assignment. With a `group_size`, as many generation ranks in a row (a
+    tensor-parallel group) go to as many devices in a row, in the best order: set it to keep groups
+    inside nodes. `allowed`, [generation ranks, training ranks], leaves pairs out.
 
     Raises:
         ConfigError: there are fewer training ranks, or the groups do not divide the ranks, or there

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from mcore_rl.reshard.boxes import Box
 from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.standing import Alike, Member, Side, alike
+from mcore_rl.reshard.tensor_groups import Member, ShardingGroup, Side, group_by_sharding
 
 IntArray = NDArray[np.int64]
 
 
-class Cut(NamedTuple):
+class TransferOp(NamedTuple):
     """What a source parameter and a target parameter have in common, and who sends it to whom."""
 
     box: Box
@@ -40,7 +40,7 @@ class Kind:
 
     members: tuple[Member, ...]
     itemsize: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[TransferOp, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _in_order(found: list[tuple[int, Copy]]) -> list[Copy]:
     return [copy for _, copy in found]
 
 
-def _copy(kind: Kind, member: Member, cut: Cut, source: int, target: int) -> Copy:
+def _copy(kind: Kind, member: Member, cut: TransferOp, source: int, target: int) -> Copy:
     return Copy(
         tensor=member.tensor,
         box=cut.box,
@@ -135,7 +135,7 @@ def _copy(kind: Kind, member: Member, cut: Cut, source: int, target: int) -> Cop
     )
 
 
-class Demand:
+class TransferRequirements:
     """What the generation side needs, cut against what the training side holds.
 
     The largest part of making a plan, and the part that does not ask where ranks run.
@@ -154,7 +154,7 @@ class Demand:
         self.num_generation = generation[0].world_size
         fits: dict[object, tuple[_Fit, ...]] = {}  # cut once for all kinds of the same shapes
         self._kinds, have = [], _Have()
-        for kind in alike(training, generation):
+        for kind in group_by_sharding(training, generation):
             places = (*kind.sources, *kind.targets)
             shapes = (len(kind.sources), *[place.shape for place in places])
             if shapes not in fits:
@@ -239,7 +239,9 @@ class _Have:
 class _OpenKind:
     """A kind whose sources are still to be chosen: for each fit a choice."""
 
-    def __init__(self, kind: Alike, fits: tuple[_Fit, ...], itemsize: int, have: _Have) -> None:
+    def __init__(
+        self, kind: ShardingGroup, fits: tuple[_Fit, ...], itemsize: int, have: _Have
+    ) -> None:
         self._members = kind.members
         self._itemsize = 4 if kind.targets[0].float32 else itemsize
         self._fits = fits
@@ -262,12 +264,12 @@ class _OpenKind:
                 if len(fit.sources) > 1:
                     served = {t: s for t, s in source_of.items() if choice.sources[s] == number}
                 if served:
-                    cuts.append(Cut(fit.box, source, offset, target, target_offset, served))
+                    cuts.append(TransferOp(fit.box, source, offset, target, target_offset, served))
         return Kind(tuple(self._members), self._itemsize, tuple(cuts))
 
 
-def _fits(kind: Alike) -> Iterator[_Fit]:
-    """Cut each block of the targets against those of the sources."""
+def _fits(kind: ShardingGroup) -> Iterator[_Fit]:
+    """TransferOp each block of the targets against those of the sources."""
     held = [(n, *piece) for n, place in enumerate(kind.sources) for piece in place.blocks()]
     for number, place in enumerate(kind.targets):
         for shard, block in place.blocks():

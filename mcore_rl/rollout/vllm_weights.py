@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.platforms import current_platform
 
-from mcore_rl.reshard.executor import Arrival, crc32_of
+from mcore_rl.reshard.executor import ReceivedSlice, crc32_of
 from mcore_rl.weight_sync.worker_layout import WorkerLayout
 
 
@@ -121,19 +121,19 @@ class ShardWriter:
         self._model, self._rank = model, generation_rank
         self._modules = dict(model.named_modules())
 
-    def write(self, pieces: Iterable[Arrival]) -> None:
+    def write(self, pieces: Iterable[ReceivedSlice]) -> None:
         """All pieces of a bucket: of a module that has begun, of those that they complete, others.
 
         So one module has begun and is not complete, at any time.
         """
-        by_module: dict[str, list[Arrival]] = {}
+        by_module: dict[str, list[ReceivedSlice]] = {}
         for piece in pieces:
             by_module.setdefault(_split(piece.target)[0], []).append(piece)
         for prefix in sorted(by_module, key=lambda prefix: self._turn(prefix, by_module[prefix])):
             for piece in by_module[prefix]:
                 self._place(piece)
 
-    def _turn(self, prefix: str, pieces: list[Arrival]) -> tuple[bool, int]:
+    def _turn(self, prefix: str, pieces: list[ReceivedSlice]) -> tuple[bool, int]:
         """Whether a module has yet to begin, and how many elements it will lack."""
         layer = self._modules.get(prefix)
         if layer is None:
@@ -142,7 +142,7 @@ class ShardWriter:
         counted = (p.data.numel() for p in pieces if _split(p.target)[1] not in SKIP_LOAD_TENSORS)
         return info.load_numel == 0, get_layer_size(layer) - info.load_numel - sum(counted)
 
-    def _place(self, piece: Arrival) -> None:
+    def _place(self, piece: ReceivedSlice) -> None:
         prefix, name, index = _split(piece.target)
         layer = self._modules[prefix]
         info = get_layerwise_info(layer)
@@ -166,7 +166,7 @@ class ShardWriter:
             if info.load_numel >= get_layer_size(layer) and not is_deferred_attention_layer(layer):
                 _layerwise_process(layer, info)
 
-    def _check(self, piece: Arrival, box: torch.Tensor) -> None:
+    def _check(self, piece: ReceivedSlice, box: torch.Tensor) -> None:
         """What stands in the parameter, against what the trainer had."""
         if piece.crc32 is None:
             return
@@ -203,7 +203,7 @@ def _split(target: str) -> tuple[str, str, int | None]:
     return prefix, name, int(index[:-1]) if bracket else None
 
 
-def _slices(piece: Arrival) -> tuple[slice, ...]:
+def _slices(piece: ReceivedSlice) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.data.shape, strict=True))
 
 

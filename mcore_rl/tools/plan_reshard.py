@@ -28,7 +28,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import Demand, Plan
+from mcore_rl.reshard.planner import Plan, TransferRequirements
 
 Traffic = NDArray[np.int64]
 MODES = ("colocated", "disaggregated")
@@ -182,7 +182,9 @@ def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
         )
 
 
-def _demand(config: HFConfig, train: Layout, generate: GenerationLayout, itemsize: int) -> Demand:
+def _demand(
+    config: HFConfig, train: Layout, generate: GenerationLayout, itemsize: int
+) -> TransferRequirements:
     family, sizes = family_of(config), model_sizes(config)
     chunks = split_into_chunks(train, sizes.num_layers)
     training = TrainingRanks(Mesh(train), chunks, sizes.num_experts)
@@ -191,7 +193,9 @@ def _demand(config: HFConfig, train: Layout, generate: GenerationLayout, itemsiz
     rules = [
         w for w in family.weights(config, padded_vocab_size(config, train.tp)) if w.stage != "mtp"
     ]
-    return Demand((training, rules), (generation, family.vllm_weights(config)), itemsize)
+    return TransferRequirements(
+        (training, rules), (generation, family.vllm_weights(config)), itemsize
+    )
 
 
 def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:

@@ -23,9 +23,9 @@ from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Exchange, LocalWeights
 from mcore_rl.reshard.layout import GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import Demand
+from mcore_rl.reshard.planner import TransferRequirements
 from mcore_rl.reshard.rules import Shard, Weight
-from mcore_rl.reshard.standing import Side
+from mcore_rl.reshard.tensor_groups import Side
 from mcore_rl.reshard.transport import GroupTransport
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PlannedExchange:
         start = time.perf_counter()
         device = dist.get_rank()
         with uncollected():
-            demand = Demand(training, target, DTYPE.itemsize)
+            demand = TransferRequirements(training, target, DTYPE.itemsize)
             world = training[0].world_size
             hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
             plan = demand.plan(Devices.colocated(hosts, world, world))

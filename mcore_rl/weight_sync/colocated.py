@@ -33,7 +33,7 @@ from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Arrival, Bucket, Exchange, LocalWeights
+from mcore_rl.reshard.executor import Bucket, Exchange, LocalWeights, ReceivedSlice
 from mcore_rl.reshard.planner import Plan
 from mcore_rl.reshard.transport import GroupTransport
 from mcore_rl.weight_sync.checksums import is_checked
@@ -106,7 +106,7 @@ class _Host(WeightTransport):
             for _ in buckets:
                 raise RuntimeError("a bucket arrived on a device without a generation rank")
 
-    def receive(self, update: WeightUpdate) -> Generator[list[Arrival], None, None]:
+    def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
         raise RuntimeError("a training rank receives no weights")
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -122,7 +122,7 @@ class _Guest(WeightTransport):
     def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
         raise RuntimeError("a generation rank sends no weights")
 
-    def receive(self, update: WeightUpdate) -> Generator[list[Arrival], None, None]:
+    def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
         return receive_shards(self._endpoint, update, self._device)
 
 
@@ -213,7 +213,7 @@ def _user_of(sock: socket.socket) -> int:
     return user
 
 
-def _described(piece: Arrival, memory: torch.Tensor) -> list[Any]:
+def _described(piece: ReceivedSlice, memory: torch.Tensor) -> list[Any]:
     start = piece.data.data_ptr() - memory.data_ptr()
     dtype = str(piece.data.dtype).removeprefix("torch.")
     sizes = list(piece.data.shape)
@@ -222,7 +222,7 @@ def _described(piece: Arrival, memory: torch.Tensor) -> list[Any]:
 
 def receive_shards(
     endpoint: ShardEndpoint, update: WeightUpdate, device: torch.device
-) -> Generator[list[Arrival], None, None]:
+) -> Generator[list[ReceivedSlice], None, None]:
     """Yield the slices of one bucket after the other, in memory of `device`.
 
     They must have been copied before the generator goes on: the memory is written again then. Ends
@@ -292,11 +292,11 @@ def _map(
     return map_buckets(described, descriptors, device)
 
 
-def _piece(entry: list[Any], memory: torch.Tensor) -> Arrival:
+def _piece(entry: list[Any], memory: torch.Tensor) -> ReceivedSlice:
     target, offset, sizes, name, start, source_rank, crc32 = entry
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StreamError(f"{target}: unknown dtype {name!r}")
     end = start + math.prod(sizes) * dtype.itemsize
     data = memory[start:end].view(dtype).view(sizes)
-    return Arrival(target, tuple(offset), data, source_rank, crc32)
+    return ReceivedSlice(target, tuple(offset), data, source_rank, crc32)

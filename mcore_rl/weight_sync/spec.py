@@ -16,8 +16,8 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import Demand, Plan
-from mcore_rl.reshard.standing import Side
+from mcore_rl.reshard.planner import Plan, TransferRequirements
+from mcore_rl.reshard.tensor_groups import Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def plan_transfer(
     """
     training = training_side(config, spec.training, spec.num_mtp_layers)
     _, generation = generation_side(config, spec.generation)
-    demand = Demand(training, generation, itemsize)
+    demand = TransferRequirements(training, generation, itemsize)
     if sites is None:
         # Which of them are close to each other is not known; those of one side are taken to be.
         num_training, num_generation = spec.num_training, spec.generation.world_size

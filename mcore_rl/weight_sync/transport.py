@@ -23,7 +23,7 @@ from mcore_rl.models.base import HFConfig
 from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Arrival, Bucket, Exchange, LocalWeights
+from mcore_rl.reshard.executor import Bucket, Exchange, LocalWeights, ReceivedSlice
 from mcore_rl.reshard.transport import Transport
 from mcore_rl.weight_sync.checksums import is_checked
 from mcore_rl.weight_sync.connection import StreamError
@@ -58,7 +58,7 @@ class WeightTransport(ABC):
         """A training rank's part. Raises ReshardError, StreamError."""
 
     @abstractmethod
-    def receive(self, update: WeightUpdate) -> Generator[list[Arrival], None, None]:
+    def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
         """A generation rank's: its slices, a bucket at a time, to be copied before the next.
 
         Ends normally only if the whole update has come. Raises ReshardError, StreamError.
@@ -82,7 +82,7 @@ class ExchangeTransport(WeightTransport):
         for _ in self._run(weights, update.version):
             raise RuntimeError("a bucket arrived on a training rank")
 
-    def receive(self, update: WeightUpdate) -> Generator[list[Arrival], None, None]:
+    def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
         buckets = self._run(LocalWeights({}), update.version)
         try:
             for bucket in buckets:

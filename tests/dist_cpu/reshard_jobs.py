@@ -26,7 +26,7 @@ from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Exchange, LocalWeights, crc32_of
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.planner import Demand, Plan, Side
+from mcore_rl.reshard.planner import Plan, Side, TransferRequirements
 from mcore_rl.reshard.rules import Shard, Weight
 from mcore_rl.reshard.transport import GroupTransport, ReshardError
 
@@ -152,7 +152,7 @@ def colocated(
         mtp = engine.num_mtp_layers
         training, served = sides(engine.hf_config, spec.engine.layout, generation, mtp)
         devices = Devices.colocated(hosts, world, per_node=world)
-        plan = Demand(training, served, DTYPES[dtype].itemsize).plan(devices)
+        plan = TransferRequirements(training, served, DTYPES[dtype].itemsize).plan(devices)
         runs[name] = (plan, served, *_exchange(plan, dtype, BUCKET_BYTES, is_ordered))
     found: Result = {name: {"syncs": []} for name in servers}
     found["exported"] = []
@@ -185,7 +185,7 @@ def disaggregated(
         training, served = sides(reader.config(), layout, generation)
         worlds = training[0].world_size, served[0].world_size
         devices = Devices.disaggregated(*worlds, per_node=2)
-        plan = Demand(training, served, DTYPES[dtype].itemsize).plan(devices)
+        plan = TransferRequirements(training, served, DTYPES[dtype].itemsize).plan(devices)
         exchange, transport, memory = _exchange(plan, dtype, bucket_bytes)
         weights = LocalWeights({})
         trainer = _rank_of(dist.get_rank(), devices.training)
@@ -208,7 +208,9 @@ def random_model(
     _join()
     training, served = sides(dict(config), layout, generation)
     world, rank = dist.get_world_size(), dist.get_rank()
-    plan = Demand(training, served, 4).plan(Devices.colocated(tuple(range(world)), world, world))
+    plan = TransferRequirements(training, served, 4).plan(
+        Devices.colocated(tuple(range(world)), world, world)
+    )
     exchange, transport, memory = _exchange(plan, "float32", bucket_bytes, is_ordered)
     stored = filled(training, rank, lambda block: torch.zeros(block.box.sizes))
     sync(exchange, memory, LocalWeights(stored), served, rank)
@@ -240,7 +242,7 @@ def _lonely(transport: GroupTransport) -> None:
     """Rank 0's side of an exchange in which it gets one row from rank 1."""
     config = tiny_dense()
     training, served = sides(config, Layout(pp=2), GenerationLayout())
-    plan = Demand(training, served, 4).plan(Devices.colocated((0,), 2, 2))
+    plan = TransferRequirements(training, served, 4).plan(Devices.colocated((0,), 2, 2))
     rounds = schedule(plan, 0, BUCKET_BYTES)
     memory = Memory()
     exchange = Exchange(rounds, BUCKET_BYTES, torch.float32, transport, memory.allocate)

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import ranks
-import served_ranks
+import serving_ranks
 import tiny_families
 import tiny_models
 import torch
@@ -160,10 +160,10 @@ def selected(request: pytest.FixtureRequest) -> dict[str, dict[str, list[str]]]:
 @pytest.fixture(scope="module")
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[served_ranks.Report]:
+) -> list[serving_ranks.Report]:
     """Of every rank of both worlds."""
     folder = tmp_path_factory.mktemp("syncs")
-    orders: dict[int, list[served_ranks.Order]] = {1: [], 2: []}
+    orders: dict[int, list[serving_ranks.Order]] = {1: [], 2: []}
     two: list[Callable[[], Any]] = []
     for family, layouts in selected(request).items():
         path, exported = saved(family, folder / family), folder / f"{family}-new"
@@ -177,14 +177,14 @@ def reports(
         for world, of_world in orders.items():
             ep = {n: s.ep > 1 for n, s in in_use.items() if s.world_size == world}
             if ep:
-                of_world.append(served_ranks.Order(path, exported, syncs, ep))
+                of_world.append(serving_ranks.Order(path, exported, syncs, ep))
     for family, num_layers in ((f, n) for f, depths in MEASURED.items() for n in depths):
         key = f"{family}-{num_layers}"
         path = saved(family, folder / key, num_layers)
         spec = replace(ranks.engine_spec(path, LAYOUTS["tp2"]), total_steps=0)
         one = {"1": SERVERS["1"]}
         two.append(partial(serve_syncs, spec, one, key, folder, path))
-        order = served_ranks.Order(path, path, {key: ("1",)}, {"1": False}, is_measured=True)
+        order = serving_ranks.Order(path, path, {key: ("1",)}, {"1": False}, is_measured=True)
         orders[1].append(order)
     names = {world: f"{os.getpid()}-{secrets.token_hex(4)}" for world in orders}
     workers = [_start(world, name, folder, orders[world]) for world, name in names.items()]
@@ -192,7 +192,7 @@ def reports(
     try:
         for send in two:
             send()
-        assert all(pipe.poll(served_ranks.WAIT_S) for pipe in pipes)
+        assert all(pipe.poll(serving_ranks.WAIT_S) for pipe in pipes)
         return [pipe.recv() for pipe in pipes]
     except AssertionError as error:  # trainers wait in vain for a server that has failed
         said = [line for pipe in pipes if pipe.poll() for line in pipe.recv().complaints]
@@ -208,16 +208,16 @@ def reports(
 
 
 def _start(
-    world: int, name: str, folder: Path, orders: list[served_ranks.Order]
+    world: int, name: str, folder: Path, orders: list[serving_ranks.Order]
 ) -> tuple[list[Any], list[Any]]:
     """Forked from one process, which has imported vLLM; this one need not."""
-    multiprocessing.set_forkserver_preload(served_ranks.IMPORTED)
+    multiprocessing.set_forkserver_preload(serving_ranks.IMPORTED)
     context = multiprocessing.get_context("forkserver")
     processes, pipes = [], []
     for rank in range(world):
         mine, theirs = context.Pipe()
         arguments = (rank, world, name, folder, orders, theirs)
-        process = context.Process(target=served_ranks.serve, args=arguments)
+        process = context.Process(target=serving_ranks.serve, args=arguments)
         with mock.patch.dict(os.environ, _QUIET):
             process.start()
         processes.append(process)
@@ -226,7 +226,7 @@ def _start(
 
 
 @pytest.fixture(scope="module")
-def complaints(reports: list[served_ranks.Report]) -> list[str]:
+def complaints(reports: list[serving_ranks.Report]) -> list[str]:
     return [line for report in reports for line in report.complaints]
 
 

@@ -20,7 +20,7 @@ from mcore_rl.cli.main import main
 from mcore_rl.config.schema import ModelConfig, RLConfig
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.jobs.convert.options import format_bytes
-from mcore_rl.jobs.output import claimed
+from mcore_rl.jobs.output import exclusive_run_dir
 from mcore_rl.jobs.room import weight_bytes
 from tests.small_disk import on_small_disk
 
@@ -346,7 +346,7 @@ def test_an_empty_output_folder_stays_and_folders_made_on_the_way_go(place, capf
 
 
 def test_a_folder_that_another_run_has_is_refused(place, capfd, monkeypatch):
-    with claimed("out") as claim:
+    with exclusive_run_dir("out") as claim:
         line = refusal(place, capfd, monkeypatch, DEFAULTS)
         assert claim.folder.exists()
     assert f"output_dir='out' is in use by process {os.getpid()} on host " in line

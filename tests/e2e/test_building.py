@@ -90,7 +90,7 @@ def test_groups_are_built_beside_each_other(tmp_path: Path, refused: str):
         else:
             wait_until_built([first, second])
             assert gathered(greetings) == [["met"], ["met"]]
-            assert first.births[0].pid != second.births[0].pid
+            assert first.worker_infos[0].pid != second.worker_infos[0].pid
 
 
 def test_a_group_is_rebuilt_in_its_processes(tmp_path: Path):
@@ -112,6 +112,6 @@ def test_a_group_is_rebuilt_in_its_processes(tmp_path: Path):
             *("one-0", "one-1", "a-0.log", "a-1.log", "b-0.log", "b-1.log")
         }
         assert (tmp_path / "b-1.log").read_text() == "two is here\n"
-        assert [Path(group.births[rank].stderr_file).name for rank in range(2)] == [
+        assert [Path(group.worker_infos[rank].stderr_file).name for rank in range(2)] == [
             *("b-0.log", "b-1.log")
         ]

@@ -129,7 +129,7 @@ def test_every_rank_finds_its_place_in_the_environment(group: WorkerGroup):
     address = ray.util.get_node_ip_address()
     assert group.place() == [(str(r), "4", "0", "1", "plain", address) for r in range(4)]
     assert 1024 < group.rendezvous() < 65536
-    assert len({birth.pid for birth in group.births.values()}) == 4
+    assert len({info.pid for info in group.worker_infos.values()}) == 4
 
 
 def test_rows_come_back_in_order_for_uneven_sizes(group: WorkerGroup):
@@ -165,7 +165,7 @@ def test_a_session_starts_no_process_that_serves_nobody(group: WorkerGroup):
 
 
 def test_threads_of_a_rank_that_wait_do_not_spin(group: WorkerGroup):
-    ranks = [psutil.Process(birth.pid) for birth in group.births.values()]
+    ranks = [psutil.Process(info.pid) for info in group.worker_infos.values()]
     assert {rank.environ()["OMP_WAIT_POLICY"] for rank in ranks} == {"PASSIVE"}
 
 
@@ -182,7 +182,7 @@ def test_two_groups_share_a_pool_and_a_third_is_refused(pool: ResourcePool):
         WorkerGroup(Worker, pool=shared, share=0.5, name="actor", **settings) as actor,
         WorkerGroup(Worker, pool=shared, share=0.5, name="critic", **settings) as critic,
     ):
-        assert actor.births[0].pid != critic.births[0].pid
+        assert actor.worker_infos[0].pid != critic.worker_infos[0].pid
         assert actor.wait.submit(0).result() == critic.wait(0).result() == [0]
         with pytest.raises(ConfigError, match=r"third asks for a share of 0\.5"):
             WorkerGroup(Worker, pool=shared, share=0.5, name="third", **settings)
@@ -224,7 +224,7 @@ def test_a_failing_rank_ends_the_group_with_one_error(
     small_pool: ResourcePool, kind: str, error: type[Exception], words: str
 ):
     group = small_group(small_pool, "policy")
-    pids = {birth.pid for birth in group.births.values()}
+    pids = {info.pid for info in group.worker_infos.values()}
     start = time.monotonic()
     with pytest.raises(error) as raised:
         group.fail(kind)

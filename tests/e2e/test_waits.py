@@ -146,17 +146,17 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     # Neither a group's start nor a method of it has the limit of calls.
     group = group_of(Worker, pools[0], "policy", call_s=2 if setting == "call_s" else 0.001)
     group._start_limit = replace(group._start_limit, seconds=2)  # for which they had 120 s
-    pids = {birth.pid for birth in group.births.values()}
+    pids = {info.pid for info in group.worker_infos.values()}
     start = time.monotonic()
     with pytest.raises(WorkerError) as raised:
         getattr(group, method)()
     assert time.monotonic() - start < 2 + 60  # the limit, and that of the look at the rank
     line, *stacks = str(raised.value).split("\n")
-    who = rf"rank 1 \(host {HOST}, pid {group.births[1].pid}\)"
+    who = rf"rank 1 \(host {HOST}, pid {group.worker_infos[1].pid}\)"
     told = rf"policy\.{method}: {who} has not answered in 2 s \(timeouts\.{setting}\): {doing}"
     assert re.match(told, line)
     assert "died" not in str(raised.value)
-    assert any("RankHost.call (" in frame for frame in stacks)  # the stack is whole
+    assert any("RankActor.call (" in frame for frame in stacks)  # the stack is whole
     with pytest.raises(RuntimeError, match=rf"but the group has ended: policy\.{method}: rank 1"):
         group.stop()
     assert_end(pids)
@@ -184,7 +184,7 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
         group_of(Trainer, pool, "actor") as actor,
         group_of(Server, pools[1], "rollout") as servers,
     ):
-        pid = (servers if version == 4 else actor).births[0].pid
+        pid = (servers if version == 4 else actor).worker_infos[0].pid
         servers.join(actor.open())
         sync = TransportSync(actor, servers, Limit(60, "weight_sync.timeout_s"))
         for good in (5, 6):

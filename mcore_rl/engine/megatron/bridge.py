@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.hf_writer import written_aside
+from mcore_rl.checkpoint.hf_writer import atomic_dir
 from mcore_rl.config.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def import_hf(model: Path, output: Path) -> None:
         ConfigError: Megatron-Bridge or a GPU is not there, or `output` exists.
     """
     bridge = _auto_bridge()
-    with written_aside(output) as folder:
+    with atomic_dir(output) as folder:
         bridge.import_ckpt(hf_model_id=str(model), megatron_path=str(folder))
 
 
@@ -35,7 +35,7 @@ def export_hf(checkpoint: Path, reference: Path, output: Path) -> None:
         ConfigError: Megatron-Bridge or a GPU is not there, or `output` exists.
     """
     bridge = _auto_bridge().from_auto_config(str(checkpoint), str(reference))
-    with written_aside(output) as folder:
+    with atomic_dir(output) as folder:
         bridge.export_ckpt(megatron_path=str(checkpoint), hf_path=str(folder))
 
 

@@ -38,10 +38,10 @@ from mcore_rl.engine.megatron.packing import MicroBatch
 COLUMN = "routed_experts"
 
 
-class FreeRouting:
+class NoReplay:
     """A pass in which routers choose. Also what the other passes have in common."""
 
-    def __enter__(self) -> FreeRouting:
+    def __enter__(self) -> NoReplay:
         return self
 
     def __exit__(
@@ -62,7 +62,7 @@ class FreeRouting:
         return {}
 
 
-class _SlotPass(FreeRouting):
+class _SlotPass(NoReplay):
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.config: TransformerConfig = chunks[0].config
         self.place = {layer: index for index, layer in enumerate(moe_layers(self.config))}
@@ -173,11 +173,11 @@ def routing_of(
     *,
     scoring: bool,
     forward_only: bool,
-) -> FreeRouting:
+) -> NoReplay:
     """The pass that `moe.router_replay` asks for; `scoring`: it gives log-probs, not a loss."""
     config = chunks[0].config
     if mode == "off" or not config.num_moe_experts:
-        return FreeRouting()
+        return NoReplay()
     if mode == "record" and scoring:
         return Recording(chunks, int(batch.num_tokens.sum()), device)
     recomputes = not forward_only and _recomputes_routers(config)

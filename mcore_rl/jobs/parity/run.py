@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mcore_rl.controller.guard import guard
 from mcore_rl.data.tokenizer import has_tokenizer, read_tokenizer
-from mcore_rl.jobs.failure import told_in_one_line
+from mcore_rl.jobs.failure import summarize_failure
 from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
 from mcore_rl.jobs.parity.compare import Gap, Scores, compare
 from mcore_rl.jobs.parity.modules import Trace, differences, first_different
@@ -36,7 +36,7 @@ def run(request: Request) -> Report:
     """
     plan = checked(request)
     trace_file = Path(tempfile.gettempdir(), f"mcore_rl_verify_{os.getpid()}.txt")
-    with guard() as scratch, told_in_one_line(trace_file, ProcessFailed):
+    with guard() as scratch, summarize_failure(trace_file, ProcessFailed):
         sequences, scores = _score(plan, scratch)
         gaps = {
             pair: compare(sequences, scores[_MEGATRON], reference)

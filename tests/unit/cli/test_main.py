@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.cli import rl
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.jobs.failure import RunFailed, told_in_one_line
+from mcore_rl.jobs.failure import RunFailed, summarize_failure
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path):
     trace_file = tmp_path / "logs" / "error.txt"
     with (
         pytest.raises(RunFailed, match=rf"^step 3 \(the whole story: {trace_file}\)$"),
-        told_in_one_line(trace_file, RuntimeError),
+        summarize_failure(trace_file, RuntimeError),
     ):
         raise RuntimeError("step 3\n\nTraceback of a rank")
     assert "Traceback of a rank" in trace_file.read_text()
@@ -95,6 +95,6 @@ def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path):
 
 
 def test_other_errors_pass_untouched(tmp_path):
-    with pytest.raises(OSError, match="no space"), told_in_one_line(tmp_path / "x", RuntimeError):
+    with pytest.raises(OSError, match="no space"), summarize_failure(tmp_path / "x", RuntimeError):
         raise OSError("no space")
     assert not (tmp_path / "x").exists()

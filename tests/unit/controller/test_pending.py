@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller import pending
 from mcore_rl.controller.pending import GRACE_S, Limit, Pending, WorkerError, gathered
-from mcore_rl.controller.rank_host import Failure, FailureKind, Reply
+from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply
 
 LIMIT = Limit(10.0, "timeouts.call_s")
 
@@ -21,7 +21,7 @@ def failure(kind: FailureKind, message: str) -> Reply:
 
 class Group:
     def __init__(self, name: str = "policy") -> None:
-        self.name, self.births, self.ended = name, {}, ""
+        self.name, self.worker_infos, self.ended = name, {}, ""
 
     def close(self, reason: str = "") -> None:
         self.ended = reason

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from ray.exceptions import RayError
 
 from mcore_rl.controller import silence
-from mcore_rl.controller.rank_host import Birth
+from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.controller.silence import Silent, report
 from mcore_rl.observability.stacks import Look
 
@@ -50,7 +50,7 @@ def told(monkeypatch, states: dict[int, tuple[str, str]]) -> tuple[list[str], No
     monkeypatch.setattr(silence, "ray", nodes)
     monkeypatch.setattr(silence, "_look_at_all", nodes)
     silent = [
-        Silent("actor.update", rank, Birth("h", node, 100 + rank, "") if node else None)
+        Silent("actor.update", rank, WorkerInfo("h", node, 100 + rank, "") if node else None)
         for rank, (node, _) in states.items()
     ]
     return report(silent, LIMIT).split("\n\n"), nodes

@@ -14,14 +14,14 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.janitor import processes
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.jobs.output import RunOutput, _locked, claimed
+from mcore_rl.jobs.output import RunOutput, _locked, exclusive_run_dir
 from tests.small_disk import on_small_disk
 
 HOLDER = """
 import sys, time
 from mcore_rl.controller.guard import guard
-from mcore_rl.jobs.output import claimed
-with claimed(sys.argv[1]) as claim, guard(claim.folder, locks=[claim.lock]):
+from mcore_rl.jobs.output import exclusive_run_dir
+with exclusive_run_dir(sys.argv[1]) as claim, guard(claim.folder, locks=[claim.lock]):
     print("claimed", flush=True)
     time.sleep(300)
 """
@@ -38,7 +38,7 @@ def holder(tmp_path: Path):
 
 
 def refused(folder: Path) -> str:
-    with pytest.raises(ConfigError) as raised, claimed(str(folder)):
+    with pytest.raises(ConfigError) as raised, exclusive_run_dir(str(folder)):
         pass
     return str(raised.value)
 
@@ -58,14 +58,14 @@ def test_a_folder_that_a_run_has_is_refused_until_all_of_that_run_is_gone(holder
     while list(out.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    with claimed(str(out)) as claim:
+    with exclusive_run_dir(str(out)) as claim:
         assert claim.folder == out
     assert out.exists()  # it was there before, so it stays
 
 
 def test_a_lock_whose_holder_is_gone_is_none(tmp_path: Path):
     (tmp_path / ".lock.partial").write_text("process 1 on host nowhere")
-    with claimed(str(tmp_path)):
+    with exclusive_run_dir(str(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -73,7 +73,7 @@ def test_a_lock_whose_holder_is_gone_is_none(tmp_path: Path):
 def test_a_lock_that_its_run_removes_meanwhile_is_none(tmp_path: Path):
     """Or a third run could lock another file of that name, beside the second."""
     out = tmp_path / "out"
-    with claimed(str(out)):
+    with exclusive_run_dir(str(out)):
         late = os.open(out / ".lock.partial", os.O_RDWR)  # before it goes
     with (
         pytest.raises(ConfigError, match="is in use by a run that ends"),
@@ -86,7 +86,7 @@ def test_a_lock_that_its_run_removes_meanwhile_is_none(tmp_path: Path):
 @pytest.mark.parametrize(("error", "left"), [(ConfigError, []), (KeyError, ["runs"])])
 def test_logs_stay_but_for_a_run_that_was_refused(tmp_path: Path, error, left):
     out = tmp_path / "runs" / "out"
-    with pytest.raises(error), claimed(str(out)) as claim:
+    with pytest.raises(error), exclusive_run_dir(str(out)) as claim:
         (claim.folder / "logs" / "ray").mkdir(parents=True)
         raise error("no cluster answers")
     assert [path.name for path in tmp_path.iterdir()] == left
@@ -110,7 +110,7 @@ FULL = """
 import sys
 from pathlib import Path
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.failure import RunFailed, told_in_one_line
+from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import OutputError, RunOutput
 folder = Path(sys.argv[1])
 output = RunOutput(folder, RLConfig())
@@ -125,7 +125,7 @@ try:
 except OutputError as error:
     print(error)
 try:
-    with told_in_one_line(folder / "logs" / "error.txt", KeyError):
+    with summarize_failure(folder / "logs" / "error.txt", KeyError):
         raise KeyError("the cause")
 except RunFailed as error:
     print(error)

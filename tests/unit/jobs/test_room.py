@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ModelConfig, RLConfig
-from mcore_rl.controller.rank_host import Birth
+from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed
 
@@ -84,8 +84,10 @@ class Model:
         return [f"full: {path}" if path.startswith(self.full) else "", "another rank's"]
 
     @property
-    def births(self) -> dict[int, Birth]:
-        return {rank: Birth(host, "", 0, "") for rank, host in enumerate((self.host, "elsewhere"))}
+    def worker_infos(self) -> dict[int, WorkerInfo]:
+        return {
+            rank: WorkerInfo(host, "", 0, "") for rank, host in enumerate((self.host, "elsewhere"))
+        }
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.planner import Demand, Plan
+from mcore_rl.reshard.planner import Plan, TransferRequirements
 from mcore_rl.reshard.rules import Shard, Weight
 from tests.nightly import all_but
 
@@ -67,7 +67,7 @@ class Case:
         return self.sides[1][1]
 
     def planned(self) -> Plan:
-        return Demand(*self.sides, ITEMSIZE).plan(self.devices)
+        return TransferRequirements(*self.sides, ITEMSIZE).plan(self.devices)
 
     @cached_property
     def plan(self) -> Plan:

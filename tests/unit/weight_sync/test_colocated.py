@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.buckets import Landing, Message, Part
+from mcore_rl.reshard.buckets import Message, Part, ReceiveSlot
 from mcore_rl.reshard.executor import Bucket, crc32_of
 from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
 from mcore_rl.weight_sync.connection import StreamError
@@ -45,7 +45,7 @@ def buckets(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
         for rank, (start, dtype) in enumerate([(0, torch.float32), (48, torch.bfloat16)]):
             part = Part("s", (0, 0), f"w{rank}", (index, 0), (3, 4), dtype.itemsize, 0)
             message = Message(index, rank, 0, (part,), part.num_bytes)
-            landings.append(Landing(message, start))
+            landings.append(ReceiveSlot(message, start))
             checksums[rank] = torch.tensor([crc32_of(source, dtype)])
         bucket = used, tuple(landings), torch.bfloat16, lambda name: True, checksums
         yield Bucket(index, *bucket)

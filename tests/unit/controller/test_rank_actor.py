@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.errors import ConfigError, PeerError
-from mcore_rl.controller.rank_host import FailureKind, RankHost
+from mcore_rl.controller.rank_actor import FailureKind, RankActor
 
 
 class Worker:
@@ -27,7 +27,7 @@ class Worker:
     ],
 )
 def test_a_failure_says_whether_it_may_be_the_cause(error: Exception, kind: FailureKind):
-    host = RankHost("policy", 1)
+    host = RankActor("policy", 1)
     host._worker = Worker()
     failure = host.call("fail", True, [error], {}).failure
     assert failure is not None
@@ -41,7 +41,7 @@ def test_a_rank_prints_both_streams_to_the_end_of_its_log(tmp_path: Path):
         child = os.fork()
         if not child:
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what pytest reads
-            RankHost("actor", 3, tmp_path)
+            RankActor("actor", 3, tmp_path)
             os.write(1, f"{word} out\n".encode())
             os.write(2, f"{word} err\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)

@@ -54,7 +54,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class WorkerInfo:
     """Where a rank lives."""
 
     host: str
@@ -66,8 +66,8 @@ class Birth:
         return f"host {self.host}, pid {self.pid}"
 
 
-class RankHost:
-    """One rank of a group. First its `birth` is asked for, and of rank 0 where all can meet."""
+class RankActor:
+    """One rank of a group. First its `info` is asked for, and of rank 0 where all can meet."""
 
     def __init__(self, group: str, rank: int, log_dir: Path | None = None) -> None:
         self._rank, self._log_dir = rank, log_dir
@@ -84,12 +84,12 @@ class RankHost:
         if self._log_dir is not None:
             _print_to(self._log_dir / f"{group}-{self._rank}.log")
 
-    def birth(self) -> Reply:
-        """The value is a `Birth`."""
+    def info(self) -> Reply:
+        """The value is a `WorkerInfo`."""
         answer_signals()
         node = ray.get_runtime_context().get_node_id()
         stderr = os.path.realpath("/proc/self/fd/2")
-        return Reply(Birth(socket.gethostname(), node, os.getpid(), stderr))
+        return Reply(WorkerInfo(socket.gethostname(), node, os.getpid(), stderr))
 
     def open_rendezvous(self) -> Reply:
         """The value is the endpoint of a server that stays, on the address of this node."""

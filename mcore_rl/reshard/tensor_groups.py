@@ -1,6 +1,6 @@
-"""Which logical tensors stand alike: in the same way under both sides' rules and ranks. Pure.
+"""Which logical tensors are sharded in the same way by both sides' rules and ranks. Pure.
 
-A large model has tens of thousands of tensors and a few dozen ways to stand.
+A large model has tens of thousands of tensors and a few dozen ways to shard them.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Place(NamedTuple):
                     yield index, block
 
 
-class Alike(NamedTuple):
-    """Tensors that stand alike, and where the first of them stands: in each of its parameters."""
+class ShardingGroup(NamedTuple):
+    """Tensors that are sharded alike, and where the first of them is in each of its parameters."""
 
     sources: tuple[Place, ...]
     targets: tuple[Place, ...]
     members: list[Member]
 
 
-def alike(training: Side, generation: Side) -> list[Alike]:
-    """The tensors of the generation side, those together that stand alike on both sides."""
+def group_by_sharding(training: Side, generation: Side) -> list[ShardingGroup]:
+    """The tensors of the generation side, those together that both sides shard alike."""
     sources, targets = _Standings(*training), _Standings(*generation)
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Member]] = defaultdict(list)
     for name, target in targets.of_tensor.items():
@@ -69,7 +69,7 @@ def alike(training: Side, generation: Side) -> list[Alike]:
         member = Member(name, target.order, source.names, target.names)
         found[source.places, target.places].append(member)
     return [
-        Alike(sources.places_of(here), targets.places_of(there), members)
+        ShardingGroup(sources.places_of(here), targets.places_of(there), members)
         for (here, there), members in found.items()
     ]
 
@@ -78,7 +78,7 @@ class _Standing(NamedTuple):
     """Where a side holds a logical tensor: in one parameter, or in a few."""
 
     order: int  # of the first of them among the rules
-    places: tuple[int, ...]  # numbers, the same for those that stand alike
+    places: tuple[int, ...]  # numbers, the same for those that are sharded alike
     names: tuple[str, ...]
 
 
