@@ -14,7 +14,7 @@ from mcore_rl.models.moe_parts import (
     shared_expert_mlp_weights,
 )
 from mcore_rl.models.parts import (
-    Place,
+    LayerPlace,
     common_config,
     decoder_layers,
     decoder_weights,
@@ -90,7 +90,7 @@ def config_map(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _attention(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _attention(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     """Down-projections to latents on every rank, up-projections by head.
 
     Megatron has the norms of the latents in the up-projections behind them.
@@ -123,7 +123,7 @@ def _attention(config: HFConfig, at: Place) -> Iterator[Weight]:
     yield by_head("linear_proj", "o_proj", hidden, heads * value, dim=1)
 
 
-def _layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from _attention(config, at)
     if has_experts(config, at.layer):
         yield from shared_expert_mlp_weights(config, at)
@@ -135,7 +135,7 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer, num_mtp_layers(config))
 
 
-def _vllm_attention(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _vllm_attention(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     """Both down-projections in one parameter, on every rank; up-projections by head."""
     hidden, heads = field(config, "hidden_size"), field(config, "num_attention_heads")
     rank, rotary = field(config, "kv_lora_rank"), field(config, "qk_rope_head_dim")
@@ -166,7 +166,7 @@ def _vllm_attention(config: HFConfig, at: Place) -> Iterator[Weight]:
     yield by_head("o_proj", hidden, heads * value, dim=1)
 
 
-def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from vllm_norms(config, at)
     yield from _vllm_attention(config, at)
     yield from vllm_shared_expert_mlp(config, at)

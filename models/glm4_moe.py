@@ -13,7 +13,7 @@ from mcore_rl.models.moe_parts import (
     shared_expert_mlp_weights,
 )
 from mcore_rl.models.parts import (
-    Place,
+    LayerPlace,
     attention_weights,
     decoder_config,
     decoder_layers,
@@ -40,7 +40,7 @@ def config_map(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     qk_norm, qkv_bias = bool(config.get("use_qk_norm")), bool(config.get("attention_bias"))
     yield from attention_weights(config, at, qk_norm=qk_norm, qkv_bias=qkv_bias)
     if has_experts(config, at.layer):
@@ -53,7 +53,7 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer, num_mtp_layers(config))
 
 
-def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from vllm_norms(config, at)
     qk_norm, qkv_bias = bool(config.get("use_qk_norm")), bool(config.get("attention_bias"))
     yield from vllm_attention(config, at, qk_norm=qk_norm, qkv_bias=qkv_bias)

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import Family, HFConfig, field, register, require, rope
 from mcore_rl.models.parts import (
-    Place,
+    LayerPlace,
     attention_weights,
     common_config,
     decoder_layers,
@@ -56,7 +56,7 @@ def config_map(config: HFConfig) -> dict[str, Any]:
     return {**common_config(config), **grouped_query_config(config), **_rope_config(config)}
 
 
-def _layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from attention_weights(config, at)
     yield from dense_mlp_weights(config, at)
 
@@ -65,7 +65,7 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer)
 
 
-def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from vllm_norms(config, at)
     yield from vllm_attention(config, at)
     yield from vllm_dense_mlp(config, at)

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_rl.models.base import Family, HFConfig, field, register, require
 from mcore_rl.models.moe_parts import expert_weights, router_weights, softmax_router_config
 from mcore_rl.models.parts import (
-    Place,
+    LayerPlace,
     attention_weights,
     decoder_config,
     decoder_layers,
@@ -36,7 +36,7 @@ def config_map(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     hf, num_experts = "block_sparse_moe", field(config, "num_local_experts")
     yield from attention_weights(config, at)
     yield from router_weights(config, at, num_experts, hf)
@@ -48,7 +48,7 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer)
 
 
-def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from vllm_norms(config, at)
     yield from vllm_attention(config, at)
     hf, num_experts = "block_sparse_moe", field(config, "num_local_experts")

@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import HFConfig, field, require
-from mcore_rl.models.parts import GATED_NAMES, Place, gated_mlp
+from mcore_rl.models.parts import GATED_NAMES, LayerPlace, gated_mlp
 from mcore_rl.reshard.rules import Weight, Whole
 
 
@@ -78,7 +78,7 @@ def shared_expert_size(config: HFConfig) -> int:
     return int(field(config, "moe_intermediate_size") * field(config, "n_shared_experts"))
 
 
-def router_weights(config: HFConfig, at: Place, num_experts: int, hf: str) -> Iterator[Weight]:
+def router_weights(config: HFConfig, at: LayerPlace, num_experts: int, hf: str) -> Iterator[Weight]:
     """Post-attention norm and router of an expert layer that the checkpoint has under `hf`."""
     hidden = field(config, "hidden_size")
     norm = Whole(at.tensor("post_attention_layernorm.weight", hidden))
@@ -88,7 +88,7 @@ def router_weights(config: HFConfig, at: Place, num_experts: int, hf: str) -> It
 
 def expert_weights(
     config: HFConfig,
-    at: Place,
+    at: LayerPlace,
     num_experts: int,
     ffn: int,
     hf: str = "mlp",
@@ -102,14 +102,14 @@ def expert_weights(
 
 
 def expert_mlp_weights(
-    config: HFConfig, at: Place, *, num_experts: int, ffn: int
+    config: HFConfig, at: LayerPlace, *, num_experts: int, ffn: int
 ) -> Iterator[Weight]:
     """Post-attention norm, router and experts of a layer, under transformers' usual names."""
     yield from router_weights(config, at, num_experts, "mlp")
     yield from expert_weights(config, at, num_experts, ffn)
 
 
-def shared_expert_mlp_weights(config: HFConfig, at: Place) -> Iterator[Weight]:
+def shared_expert_mlp_weights(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     """The layer of DeepSeek-V3: router with a selection bias, experts and shared experts."""
     num_experts, ffn = field(config, "n_routed_experts"), field(config, "moe_intermediate_size")
     yield from expert_mlp_weights(config, at, num_experts=num_experts, ffn=ffn)

@@ -18,7 +18,7 @@ GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPlace:
     """Where one decoder layer stands: in the checkpoint, and in Megatron's model.
 
     A layer of multi-token prediction (`mtp`, its number among those) is numbered behind the others
@@ -95,7 +95,7 @@ def decoder_layers(config: Any, vp_stage: int | None) -> Any:
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
 
-LayerRules = Callable[[HFConfig, Place], Iterator[Weight]]
+LayerRules = Callable[[HFConfig, LayerPlace], Iterator[Weight]]
 
 
 def decoder_weights(
@@ -103,8 +103,8 @@ def decoder_weights(
 ) -> tuple[Weight, ...]:
     """The rules of a whole model from those of one layer."""
     num_layers = field(config, "num_hidden_layers")
-    mtp = [Place(num_layers + index, index) for index in range(num_mtp_layers)]
-    places = [Place(number) for number in range(num_layers)]
+    mtp = [LayerPlace(num_layers + index, index) for index in range(num_mtp_layers)]
+    places = [LayerPlace(number) for number in range(num_layers)]
     return (
         *embedding_weights(config, padded_vocab, mtp),
         *(weight for place in places for weight in layer(config, place)),
@@ -114,7 +114,9 @@ def decoder_weights(
     )
 
 
-def embedding_weights(config: HFConfig, padded_vocab: int, mtp: list[Place]) -> Iterator[Weight]:
+def embedding_weights(
+    config: HFConfig, padded_vocab: int, mtp: list[LayerPlace]
+) -> Iterator[Weight]:
     """The embedding, and its second copy where Megatron's prediction layers stand without it.
 
     A checkpoint repeats it, and the head, in each of those layers.
@@ -127,7 +129,7 @@ def embedding_weights(config: HFConfig, padded_vocab: int, mtp: list[Place]) -> 
         yield Weight(name, rule, axis="tp", stage="mtp", replica=True)
 
 
-def head_weights(config: HFConfig, padded_vocab: int, mtp: list[Place]) -> Iterator[Weight]:
+def head_weights(config: HFConfig, padded_vocab: int, mtp: list[LayerPlace]) -> Iterator[Weight]:
     """The last norm, and the output head or the second copy of the embedding in its place."""
     norm = LogicalTensor("model.norm.weight", (field(config, "hidden_size"),))
     yield Weight("decoder.final_layernorm.weight", Whole(norm), stage="final_norm")
@@ -144,14 +146,14 @@ def _is_tied(config: HFConfig) -> bool:
 
 
 def _vocabulary_tensor(
-    config: HFConfig, name: str, repeats: list[str], mtp: list[Place]
+    config: HFConfig, name: str, repeats: list[str], mtp: list[LayerPlace]
 ) -> LogicalTensor:
     shape = (field(config, "vocab_size"), field(config, "hidden_size"))
     also = tuple(place.tensor(f"{repeat}.weight").name for place in mtp for repeat in repeats)
     return LogicalTensor(name, shape, also)
 
 
-def mtp_weights(config: HFConfig, at: Place) -> Iterator[Weight]:
+def mtp_weights(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     """What a layer of multi-token prediction has around its decoder layer.
 
     Both Megatron and the checkpoint project [embedding; hidden state], in this order
@@ -167,7 +169,7 @@ def mtp_weights(config: HFConfig, at: Place) -> Iterator[Weight]:
 
 
 def attention_weights(
-    config: HFConfig, at: Place, *, qk_norm: bool = False, qkv_bias: bool = False
+    config: HFConfig, at: LayerPlace, *, qk_norm: bool = False, qkv_bias: bool = False
 ) -> Iterator[Weight]:
     """Input norm, q/k/v and output projections of grouped-query attention."""
     hidden, dim = field(config, "hidden_size"), head_dim(config)
@@ -195,7 +197,7 @@ def attention_weights(
 
 
 def gated_mlp(
-    config: HFConfig, at: Place, hf: str, ffn: int, names: tuple[str, str, str] = GATED_NAMES
+    config: HFConfig, at: LayerPlace, hf: str, ffn: int, names: tuple[str, str, str] = GATED_NAMES
 ) -> tuple[GateUp, Split]:
     """(linear_fc1, linear_fc2) of the gated MLP that the checkpoint has under `hf`.
 
@@ -208,7 +210,7 @@ def gated_mlp(
     return fc1, Split(at.tensor(f"{hf}.{down}.weight", hidden, ffn), 1)
 
 
-def dense_mlp_weights(config: HFConfig, at: Place) -> Iterator[Weight]:
+def dense_mlp_weights(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     """Post-attention norm and gated MLP of a dense layer."""
     norm = Whole(at.tensor("post_attention_layernorm.weight", field(config, "hidden_size")))
     fc1, fc2 = gated_mlp(config, at, "mlp", field(config, "intermediate_size"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_rl.models.base import Family, HFConfig, register, require
 from mcore_rl.models.parts import (
-    Place,
+    LayerPlace,
     attention_weights,
     decoder_config,
     decoder_layers,
@@ -28,7 +28,7 @@ def config_map(config: HFConfig) -> dict[str, Any]:
     return {**decoder_config(config), "qk_layernorm": True}
 
 
-def _layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from attention_weights(config, at, qk_norm=True)
     yield from dense_mlp_weights(config, at)
 
@@ -37,7 +37,7 @@ def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return decoder_weights(config, padded_vocab, _layer)
 
 
-def _vllm_layer(config: HFConfig, at: Place) -> Iterator[Weight]:
+def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from vllm_norms(config, at)
     yield from vllm_attention(config, at, qk_norm=True)
     yield from vllm_dense_mlp(config, at)

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 
 from mcore_rl.models.base import HFConfig, field, head_dim
 from mcore_rl.models.moe_parts import has_experts, shared_expert_size
-from mcore_rl.models.parts import GATED_NAMES, Place, gated_mlp
+from mcore_rl.models.parts import GATED_NAMES, LayerPlace, gated_mlp
 from mcore_rl.reshard.boxes import LogicalTensor
 from mcore_rl.reshard.rules import Axis, Rule, Split, StackedQKV, Stage, Weight, Whole
 
-LayerRules = Callable[[HFConfig, Place], Iterator[Weight]]
+LayerRules = Callable[[HFConfig, LayerPlace], Iterator[Weight]]
 _VOCAB_MULTIPLE = 64  # model_executor/layers/vocab_parallel_embedding.py:36
 
 
 def vllm_weight(
-    at: Place,
+    at: LayerPlace,
     name: str,
     rule: Rule,
     axis: Axis | None = None,
@@ -46,20 +46,24 @@ def vllm_decoder(config: HFConfig, layer: LayerRules) -> tuple[Weight, ...]:
 
     return (
         outside("model.embed_tokens.weight", embed, "tp", "embedding"),
-        *(w for n in range(field(config, "num_hidden_layers")) for w in layer(config, Place(n))),
+        *(
+            w
+            for n in range(field(config, "num_hidden_layers"))
+            for w in layer(config, LayerPlace(n))
+        ),
         outside("model.norm.weight", norm, None, "final_norm"),
         outside("lm_head.weight", head, "tp", "head"),
     )
 
 
-def vllm_norms(config: HFConfig, at: Place) -> Iterator[Weight]:
+def vllm_norms(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     """The two norms of a layer."""
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         yield vllm_weight(at, name, Whole(at.tensor(name, field(config, "hidden_size"))))
 
 
 def vllm_attention(
-    config: HFConfig, at: Place, *, qk_norm: bool = False, qkv_bias: bool = False
+    config: HFConfig, at: LayerPlace, *, qk_norm: bool = False, qkv_bias: bool = False
 ) -> Iterator[Weight]:
     """q/k/v and output projections of grouped-query attention."""
     hidden, dim = field(config, "hidden_size"), head_dim(config)
@@ -80,25 +84,25 @@ def vllm_attention(
         yield vllm_weight(at, f"self_attn.{name}.weight", norm)
 
 
-def vllm_mlp(config: HFConfig, at: Place, hf: str, ffn: int) -> Iterator[Weight]:
+def vllm_mlp(config: HFConfig, at: LayerPlace, hf: str, ffn: int) -> Iterator[Weight]:
     """A gated MLP, dense or of the shared experts, that the checkpoint has under `hf`."""
     gate_up, down = gated_mlp(config, at, hf, ffn)
     yield vllm_weight(at, f"{hf}.gate_up_proj.weight", gate_up, "tp")
     yield vllm_weight(at, f"{hf}.down_proj.weight", down, "tp")
 
 
-def vllm_dense_mlp(config: HFConfig, at: Place) -> Iterator[Weight]:
+def vllm_dense_mlp(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     yield from vllm_mlp(config, at, "mlp", field(config, "intermediate_size"))
 
 
-def vllm_router(config: HFConfig, at: Place, num_experts: int, hf: str = "mlp") -> Weight:
+def vllm_router(config: HFConfig, at: LayerPlace, num_experts: int, hf: str = "mlp") -> Weight:
     gate = at.tensor(f"{hf}.gate.weight", num_experts, field(config, "hidden_size"))
     return vllm_weight(at, f"{hf}.gate.weight", Whole(gate))
 
 
 def vllm_experts(
     config: HFConfig,
-    at: Place,
+    at: LayerPlace,
     num_experts: int,
     ffn: int,
     hf: str = "mlp",
@@ -115,7 +119,7 @@ def vllm_experts(
         yield vllm_weight(at, stack + "w2_weight[{expert}]", w2, "etp", expert=expert)
 
 
-def vllm_shared_expert_mlp(config: HFConfig, at: Place) -> Iterator[Weight]:
+def vllm_shared_expert_mlp(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
     """The MLP of models like DeepSeek-V3: dense in the first layers, then experts of both kinds."""
     if not has_experts(config, at.layer):
         yield from vllm_dense_mlp(config, at)

@@ -66,7 +66,7 @@ def registered_methods(worker_class: type) -> dict[str, Registration]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CallPart:
     """The arguments of one call, the same for all its ranks."""
 
     ranks: tuple[int, ...]  # world ranks that get them
@@ -78,12 +78,12 @@ class Part:
 
 def scatter(
     mode: Dispatch, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Part]:
+) -> list[CallPart]:
     """The parts of one call. Raises ValueError when batches to be split differ in length."""
     if mode is Dispatch.ONE_TO_ALL:
-        return [Part(tuple(range(mesh.world_size)), None, args, kwargs)]
+        return [CallPart(tuple(range(mesh.world_size)), None, args, kwargs)]
     if mode is Dispatch.RANK_ZERO:
-        return [Part((0,), 0, args, kwargs)]
+        return [CallPart((0,), 0, args, kwargs)]
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Batch)]
     if not batches:
         raise TypeError("a DP_COMPUTE method was called without a Batch to split")
@@ -93,7 +93,7 @@ def scatter(
     return [_dp_part(mesh, dp_rank, rows, args, kwargs) for dp_rank, rows in enumerate(rows_of)]
 
 
-def gather(mode: Dispatch, parts: Sequence[Part], results: Mapping[int, Any]) -> Any:
+def gather(mode: Dispatch, parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
     """One result from those of the ranks that count; `results` is keyed by world rank.
 
     DP_COMPUTE: batches are joined in the row order of the caller; anything else is a list by DP
@@ -117,14 +117,14 @@ def gather(mode: Dispatch, parts: Sequence[Part], results: Mapping[int, Any]) ->
 
 def _dp_part(
     mesh: Mesh, dp_rank: int, rows: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Part:
+) -> CallPart:
     def part_of(value: Any) -> Any:
         return value.take(rows) if isinstance(value, Batch) else value
 
     ranks = mesh.ranks(dp_rank=dp_rank)
     last_stage = mesh.sizes["pp"] - 1
     (output,) = mesh.ranks(dp_rank=dp_rank, tp_rank=0, cp_rank=0, pp_rank=last_stage)
-    return Part(
+    return CallPart(
         ranks=tuple(ranks),
         output_rank=output,
         args=tuple(part_of(value) for value in args),
@@ -141,7 +141,7 @@ def _row_costs(batches: Sequence[Batch]) -> Sequence[float]:
     return [1.0] * len(batches[0])
 
 
-def _in_caller_order(parts: Sequence[Part], outputs: Sequence[Batch]) -> Batch:
+def _in_caller_order(parts: Sequence[CallPart], outputs: Sequence[Batch]) -> Batch:
     # Empty parts are left out: what a worker returns for no rows need not have the right dtypes.
     filled = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.rows]
     if not filled:

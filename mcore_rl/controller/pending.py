@@ -48,7 +48,7 @@ class Group(Protocol):
     def close(self, reason: str = "") -> None: ...
 
 
-class Pending:
+class PendingCall:
     """Waits for the ranks of one call. `result` may be called again."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Pending:
         self._group.close(f"the group has ended: {str(error).splitlines()[0]}")
 
 
-def gathered(calls: Sequence[Pending], limit: Limit | None = None) -> list[Any]:
+def gathered(calls: Sequence[PendingCall], limit: Limit | None = None) -> list[Any]:
     """The results of calls on several groups, for which it waits together.
 
     The first failure of any rank, or the limit, ends the wait for all. By default the limit is the
@@ -122,7 +122,7 @@ def gathered(calls: Sequence[Pending], limit: Limit | None = None) -> list[Any]:
     exceptions, before those that blame another rank; and of the same kind the first.
 
     Raises:
-        ConfigError, WorkerError: as `Pending.result`.
+        ConfigError, WorkerError: as `PendingCall.result`.
     """
     for call in calls:
         if call._error is not None:
@@ -138,7 +138,7 @@ def gathered(calls: Sequence[Pending], limit: Limit | None = None) -> list[Any]:
     return [call._finish(call._values) for call in calls]
 
 
-def _collect(calls: Sequence[Pending], seconds: float, until: FailureKind) -> None:
+def _collect(calls: Sequence[PendingCall], seconds: float, until: FailureKind) -> None:
     """Takes in replies until all are there, the time is over, or there is such a failure or worse.
 
     (`until` is the mildest kind of failure that ends the wait.)
@@ -155,7 +155,7 @@ def _collect(calls: Sequence[Pending], seconds: float, until: FailureKind) -> No
             sent[reference]._take(reference)
 
 
-def _ended_by_failure(calls: Sequence[Pending]) -> Exception:
+def _ended_by_failure(calls: Sequence[PendingCall]) -> Exception:
     failed = [(call, *failure) for call in calls for failure in call._failures]
     call, _, _, rank, failure = min(failed, key=lambda found: found[1:3])
     error = call._to_error(rank, failure)
@@ -164,7 +164,7 @@ def _ended_by_failure(calls: Sequence[Pending]) -> Exception:
     return error
 
 
-def _ended_by_limit(calls: Sequence[Pending], limit: Limit) -> WorkerError:
+def _ended_by_limit(calls: Sequence[PendingCall], limit: Limit) -> WorkerError:
     late = [call for call in calls if call._waiting]
     silent = [
         Silent(call._label, rank, call._group.worker_infos.get(rank))

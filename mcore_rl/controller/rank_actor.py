@@ -126,7 +126,7 @@ class RankActor:
     ) -> Reply:
         """Calls a method of the worker; the value is dropped where nobody wants it.
 
-        A `Stored` among the arguments stands for one of the batches.
+        A `StoredBatch` among the arguments stands for one of the batches.
         """
 
         def run() -> Any:
@@ -140,14 +140,14 @@ class RankActor:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredBatch:
     """Stands for a batch that travels through the object store."""
 
     index: int
 
 
 def _restored(value: Any, batches: tuple[Any, ...]) -> Any:
-    return batches[value.index] if isinstance(value, Stored) else value
+    return batches[value.index] if isinstance(value, StoredBatch) else value
 
 
 def _guarded(run: Callable[[], Any]) -> Reply:

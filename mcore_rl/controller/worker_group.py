@@ -22,10 +22,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.dispatch import Part, Registration, gather, registered_methods, scatter
-from mcore_rl.controller.pending import Limit, Pending, gathered
+from mcore_rl.controller.dispatch import CallPart, Registration, gather, registered_methods, scatter
+from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
-from mcore_rl.controller.rank_actor import RankActor, Recipe, Stored, WorkerInfo
+from mcore_rl.controller.rank_actor import RankActor, Recipe, StoredBatch, WorkerInfo
 from mcore_rl.data.batch import Batch
 from mcore_rl.parallel.mesh import Mesh
 
@@ -36,7 +36,7 @@ class Method:
     def __init__(self, group: WorkerGroup, name: str, registration: Registration) -> None:
         self._group, self._name, self._registration = group, name, registration
 
-    def submit(self, *args: Any, **kwargs: Any) -> Pending:
+    def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
         return self._group._submit(self._name, self._registration, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,13 +176,13 @@ class WorkerGroup:
         built = {
             actor.build.remote(rendezvous, stored): rank for rank, actor in enumerate(self._actors)
         }
-        self._born = Pending(self, "__init__", born, dict, self._start_limit)
-        self._met = Pending(self, "__init__", {rendezvous: 0}, dict, self._start_limit)
-        self._built = Pending(self, "__init__", built, dict, self._start_limit)
+        self._born = PendingCall(self, "__init__", born, dict, self._start_limit)
+        self._met = PendingCall(self, "__init__", {rendezvous: 0}, dict, self._start_limit)
+        self._built = PendingCall(self, "__init__", built, dict, self._start_limit)
 
     def _submit(
         self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Pending:
+    ) -> PendingCall:
         if self.ended:
             raise RuntimeError(f"{self.name}.{method} was called, but {self.ended}")
         mode = registration.dispatch_mode
@@ -191,9 +191,9 @@ class WorkerGroup:
         for part in parts:
             calls |= self._send(method, part)
         limit = self._start_limit if registration.is_start else self._call_limit
-        return Pending(self, method, calls, functools.partial(gather, mode, parts), limit)
+        return PendingCall(self, method, calls, functools.partial(gather, mode, parts), limit)
 
-    def _send(self, method: str, part: Part) -> dict[Any, int]:
+    def _send(self, method: str, part: CallPart) -> dict[Any, int]:
         """One call a rank. A batch that several ranks get is stored once."""
         stored: list[Any] = []
 
@@ -201,7 +201,7 @@ class WorkerGroup:
             if not isinstance(value, Batch):
                 return value
             stored.append(ray.put(value) if len(part.ranks) > 1 else value)
-            return Stored(len(stored) - 1)
+            return StoredBatch(len(stored) - 1)
 
         args = [store(value) for value in part.args]
         kwargs = {name: store(value) for name, value in part.kwargs.items()}

@@ -35,7 +35,7 @@ class TransferOp(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorGroup:
     """Logical tensors that stand alike on both sides."""
 
     members: tuple[Member, ...]
@@ -72,7 +72,7 @@ class Totals:
 class Plan:
     """Data: equal on all ranks that make it from the same layouts."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorGroup, ...]
     devices: Devices
 
     def received_by(self, generation_rank: int) -> list[Copy]:
@@ -121,7 +121,7 @@ def _in_order(found: list[tuple[int, Copy]]) -> list[Copy]:
     return [copy for _, copy in found]
 
 
-def _copy(kind: Kind, member: Member, cut: TransferOp, source: int, target: int) -> Copy:
+def _copy(kind: TensorGroup, member: Member, cut: TransferOp, source: int, target: int) -> Copy:
     return Copy(
         tensor=member.tensor,
         box=cut.box,
@@ -254,7 +254,7 @@ class _OpenKind:
             self.choices.append(_Choice(num_bytes, targets, held))
         self.num_bytes = sum(choice.num_bytes for choice in self.choices)
 
-    def closed(self, chosen: Sequence[Mapping[int, int]]) -> Kind:
+    def closed(self, chosen: Sequence[Mapping[int, int]]) -> TensorGroup:
         """With the training rank that serves each generation rank, choice by choice."""
         cuts = []
         for fit, choice, source_of in zip(self._fits, self.choices, chosen, strict=True):
@@ -265,7 +265,7 @@ class _OpenKind:
                     served = {t: s for t, s in source_of.items() if choice.sources[s] == number}
                 if served:
                     cuts.append(TransferOp(fit.box, source, offset, target, target_offset, served))
-        return Kind(tuple(self._members), self._itemsize, tuple(cuts))
+        return TensorGroup(tuple(self._members), self._itemsize, tuple(cuts))
 
 
 def _fits(kind: ShardingGroup) -> Iterator[_Fit]:

@@ -28,7 +28,7 @@ class Member(NamedTuple):
     targets: tuple[str, ...]
 
 
-class Place(NamedTuple):
+class Sharding(NamedTuple):
     """Where one parameter holds a logical tensor, apart from the names of both."""
 
     rule: Rule
@@ -53,8 +53,8 @@ class Place(NamedTuple):
 class ShardingGroup(NamedTuple):
     """Tensors that are sharded alike, and where the first of them is in each of its parameters."""
 
-    sources: tuple[Place, ...]
-    targets: tuple[Place, ...]
+    sources: tuple[Sharding, ...]
+    targets: tuple[Sharding, ...]
     members: list[Member]
 
 
@@ -87,7 +87,7 @@ class _Standings:
 
     def __init__(self, ranks: Ranks, weights: Sequence[Weight]) -> None:
         self.of_tensor: dict[str, _Standing] = {}
-        self._places: list[Place] = []
+        self._places: list[Sharding] = []
         numbers: dict[object, range] = {}
         for order, weight in enumerate(weights):
             holders = ranks.holders(weight)
@@ -104,14 +104,14 @@ class _Standings:
                     at = _Standing(first.order, first.places + at.places, first.names + names)
                 self.of_tensor[tensor.name] = at
 
-    def places_of(self, numbers: tuple[int, ...]) -> tuple[Place, ...]:
+    def places_of(self, numbers: tuple[int, ...]) -> tuple[Sharding, ...]:
         return tuple(self._places[number] for number in numbers)
 
     def _new_places(self, weight: Weight, holders: Holders) -> range:
         """Their numbers: one for each tensor of the weight's rule."""
         first = len(self._places)
         for position in range(len(weight.rule.tensors)):
-            self._places.append(Place(weight.rule, position, holders, weight.float32))
+            self._places.append(Sharding(weight.rule, position, holders, weight.float32))
         return range(first, len(self._places))
 
 

@@ -162,10 +162,10 @@ def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     from mcore_rl.engine.megatron.heads import states_at
-    from mcore_rl.engine.megatron.packing import Split, pack
+    from mcore_rl.engine.megatron.packing import PackSplit, pack
     from mcore_rl.engine.megatron.step import whole_column
 
-    [micro] = pack(batch, [list(range(len(batch)))], Split.of_this_rank(), engine.device)
+    [micro] = pack(batch, [list(range(len(batch)))], PackSplit.of_this_rank(), engine.device)
     [model] = engine.chunks
     with torch.no_grad():
         output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)

@@ -108,11 +108,11 @@ def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
     device.install(1)
     from megatron.core import parallel_state
 
-    from mcore_rl.engine.megatron.packing import Split, pack
+    from mcore_rl.engine.megatron.packing import PackSplit, pack
     from mcore_rl.engine.megatron.sequences import loss_inputs
 
     initialize_groups(layout, "gloo", seed=0)
-    split, found = Split.of_this_rank(), []
+    split, found = PackSplit.of_this_rank(), []
     for micro in pack(
         batch, [[4, 0, 7], [], [2], list(range(8, len(batch)))], split, torch.device("cpu")
     ):

@@ -19,7 +19,7 @@ _BYTES_PER_LOGIT = 8  # a logit and its probability, both float32
 _MIN_TILE_IDS = 256  # tokens are divided only where a tile of all of them would be narrower
 
 
-class TokenScores(NamedTuple):
+class LogProbs(NamedTuple):
     log_probs: torch.Tensor  # [tokens] float32, nats
     entropy: torch.Tensor  # [tokens] float32, nats; zeros unless asked for
     # The k most likely ids of each token, most likely first; of equal ones any. Without a gradient.
@@ -66,7 +66,7 @@ def token_scores(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     with_entropy: bool = False,
     num_top: int = 0,
-) -> TokenScores:
+) -> LogProbs:
     """log softmax(hidden @ head.T / temperature): at the targets, its entropy, its largest values.
 
     Logits, sums and gradients are accumulated in float32 (float64 stays), whatever the dtype of
@@ -90,7 +90,7 @@ def token_scores(
     scores = _TokenScores.apply(
         hidden, head, targets, shard, temperature, tile, with_entropy, num_top
     )
-    return TokenScores(*scores)
+    return LogProbs(*scores)
 
 
 class _Sums(NamedTuple):

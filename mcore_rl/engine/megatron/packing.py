@@ -31,7 +31,7 @@ _OTHER_COLUMNS = ("prompt_ids", "response_ids", "routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PackSplit:
     """How the tokens of a pack are split over ranks, and which part is this rank's."""
 
     tp: int = 1  # sequence parallelism: equal shares of what the CP rank holds
@@ -39,7 +39,7 @@ class Split:
     cp_rank: int = 0
 
     @classmethod
-    def of_this_rank(cls) -> Split:
+    def of_this_rank(cls) -> PackSplit:
         return cls(
             tp=parallel_state.get_tensor_model_parallel_world_size(),
             cp=parallel_state.get_context_parallel_world_size(),
@@ -100,7 +100,7 @@ class MicroBatch:
 def pack(
     batch: Batch,
     parts: Parts,
-    split: Split,
+    split: PackSplit,
     device: torch.device,
     sizes: Sequence[int] | None = None,
     num_ahead: int = 0,
@@ -122,7 +122,7 @@ def pack(
     ]
 
 
-def pack_sizes(batch: Batch, parts: Parts, split: Split) -> list[int]:
+def pack_sizes(batch: Batch, parts: Parts, split: PackSplit) -> list[int]:
     """Tokens of each pack over all CP ranks, with the padding that it needs by itself."""
     lengths = batch.num_tokens
     loads = [sum(split.padded(int(lengths[row])) for row in rows) for rows in parts]
@@ -148,7 +148,7 @@ def zigzag_rows(lengths: Sequence[int], cp: int, cp_rank: int) -> Rows:
 
 
 def _pack(
-    batch: Batch, rows: list[int], split: Split, size: int, device: torch.device, num_ahead: int
+    batch: Batch, rows: list[int], split: PackSplit, size: int, device: torch.device, num_ahead: int
 ) -> MicroBatch:
     # The longest first: neighbours of like length are attended to together (attention.py).
     rows = sorted(rows, key=lambda row: (-batch.num_tokens[row], row))
@@ -207,7 +207,7 @@ def _pack(
     )
 
 
-def _padded_lengths(lengths: Sequence[int], split: Split, size: int) -> list[int]:
+def _padded_lengths(lengths: Sequence[int], split: PackSplit, size: int) -> list[int]:
     """Each sequence padded to its multiple, and the last one on to the size of the pack.
 
     Padding stands behind the tokens of a sequence, where a causal model never looks.
@@ -218,7 +218,7 @@ def _padded_lengths(lengths: Sequence[int], split: Split, size: int) -> list[int
 
 
 def _packed_seq_params(
-    starts: Rows, longest: int, split: Split, device: torch.device
+    starts: Rows, longest: int, split: PackSplit, device: torch.device
 ) -> PackedSeqParams:
     """Starts and lengths with padding, over all CP ranks: Megatron and TE divide them by cp.
 

@@ -19,7 +19,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
 from mcore_rl.engine.megatron.mtp import prediction_loss
-from mcore_rl.engine.megatron.packing import MicroBatch, Split, pack, pack_sizes
+from mcore_rl.engine.megatron.packing import MicroBatch, PackSplit, pack, pack_sizes
 from mcore_rl.engine.megatron.sequences import loss_inputs
 from mcore_rl.parallel.balance import (
     SequenceCost,
@@ -52,7 +52,7 @@ def micro_batches(
     padded to the same number of tokens. `num_ahead` is the number of depths of multi-token
     prediction.
     """
-    split = Split.of_this_rank()
+    split = PackSplit.of_this_rank()
     lengths = batch.num_tokens.tolist()
     loads, budget = [split.padded(length) for length in lengths], split.budget(max_tokens)
     num = torch.tensor(num_parts_within(loads, budget), device=device)

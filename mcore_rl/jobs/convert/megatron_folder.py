@@ -17,7 +17,7 @@ from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND_FILE, DistTensor
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.jobs.convert.plan import Adapter, Parameter, num_shards
+from mcore_rl.jobs.convert.plan import Parameter, PlannedAdapter, num_shards
 from mcore_rl.models.base import HFConfig, read_config, without_mtp
 from mcore_rl.models.heads import model_config, model_weights
 from mcore_rl.reshard.rules import Weight
@@ -124,7 +124,7 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
         name, adapter = weight.local_name(), None
         if not weight.replica and name in stored:
             if lora and f"lora.{name}.A" in tensors:
-                adapter = Adapter(lora["alpha"] / lora["rank"], num_shards(weight, layout))
+                adapter = PlannedAdapter(lora["alpha"] / lora["rank"], num_shards(weight, layout))
             dtype = tensors[stored[name].key].dtype
             parameters.append(Parameter(weight, stored[name], dtype, adapter))
     return MegatronFolder(

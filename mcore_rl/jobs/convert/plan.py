@@ -25,7 +25,7 @@ _NUM_FILES = 8  # so that a small model, too, is work for several processes
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class PlannedAdapter:
     """The low-rank adapter of a parameter, as ranks in `num_shards` shards computed with it."""
 
     scale: float
@@ -39,7 +39,7 @@ class Parameter:
     weight: Weight
     stored: Stored
     dtype: torch.dtype
-    adapter: Adapter | None = None
+    adapter: PlannedAdapter | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

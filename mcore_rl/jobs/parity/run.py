@@ -18,7 +18,7 @@ from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
 from mcore_rl.jobs.parity.compare import Gap, Scores, compare
 from mcore_rl.jobs.parity.modules import Trace, differences, first_different
 from mcore_rl.jobs.parity.report import Pair, Report
-from mcore_rl.jobs.parity.settings import CONTINUATION, HF, VLLM, Plan, Request, checked
+from mcore_rl.jobs.parity.settings import CONTINUATION, HF, VLLM, ParityPlan, Request, checked
 from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.versions import versions
@@ -57,7 +57,7 @@ def run(request: Request) -> Report:
     )
 
 
-def _score(plan: Plan, logs: Path) -> tuple[list[list[int]], dict[str, Scores]]:
+def _score(plan: ParityPlan, logs: Path) -> tuple[list[list[int]], dict[str, Scores]]:
     """The sequences, and everybody's scores of them: by pair, Megatron's own by its name."""
     sequences, scores, request = plan.prompts, {}, plan.request
     if plan.server is not None:
@@ -79,13 +79,13 @@ def _score(plan: Plan, logs: Path) -> tuple[list[list[int]], dict[str, Scores]]:
     return sequences, scores
 
 
-def _passes(gap: Gap, plan: Plan) -> bool:
+def _passes(gap: Gap, plan: ParityPlan) -> bool:
     mean = plan.mean_tolerance
     return gap.max_abs <= plan.tolerance and (mean is None or gap.mean_abs <= mean)
 
 
 def _bisect(
-    plan: Plan, sequences: list[list[int]], missed: Mapping[str, Gap], logs: Path
+    plan: ParityPlan, sequences: list[list[int]], missed: Mapping[str, Gap], logs: Path
 ) -> dict[str, dict[str, float]]:
     """By missed pair, how far each module is apart on the sequence up to the worst token."""
     worst = {pair: gap.worst[0] for pair, gap in missed.items()}
@@ -103,7 +103,9 @@ def _bisect(
     }
 
 
-def _traces_of_others(plan: Plan, tokens: Mapping[str, list[int]], logs: Path) -> dict[str, Trace]:
+def _traces_of_others(
+    plan: ParityPlan, tokens: Mapping[str, list[int]], logs: Path
+) -> dict[str, Trace]:
     found: dict[str, Trace] = {}
     of_vllm = [pair for pair in tokens if pair != WITH_HF]
     if of_vllm and plan.server is not None:

@@ -64,7 +64,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ParityPlan:
     """A request whose inputs have been read and fit together."""
 
     request: Request
@@ -87,7 +87,7 @@ class Plan:
         return MEAN_TOLERANCES[self.request.dtype]
 
 
-def checked(request: Request) -> Plan:
+def checked(request: Request) -> ParityPlan:
     """Read and check all inputs.
 
     Raises:
@@ -112,7 +112,7 @@ def checked(request: Request) -> Plan:
         path = request.reference or request.model
         timeout_s = request.inner_timeout_s
         server = ServerSpec(path, request.dtype, longest, request.vllm_tp, cache, timeout_s)
-    return Plan(request, prompts, _engine_spec(request, model), server, sizes.num_layers)
+    return ParityPlan(request, prompts, _engine_spec(request, model), server, sizes.num_layers)
 
 
 def _check_options(request: Request) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import (
+    CallPart,
     Dispatch,
-    Part,
     Registration,
     gather,
     register,
@@ -32,7 +32,7 @@ def batch_of(lengths: list[int]) -> Batch:
     )
 
 
-def run(parts: list[Part], worker: Any) -> dict[int, Any]:
+def run(parts: list[CallPart], worker: Any) -> dict[int, Any]:
     """What every rank would return."""
     return {rank: worker(*part.args, **part.kwargs) for part in parts for rank in part.ranks}
 

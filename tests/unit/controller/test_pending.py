@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller import pending
-from mcore_rl.controller.pending import GRACE_S, Limit, Pending, WorkerError, gathered
+from mcore_rl.controller.pending import GRACE_S, Limit, PendingCall, WorkerError, gathered
 from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply
 
 LIMIT = Limit(10.0, "timeouts.call_s")
@@ -45,12 +45,12 @@ class Ray:
 
     def call(
         self, *replies: tuple[float, Reply], group: Group | None = None, limit: Limit = LIMIT
-    ) -> Pending:
+    ) -> PendingCall:
         """To ranks 0, 1, ..."""
         first = len(self.replies)
         self.replies += replies
         calls = {first + rank: rank for rank in range(len(replies))}
-        return Pending(group or Group(), "update", calls, dict, limit)
+        return PendingCall(group or Group(), "update", calls, dict, limit)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.megatron.packing import Split, pack, pack_sizes, zigzag_rows
+from mcore_rl.engine.megatron.packing import PackSplit, pack, pack_sizes, zigzag_rows
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def batch(prompts=((5, 6), (7,), (8, 9, 10)), responses=((1, 2, 3), (4,), (11, 1
 
 
 def test_one_pack_lays_the_samples_end_to_end_the_longest_first():
-    [micro] = pack(batch(), [[0, 1, 2]], Split(tp=4), CPU)
+    [micro] = pack(batch(), [[0, 1, 2]], PackSplit(tp=4), CPU)
     assert micro.rows == [0, 2, 1]
     assert micro.input_ids.tolist() == [[5, 6, 1, 2, 3, 8, 9, 10, 11, 12, 7, 4]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]]
@@ -41,14 +41,16 @@ def test_one_pack_lays_the_samples_end_to_end_the_longest_first():
 
 
 def test_the_tail_is_padded_behind_the_last_sequence():
-    [micro] = pack(batch(), [[0, 1, 2]], Split(tp=8), CPU)
+    [micro] = pack(batch(), [[0, 1, 2]], PackSplit(tp=8), CPU)
     assert micro.input_ids.shape == (1, 16)
     assert micro.packed.cu_seqlens_q.tolist() == [0, 5, 10, 16]
     assert micro.num_tokens == 12
 
 
 def test_each_context_parallel_rank_holds_two_chunks_of_each_sequence():
-    first, second = (pack(batch(), [[0, 1, 2]], Split(cp=2, cp_rank=r), CPU)[0] for r in range(2))
+    first, second = (
+        pack(batch(), [[0, 1, 2]], PackSplit(cp=2, cp_rank=r), CPU)[0] for r in range(2)
+    )
     # 5, 5 and 2 tokens are padded to 8, 8 and 4: chunks of 2, 2 and 1.
     assert first.input_ids.tolist() == [[5, 6, 0, 0, 8, 9, 0, 0, 7, 0]]
     assert second.input_ids.tolist() == [[1, 2, 3, 0, 10, 11, 12, 0, 4, 0]]
@@ -75,7 +77,8 @@ def test_the_ranks_of_any_split_hold_each_token_and_score_each_response_once(len
     responses = [[next(ids) for _ in range(r)] for _, r in lengths]
     rows = list(range(len(lengths)))
     micros = [
-        pack(batch(prompts, responses), [rows], Split(tp, cp, rank), CPU)[0] for rank in range(cp)
+        pack(batch(prompts, responses), [rows], PackSplit(tp, cp, rank), CPU)[0]
+        for rank in range(cp)
     ]
     held = torch.cat([micro.input_ids[0] for micro in micros])
     assert sorted(held[held > 0].tolist()) == list(range(1, sum(map(sum, lengths)) + 1))
@@ -94,7 +97,7 @@ def test_the_ranks_of_any_split_hold_each_token_and_score_each_response_once(len
     assert sorted(places) == list(range(len(wanted)))
 
 
-@pytest.mark.parametrize("split", [Split(tp=2), Split(tp=2, cp=2), Split(tp=4, cp=3)])
+@pytest.mark.parametrize("split", [PackSplit(tp=2), PackSplit(tp=2, cp=2), PackSplit(tp=4, cp=3)])
 def test_a_pack_within_the_budget_stays_within_it_on_each_rank_when_padded(split):
     """The budget is filled to the last token by samples of one token, and by one sample."""
     for max_tokens in (24, 25, 31):
@@ -108,7 +111,7 @@ def test_a_pack_within_the_budget_stays_within_it_on_each_rank_when_padded(split
 
 
 def test_a_part_without_rows_is_a_pack_of_padding():
-    empty, full = pack(batch(), [[], [0, 1, 2]], Split(tp=2, cp=2, cp_rank=1), CPU)
+    empty, full = pack(batch(), [[], [0, 1, 2]], PackSplit(tp=2, cp=2, cp_rank=1), CPU)
     assert full.rows == [0, 2, 1]
     assert (empty.rows, empty.num_tokens, empty.num_response_tokens) == ([], 0, 0)
     assert empty.input_ids.shape == (1, 2)
@@ -124,15 +127,17 @@ def test_zigzag_rows_cover_a_pack():
 def test_a_column_that_does_not_run_along_the_responses_is_named():
     bad = batch().with_columns(advantages=Jagged.of([[0.1], [0.2], [0.3]], np.float32))
     with pytest.raises(ValueError, match="'advantages' does not run along the response tokens"):
-        pack(bad, [[0, 1, 2]], Split(), CPU)
+        pack(bad, [[0, 1, 2]], PackSplit(), CPU)
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="empty prompt"):
-        pack(batch([[1], []], [[2], [3]]), [[0, 1]], Split(), CPU)
+        pack(batch([[1], []], [[2], [3]]), [[0, 1]], PackSplit(), CPU)
 
 
-@pytest.mark.parametrize("split", [Split(), Split(tp=4), Split(cp=2, cp_rank=1)], ids=str)
+@pytest.mark.parametrize(
+    "split", [PackSplit(), PackSplit(tp=4), PackSplit(cp=2, cp_rank=1)], ids=str
+)
 def test_a_pack_can_be_padded_further_and_knows_its_tokens(split):
     samples, parts = batch(), [[2, 0], [1], []]
     sizes = pack_sizes(samples, parts, split)
