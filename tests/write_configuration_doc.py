@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rl.config.describe import Group, groups
+from mcore_rl.config.describe import SettingGroup, groups
 from mcore_rl.config.schema import RLConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -17,7 +17,7 @@ BEGIN = "<!-- written by tests/write_configuration_doc.py: begin -->\n"
 END = "<!-- written by tests/write_configuration_doc.py: end -->\n"
 
 
-def section(group: Group) -> Iterator[str]:
+def section(group: SettingGroup) -> Iterator[str]:
     """A docstring, then a row a setting."""
     yield f"### {f'`{group.key}`' if group.key else 'Of the whole run'}\n\n"
     if group.about:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.cli import recipes
 from mcore_rl.cli.options import Parser, closest, show
-from mcore_rl.config.describe import Group, Setting, groups, setting_names
+from mcore_rl.config.describe import Setting, SettingGroup, groups, setting_names
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.warnings import warnings_of
@@ -94,7 +94,7 @@ def _help(parser: Parser, topics: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
-def _topic(found: Sequence[Group], topic: str) -> Iterator[str]:
+def _topic(found: Sequence[SettingGroup], topic: str) -> Iterator[str]:
     inside = [g for g in found if g.key == topic or g.key.startswith(f"{topic}.")]
     if inside:
         for group in inside:
@@ -110,7 +110,7 @@ def _topic(found: Sequence[Group], topic: str) -> Iterator[str]:
     yield from _lines(settings[topic])
 
 
-def _described(group: Group) -> Iterator[str]:
+def _described(group: SettingGroup) -> Iterator[str]:
     if group.about:
         yield from _wrapped(" ".join(group.about.split()), "  ")
     for setting in group.settings:

@@ -65,7 +65,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SettingGroup:
     """Settings that stand in one dataclass."""
 
     key: str  # such as actor.layout; "" for the settings of the whole run
@@ -73,7 +73,7 @@ class Group:
     settings: tuple[Setting, ...]
 
 
-def groups(part: object, key: str = "") -> Iterator[Group]:
+def groups(part: object, key: str = "") -> Iterator[SettingGroup]:
     """The groups of settings in an instance of a dataclass of settings, outer ones first."""
     kind = type(part)
     comments = _comments(kind.__module__)
@@ -89,7 +89,7 @@ def groups(part: object, key: str = "") -> Iterator[Group]:
     about = kind.__doc__ or ""
     if about.startswith(f"{kind.__name__}("):  # what dataclass writes where there is no docstring
         about = ""
-    yield Group(key, inspect.cleandoc(about), tuple(found))
+    yield SettingGroup(key, inspect.cleandoc(about), tuple(found))
     for value, name in inner:
         yield from groups(value, name)
     for setting in found:

@@ -38,7 +38,7 @@ class Limit:
         return f"{self.seconds:g} s ({self.setting})"
 
 
-class Group(Protocol):
+class CalledGroup(Protocol):
     """What a pending call needs of its group."""
 
     name: str
@@ -53,7 +53,7 @@ class PendingCall:
 
     def __init__(
         self,
-        group: Group,
+        group: CalledGroup,
         method: str,
         calls: dict[Any, int],
         finish: Callable[[dict[int, Any]], Any],

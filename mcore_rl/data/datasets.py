@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptRow:
     """One question, as the policy will read it."""
 
     prompt_ids: list[int]
@@ -31,13 +31,13 @@ class Prompt:
 class PromptDataset:
     """Prompts by row number."""
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, prompts: Sequence[PromptRow]) -> None:
         self._prompts = prompts
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def __getitem__(self, row: int) -> Prompt:
+    def __getitem__(self, row: int) -> PromptRow:
         return self._prompts[row]
 
 
@@ -73,7 +73,7 @@ def load_prompts(
     others = table.drop_columns([config.prompt_column]).to_pylist()
     return PromptDataset(
         [
-            Prompt(ids, {**fields, "answer": answer})
+            PromptRow(ids, {**fields, "answer": answer})
             for ids, fields, answer in zip(prompts, others, answers, strict=True)
         ]
     )

@@ -88,7 +88,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     settings: Settings
     model_bytes: int
     schedule_s: float  # plan and schedule of one rank, made once
@@ -103,7 +103,7 @@ class Report:
         return asdict(self)
 
 
-def bench_reshard(settings: Settings) -> Report:
+def bench_reshard(settings: Settings) -> BenchReport:
     """
     Raises:
         ConfigError: the layouts do not fit.
@@ -122,7 +122,7 @@ def bench_reshard(settings: Settings) -> Report:
         {name: _timing([r[case][name] for r in results]) for name in first[case]} for case in cases
     )
     exchange_s = into_vllm["exchange"].median_s
-    return Report(
+    return BenchReport(
         settings,
         model_bytes=first["model_bytes"],
         schedule_s=max(result["schedule_s"] for result in results),
@@ -233,7 +233,7 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
-def show(report: Report) -> None:
+def show(report: BenchReport) -> None:
     console = Console()
     console.print(
         f"{report.model_bytes / 1e6:.0f} MB on {report.settings.train.world_size} ranks; "

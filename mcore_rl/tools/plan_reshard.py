@@ -61,7 +61,7 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PlanReport:
     """Fields ending in _bytes are sums over generation ranks unless they say otherwise."""
 
     mode: str
@@ -92,7 +92,7 @@ def plan_reshard(
     generate: GenerationLayout,
     cluster: Cluster,
     itemsize: int = 2,
-) -> tuple[Report, Traffic]:
+) -> tuple[PlanReport, Traffic]:
     """The report, and the traffic [generation ranks, training ranks] in bytes.
 
     `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight on its way.
@@ -116,7 +116,7 @@ def plan_reshard(
     same_device, _ = _links(devices)
     bound = demand.needed() - np.where(same_device, demand.overlap(), 0).sum(axis=1)
     totals, sent = plan.totals(), np.where(same_device, 0, traffic).sum(axis=0)
-    report = Report(
+    report = PlanReport(
         mode=mode,
         train=train,
         generate=generate,
@@ -250,7 +250,7 @@ def _gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> fl
     return float(gathered.max()) * 8e-9 / gbps
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: PlanReport, console: Console | None = None) -> None:
     """Print a report as a table."""
     console = console or Console()
     table = Table(title=f"{report.mode}: {_axes(report.train)} -> {_axes(report.generate)}")

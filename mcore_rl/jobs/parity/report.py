@@ -28,7 +28,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ParityReport:
     tolerance: float
     mean_tolerance: float | None
     layout: Layout

@@ -17,7 +17,7 @@ from mcore_rl.jobs.failure import summarize_failure
 from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
 from mcore_rl.jobs.parity.compare import Gap, Scores, compare
 from mcore_rl.jobs.parity.modules import Trace, differences, first_different
-from mcore_rl.jobs.parity.report import Pair, Report
+from mcore_rl.jobs.parity.report import Pair, ParityReport
 from mcore_rl.jobs.parity.settings import CONTINUATION, HF, VLLM, ParityPlan, Request, checked
 from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
 from mcore_rl.observability.console import waiting
@@ -27,7 +27,7 @@ WITH_HF, WITH_PREFILL, WITH_DECODE = "megatron~hf", "megatron~vllm_prefill", "me
 _MEGATRON = "megatron"
 
 
-def run(request: Request) -> Report:
+def run(request: Request) -> ParityReport:
     """Score the same tokens under all engines; where they differ, find the module.
 
     Raises:
@@ -46,7 +46,7 @@ def run(request: Request) -> Report:
         missed = {pair: gap for pair, gap in gaps.items() if not _passes(gap, plan)}
         parts = _bisect(plan, sequences, missed, scratch) if missed else {}
     pairs = {pair: _judged(gap, parts.get(pair), request.dtype) for pair, gap in gaps.items()}
-    return Report(
+    return ParityReport(
         tolerance=plan.tolerance,
         mean_tolerance=plan.mean_tolerance,
         layout=request.layout,

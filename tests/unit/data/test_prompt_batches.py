@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 
-from mcore_rl.data.datasets import Prompt, PromptDataset
+from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
 
-DATASET = PromptDataset([Prompt([1, row], {"answer": row}) for row in range(5)])
+DATASET = PromptDataset([PromptRow([1, row], {"answer": row}) for row in range(5)])
 
 
 def test_prompts_of_training_count_up_over_epochs():

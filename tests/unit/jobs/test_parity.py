@@ -19,7 +19,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, LoRAConfig
 from mcore_rl.jobs.parity.compare import Scores, compare
 from mcore_rl.jobs.parity.modules import differences, first_different, module_names
-from mcore_rl.jobs.parity.report import Pair, Report
+from mcore_rl.jobs.parity.report import Pair, ParityReport
 from mcore_rl.jobs.parity.settings import CONTINUATION, Request, checked
 
 SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
@@ -99,13 +99,13 @@ def test_another_shape_and_no_number_are_differences(other):
     assert found == {"lm_head": math.inf}
 
 
-def report(pair: Pair, texts: dict[int, str] | None = None) -> Report:
-    return Report(
+def report(pair: Pair, texts: dict[int, str] | None = None) -> ParityReport:
+    return ParityReport(
         1e-4, None, Layout(tp=2), "float32", {"torch": "2"}, {"megatron~hf": pair}, texts or {}
     )
 
 
-def printed(shown: Report) -> str:
+def printed(shown: ParityReport) -> str:
     stream = io.StringIO()
     shown.print(Console(file=stream, width=100))
     return stream.getvalue()

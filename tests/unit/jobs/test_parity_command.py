@@ -11,7 +11,7 @@ from mcore_rl.cli.main import main
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.parity import run
 from mcore_rl.jobs.parity.compare import Scores, compare
-from mcore_rl.jobs.parity.report import Pair, Report
+from mcore_rl.jobs.parity.report import Pair, ParityReport
 from mcore_rl.jobs.parity.settings import Request
 
 GOOD = ["--model", "here", "--layout", "tp=2,pp=2,last_stage_layers=1", "--against", "hf,vllm"]
@@ -66,11 +66,11 @@ def test_the_status_is_the_outcome_and_json_is_alone(
 ):
     asked = []
 
-    def fake(request: Request) -> Report:
+    def fake(request: Request) -> ParityReport:
         asked.append(request)
         gap = compare([[1, 2]], Scores([[-1.5]], [[2]]), Scores([[-1.0]], [[2]]))
         pair = Pair(True, gap) if passed else Pair(False, gap, "lm_head", {"lm_head": 0.5})
-        return Report(1e-4, None, Layout(), "float32", {}, {"megatron~hf": pair}, {})
+        return ParityReport(1e-4, None, Layout(), "float32", {}, {"megatron~hf": pair}, {})
 
     monkeypatch.setattr(run, "run", fake)
     options = ["--json"] if as_json else []

@@ -73,3 +73,15 @@ def test_every_config_file_is_yaml_that_loads() -> None:
     assert [path for path in files if path.suffix != ".yaml"] == []
     for path in files:
         OmegaConf.load(path)
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    files: dict[str, list[str]] = {}
+    for source in ("mcore_rl", "models"):
+        for path in (ROOT / source).rglob("*.py"):
+            if (ROOT / "mcore_rl" / "models") in path.parents:
+                continue  # a link to the other
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}
