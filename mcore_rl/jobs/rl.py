@@ -36,7 +36,7 @@ from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.steps import PolicyMismatchError, logprob_gaps
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
-from mcore_rl.workers.weight_sync import connect
+from mcore_rl.workers.weight_sync import ExportError, connect
 
 RANK = "rank"  # the Ray resource of the CPU lane
 
@@ -147,9 +147,10 @@ def _reinforce(
         try:
             with output.progress("training", config.trainer.num_steps) as report:
                 trainer.train(prompts, report)
-        except OutputError as error:  # the disk is full: what has been learned is kept
-            turns.stop_serving()
-            turns.begin_training()
+        except (OutputError, ExportError) as error:  # a full disk: what has been learned is kept
+            if isinstance(error, OutputError):  # else the actor has not left its devices yet
+                turns.stop_serving()
+                turns.begin_training()
             raise RunFailed(f"{error}; {room.kept(actor, checkpoint, num_bytes)[1]}") from error
         with waiting("evaluating and exporting"):
             after = rollout.generate(tests, n=1)

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 from mcore_rl.config.schema import RLConfig, RolloutConfig
-from mcore_rl.controller.pending import Limit, WorkerError, gathered
+from mcore_rl.controller.pending import Limit, gathered
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.reshard.layout import GenerationLayout
+
+
+class ExportError(RuntimeError):
+    """New weights could not be written for the servers; the actor has them."""
 
 
 class WeightSync(Protocol):
@@ -54,7 +58,7 @@ class CheckpointSync:
             sending = self.actor.export.submit(str(self.folder), self.num_bytes)
             refused = [reason for reason in gathered([sending], self.limit)[0] if reason]
             if refused:
-                raise WorkerError(f"weight_sync.method='full_export': {refused[0]}")
+                raise ExportError(f"weight_sync.method='full_export': {refused[0]}")
             loading = self.servers.load_checkpoint.submit(str(self.folder), version)
             gathered([loading], self.limit)
         finally:

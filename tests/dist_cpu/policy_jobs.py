@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import ranks
 import torch
@@ -66,19 +66,23 @@ def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ra
         yield lambda step, metrics: losses.append(metrics["loss"])
 
     output: Any = SimpleNamespace(folder=folder, progress=progress)
-    with mock.patch.object(rl, "_group", _group_of_one), ExitStack() as kept:
-        rl._warm_start(config, batch, output, kept)
+    with ExitStack() as kept:
+        rl._warm_start(config, batch, output, _Pools(), kept)
     return {"losses": losses}
 
 
-@contextmanager
-def _group_of_one(config: RLConfig, worker: type, args: tuple[Any, ...], *_: Any) -> Iterator[Any]:
-    """In place of rl._group: the worker, which hands its results out as a group does."""
-    made = worker(*args)
-    ranks._STARTED.append(made._engine)
-    yield SimpleNamespace(
-        initialize=made.initialize,
-        update=lambda *args, **kwargs: [made.update(*args, **kwargs)],
-        export=lambda *args: [made.export(*args)],
-        site=lambda: [made.site()],
-    )
+class _Pools:
+    """Whose groups are a worker each, which hands its results out as a group does."""
+
+    @contextmanager
+    def group(
+        self, role: str, worker: type, args: tuple[Any, ...], layout: Layout, **_: Any
+    ) -> Iterator[Any]:
+        made = worker(*args)
+        ranks._STARTED.append(made._engine)
+        yield SimpleNamespace(
+            initialize=made.initialize,
+            update=lambda *args, **kwargs: [made.update(*args, **kwargs)],
+            export=lambda *args: [made.export(*args)],
+            worker_infos={0: SimpleNamespace(host=socket.gethostname())},
+        )

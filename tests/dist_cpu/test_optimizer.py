@@ -369,7 +369,7 @@ def test_away_an_engine_has_no_gradients_and_does_not_train_until_it_is_back(run
             assert away == stepped | {"gradients_bytes": 0, "on_device_bytes": 0}
             assert stepped["gradients_bytes"] > 0
             assert result["back"] == stepped
-            assert "parameters are away" in result["refusal"]
+            assert "gradients are away" in result["refusal"]
 
 
 def test_a_checkpoint_without_its_stamp_is_refused(runs, tmp_path):

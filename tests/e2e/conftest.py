@@ -149,6 +149,8 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """The server ends with its lane: it has changed the environment of this process."""
     if nextitem is None or not nextitem.get_closest_marker("server"):
         _SERVERS.close()
+        if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
+            distributed.destroy_process_group()  # of trainers in this process
 
 
 @pytest.fixture(scope="module")

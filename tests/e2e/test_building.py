@@ -101,7 +101,7 @@ def test_a_group_is_rebuilt_in_its_processes(tmp_path: Path):
         before, batch = group.lodger(), Batch({"ids": Jagged.of([[1], [2], [3], [4]], np.int64)})
         group.look_at(batch)
         assert group.rows() == [2, 2]
-        with pytest.raises(ConfigError, match=r"a: the layout .* has 4 ranks and the pool 2"):
+        with pytest.raises(ConfigError, match=r"b: the layout .* has 4 ranks; a has 2$"):
             group.rebuild("b", Layout(dp=4), tmp_path, "four")
         group.rebuild("b", Layout(tp=2), tmp_path, "two")
         wait_until_built([group])

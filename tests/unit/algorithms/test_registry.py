@@ -136,13 +136,13 @@ value = 3
 def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "own_functions.py").write_text(OWN)
+    (tmp_path / "own_file.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
     yield tmp_path
-    sys.modules.pop("own_functions", None)
+    sys.modules.pop("own_file", None)
 
 
-@pytest.mark.parametrize("where", ["own_functions", "own_functions.py", "{}/own_functions.py"])
+@pytest.mark.parametrize("where", ["own_file", "own_file.py", "{}/own_file.py"])
 def test_a_function_outside_of_the_package_is_found_by_its_import_path(registry, own, where):
     """As a module of the current folder, and as a file; with `import annotations`."""
     path = f"{where.format(own)}:loud"
@@ -154,9 +154,9 @@ def test_a_function_outside_of_the_package_is_found_by_its_import_path(registry,
 
 def test_two_files_of_one_name_are_two_modules(registry, own):
     (own / "a").mkdir()
-    (own / "a" / "own_functions.py").write_text(OWN.replace('"!"', '"a"'))
-    assert registry.bound("own_functions.py:loud", {})(3) == "3!"
-    assert registry.bound("a/own_functions.py:loud", {})(3) == "3a"
+    (own / "a" / "own_file.py").write_text(OWN.replace('"!"', '"a"'))
+    assert registry.bound("own_file.py:loud", {})(3) == "3!"
+    assert registry.bound("a/own_file.py:loud", {})(3) == "3a"
 
 
 @pytest.mark.parametrize(
@@ -166,17 +166,29 @@ def test_two_files_of_one_name_are_two_modules(registry, own):
         ("nowhere.py:f", r"'nowhere.py' cannot be imported: FileNotFoundError: .*nowhere.py"),
         ("broken.py:f", r"'broken.py' cannot be imported: ModuleNotFoundError: .*nowhere_at_all"),
         (
-            "own_functions.py:lood",
+            "own_file.py:lood",
             r"has no function 'lood'; it has: Settings, Listed, Loose, loud, loose",
         ),
-        ("own_functions.py:value", r"has no function 'value'"),
-        ("own_functions.py:two", r"takes \(number, other\); allowed: \(number\), and a last"),
-        ("own_functions.py:none", r"takes \(\); allowed: \(number\)"),
-        ("own_functions.py:keyword", r"takes \(\*, number\); allowed: \(number\)"),
-        ("own_functions.py:bare", r"its parameter settings is annotated as .*empty.*frozen datacl"),
-        ("own_functions.py:loose", r"its parameter settings is annotated as .*Loose.*frozen data"),
-        ("own_functions.py:listed", r"field sizes of its settings is annotated as .*list\[float\]"),
-        ("own_functions.py:hidden", r"its signature cannot be read: name 'Tensor' is not defined"),
+        ("own_file.py:value", r"has no function 'value'"),
+        ("own_file.py:two", r"takes \(number, other\); allowed: \(number\), and a last"),
+        ("own_file.py:none", r"takes \(\); allowed: \(number\)"),
+        ("own_file.py:keyword", r"takes \(\*, number\); allowed: \(number\)"),
+        (
+            "own_file.py:bare",
+            r"its parameter settings is annotated as .*empty.*frozen datacl",
+        ),
+        (
+            "own_file.py:loose",
+            r"its parameter settings is annotated as .*Loose.*frozen data",
+        ),
+        (
+            "own_file.py:listed",
+            r"field sizes of its settings is annotated as .*list\[float\]",
+        ),
+        (
+            "own_file.py:hidden",
+            r"its signature cannot be read: name 'Tensor' is not defined",
+        ),
     ],
 )
 def test_an_import_path_that_leads_nowhere_is_one_clear_error(registry, own, path, message):

@@ -14,7 +14,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
 from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
-from mcore_rl.rollout.agent_loop import PromptRow, SingleTurnLoop
+from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.workers.rollout_pool import RolloutPool, first_seed
 
@@ -49,7 +49,7 @@ class Servers:
         self._loop = SingleTurnLoop(generator, Tokenizer(), lambda *_: {"reward": 1.0})
 
     def generate(self, prompts, sampling):
-        asked = [PromptRow([1], group) for group in prompts.array("group_ids").tolist()]
+        asked = [Prompt([1], group) for group in prompts.array("group_ids").tolist()]
         return [(Batch.of(asyncio.run(self._loop.run_all(asked, sampling))),)]
 
 

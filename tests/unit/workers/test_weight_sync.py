@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
-from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pending import Limit
 from mcore_rl.workers import weight_sync
 
 
@@ -90,6 +90,6 @@ def test_a_checkpoint_that_could_not_be_written_is_not_loaded(monkeypatch, tmp_p
     monkeypatch.setattr(weight_sync, "gathered", lambda *_: [["No space left", ""]])
     servers = Side("servers")
     sync = weight_sync.connect(config(tmp_path, "full_export"), Side("actor"), servers, num_bytes=9)
-    with pytest.raises(WorkerError, match="method='full_export': No space left"):
+    with pytest.raises(weight_sync.ExportError, match="method='full_export': No space left"):
         sync.push(7)
     assert servers.asked == {}
