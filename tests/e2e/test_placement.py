@@ -81,7 +81,8 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
     job = start_job(
         *own_model_and_data, "warm_start.num_steps=0", "warm_start.train_file=''",
         "trainer.num_steps=2", "trainer.eval_samples=4", "trainer.prompts_per_step=4",
-        "actor.layout.tp=1", "actor.layout.ep=1", "algorithm.num_mini_batches=1",
+        "actor.layout.tp=1", "actor.layout.ep=1", "actor.optimizer.warmup_steps=0",
+        "algorithm.num_mini_batches=1",
         "algorithm.drop_uniform_groups=false", "algorithm.advantage_settings={}",
         "algorithm.loss_settings={}", function, f"{setting}={paused}",
     )  # fmt: skip
@@ -95,10 +96,10 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
 
 
 def _is(process: psutil.Process, victim: str) -> bool:
-    """The vLLM engine, or rank 0 of the actor: the process that writes its log."""
+    """Rank 0 of the actor, or the engine that the server has forked: by the logs they write."""
+    log = "rollout-0.log" if victim == "engine" else "actor-0.log"
     try:
-        if victim == "engine":
-            return "EngineCore" in " ".join(process.cmdline())
-        return os.path.realpath(f"/proc/{process.pid}/fd/1").endswith("actor-0.log")
+        pids = [process.pid, process.ppid()] if victim == "engine" else [process.pid]
+        return all(os.path.realpath(f"/proc/{pid}/fd/1").endswith(log) for pid in pids)
     except (psutil.Error, OSError):
         return False
