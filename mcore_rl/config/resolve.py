@@ -150,8 +150,8 @@ def placement_of(config: RLConfig) -> PlacementConfig:
 
 
 def _resolve_placement(config: RLConfig) -> None:
-    for role, pool in asdict(config.placement).items():
-        if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", pool):
+    for role, pool in asdict(placement_of(config)).items():
+        if pool == "auto" or not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", pool):
             raise ConfigError(
                 f"placement.{role}={pool!r}; allowed: 'shared', 'own', or the name of a pool, of "
                 "letters, digits and '_'"

@@ -93,7 +93,7 @@ class BaseEngine(ABC):
         With engine.moe.router_replay = "record" also "routed_experts", which train_batch then
         needs; "rollout" needs that column here, too (engine/megatron/router_replay.py).
 
-        Without `adapters`, of the model that a LoRA engine began with.
+        Without `adapters`, of the model that a LoRA engine began with; other engines have none.
 
         None on pipeline stages other than the last.
         """

@@ -6,5 +6,5 @@ import torch
 
 
 def lane() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
+    """Where there is a GPU "cuda", else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"

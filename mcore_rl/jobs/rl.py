@@ -116,17 +116,17 @@ def _warm_start(
                 report=report,
             )
         room.export(model, path, room.weight_bytes(config))
-        is_kept = _same_ranks(warm.layout, config.actor.layout)
+        is_kept = _same_ranks(engine, config.actor)
         if is_kept:
             kept.push(ended.pop_all())
     prepared = replace(config, model=replace(config.model, path=str(path)))
     return prepared, model if is_kept else None
 
 
-def _same_ranks(one: Layout, other: Layout) -> bool:
-    """Whether processes that were started for one layout can serve the other."""
-    environment = backend_of(EngineConfig()).rank_environment
-    return one.world_size == other.world_size and environment(one) == environment(other)
+def _same_ranks(one: EngineConfig, other: EngineConfig) -> bool:
+    """Whether processes that were started for one engine can have the other."""
+    environments = [backend_of(engine).rank_environment(engine.layout) for engine in (one, other)]
+    return one.layout.world_size == other.layout.world_size and environments[0] == environments[1]
 
 
 def _reinforce(
@@ -184,13 +184,16 @@ def _started(
         reference = stack.enter_context(_model(pools, "reference", frozen, None, wait=False))
     models = {"actor": actor} | ({"reference": reference} if reference is not None else {})
     wait_until_built([servers, *models.values()])
-    loading = {name: model.initialize.submit() for name, model in models.items()}
-    starting = [] if servers_sleep(placement, reference is not None) else [servers.start.submit()]
-    gathered([preparing, *loading.values(), *starting])
+    waiting_for = [preparing]
+    if not servers_sleep(placement, reference is not None):
+        waiting_for.append(servers.start.submit())
     for name, model in models.items():
+        waiting_for.append(model.initialize.submit())
         if model_moves(placement, name, reference is not None):
+            gathered(waiting_for)
             model.to("host")
-    if not starting:
+    gathered(waiting_for)
+    if servers_sleep(placement, reference is not None):
         servers.start()
     sync = connect(config, actor, servers, room.weight_bytes(config))
     return Turns(placement, actor, reference, servers, sync)

@@ -97,9 +97,12 @@ def factors(engine: MegatronEngine) -> list[dict[str, Any]]:
     return found
 
 
-def scores(engine: MegatronEngine, batch: Batch) -> list[torch.Tensor] | None:
+def scores(
+    engine: MegatronEngine, batch: Batch, *, adapters: bool = True
+) -> list[torch.Tensor] | None:
     """Log-probs of this rank's samples, on the last pipeline stage."""
-    scored = engine.infer_batch(batch.take(ranks.share_of(engine, batch)))
+    mine = batch.take(ranks.share_of(engine, batch))
+    scored = engine.infer_batch(mine, adapters=adapters)
     if scored is None:
         return None
     return [torch.from_numpy(values.copy()) for values in scored.jagged("log_probs")]
@@ -135,6 +138,8 @@ def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> 
         "steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)],
         "trained": dict(engine.get_per_tensor_param()),
         "trained_factors": factors(engine),
+        "without_adapters": scores(engine, batch, adapters=False),
+        "with_adapters": scores(engine, batch),
         "frozen_is_equal": all(map(torch.equal, frozen(engine), before)),
         "state_numel": state_numel(engine),
         "factor_numel": sum(p.numel() for a in adapters(engine) for p in a.parameters()),

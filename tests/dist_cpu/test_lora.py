@@ -162,6 +162,17 @@ def test_fresh_adapters_change_no_bit(runs, model, layout):
     assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
 
 
+@pytest.mark.parametrize(("model", "layout"), CASES_KEPT)
+def test_a_trained_model_without_its_adapters_is_the_one_it_began_with(runs, model, layout):
+    """Bit for bit: it is its own reference. Asked again, it has them."""
+    for result in runs.results[f"{model}/{layout}"]:
+        found, plain = result["without_adapters"] or [], result["plain"] or []
+        assert len(found) == len(plain)
+        assert all(map(torch.equal, found, plain))
+        trained = result["with_adapters"] or []
+        assert not any(torch.allclose(a, b) for a, b in zip(trained, plain, strict=True))
+
+
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_export_and_log_probs_are_those_of_weights_merged_by_hand(runs, model, tmp_path):
     one, path = runs.one(model), runs.checkpoints[model]

@@ -25,6 +25,7 @@ from torch.utils import _device
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
+from mcore_rl.engine.lane import lane
 from mcore_rl.observability.garbage import long_lived
 
 _CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ _modules = "torch"  # whose modules install() has put into Megatron's layers
 
 def device_name() -> str:
     """The lane: "cuda" when a GPU is visible and the CPU's was not asked for, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() and _cuda is None else "cpu"
+    return lane() if _cuda is None else "cpu"
 
 
 def collective_backend() -> str:

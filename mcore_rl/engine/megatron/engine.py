@@ -114,7 +114,7 @@ class MegatronEngine(BaseEngine):
 
         self._finish_weights()
         micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
-        off = contextlib.nullcontext() if adapters else without_adapters()
+        off = contextlib.nullcontext() if adapters else without_adapters(self.chunks)
         with off, self._routing(batch, scoring=True, forward_only=True) as routing:
             results = self._run(micros, None, routing, temperature, forward_only=True)
         routed = routing.columns(batch)

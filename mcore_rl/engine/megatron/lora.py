@@ -91,6 +91,7 @@ class Adapter(torch.nn.Module):
         self, weight: torch.Tensor, place: FactorPlace, config: LoRAConfig, seed: int
     ) -> None:
         super().__init__()
+        self.is_on = True  # see without_adapters
         self.place, self.scale = place, config.alpha / config.rank
         columns = slice(place.first_input, place.first_input + weight.shape[1])
         initial = initial_factor(place.name, seed, config.rank, place.num_inputs)[:, columns]
@@ -250,18 +251,17 @@ def _mark(adapter: Adapter, weight: Weight, frozen: torch.Tensor) -> None:
             setattr(factor, name, value)
 
 
-_are_on = True
-
-
 @contextmanager
-def without_adapters() -> Iterator[None]:
-    """Inside, every model of this process runs on its weights alone: those it began with."""
-    global _are_on
-    _are_on = False
+def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
+    """Inside, a model runs on its frozen weights alone: those it began with."""
+    adapters = [adapter for chunk in chunks for adapter in chunk.lora.values()]
+    for adapter in adapters:
+        adapter.is_on = False
     try:
         yield
     finally:
-        _are_on = True
+        for adapter in adapters:
+            adapter.is_on = True
 
 
 def _forward(
@@ -275,9 +275,8 @@ def _forward(
 
     def formed(parameter: str) -> torch.Tensor:
         frozen = linear._parameters[parameter]
-        if not _are_on:
-            return frozen.detach()  # type: ignore[union-attr]
-        return adapters[parameter](frozen)  # type: ignore[no-any-return]
+        adapter = adapters[parameter]
+        return adapter(frozen) if adapter.is_on else frozen.detach()  # type: ignore
 
     # Without gradients too they say that they need one, as a trained weight does: torch.matmul and
     # Megatron (tensor_parallel/layers.py:949) choose by it between kernels that round differently.

@@ -101,6 +101,7 @@ BAD = [
     ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
     ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
     ({"task__worked_share": 1.5}, "task.worked_share=1.5; allowed: 0 to 1"),
+    ({"placement__reference": "auto"}, "placement.reference='auto'; allowed: 'shared', 'own', or"),
     ({"placement__actor": "2 GPUs"}, "placement.actor='2 GPUs'; allowed: 'shared', 'own', or the"),
     (
         {"placement__rollout": "shared", "weight_sync__method": "disaggregated"},

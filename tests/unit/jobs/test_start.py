@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from mcore_rl.config.schema import Layout
+from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.jobs.rl import _same_ranks
 
 _SLOW = {"matplotlib", "megatron.core", "vllm"}  # for the picture at the end, for ranks and servers
@@ -17,5 +17,8 @@ def test_a_job_starts_without_what_its_driver_has_no_use_for() -> None:
 
 def test_the_actor_takes_over_the_ranks_of_a_warm_start_that_are_as_many() -> None:
     """As the quickstart's are; test_building.py has how a group is rebuilt."""
-    assert _same_ranks(Layout(dp=2), Layout(tp=2, ep=2))
-    assert not _same_ranks(Layout(), Layout(tp=2, ep=2))
+    one, two, actor = (
+        EngineConfig(layout=layout) for layout in (Layout(), Layout(dp=2), Layout(tp=2, ep=2))
+    )
+    assert _same_ranks(two, actor)
+    assert not _same_ranks(one, actor)
