@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from mcore_rl.checkpoint.stamp import write_stamp
-from mcore_rl.checkpoint.stored import CONTENT_METADATA
+from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
+from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.errors import ConfigError
 
@@ -38,7 +38,7 @@ Shapes = dict[str, tuple[tuple[int, ...], bool]]
 def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
     """Write a new checkpoint folder, aside and then renamed. Collective over all ranks.
 
-    `facts` go into the stamp, where stamp.read_stamp finds them.
+    `facts` go into the checkpoint info, where checkpoint_info.read_checkpoint_info finds them.
 
     Raises:
         ConfigError: `path` exists.
@@ -57,7 +57,7 @@ def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
     dist_checkpointing.save(state, str(aside), content_metadata=dict(CONTENT_METADATA))
     dist.barrier()
     if dist.get_rank() == 0:
-        write_stamp(aside, facts)
+        write_checkpoint_info(aside, facts)
         aside.rename(path)
     dist.barrier()
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_rl.checkpoint import torch_item
 from mcore_rl.checkpoint.raw_file import file_aside, write
-from mcore_rl.checkpoint.stored import CONTENT_METADATA
+from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import COMMON_FILE
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND, BACKEND_FILE, METADATA_FILE
 

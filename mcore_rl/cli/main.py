@@ -24,7 +24,7 @@ OPTIONS = {
     "--help": "this; mcore-rl COMMAND --help says more",
     "--version": "of mcore-rl and of the packages that results depend on, and the lane",
 }
-# What signals that the guard of a run turns into exits are called.
+# What signals that the scope of a run turns into exits are called.
 _ENDED = {128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
 
 

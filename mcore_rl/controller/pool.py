@@ -19,14 +19,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.guard import environment, guard, own_sigterm
-from mcore_rl.controller.janitor import RAY_DIR
+from mcore_rl.controller.reaper import RAY_DIR
+from mcore_rl.controller.run_scope import environment, own_sigterm, run_scope
 
 _RAY_CONFIG = {
     # Workers kept ready would never be used: each rank has an environment of its own.
     "prestart_worker_first_driver": False,
     # Ray would kill Python's resource trackers too, before they unlink shared memory that the
-    # janitor may not have seen yet. What else workers have started is the janitor's to kill.
+    # reaper may not have seen yet. What else workers have started is the reaper's to kill.
     "kill_child_processes_on_worker_exit": False,
 }
 
@@ -49,8 +49,8 @@ def ray_session(
     ranks ask for fractions of it. `num_gpus=None` counts the GPUs. `needed` names resources that
     pools will ask for, all together.
 
-    `scratch` is what a `guard` around the session gave; without it the session has a guard of its
-    own. Either way nothing of the session outlives the driver.
+    `scratch` is what a `run_scope` around the session gave; without it the session has a scope of
+    its own. Either way nothing of the session outlives the driver.
 
     Raises:
         ConfigError: the cluster does not answer, or has less in all than `needed`.
@@ -59,7 +59,7 @@ def ray_session(
         raise RuntimeError("this process already has a Ray session")
     address = os.environ.get("RAY_ADDRESS")
     with contextlib.ExitStack() as stack:
-        folder = scratch or stack.enter_context(guard())
+        folder = scratch or stack.enter_context(run_scope())
         if address:
             stack.enter_context(_join(address, log_to_driver))
         else:

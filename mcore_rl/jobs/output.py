@@ -23,7 +23,7 @@ from mcore_rl.observability.sinks import MetricsSinks
 from mcore_rl.observability.versions import versions
 
 _STARTED = "config.json"  # the first thing that a run writes
-# Says who has the folder. After a SIGKILL the guard of the run removes it, by this name.
+# Says who has the folder. After a SIGKILL the scope of the run removes it, by this name.
 _LOCK = ".lock.partial"
 LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
 CHECKPOINT = "checkpoint"  # the folder with the weights of the end

@@ -13,9 +13,9 @@ from mcore_rl.algorithms.losses import negative_log_likelihood
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
-from mcore_rl.controller.guard import guard
 from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ray_session
+from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
@@ -53,7 +53,7 @@ def run(config: RLConfig) -> RunOutput:
     config = for_lane(config, lane())
     with (
         exclusive_run_dir(config.output_dir) as claim,
-        guard(claim.folder, logs=claim.folder / LOGS / "ray", locks=[claim.lock]) as scratch,
+        run_scope(claim.folder, logs=claim.folder / LOGS / "ray", locks=[claim.lock]) as scratch,
         PeakMemory() as memory,
     ):
         with waiting("checking the inputs"):

@@ -20,7 +20,7 @@ from mcore_rl.models.base import family_of, padded_vocab_size, read_config
 from mcore_rl.reshard.rules import logical_tensors
 
 _MEMORY = "/dev/shm"
-# Read before the guard of a run points TMPDIR to a folder that goes with the run.
+# Read before the scope of a run points TMPDIR to a folder that goes with the run.
 _ELSEWHERE = tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp", _MEMORY)))
 
 

@@ -82,7 +82,7 @@ def connect(
     limit = Limit(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
     if settings.method == "full_export":
-        # The guard of a job removes what is called so, however the job ends.
+        # The scope of a job removes what is called so, however the job ends.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
         return CheckpointSync(actor, servers, limit, folder, num_bytes)
     endpoint, spec = actor.open_weights(generation_layout(config.rollout), settings)

@@ -21,7 +21,7 @@ from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.engine.megatron.blueprint import other_form
+from mcore_rl.engine.megatron.meta_model import other_form
 from mcore_rl.jobs.convert import to_hf, to_megatron
 from mcore_rl.jobs.convert.megatron_folder import open_megatron
 from mcore_rl.jobs.convert.options import Resources
@@ -169,8 +169,8 @@ def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models
     with DistFile(theirs / "__0_0.distcp") as file:
         for parameter in folder.parameters:
             whole = Box((0,) * len(parameter.shape), parameter.shape)
-            tensor = reader.read(parameter.stored.key, parameter.stored.box(whole))
-            place = other_form(parameter.stored, 3) or parameter.stored
+            tensor = reader.read(parameter.location.key, parameter.location.box(whole))
+            place = other_form(parameter.location, 3) or parameter.location
             box = place.box(whole)
             file.add_tensor(place.key, place.shape, box.offsets, tensor.view(box.sizes))
         for key in ("optimizer.state.exp_avg.x", "chained_1.optimizer.state.exp_avg.x"):

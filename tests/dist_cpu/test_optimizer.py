@@ -240,11 +240,11 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank_and_changes_nothing(runs
         assert result["kept"]
 
 
-def test_the_stamp_tells_version_layout_and_kind(runs):
-    stamp = json.loads((runs.checkpoint("moe/ep2/sharded") / "mcore_rl.json").read_text())
-    assert stamp["megatron_core"] == importlib.metadata.version("megatron-core")
-    assert (stamp["layout"]["ep"], stamp["layout"]["tp"]) == (2, 1)
-    assert (stamp["optimizer"], stamp["dtype"], stamp["vocab_size"]) == ("sharded", "float32", 131)
+def test_checkpoint_info_tells_version_layout_and_kind(runs):
+    info = json.loads((runs.checkpoint("moe/ep2/sharded") / "mcore_rl.json").read_text())
+    assert info["megatron_core"] == importlib.metadata.version("megatron-core")
+    assert (info["layout"]["ep"], info["layout"]["tp"]) == (2, 1)
+    assert (info["optimizer"], info["dtype"], info["vocab_size"]) == ("sharded", "float32", 131)
 
 
 @pytest.mark.parametrize(("model", "layout", "sharded"), OVERLAP_CASES)
@@ -372,13 +372,13 @@ def test_away_an_engine_has_no_gradients_and_does_not_train_until_it_is_back(run
             assert "gradients are away" in result["refusal"]
 
 
-def test_a_checkpoint_without_its_stamp_is_refused(runs, tmp_path):
-    from mcore_rl.checkpoint import stamp
+def test_a_checkpoint_without_its_checkpoint_info_is_refused(runs, tmp_path):
+    from mcore_rl.checkpoint import checkpoint_info
     from mcore_rl.config.errors import ConfigError
 
     copy = tmp_path / "copy"
     shutil.copytree(runs.checkpoint("moe/ep2/sharded"), copy)
-    assert stamp.read_stamp(copy)["optimizer"] == "sharded"
+    assert checkpoint_info.read_checkpoint_info(copy)["optimizer"] == "sharded"
     (copy / "mcore_rl.json").unlink()
     with pytest.raises(ConfigError, match="not a complete checkpoint"):
-        stamp.read_stamp(copy)
+        checkpoint_info.read_checkpoint_info(copy)

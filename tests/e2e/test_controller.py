@@ -17,9 +17,9 @@ import ray
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.janitor import processes
 from mcore_rl.controller.pending import Limit, WorkerError, gathered
 from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.reaper import processes
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
 
@@ -261,7 +261,7 @@ from multiprocessing import shared_memory
 import ray
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import register
-from mcore_rl.controller.guard import guard
+from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 
@@ -283,7 +283,7 @@ if __name__ == "__main__":
     logs = Path(sys.argv[1])
     logs.mkdir()
     with (
-        guard(logs=logs / "ray") as scratch,
+        run_scope(logs=logs / "ray") as scratch,
         ray_session(scratch=scratch, object_store_bytes=100 << 20, log_to_driver=False),
     ):
         folder = ray._private.worker._global_node.get_session_dir_path()
@@ -297,9 +297,9 @@ if __name__ == "__main__":
 
 
 def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: Path):
-    """The janitor of the killed one does not see a file that is made: who tracks it unlinks it.
+    """The reaper of the killed one does not see a file that is made: who tracks it unlinks it.
 
-    (test_janitor.py has the files that it sees.)
+    (test_reaper.py has the files that it sees.)
     """
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
@@ -315,9 +315,9 @@ def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: P
         for number in (signal.SIGKILL, signal.SIGTERM)
     }
     assert {driver.stdout.readline() for driver in drivers.values()} == {"session\n"}
-    time.sleep(2)  # the janitor looks several times
-    janitor = janitor_of(drivers[signal.SIGKILL].pid)
-    os.kill(janitor, signal.SIGSTOP)
+    time.sleep(2)  # the reaper looks several times
+    reaper = reaper_of(drivers[signal.SIGKILL].pid)
+    os.kill(reaper, signal.SIGSTOP)
     for driver in drivers.values():
         driver.stdin.write("\n")
         driver.stdin.flush()
@@ -333,7 +333,7 @@ def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: P
         # Seconds, on a machine that has nothing else to do.
         wait_until(lambda m=memory: not Path("/dev/shm", m).exists(), 30)
         if number == signal.SIGKILL:
-            os.kill(janitor, signal.SIGCONT)
+            os.kill(reaper, signal.SIGCONT)
         wait_until(lambda n=number: not started[n] & start_times().items(), 30)
         wait_until(lambda f=folder: not Path(f).parent.exists(), 30)
     for number in drivers:
@@ -367,9 +367,9 @@ def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place
     assert (logs / "ray" / "raylet.out").stat().st_size > 0
 
 
-def janitor_of(driver: int) -> int:
+def reaper_of(driver: int) -> int:
     children = (pid for pid, (parent, _) in processes().items() if parent == driver)
-    [found] = [p for p in children if b"janitor.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    [found] = [p for p in children if b"reaper.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
     return found
 
 

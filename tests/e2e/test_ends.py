@@ -12,7 +12,7 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
-from mcore_rl.controller.guard import guard
+from mcore_rl.controller.run_scope import run_scope
 from tests.e2e.test_kill import TRAINING, is_training
 
 
@@ -51,7 +51,7 @@ def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_an
 def cluster() -> Iterator[str]:
     """The address of a Ray that others can join, as `ray start` makes it."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with guard() as scratch:
+    with run_scope() as scratch:
         ray.init(
             address="local",
             num_cpus=1,

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 
-from mcore_rl.checkpoint.stored import CONTENT_METADATA
+from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 
 State = dict[str, Any]  # by the names of a chunk's state dict
 

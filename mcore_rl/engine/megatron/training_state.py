@@ -37,8 +37,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.checkpoint import dist as dist_checkpoint
-from mcore_rl.checkpoint.stamp import STAMP_FILE, read_stamp
-from mcore_rl.checkpoint.stored import CONTENT_METADATA
+from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, read_checkpoint_info
+from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
@@ -79,15 +79,15 @@ def load(
 ) -> None:
     """Read a checkpoint that was saved in any layout. Collective over all ranks.
 
-    Without an optimizer it may be one of Megatron-LM, which has no stamp.
+    Without an optimizer it may be one of Megatron-LM, which has no checkpoint info.
 
     Raises:
         ConfigError: it is incomplete, of another model, or its optimizer state is of another kind.
             The weights are then as they were.
     """
-    is_foreign = dist_checkpoint.is_checkpoint(path) and not (path / STAMP_FILE).exists()
+    is_foreign = dist_checkpoint.is_checkpoint(path) and not (path / INFO_FILE).exists()
     if optimizer is not None or not is_foreign:
-        _check(read_stamp(path), path, _facts(spec, vocab_size))
+        _check(read_checkpoint_info(path), path, _facts(spec, vocab_size))
     stored = dist_checkpoint.tensor_shapes(path)
     if is_foreign:
         _check_rows(stored, path, vocab_size)
@@ -106,7 +106,7 @@ def load(
 
 
 def _facts(spec: EngineSpec, vocab_size: int) -> dict[str, Any]:
-    """What the stamp of a checkpoint says of the engine that wrote it."""
+    """What the info of a checkpoint says of the engine that wrote it."""
     kind = "sharded" if spec.engine.optimizer.distributed else "replicated"
     return {
         "layout": asdict(spec.engine.layout),
@@ -124,8 +124,8 @@ def _lora_facts(config: LoRAConfig) -> dict[str, Any] | None:
     return {"rank": config.rank, "alpha": config.alpha, "targets": sorted(set(config.targets))}
 
 
-def _check(stamp: Mapping[str, Any], path: Path, mine: Mapping[str, Any]) -> None:
-    found = {name: stamp.get(name) for name in mine}
+def _check(info: Mapping[str, Any], path: Path, mine: Mapping[str, Any]) -> None:
+    found = {name: info.get(name) for name in mine}
     if found["vocab_size"] != mine["vocab_size"]:
         raise ConfigError(
             f"{path} is a checkpoint of another model: its vocab_size is {found['vocab_size']}, "
@@ -153,7 +153,7 @@ def _check(stamp: Mapping[str, Any], path: Path, mine: Mapping[str, Any]) -> Non
 
 
 def _check_rows(stored: Mapping[str, tuple[int, ...]], path: Path, vocab_size: int) -> None:
-    """What a stamp would tell: rows behind those of the vocabulary are padding of any length."""
+    """What the info would tell: rows behind those of the vocabulary are padding of any length."""
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if stored.get(name, (vocab_size,))[0] < vocab_size:
             raise ConfigError(

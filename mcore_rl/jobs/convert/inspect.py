@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader, short
-from mcore_rl.checkpoint.stamp import STAMP_FILE, read_stamp
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.jobs.convert.megatron_folder import checkpoint_in, is_megatron
 from mcore_rl.jobs.convert.options import format_bytes
@@ -81,11 +81,11 @@ def _megatron(path: Path) -> _Found:
         _tensor(name, found.shape, found.dtype, [chunk.file for chunk in found.chunks])
         for name, found in reader.tensors.items()
     ]
-    stamp = read_stamp(path) if (path / STAMP_FILE).exists() else {}
+    info = read_checkpoint_info(path) if (path / INFO_FILE).exists() else {}
     facts = {
         "optimizer": any(name.startswith(("optimizer.", "chained_")) for name in reader.tensors),
         "num_objects": len(reader.objects),
-        **{name: value for name, value in stamp.items() if name != "optimizer"},
+        **{name: value for name, value in info.items() if name != "optimizer"},
     }
     return facts, tensors
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.checkpoint.stamp import STAMP_FILE, read_stamp
-from mcore_rl.checkpoint.stored import Stored
+from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND_FILE, DistTensor
 from mcore_rl.config.errors import ConfigError
@@ -37,7 +37,7 @@ class MegatronFolder:
     companions: Path  # folder with config.json, tokenizer files and perhaps weights
     weights: tuple[Weight, ...]  # the rules of the model as it is to be written
     parameters: tuple[Parameter, ...]  # what the checkpoint holds of them
-    stamp: Mapping[str, Any]  # empty for a checkpoint of Megatron-LM
+    info: Mapping[str, Any]  # empty for a checkpoint of Megatron-LM
     reader: DistReader
     config_changes: HFConfig  # fields of config.json that differ from the companions'
     notes: tuple[str, ...]
@@ -49,7 +49,7 @@ class MegatronFolder:
 
     def hf_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
         """Of a tensor in the Hugging Face folder that this was converted from, else as stored."""
-        known = self.stamp.get("hf_dtypes")
+        known = self.info.get("hf_dtypes")
         if known is None:
             return stored
         dtype: torch.dtype = getattr(torch, known["others"].get(name, known["most"]))
@@ -58,7 +58,7 @@ class MegatronFolder:
     @property
     def lora(self) -> Mapping[str, Any] | None:
         """Rank, alpha and targets of the adapters in it."""
-        return self.stamp.get("lora")
+        return self.info.get("lora")
 
 
 def is_megatron(path: Path) -> bool:
@@ -88,7 +88,7 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
         ConfigError: it is damaged, of another model, or does not say which model it is of.
     """
     path = checkpoint_in(path)
-    stamp = read_stamp(path) if (path / STAMP_FILE).exists() else {}
+    info = read_checkpoint_info(path) if (path / INFO_FILE).exists() else {}
     companions = reference or path / COMPANIONS
     if not (companions / "config.json").is_file():
         raise ConfigError(
@@ -114,27 +114,29 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
             changes = {name: n for name, n in held.items() if config[name] != n}
             config = held
     weights = model_weights(config, padded)
-    from mcore_rl.engine.megatron.blueprint import blueprint  # imports Megatron
+    from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
 
-    stored = blueprint(held, padded).parameters_in(tensors)
-    _check(path, tensors, stored.values())
-    layout, lora = Layout(**stamp.get("layout", {})), stamp.get("lora")
+    locations = meta_model(held, padded).parameters_in(tensors)
+    _check(path, tensors, locations.values())
+    layout, lora = Layout(**info.get("layout", {})), info.get("lora")
     parameters = []
     for weight in weights:
         name, adapter = weight.local_name(), None
-        if not weight.replica and name in stored:
+        if not weight.replica and name in locations:
             if lora and f"lora.{name}.A" in tensors:
                 adapter = PlannedAdapter(lora["alpha"] / lora["rank"], num_shards(weight, layout))
-            dtype = tensors[stored[name].key].dtype
-            parameters.append(Parameter(weight, stored[name], dtype, adapter))
+            dtype = tensors[locations[name].key].dtype
+            parameters.append(Parameter(weight, locations[name], dtype, adapter))
     return MegatronFolder(
-        path, companions, weights, tuple(parameters), stamp, reader, changes, notes
+        path, companions, weights, tuple(parameters), info, reader, changes, notes
     )
 
 
-def _check(path: Path, tensors: Mapping[str, DistTensor], stored: Iterable[Stored]) -> None:
+def _check(
+    path: Path, tensors: Mapping[str, DistTensor], locations: Iterable[StorageLocation]
+) -> None:
     """Raise ConfigError unless a checkpoint has what it should of the model, and no more."""
-    used = {place.key: place.shape for place in stored}
+    used = {place.key: place.shape for place in locations}
     for key, shape in used.items():
         if tensors[key].shape != shape:
             raise ConfigError(

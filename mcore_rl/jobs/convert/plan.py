@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mcore_rl.checkpoint.hf_writer import filled
-from mcore_rl.checkpoint.stored import Stored
+from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.boxes import Box
@@ -37,7 +37,7 @@ class Parameter:
     """A parameter of Megatron's: what it is made of, where it stands, and how it is stored."""
 
     weight: Weight
-    stored: Stored
+    location: StorageLocation
     dtype: torch.dtype
     adapter: PlannedAdapter | None = None
 
@@ -53,7 +53,7 @@ class Parameter:
     @property
     def box(self) -> Box:
         """The whole parameter as a box of the tensor that has it in a distributed checkpoint."""
-        return self.stored.box(Box((0,) * len(self.shape), self.shape))
+        return self.location.box(Box((0,) * len(self.shape), self.shape))
 
     @property
     def names(self) -> tuple[str, ...]:

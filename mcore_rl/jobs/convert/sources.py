@@ -45,7 +45,7 @@ class MegatronTensors:
 
     def _read(self, parameter: Parameter) -> dict[str, torch.Tensor]:
         whole = self._buffer.tensor(parameter.shape, parameter.dtype)
-        self._reader.read(parameter.stored.key, parameter.box, whole.view(parameter.box.sizes))
+        self._reader.read(parameter.location.key, parameter.box, whole.view(parameter.box.sizes))
         rule = parameter.weight.rule
         tensors: dict[str, torch.Tensor] = {}
         for tensor in rule.tensors:

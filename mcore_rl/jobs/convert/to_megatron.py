@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from mcore_rl.checkpoint import fp8
+from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader, short
 from mcore_rl.checkpoint.hf_writer import copy_companions
 from mcore_rl.checkpoint.integrity import require_finite
-from mcore_rl.checkpoint.stamp import write_stamp
-from mcore_rl.checkpoint.stored import chunks
+from mcore_rl.checkpoint.storage_location import chunks
 from mcore_rl.checkpoint.torch_dist_writer import DistFile, Record, write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
@@ -80,9 +80,9 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
         )
     target = named_dtype("--dtype", DTYPES, dtype or short(most))
     check_repeats(reader, weights)
-    from mcore_rl.engine.megatron.blueprint import blueprint  # imports Megatron
+    from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
 
-    found = blueprint(config, padded)
+    found = meta_model(config, padded)
     parameters = [
         Parameter(w, found.parameters[w.local_name()], torch.float32 if w.float32 else target)
         for w in weights
@@ -143,7 +143,7 @@ def _finish(folder: Path, results: list[Any], *, model: Path, facts: Mapping[str
     write_metadata(folder, (Record(*values) for file in results for values in file))
     (folder / COMPANIONS).mkdir(exist_ok=True)
     copy_companions(model, folder / COMPANIONS, DTYPES[facts["dtype"]])
-    write_stamp(folder, facts)
+    write_checkpoint_info(folder, facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def _fill(parameter: Parameter, reader: CheckpointReader, whole: Buffer, scratch
 def _add_chunks(
     parameter: Parameter, layout: Layout, whole: Buffer, scratch: Buffer, file: DistFile
 ) -> None:
-    stored, shape, dtype = parameter.stored, parameter.shape, parameter.dtype
+    location, shape, dtype = parameter.location, parameter.shape, parameter.dtype
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     for box in _chunks(parameter, layout):
         if box.sizes[1:] == shape[1:]:
@@ -251,5 +251,5 @@ def _add_chunks(
         else:
             chunk = scratch.tensor(box.sizes, dtype)
             chunk.copy_(whole.tensor(shape, dtype)[box.slices])
-        place = stored.box(box)
-        file.add_tensor(stored.key, stored.shape, place.offsets, chunk.view(place.sizes))
+        place = location.box(box)
+        file.add_tensor(location.key, location.shape, place.offsets, chunk.view(place.sizes))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mcore_rl.controller.guard import guard
+from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.data.tokenizer import has_tokenizer, read_tokenizer
 from mcore_rl.jobs.failure import summarize_failure
 from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
@@ -36,7 +36,7 @@ def run(request: Request) -> ParityReport:
     """
     plan = checked(request)
     trace_file = Path(tempfile.gettempdir(), f"mcore_rl_verify_{os.getpid()}.txt")
-    with guard() as scratch, summarize_failure(trace_file, ProcessFailed):
+    with run_scope() as scratch, summarize_failure(trace_file, ProcessFailed):
         sequences, scores = _score(plan, scratch)
         gaps = {
             pair: compare(sequences, scores[_MEGATRON], reference)

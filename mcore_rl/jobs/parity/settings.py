@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.checkpoint.checkpoint_info import read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.checkpoint.stamp import read_stamp
 from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPES
@@ -185,15 +185,15 @@ def _engine_spec(request: Request, config: HFConfig) -> EngineSpec:
 def _lora_of_checkpoint(request: Request, config: HFConfig) -> LoRAConfig:
     """The adapters that a Megatron checkpoint has; it must fit the model and the dtype."""
     exists("--checkpoint", request.checkpoint)
-    stamp: dict[str, Any] = read_stamp(Path(request.checkpoint))
-    if stamp.get("vocab_size") != config["vocab_size"]:
+    info: dict[str, Any] = read_checkpoint_info(Path(request.checkpoint))
+    if info.get("vocab_size") != config["vocab_size"]:
         raise ConfigError(
             f"--checkpoint {request.checkpoint} is of another model: its vocab_size is "
-            f"{stamp.get('vocab_size')}, that of --model is {config['vocab_size']}"
+            f"{info.get('vocab_size')}, that of --model is {config['vocab_size']}"
         )
-    if stamp.get("dtype") != request.dtype:
+    if info.get("dtype") != request.dtype:
         raise ConfigError(
             f"--dtype={request.dtype}: --checkpoint {request.checkpoint} was written with "
-            f"{stamp.get('dtype')!r}; allowed: the same"
+            f"{info.get('dtype')!r}; allowed: the same"
         )
-    return LoRAConfig(**stamp["lora"]) if stamp.get("lora") else LoRAConfig()
+    return LoRAConfig(**info["lora"]) if info.get("lora") else LoRAConfig()

@@ -170,7 +170,7 @@ def test_items_do_not_share_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stored_as", "message"),
+    ("written", "message"),
     [
         (WHOLE.double(), "torch.float64"),
         (WHOLE.reshape(6, 4), r"\(6, 4\)"),
@@ -181,10 +181,10 @@ def test_items_do_not_share_bytes(tmp_path):
     ],
 )
 def test_an_item_that_is_something_else_than_the_metadata_says_is_refused(
-    tmp_path, stored_as, message
+    tmp_path, written, message
 ):
     write(tmp_path, w=WHOLE)
-    torch.save(stored_as, tmp_path / "__0_0.distcp")
+    torch.save(written, tmp_path / "__0_0.distcp")
     size = (tmp_path / "__0_0.distcp").stat().st_size
     change_metadata(tmp_path, lambda stored: info(stored, length=size))
     with pytest.raises(ConfigError, match=rf"__0_0.distcp: w is damaged .*{message}"):

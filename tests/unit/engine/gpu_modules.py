@@ -32,7 +32,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
 from mcore_rl.engine.megatron import layers  # noqa: E402
-from mcore_rl.engine.megatron.blueprint import _whole_model  # noqa: E402
+from mcore_rl.engine.megatron.meta_model import _whole_model  # noqa: E402
 from mcore_rl.models.heads import model_config  # noqa: E402
 from mcore_rl.parallel.groups import groups_of_one  # noqa: E402
 

@@ -12,16 +12,16 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.janitor import processes
+from mcore_rl.controller.reaper import processes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import RunOutput, _locked, exclusive_run_dir
 from tests.small_disk import on_small_disk
 
 HOLDER = """
 import sys, time
-from mcore_rl.controller.guard import guard
+from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.jobs.output import exclusive_run_dir
-with exclusive_run_dir(sys.argv[1]) as claim, guard(claim.folder, locks=[claim.lock]):
+with exclusive_run_dir(sys.argv[1]) as claim, run_scope(claim.folder, locks=[claim.lock]):
     print("claimed", flush=True)
     time.sleep(300)
 """
@@ -48,12 +48,12 @@ def test_a_folder_that_a_run_has_is_refused_until_all_of_that_run_is_gone(holder
     who = f"process {holder.pid} on host {socket.gethostname()}"
     in_use = f"output_dir={str(out)!r} is in use by {who}; allowed: a new folder"
     assert refused(out) == in_use
-    [janitor] = [pid for pid, (parent, _) in processes().items() if parent == holder.pid]
-    os.kill(janitor, signal.SIGSTOP)  # it has yet to clean up in there
+    [reaper] = [pid for pid, (parent, _) in processes().items() if parent == holder.pid]
+    os.kill(reaper, signal.SIGSTOP)  # it has yet to clean up in there
     holder.kill()
     holder.wait()
     assert refused(out) == in_use
-    os.kill(janitor, signal.SIGCONT)
+    os.kill(reaper, signal.SIGCONT)
     deadline = time.monotonic() + 30
     while list(out.iterdir()):
         assert time.monotonic() < deadline

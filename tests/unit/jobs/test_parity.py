@@ -243,7 +243,7 @@ def test_a_reference_with_missing_tensors_is_refused(model, tmp_path):
         checked(request(model, reference=str(broken)))
 
 
-def stamped(folder: Path, **facts: Any) -> str:
+def with_checkpoint_info(folder: Path, **facts: Any) -> str:
     (folder / "mcore_rl.json").write_text(json.dumps({"megatron_core": "0.16.1", **facts}))
     return str(folder)
 
@@ -257,12 +257,12 @@ def stamped(folder: Path, **facts: Any) -> str:
 )
 def test_a_checkpoint_of_another_model_is_refused(model, tmp_path, facts, message):
     with pytest.raises(ConfigError, match=message):
-        checked(request(model, checkpoint=stamped(tmp_path, **facts)))
+        checked(request(model, checkpoint=with_checkpoint_info(tmp_path, **facts)))
 
 
 def test_a_checkpoint_brings_its_adapters(model, tmp_path):
     lora = {"rank": 4, "alpha": 8.0, "targets": ["linear_proj"]}
-    path = stamped(tmp_path, vocab_size=40, dtype="float32", lora=lora)
+    path = with_checkpoint_info(tmp_path, vocab_size=40, dtype="float32", lora=lora)
     assert checked(request(model, checkpoint=path)).engine.engine.lora == LoRAConfig(**lora)
 
 

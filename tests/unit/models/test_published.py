@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.engine.megatron.blueprint import blueprint
+from mcore_rl.engine.megatron.meta_model import meta_model
 from mcore_rl.models.base import family_of, kv_elements_per_token, padded_vocab_size, without_mtp
 from mcore_rl.reshard.boxes import LogicalTensor
 from mcore_rl.reshard.rules import check_cover, logical_tensors
@@ -123,16 +123,16 @@ def test_shards_cover_each_tensor_exactly_once(name, count):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_megatron_has_each_parameter_once_and_nothing_else_in_seconds(name):
-    """blueprint() raises where rules and model differ; here: a checkpoint holds all, and once."""
+    """meta_model() raises where rules and model differ; here: a checkpoint holds all, and once."""
     config = config_of(name)
     weights = family_of(config).weights(config, config["vocab_size"])
     start_s = time.process_time()
-    found = blueprint(config, config["vocab_size"])
+    found = meta_model(config, config["vocab_size"])
     assert time.process_time() - start_s < 30  # at most 6 on the machine that this was written on
     held = [w for w in weights if not w.replica]
     assert found.parameters.keys() == {w.local_name() for w in held}
-    places = {(stored.key, stored.index) for stored in found.parameters.values()}
+    places = {(location.key, location.index) for location in found.parameters.values()}
     assert len(places) == len(held)
-    whole = {stored.key: math.prod(stored.shape) for stored in found.parameters.values()}
+    whole = {location.key: math.prod(location.shape) for location in found.parameters.values()}
     once = elements([tensor for w in held for tensor in w.rule.tensors])
     assert sum(whole.values()) == once

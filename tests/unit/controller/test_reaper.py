@@ -1,4 +1,4 @@
-"""What the janitor removes that it has not seen itself."""
+"""What the reaper removes that it has not seen itself."""
 
 import os
 import subprocess
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.controller import janitor as module
-from mcore_rl.controller.janitor import LOOKS, Janitor, processes
+from mcore_rl.controller import reaper as module
+from mcore_rl.controller.reaper import LOOKS, Reaper, processes
 
-MARKER = "MCORE_RL_SESSION=janitor-test"
+MARKER = "MCORE_RL_SESSION=reaper-test"
 MAKER = """
 import time
 from multiprocessing import shared_memory
@@ -34,12 +34,12 @@ def test_memory_that_nobody_has_seen_is_left_to_the_tracker_of_its_maker(tmp_pat
     memory = Path("/dev/shm", maker.stdout.readline().strip())
     gone = subprocess.Popen(["true"])
     gone.wait()
-    janitor = Janitor(gone.pid, MARKER, str(tmp_path / "scratch"), [])
-    assert janitor.looks[memory.name] == LOOKS  # it was there before: not claimed any more
-    assert len(janitor.victims(processes())) == 2  # the maker and its tracker
+    reaper = Reaper(gone.pid, MARKER, str(tmp_path / "scratch"), [])
+    assert reaper.looks[memory.name] == LOOKS  # it was there before: not claimed any more
+    assert len(reaper.victims(processes())) == 2  # the maker and its tracker
     try:
-        janitor.sweep()
-        assert janitor.victims(processes()) == set()
+        reaper.sweep()
+        assert reaper.victims(processes()) == set()
         assert not memory.exists()
     finally:
         maker.kill()
@@ -53,16 +53,16 @@ def test_memory_is_claimed_when_it_is_made_and_not_at_the_next_poll(
 ) -> None:
     """Or what is made just before a SIGKILL stays, when its maker takes its tracker along."""
     monkeypatch.setattr(module, "POLL_S", 600)
-    janitor = Janitor(os.getppid(), MARKER, str(tmp_path / "scratch"), [])
+    reaper = Reaper(os.getppid(), MARKER, str(tmp_path / "scratch"), [])
     words, driver = os.pipe()
-    watching = threading.Thread(target=janitor.watch, args=(words,))
+    watching = threading.Thread(target=reaper.watch, args=(words,))
     watching.start()
     maker = subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
     try:
         name = maker.stdout.readline().strip()
         deadline = time.monotonic() + 30
-        while name not in janitor.files:
+        while name not in reaper.files:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:

@@ -1,4 +1,4 @@
-"""Blueprints: rules are held against Megatron's model, and a process is left as it was."""
+"""Meta models: rules are held against Megatron's model, and a process is left as it was."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.checkpoint.stored import Stored
+from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.engine.megatron import device
-from mcore_rl.engine.megatron.blueprint import Blueprint, blueprint, other_form, stored_as
+from mcore_rl.engine.megatron.meta_model import MetaModel, meta_model, other_form, storage_location
 from mcore_rl.models import base
 from mcore_rl.reshard.boxes import LogicalTensor
 from mcore_rl.reshard.rules import Whole
@@ -37,31 +37,31 @@ FC1 = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
 
 
 def test_experts_are_stacked_and_layers_are_apart():
-    dense, moe = blueprint(DENSE, 132), blueprint(MOE, 131)
+    dense, moe = meta_model(DENSE, 132), meta_model(MOE, 131)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
-    assert dense.parameters[name] == Stored(name, (64, 96), ())
+    assert dense.parameters[name] == StorageLocation(name, (64, 96), ())
     assert dense.parameters["embedding.word_embeddings.weight"].shape == (132, 64)
     assert not any(key.startswith("output_layer") for key in dense.parameters)
     key = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
-    assert moe.parameters[FC1] == Stored(key, (4, 80, 64), (2,))
+    assert moe.parameters[FC1] == StorageLocation(key, (4, 80, 64), (2,))
     assert "decoder.layers.1.mlp.router.expert_bias" in moe.parameters
     assert "mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight3" in moe.parameters
     assert "mtp.layers.0.eh_proj._extra_state/shard_0_1" in moe.objects
 
 
-def test_value_models_and_tied_models_with_prediction_layers_have_blueprints():
-    value = blueprint({**DENSE, "architectures": ["Qwen3ForTokenClassification"],
+def test_value_models_and_tied_models_with_prediction_layers_have_meta_models():
+    value = meta_model({**DENSE, "architectures": ["Qwen3ForTokenClassification"],
                        "id2label": {"0": "LABEL_0"}}, 131)  # fmt: skip
     assert value.parameters["output_layer.weight"].shape == (1, 64)
     assert value.parameters["output_layer.bias"].shape == (1,)
-    tied = blueprint({**MOE, "tie_word_embeddings": True}, 131).parameters
-    assert blueprint(MOE, 131).parameters.keys() - tied.keys() == {"output_layer.weight"}
+    tied = meta_model({**MOE, "tie_word_embeddings": True}, 131).parameters
+    assert meta_model(MOE, 131).parameters.keys() - tied.keys() == {"output_layer.weight"}
 
 
 def test_a_process_is_left_as_it_was():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    blueprint(DENSE, 131)
+    meta_model(DENSE, 131)
     assert torch.equal(torch.get_rng_state(), before)
     assert not dist.is_initialized()
     assert torch.empty(2, device="cuda").device == torch.device("cpu")  # not meta any more
@@ -70,16 +70,16 @@ def test_a_process_is_left_as_it_was():
 def test_a_rank_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="this process is a rank already"):
-        blueprint(DENSE, 131)
+        meta_model(DENSE, 131)
 
 
 def test_after_a_failure_the_next_blueprint_is_made(monkeypatch):
     with monkeypatch.context() as patch:
         change_rules(patch, lambda weights: weights[1:])
         with pytest.raises(RuntimeError):
-            blueprint(MOE, 131)
+            meta_model(MOE, 131)
     assert not dist.is_initialized()
-    assert blueprint(MOE, 131).parameters
+    assert meta_model(MOE, 131).parameters
 
 
 def change_rules(monkeypatch, change):
@@ -137,12 +137,12 @@ def reading_one_tensor_twice(weights):
 def test_a_fault_in_the_rules_is_told_by_a_name(monkeypatch, change, message):
     change_rules(monkeypatch, change)
     with pytest.raises((RuntimeError, ValueError), match=message):
-        blueprint(MOE, 131)
+        meta_model(MOE, 131)
 
 
 @given(
     apart=st.builds(
-        lambda layer, rest, shape, index: Stored(
+        lambda layer, rest, shape, index: StorageLocation(
             f"decoder.layers.{layer}.{rest}", (*range(9, 9 + len(index)), *shape), tuple(index)
         ),
         st.integers(0, 5),
@@ -159,7 +159,7 @@ def test_both_forms_lead_to_each_other(apart):
 
 
 def test_a_parameter_outside_the_layers_has_one_form():
-    own = Blueprint({"x": Stored("mtp.layers.0.enorm.weight", (4,), ())}, {}, 6)
+    own = MetaModel({"x": StorageLocation("mtp.layers.0.enorm.weight", (4,), ())}, {}, 6)
     assert other_form(own.parameters["x"], 6) is None
     with pytest.raises(ConfigError, match=r"the checkpoint has no mtp\.layers\.0\.enorm\.weight"):
         own.parameters_in(["mtp.layers.enorm.weight"])
@@ -171,15 +171,15 @@ def shard(offset: int, count: int) -> ShardedTensor:
 
 
 def test_a_shard_that_is_not_the_whole_parameter_is_told():
-    assert stored_as("w", shard(0, 1)) == Stored("w", (4, 3), ())
+    assert storage_location("w", shard(0, 1)) == StorageLocation("w", (4, 3), ())
     with pytest.raises(RuntimeError, match=r"w: 4 rows of w, whose shape is \(8, 3\)"):
-        stored_as("w", shard(0, 2))
+        storage_location("w", shard(0, 2))
     with pytest.raises(RuntimeError, match="does not follow on row 0 of w"):
-        stored_as("w", shard(1, 2))
+        storage_location("w", shard(1, 2))
 
 
 def test_the_process_stays_in_the_cpu_lane_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert blueprint(DENSE, 131).parameters
+    assert meta_model(DENSE, 131).parameters
     assert device.device_name() == "cpu"
     assert device.collective_backend() == "gloo"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mcore_rl.controller import janitor
+from mcore_rl.controller import reaper
 
 MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
 _TWICE_S = 1.0  # a terminal that hangs up tells its session's leader and its processes
@@ -22,7 +22,9 @@ _LONGEST_TEMP_DIR = 24  # Ray adds about 80 characters; a socket's path may have
 
 
 @contextlib.contextmanager
-def guard(*folders: Path, logs: Path | None = None, locks: Sequence[int] = ()) -> Iterator[Path]:
+def run_scope(
+    *folders: Path, logs: Path | None = None, locks: Sequence[int] = ()
+) -> Iterator[Path]:
     """Yields a scratch folder with a short path, the TMPDIR of every process started meanwhile.
 
     However this process ends, even by SIGKILL, what it started meanwhile is gone a moment later:
@@ -37,21 +39,21 @@ def guard(*folders: Path, logs: Path | None = None, locks: Sequence[int] = ()) -
     session = secrets.token_hex(8)
     with (
         _signals_exit(),
-        _janitor(f"{MARKER}={session}", scratch, folders, logs, locks),
+        _reaper(f"{MARKER}={session}", scratch, folders, logs, locks),
         environment(**{MARKER: session, "TMPDIR": str(scratch)}),
     ):
         yield scratch
 
 
 @contextlib.contextmanager
-def _janitor(
+def _reaper(
     marker: str, scratch: Path, folders: tuple[Path, ...], logs: Path | None, locks: Sequence[int]
 ) -> Iterator[None]:
     swept = [str(folder.resolve()) for folder in folders]
     kept = str(logs.absolute()) if logs else ""
     places = [str(scratch.resolve()), kept, *swept]
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", janitor.__file__, str(os.getpid()), marker, *places],
+        [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), marker, *places],
         stdin=subprocess.PIPE,
         start_new_session=True,
         pass_fds=locks,

@@ -1,4 +1,4 @@
-"""Blueprints are what engines save, and engines load what others saved."""
+"""Meta models are what engines save, and engines load what others saved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import blueprint_jobs
+import meta_model_jobs
 import pytest
 import ranks
 import tiny_families
@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.checkpoint.stored import chunks
+from mcore_rl.checkpoint.storage_location import chunks
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.engine.megatron.blueprint import Blueprint, blueprint
+from mcore_rl.engine.megatron.meta_model import MetaModel, meta_model
 from mcore_rl.models.base import padded_vocab_size, read_config
 from mcore_rl.models.heads import model_weights
 from tests.nightly import all_but
@@ -80,7 +80,7 @@ class Runs:
         for name in ("deepseek_v3", "glm4_moe"):
             self.paths[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
         config = tiny_families.cases()["qwen3"].config
-        config.vocab_size = blueprint_jobs.FOREIGN_ROWS + 1
+        config.vocab_size = meta_model_jobs.FOREIGN_ROWS + 1
         self.paths["large"] = tiny_families.save(tiny_models.build_from(config), folder / "large")
         self._saved: dict[str, Saved] = {}
         jobs: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
@@ -88,14 +88,14 @@ class Runs:
             model, layout_name = case.split("/")
             layout = LAYOUTS.get(model, {}).get(layout_name, Layout())
             saved = Saved(self.paths[model], layout, folder / case.replace("/", " "))
-            coef = blueprint_jobs.MTP_COEF if saved.has_mtp else 0.0
-            job = ranks.job(blueprint_jobs.save, saved.path, layout, saved.folder, coef)
+            coef = meta_model_jobs.MTP_COEF if saved.has_mtp else 0.0
+            job = ranks.job(meta_model_jobs.save, saved.path, layout, saved.folder, coef)
             jobs[layout.world_size][case] = job
             self._saved[case] = saved
         self._foreign = {case: folder / f"foreign {case}" for case in FOREIGN}
         for case, to in self._foreign.items():
             model, form = case.split()
-            save = blueprint_jobs.megatron_saves
+            save = meta_model_jobs.megatron_saves
             jobs[1][case] = ranks.job(save, self.paths[model], to, form == "stacked")
         self._needs: dict[str, str] = {}
         self._add_loads(jobs)
@@ -115,10 +115,10 @@ class Runs:
 
         def add(name: str, model: str, at: Layout, source: str, coef: float = 0.0) -> None:
             arguments = (self.paths[model], at, folders[source], coef)
-            jobs[at.world_size][name] = ranks.job(blueprint_jobs.load, *arguments)
+            jobs[at.world_size][name] = ranks.job(meta_model_jobs.load, *arguments)
             self._needs[name] = source
 
-        one, coef = Layout(), blueprint_jobs.MTP_COEF
+        one, coef = Layout(), meta_model_jobs.MTP_COEF
         for case in FOREIGN:
             add(f"tp2 of {case}", case.split()[0], Layout(tp=2), case)
             add(f"pp2 of {case}", case.split()[0], PP2, case)
@@ -130,25 +130,25 @@ class Runs:
         add("mtp missing", "deepseek_v3-mtp", one, "deepseek_v3/one", coef)
         add("plain", "deepseek_v3", one, "deepseek_v3/one")
         refused = (self.paths["qwen3"], folders["qwen3 stacked"])
-        jobs[1]["training"] = ranks.job(blueprint_jobs.refused_training, *refused)
+        jobs[1]["training"] = ranks.job(meta_model_jobs.refused_training, *refused)
         self._needs["training"] = "qwen3 stacked"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("blueprint"))
+    return Runs(tmp_path_factory.mktemp("meta_model"))
 
 
 @pytest.fixture(scope="module")
-def blueprint_of(runs):
-    """The blueprint of a checkpoint's model, made once."""
-    made: dict[tuple[str, int], Blueprint] = {}
+def meta_model_of(runs):
+    """The meta model of a checkpoint's model, made once."""
+    made: dict[tuple[str, int], MetaModel] = {}
 
-    def make(saved: Saved) -> Blueprint:
+    def make(saved: Saved) -> MetaModel:
         config = read_config(saved.path)
         rows = padded_vocab_size(config, saved.layout.tp)
         if (saved.path.name, rows) not in made:
-            made[saved.path.name, rows] = blueprint(config, rows)
+            made[saved.path.name, rows] = meta_model(config, rows)
         return made[saved.path.name, rows]
 
     return make
@@ -162,21 +162,21 @@ def same_weights(weights, path):
 
 @pytest.mark.parametrize("case", all_but([case for case in SAVED if case not in MORE], SAVED))
 def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
-    runs, blueprint_of, case
+    runs, meta_model_of, case
 ):
     saved = runs.saved(case)
-    print_ = blueprint_of(saved)
+    print_ = meta_model_of(saved)
     config = read_config(saved.path)
     rows = padded_vocab_size(config, saved.layout.tp)
     shapes, boxes = {}, set()
     for weight in model_weights(config, rows):
         if weight.replica:
             continue
-        stored = print_.parameters[weight.local_name()]
-        shapes[stored.key] = stored.shape
+        location = print_.parameters[weight.local_name()]
+        shapes[location.key] = location.shape
         for part in chunks(weight, getattr(saved.layout, weight.axis or "pp")):
-            box = stored.box(part)
-            boxes.add((stored.key, box.offsets, box.sizes))
+            box = location.box(part)
+            boxes.add((location.key, box.offsets, box.sizes))
     entries = saved.metadata.state_dict_metadata
     tensors = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}
     assert {key: tuple(entry.size) for key, entry in tensors.items()} == shapes
@@ -205,23 +205,23 @@ def test_an_engine_loads_the_weights_of_a_checkpoint_of_megatron(runs, case, lay
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_blueprint_finds_the_parameters_of_a_checkpoint_of_megatron(runs, blueprint_of, case):
+def test_a_blueprint_finds_the_parameters_of_a_checkpoint_of_megatron(runs, meta_model_of, case):
     model, form = case.split()
     folder = runs.foreign(case)
     keys = Saved(runs.paths[model], Layout(), folder).metadata.state_dict_metadata
     assert any(key.startswith("decoder.layers.self_attention.") for key in keys) == (
         form == "stacked"
     )
-    own = blueprint_of(runs.saved(f"{model}/one"))
+    own = meta_model_of(runs.saved(f"{model}/one"))
     found = own.parameters_in(keys)
     assert found.keys() == own.parameters.keys()
-    assert len({(stored.key, stored.index) for stored in found.values()}) == len(found)
-    for stored in found.values():
-        size = tuple(keys[stored.key].size)
-        if stored.key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            assert size == (blueprint_jobs.FOREIGN_ROWS, *stored.shape[1:])
+    assert len({(location.key, location.index) for location in found.values()}) == len(found)
+    for location in found.values():
+        size = tuple(keys[location.key].size)
+        if location.key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            assert size == (meta_model_jobs.FOREIGN_ROWS, *location.shape[1:])
         else:
-            assert size == stored.shape
+            assert size == location.shape
     gone = {key for key in keys if "linear_fc2" not in key}
     with pytest.raises(ConfigError, match=r"has no decoder\.layers\..*linear_fc2\.weight"):
         own.parameters_in(gone)
@@ -261,7 +261,7 @@ def test_prediction_layers_of_a_checkpoint_may_stay_unread_but_not_be_missing(ru
 def test_a_run_goes_on_without_the_prediction_layers_that_it_trained(runs, tmp_path, distributed):
     path, to = runs.paths["deepseek_v3-mtp"], tmp_path / "checkpoint"
     job = ranks.job
-    jobs = blueprint_jobs
+    jobs = meta_model_jobs
     results = ranks.spawn(
         1,
         {

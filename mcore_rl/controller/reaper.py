@@ -2,14 +2,14 @@
 
 A driver that is killed with SIGKILL cannot clean up. Ray's own processes then share its fate, some
 at once and some after seconds; processes that workers started, shared memory and Ray's folder stay.
-The janitor remembers which processes descend from the driver and which shared-memory files they
+The reaper remembers which processes descend from the driver and which shared-memory files they
 map: it looks twice a second, and when a file has been made. When the driver goes, or ends the
-session by a word on the janitor's stdin, it kills every one of them that is not a descendant of a
+session by a word on the reaper's stdin, it kills every one of them that is not a descendant of a
 living driver. Then it keeps what Ray has logged, and removes those files, the scratch folder, and
 from the run's own folders what was still being written: everything in this project is written under
 the name `.<name>.partial` and renamed when it is whole.
 
-Runs as a script (`python -I -S janitor.py DRIVER_PID MARKER SCRATCH LOGS [FOLDER...]`, LOGS empty
+Runs as a script (`python -I -S reaper.py DRIVER_PID MARKER SCRATCH LOGS [FOLDER...]`, LOGS empty
 where Ray's are not wanted) with the standard library only, in a session of its own, so that a
 signal to the driver's process group does not reach it. Linux only.
 """
@@ -97,7 +97,7 @@ def made_in(folder: str) -> Iterator[list[int]]:
     if events < 0 or libc.inotify_add_watch(events, folder.encode(), IN_CREATE) < 0:
         why = os.strerror(ctypes.get_errno())
         print(
-            f"janitor: cannot watch {folder} ({why}; limits: fs.inotify.*); what is made "
+            f"reaper: cannot watch {folder} ({why}; limits: fs.inotify.*); what is made "
             f"there within {POLL_S} s of a SIGKILL may stay",
             file=sys.stderr,
         )
@@ -145,7 +145,7 @@ def keep_logs(scratch: str, folder: str) -> None:
             shutil.copytree(logs, folder, symlinks=True, dirs_exist_ok=True)
 
 
-class Janitor:
+class Reaper:
     def __init__(
         self, driver: int, marker: str, scratch: str, folders: list[str], logs: str = ""
     ) -> None:
@@ -241,9 +241,9 @@ class Janitor:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    janitor = Janitor(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5:], sys.argv[4])
-    janitor.watch()
-    janitor.sweep()
+    reaper = Reaper(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5:], sys.argv[4])
+    reaper.watch()
+    reaper.sweep()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.stored import Stored
+from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.engine.megatron import device
@@ -31,19 +31,19 @@ _WHOLE = Shard(0, 1)
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class MetaModel:
     """A model in a checkpoint as the engine saves it.
 
     `parameters` are by Weight.local_name(); replicas are not among them, since a checkpoint has
-    what they repeat once. `objects` is all else that Megatron's load asks for: by stored key, the
+    what they repeat once. `objects` is all else that Megatron's load asks for: by key, the
     bytes that a save writes.
     """
 
-    parameters: Mapping[str, Stored]
+    parameters: Mapping[str, StorageLocation]
     objects: Mapping[str, bytes]
     num_layers: int
 
-    def parameters_in(self, keys: Collection[str]) -> Mapping[str, Stored]:
+    def parameters_in(self, keys: Collection[str]) -> Mapping[str, StorageLocation]:
         """The parameters where a checkpoint that has these `keys` keeps them.
 
         Megatron stacks the layers of a decoder, or keeps each one apart, as the settings of the run
@@ -52,35 +52,37 @@ class Blueprint:
         Raises:
             ConfigError: a parameter is in neither form there.
         """
-        found: dict[str, Stored] = {}
-        for name, stored in self.parameters.items():
-            forms = (stored, other_form(stored, self.num_layers))
+        found: dict[str, StorageLocation] = {}
+        for name, location in self.parameters.items():
+            forms = (location, other_form(location, self.num_layers))
             held = next((form for form in forms if form is not None and form.key in keys), None)
             if held is None:
-                raise ConfigError(f"the checkpoint has no {stored.key}")
+                raise ConfigError(f"the checkpoint has no {location.key}")
             found[name] = held
         return found
 
 
-def other_form(stored: Stored, num_layers: int) -> Stored | None:
+def other_form(location: StorageLocation, num_layers: int) -> StorageLocation | None:
     """A parameter of a decoder layer stacked where it stands apart, or apart where it is stacked.
 
     None for a parameter outside the decoder layers.
 
-    >>> other_form(Stored("decoder.layers.2.mlp.router.weight", (8, 64), ()), 3)
-    Stored(key='decoder.layers.mlp.router.weight', shape=(3, 8, 64), index=(2,))
+    >>> other_form(StorageLocation("decoder.layers.2.mlp.router.weight", (8, 64), ()), 3)
+    StorageLocation(key='decoder.layers.mlp.router.weight', shape=(3, 8, 64), index=(2,))
     """
-    if not stored.key.startswith(_LAYERS):
+    if not location.key.startswith(_LAYERS):
         return None
-    first, _, rest = stored.key.removeprefix(_LAYERS).partition(".")
+    first, _, rest = location.key.removeprefix(_LAYERS).partition(".")
     if first.isdigit():
-        return Stored(_LAYERS + rest, (num_layers, *stored.shape), (int(first), *stored.index))
-    layer, *index = stored.index
-    return Stored(f"{_LAYERS}{layer}.{first}.{rest}", stored.shape[1:], tuple(index))
+        return StorageLocation(
+            _LAYERS + rest, (num_layers, *location.shape), (int(first), *location.index)
+        )
+    layer, *index = location.index
+    return StorageLocation(f"{_LAYERS}{layer}.{first}.{rest}", location.shape[1:], tuple(index))
 
 
-def blueprint(hf_config: HFConfig, padded_vocab: int) -> Blueprint:
-    """The blueprint of a model with its vocabulary padded to `padded_vocab` rows.
+def meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
+    """The meta model with its vocabulary padded to `padded_vocab` rows.
 
     For a process that is no rank; it becomes one of the CPU lane, and can make engines afterwards.
 
@@ -104,9 +106,10 @@ def blueprint(hf_config: HFConfig, padded_vocab: int) -> Blueprint:
         check_rules(weights, tensors)
         state = shards_to_save(chunk)
         parameters = {
-            weight.local_name(): stored_as(name, state[name]) for weight, name in _named(weights)
+            weight.local_name(): storage_location(name, state[name])
+            for weight, name in _named(weights)
         }
-        return Blueprint(parameters, _objects(state.values()), config["num_hidden_layers"])
+        return MetaModel(parameters, _objects(state.values()), config["num_hidden_layers"])
 
 
 def _whole_model(config: HFConfig, padded_vocab: int) -> Any:
@@ -151,7 +154,7 @@ def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]
         raise RuntimeError(f"{missing[0]}: no rule names this parameter of the model{more}")
 
 
-def stored_as(name: str, entry: Any) -> Stored:
+def storage_location(name: str, entry: Any) -> StorageLocation:
     """Where an entry of a sharded state dict stands.
 
     Raises:
@@ -169,11 +172,11 @@ def stored_as(name: str, entry: Any) -> Stored:
         rows += piece.local_shape[0]
     if (rows, *pieces[0].local_shape[1:]) != shape[stacked:]:
         raise RuntimeError(f"{name}: {rows} rows of {key}, whose shape is {shape}")
-    return Stored(key, tuple(shape), tuple(index))
+    return StorageLocation(key, tuple(shape), tuple(index))
 
 
 def _objects(entries: Iterable[Any]) -> dict[str, bytes]:
-    """By stored key, what a save writes of objects (dist_checkpointing/strategies/torch.py:320)."""
+    """By key, what a save writes of objects (dist_checkpointing/strategies/torch.py:320)."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     found: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""How the process under a guard ends when its terminal does."""
+"""How the process in a run scope ends when its terminal does."""
 
 import os
 import pty
@@ -13,12 +13,12 @@ import sys, time
 from pathlib import Path
 from types import ModuleType
 from mcore_rl.cli import main
-from mcore_rl.controller.guard import guard
+from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.observability.console import StepProgress
 
 def job(arguments):
     story, end = open(sys.argv[1], "w", buffering=1), Path(sys.argv[2])
-    with guard(), StepProgress("training", 2) as shown:
+    with run_scope(), StepProgress("training", 2) as shown:
         try:
             shown.update(1, "loss 1.0")
             print("waiting", file=story)

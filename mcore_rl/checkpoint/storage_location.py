@@ -26,7 +26,7 @@ CONTENT_METADATA: dict[str, bool | str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StorageLocation:
     """Where one parameter stands: in the tensor `key`, at `index` of the dims that stack it."""
 
     key: str

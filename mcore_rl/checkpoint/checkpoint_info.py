@@ -1,0 +1,48 @@
+"""Checkpoint info: what wrote it, and that it is complete."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
+
+INFO_FILE = "mcore_rl.json"  # written last: a folder of ours without it is no checkpoint
+_VERSION = "megatron_core"  # who wrote it
+
+
+def write_checkpoint_info(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Mark a checkpoint as complete, with what its readers have to know."""
+    info = {_VERSION: metadata.version("megatron-core"), **facts}
+    (folder / INFO_FILE).write_text(json.dumps(info, indent=1))
+
+
+def read_checkpoint_info(path: Path) -> dict[str, Any]:
+    """The facts that a checkpoint was saved with, and the version of megatron-core that wrote it.
+
+    Raises:
+        ConfigError: `path` is no complete checkpoint, or a newer megatron-core wrote it.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint folder {path} does not exist")
+    if not (path / INFO_FILE).exists():
+        raise ConfigError(f"{path} is not a complete checkpoint: it has no {INFO_FILE}")
+    info = read_json_object(path / INFO_FILE)
+    if not isinstance(info.get(_VERSION), str):
+        raise ConfigError(f"{path / INFO_FILE} does not say which megatron-core wrote it")
+    installed = metadata.version("megatron-core")
+    if _version(info[_VERSION]) > _version(installed):
+        raise ConfigError(
+            f"{path} was written by megatron-core {info[_VERSION]}; {installed} is installed and "
+            "reads checkpoints of its own version and older ones"
+        )
+    return info
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
