@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages import grpo
 from mcore_rl.algorithms.inputs import AdvantageInputs, LossInputs
-from mcore_rl.config.schema import GRPOSettings
+from mcore_rl.algorithms.losses import ppo_clip
+from mcore_rl.config.schema import GRPOSettings, PPOClipSettings
 from mcore_rl.data.batch import Jagged
 
 
@@ -57,6 +58,6 @@ def pausing_reward(
 
 
 def pausing_loss(inputs: LossInputs, settings: PauseSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """While the actor is on its devices."""
+    """While the actor is on its devices and has all that an update needs."""
     _pause(settings.file)
-    return -inputs.log_probs * inputs.advantages, {}
+    return ppo_clip(inputs, PPOClipSettings())
