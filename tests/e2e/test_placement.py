@@ -25,7 +25,9 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def outputs(start_job, tmp_path_factory) -> dict[str, tuple[list[dict[str, float]], dict[str, float]]]:
+def outputs(
+    start_job, tmp_path_factory
+) -> dict[str, tuple[list[dict[str, float]], dict[str, float]]]:
     """Metrics and summary, by where the roles are."""
     found = {}
     for place in ("shared", "own"):
