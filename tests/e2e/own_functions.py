@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages import grpo
 from mcore_rl.algorithms.inputs import AdvantageInputs, LossInputs
-from mcore_rl.config.schema import GRPOSettings
+from mcore_rl.algorithms.losses import ppo_clip
+from mcore_rl.config.schema import GRPOSettings, PPOClipSettings
 from mcore_rl.data.batch import Jagged
 from mcore_rl.reshard.executor import Bucket, Exchange
 
@@ -59,9 +60,9 @@ def pausing_reward(
 
 
 def pausing_loss(inputs: LossInputs, settings: PauseSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """While the actor is on its devices."""
+    """While the actor is on its devices and has all that an update needs."""
     _pause(settings.file)
-    return -inputs.log_probs * inputs.advantages, {}
+    return ppo_clip(inputs, PPOClipSettings())
 
 
 def loss_before_a_pausing_push(
@@ -69,7 +70,7 @@ def loss_before_a_pausing_push(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """In the push of what is trained here, when the server has the first bucket."""
     _pause_pushes(settings.file)
-    return -inputs.log_probs * inputs.advantages, {}
+    return ppo_clip(inputs, PPOClipSettings())
 
 
 @functools.cache
