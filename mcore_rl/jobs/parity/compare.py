@@ -11,6 +11,13 @@ import torch
 
 _NUM_WORST = 5
 _NUM_BEFORE = 8  # tokens shown before one of the worst
+_IN_A_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp.gate", "mlp")
+# Relative difference from which on a module counts as different, by dtype. Measured on tiny models
+# of all families: rounding gives below 1e-6 in float32; in bfloat16 below 2e-2 in dense models, but
+# up to 3e-1 where it tips a router. Faults of weights and settings give 7e-4 (an epsilon) to 1.
+THRESHOLDS = {"float32": 1e-4, "bfloat16": 5e-2}
+
+Trace = Mapping[str, torch.Tensor]  # by Hugging Face's name of a module, [tokens, dim] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +99,6 @@ def _worst_token(
     ids = sequences[row]
     before = ids[max(0, position - _NUM_BEFORE) : position]
     return WorstToken(row, position, ids[position], before, mine, reference)
-
-
-Trace = Mapping[str, torch.Tensor]  # by Hugging Face's name of a module, [tokens, dim] float32
-
-_IN_A_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp.gate", "mlp")
-
-# Relative difference from which on a module counts as different, by dtype. Measured on tiny models
-# of all families: rounding gives below 1e-6 in float32; in bfloat16 below 2e-2 in dense models, but
-# up to 3e-1 where it tips a router. Faults of weights and settings give 7e-4 (an epsilon) to 1.
-THRESHOLDS = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 def module_names(num_layers: int) -> list[str]:

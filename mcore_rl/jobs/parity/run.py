@@ -41,7 +41,7 @@ _NUM_SHOWN = 3  # of the worst tokens of a pair
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Megatron and one other engine. The last three fields are for a pair that did not pass."""
+    """Megatron and one other engine. The last two fields are for a pair that did not pass."""
 
     passed: bool
     gap: Gap
@@ -197,8 +197,8 @@ class _Processes:
             return run_on_ranks(on_rank, request.layout.world_size, self.logs, request.timeout_s)
 
     def hf(self, doing: str, job: Callable[..., Any], tokens: list[list[int]]) -> Any:
-        timed = partial(job, self.plan.reference, self.plan.request.dtype, tokens)
-        return self._alone(doing, "transformers", timed)
+        of_model = partial(job, self.plan.reference, self.plan.request.dtype, tokens)
+        return self._alone(doing, "transformers", of_model)
 
     def vllm(self, doing: str, job: Callable[..., Any], *given: Any) -> Any:
         return self._alone(doing, VLLM, partial(job, self.plan.server, *given))
@@ -208,18 +208,18 @@ class _Processes:
             return run_in_process(job, name, self.logs, self.plan.request.timeout_s)
 
 
-def _score(plan: ParityPlan, run: _Processes) -> tuple[list[list[int]], dict[str, Gap]]:
+def _score(plan: ParityPlan, processes: _Processes) -> tuple[list[list[int]], dict[str, Gap]]:
     """The sequences that are scored, and by pair how far Megatron is from the other."""
     sequences, others = plan.prompts, {}
     if plan.server is not None:
         doing = "vLLM continues and scores the prompts"
-        answer = run.vllm(doing, engines.vllm_scores, plan.prompts, CONTINUATION)
+        answer = processes.vllm(doing, engines.vllm_scores, plan.prompts, CONTINUATION)
         sequences = answer["sequences"]
         others = {WITH_PREFILL: answer["prefill"], WITH_DECODE: answer["decode"]}
     if HF in plan.request.against:
-        answer = run.hf("transformers scores them", engines.hf_scores, sequences)
+        answer = processes.hf("transformers scores them", engines.hf_scores, sequences)
         others = {WITH_HF: answer, **others}
-    by_rank = run.megatron("Megatron scores them", engines.megatron_scores, sequences)
+    by_rank = processes.megatron("Megatron scores them", engines.megatron_scores, sequences)
     mine = engines.gathered(by_rank)
     return sequences, {p: compare(sequences, mine, Scores(**their)) for p, their in others.items()}
 
@@ -230,18 +230,20 @@ def _passes(gap: Gap, plan: ParityPlan) -> bool:
 
 
 def _bisect(
-    plan: ParityPlan, run: _Processes, sequences: list[list[int]], missed: Mapping[str, Gap]
+    plan: ParityPlan, processes: _Processes, sequences: list[list[int]], missed: Mapping[str, Gap]
 ) -> dict[str, dict[str, float]]:
     """By missed pair, how far each module is apart on the sequence up to the worst token."""
     worst = {pair: gap.worst[0] for pair, gap in missed.items()}
     tokens = {pair: sequences[at.prompt][: at.position + 1] for pair, at in worst.items()}
     theirs: dict[str, Trace] = {}
     if of_vllm := {pair: ids for pair, ids in tokens.items() if pair != WITH_HF}:
-        traces = run.vllm("tracing vLLM", engines.vllm_traces, list(of_vllm.values()))
+        traces = processes.vllm("tracing vLLM", engines.vllm_traces, list(of_vllm.values()))
         theirs |= zip(of_vllm, traces, strict=True)
     if WITH_HF in tokens:
-        [theirs[WITH_HF]] = run.hf("tracing transformers", engines.hf_traces, [tokens[WITH_HF]])
-    by_rank = run.megatron("tracing Megatron", engines.megatron_traces, list(tokens.values()))
+        [theirs[WITH_HF]] = processes.hf(
+            "tracing transformers", engines.hf_traces, [tokens[WITH_HF]]
+        )
+    by_rank = processes.megatron("tracing Megatron", engines.megatron_traces, list(tokens.values()))
     return {
         pair: differences(mine, theirs[pair], plan.num_layers)
         for pair, mine in zip(tokens, engines.joined(by_rank), strict=True)
