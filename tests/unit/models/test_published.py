@@ -24,9 +24,12 @@ TENSOR_ELEMENTS = {
     "DeepSeek-V3": 684_489_845_504,
     "GLM-4.5": 358_337_791_296,
     "Llama-3.1-405B": 405_853_388_800,
+    "Llama-3.1-70B": 70_553_706_496,
     "Mixtral-8x22B-v0.1": 140_620_634_112,
+    "Moonlight-16B-A3B": 15_960_111_936,
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-8B": 8_190_735_360,
 }
 # Those with fewer tensors than others have; the others take seconds each and are nightly.
 SMALL = all_but(("Llama-3.1-405B", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B"), TENSOR_ELEMENTS)
@@ -59,7 +62,9 @@ def counted(config: dict[str, Any]) -> int:
     if "kv_lora_rank" in c:
         head, rotary, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
         query, latent = c["q_lora_rank"], c["kv_lora_rank"]
-        attention = hidden * query + query + query * heads * (head + rotary)
+        attention = query or hidden  # what the query projection reads
+        attention *= heads * (head + rotary)
+        attention += hidden * query + query if query else 0
         attention += hidden * (latent + rotary) + latent + latent * heads * (head + value)
         attention += heads * value * hidden
     else:
