@@ -81,10 +81,7 @@ def test_between_the_same_layouts_on_the_same_gpus_nothing_moves():
 @pytest.mark.parametrize(("gpus_per_node", "in_node"), [(8, 0), (16, WEIGHTS)])
 def test_to_gpus_of_their_own_servers_get_all_they_need(gpus_per_node, in_node):
     config = config_of(Layout(tp=8), servers=1, tp=1, method="disaggregated")
-    if gpus_per_node == 8:
-        found = moved(config, qwen(), 8)
-    else:
-        found = moved(config, qwen(), 16)
+    found = moved(config, qwen(), gpus_per_node)
     assert (found.received, found.in_node, found.local) == (WEIGHTS, in_node, 0)
     assert found.most_received == WEIGHTS
     assert found.most_sent == pytest.approx(WEIGHTS / 8, rel=1e-3)

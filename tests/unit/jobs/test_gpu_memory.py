@@ -18,7 +18,6 @@ from mcore_rl.config.schema import (
     RecomputeConfig,
     RLConfig,
     RolloutConfig,
-    WeightSyncConfig,
 )
 from mcore_rl.jobs.gpu_memory import activation_bytes, turns
 from mcore_rl.jobs.roles import roles
@@ -115,13 +114,9 @@ def test_turns_add_up_and_the_offloaded_optimizer_is_not_on_the_gpu():
     assert found["actor"].optimizer == 0
 
 
-def test_roles_with_gpus_of_their_own_never_share_one():
-    config = config_of(Layout(tp=2), FULL)
-    config.weight_sync = WeightSyncConfig(method="disaggregated")
-    config = replace(
-        config, placement=placement_of(replace(config, placement=type(config.placement)()))
-    )
-    model = model_of("Qwen3-8B")
+def test_with_gpus_of_their_own_actor_and_servers_never_share_one():
+    config, model = config_of(Layout(tp=2), FULL), model_of("Qwen3-8B")
+    config.placement.rollout = "own"
     assert [turn.name for turn in turns(config, model, roles(config, model))] == [
         "actor",
         "rollout",

@@ -186,14 +186,16 @@ def test_recipes_are_listed_with_a_line_that_fits_a_terminal():
 
 @each_recipe
 def test_the_table_of_the_page_has_the_memory_of_the_fullest_gpu(name):
-    """The row of a recipe: its layout, GB by part of the actor's turn, of a push, of a server."""
+    """The row of a recipe, in GB: host of a node, parts of the actor's turn, a push, a server."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
     found = turns_of(name)
     actor, server, push = found["actor"], found["rollout"], found["push"]
     parts = (actor.weights, actor.gradients, actor.optimizer, actor.activations, actor.total)
+    stages, num_nodes = roles(composed(name), model_of(name))[0].stages, RECIPES[name].num_gpus // 8
+    host = sum(len(s.ranks) * (s.weight_bytes + s.optimizer_bytes) for s in stages) / num_nodes
     sizes = (*parts, push.total, server.weights, server.cache, server.total)
-    row = " | ".join(f"{size / 1e9:.1f}" for size in sizes)
-    assert [line for line in rows if line.endswith(f" | {row} |")], f"{name}: {row}"
+    row = " | ".join([f"{host / 1e9:.0f}", *(f"{size / 1e9:.1f}" for size in sizes)])
+    assert f"| `{name}` | {row} |" in rows, row
 
 
 @each_recipe
