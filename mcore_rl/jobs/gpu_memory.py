@@ -69,11 +69,12 @@ def activation_bytes(config: RLConfig, model: HFConfig) -> int:
 
     Per token and layer, in elements of model.dtype: five times the hidden size (the layer's input,
     what both norms give, attention's output, the sum behind it); queries and keys before and after
-    rotation, values, attention's result; gate, up and product of each MLP that the token goes
-    through; what goes into and comes out of its experts. A pipeline rank keeps that of each
-    micro-batch under way; with full recompute, the inputs of its units of layers instead. The
-    backward pass works on one layer more and its gradients. The output head is not counted:
-    actor.logprob_chunk_bytes bounds it. (arXiv 2205.05198 counts in the same way.)
+    rotation (and a norm), values, attention's result; gate, up and product of each MLP that the
+    token goes through; what goes into and comes out of its experts. A pipeline rank keeps that of
+    each micro-batch under way; with full recompute, the inputs of its units of layers instead, and
+    what one unit makes again. The backward pass works on one layer more, of gradients. The output
+    head is not counted: actor.logprob_chunk_bytes bounds it. (arXiv 2205.05198 counts like that.)
+    Kernels that are not fused keep up to half as much again (tests/dist_cpu/test_roles.py).
     """
     engine = config.actor
     layout, family = engine.layout, family_of(model)
@@ -92,7 +93,8 @@ def activation_bytes(config: RLConfig, model: HFConfig) -> int:
                 most = max(most, of_chunk * _under_way(layout.pp, layout.vpp, pp_rank))
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp)) / layout.tp
-    return int((most + 2 * layer) * tokens * ITEMSIZES[config.model.dtype])
+    unit = engine.recompute.num_layers if engine.recompute.granularity == "full" else 1
+    return int((most + (unit + 1) * layer) * tokens * ITEMSIZES[config.model.dtype])
 
 
 def _under_way(pp: int, vpp: int, pp_rank: int) -> int:
@@ -106,23 +108,29 @@ def _recomputed(engine: EngineConfig) -> set[str]:
     """Parts of a layer that are made again, one by one."""
     if engine.recompute.granularity != "selective":
         return set()
-    names = {"layernorm": "norms", "mla_up_proj": "heads", "core_attn": ""}
-    return {names.get(module, module) for module in engine.recompute.modules}
+    parts = {
+        "layernorm": {"norms"},
+        "mla_up_proj": {"heads"},
+        "moe": {"moe", "moe_act", "shared_experts"},
+        "core_attn": set(),  # kernels keep none of it
+    }
+    return set().union(*(parts.get(module, {module}) for module in engine.recompute.modules))
 
 
 def _layer_elements(fields: Mapping[str, Any], etp: int) -> dict[str, int]:
     """Of a layer (with experts, if the model has any), for a token, on all ranks together."""
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    hidden, heads, copies = fields["hidden_size"], fields["num_attention_heads"], 2
     if "kv_lora_rank" in fields:  # latents become keys and values of all heads
         query = key = heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"])
         value = result = heads * fields["v_head_dim"]
     else:
         query = result = heads * fields["kv_channels"]
         key = value = fields["num_query_groups"] * fields["kv_channels"]
+        copies += fields.get("qk_layernorm", False)
     found = {
         "input": hidden,
         "norms": 2 * hidden,
-        "heads": 2 * (query + key) + value,
+        "heads": copies * (query + key) + value,
         "result": result + 2 * hidden,
     }
     if not fields.get("num_moe_experts"):

@@ -69,13 +69,19 @@ FULL, NONE = RecomputeConfig("full"), RecomputeConfig()
             "Llama-3.1-70B",
             Layout(),
             RecomputeConfig("full", num_layers=4),
-            20 * 8192 + 2 * sum(LLAMA),
+            20 * 8192 + 5 * sum(LLAMA),
         ),
         (
             "Llama-3.1-70B",
             Layout(),
             RecomputeConfig("selective", ["mlp"]),
             80 * sum(LLAMA[:4]) + 2 * sum(LLAMA),
+        ),
+        (
+            "DeepSeek-V3",
+            Layout(),
+            RecomputeConfig("selective", ["moe", "layernorm", "core_attn"]),
+            61 * (sum(DEEPSEEK[:1]) + sum(DEEPSEEK[2:4])) + 2 * sum(DEEPSEEK),
         ),
         # The second of 16 stages has 4 layers of 15 micro-batches; the first only 3 of 16.
         (
