@@ -77,9 +77,10 @@ def _named(config: RLConfig, role: str, ranks: list[int]) -> str:
     first, last = ranks[0], ranks[-1]
     if role == "rollout":
         tp = config.rollout.tp
-        if first // tp == last // tp:
-            return f"server {first // tp}, workers {_span(first % tp, last % tp)}"
-        return f"servers {_span(first // tp, last // tp)}"
+        if first // tp < last // tp:
+            return f"servers {first // tp}-{last // tp}"
+        workers = f", workers {_span(first % tp, last % tp)}" if tp > 1 else ""
+        return f"server {first // tp}{workers}"
     text = _span(first, last)
     layout = config.actor.layout
     if layout.pp > 1:
