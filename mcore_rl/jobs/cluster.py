@@ -53,7 +53,7 @@ def _bundles(plan: PoolPlan, start: int, gpus_per_node: int) -> Iterator[int]:
     size = plan.devices_per_bundle
     for _ in range(plan.num_bundles):
         left = -start % gpus_per_node
-        if left < size <= gpus_per_node and left:
+        if left < size <= gpus_per_node:
             start += left
         yield from range(start, start + size)
         start += size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -110,7 +111,8 @@ def _table(
     shown = {heading: column for heading, column in sizes.items() if any(column)}
     table = Table(box=None)
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        justify: Literal["left", "right"] = "right" if heading == "parameters" else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
     for heading in shown:
         table.add_column(heading, justify="right", overflow="fold")
     for index, row in enumerate(rows):

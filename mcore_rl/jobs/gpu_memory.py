@@ -48,15 +48,15 @@ def _turn(config: RLConfig, model: HFConfig, role: Role) -> Turn:
     if role.name == "rollout":
         [stage] = role.stages
         return Turn(role.name, stage.weight_bytes, cache=stage.cache_bytes)
-    engine, trains = config.actor, role.name != "reference"
-    offloads = engine.optimizer.cpu_offload
+    trained = config.warm_start if role.name == "warm_start" else config.actor
+    offloads = trained.optimizer.cpu_offload
     stage = max(role.stages, key=lambda stage: _trained_bytes(stage, offloads))
     return Turn(
         role.name,
         stage.weight_bytes,
         stage.gradient_bytes,
         0 if offloads else stage.optimizer_bytes,
-        activation_bytes(config, model) if trains and role.name == "actor" else 0,
+        activation_bytes(config, model) if role.name == "actor" else 0,
     )
 
 

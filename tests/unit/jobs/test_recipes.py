@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.gpu_memory import Turn, turns
 from mcore_rl.jobs.placement import num_devices, pool_plans
-from mcore_rl.jobs.roles import roles
+from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.models.base import HFConfig, kv_elements_per_token
 from tests.unit.jobs.test_dry_run import dry_run
 
@@ -66,9 +67,14 @@ def model_of(name: str) -> HFConfig:
     return config
 
 
+@cache
+def roles_of(name: str, *overrides: str) -> list[Role]:
+    return roles(composed(name, *overrides), model_of(name))
+
+
 def turns_of(name: str, *overrides: str) -> dict[str, Turn]:
     config, model = composed(name, *overrides), model_of(name)
-    return {turn.name: turn for turn in turns(config, model, roles(config, model))}
+    return {turn.name: turn for turn in turns(config, model, roles_of(name, *overrides))}
 
 
 def most_bytes(name: str, *overrides: str) -> int:
@@ -191,7 +197,7 @@ def test_the_table_of_the_page_has_the_memory_of_the_fullest_gpu(name):
     found = turns_of(name)
     actor, server, push = found["actor"], found["rollout"], found["push"]
     parts = (actor.weights, actor.gradients, actor.optimizer, actor.activations, actor.total)
-    stages, num_nodes = roles(composed(name), model_of(name))[0].stages, RECIPES[name].num_gpus // 8
+    stages, num_nodes = roles_of(name)[0].stages, RECIPES[name].num_gpus // GPUS_PER_NODE
     host = sum(len(s.ranks) * (s.weight_bytes + s.optimizer_bytes) for s in stages) / num_nodes
     sizes = (*parts, push.total, server.weights, server.cache, server.total)
     row = " | ".join([f"{host / 1e9:.0f}", *(f"{size / 1e9:.1f}" for size in sizes)])
