@@ -16,7 +16,7 @@ class EachNode:
 
     def __init__(self, function: Callable[[Any, int], None], address: str = "") -> None:
         """`address` is one of this machine; empty: that which Ray uses."""
-        found = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeID"])
+        found = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeName"])
         if not found:
             raise ConfigError("the Ray cluster has no node that is alive")
         self.nodes = _names(found)

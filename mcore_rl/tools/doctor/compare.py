@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,9 +48,10 @@ def compare_clocks(reports: Sequence[NodeReport], max_skew_s: float) -> Iterator
     middle = next(report for report in reports if report.clock_s == middle_s)
     for report in reports:
         behind_s = report.clock_s - middle.clock_s
-        bound_s = report.clock_bound_s + middle.clock_bound_s
+        bound_s = report.clock_bound_s + middle.clock_bound_s if report is not middle else 0.0
         if abs(behind_s) - bound_s <= max_skew_s:
-            value = f"within {abs(behind_s) + bound_s:.3f} s of {middle.name}"
+            at_most_ms = math.ceil((abs(behind_s) + bound_s) * 1e3)
+            value = f"within {at_most_ms / 1e3:.3f} s of {middle.name}"
             yield Finding("clock", report.name, "ok", value, f"within {max_skew_s:g} s")
             continue
         word = "behind" if behind_s > 0 else "ahead of"
