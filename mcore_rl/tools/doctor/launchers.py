@@ -49,7 +49,8 @@ class Launcher(Protocol):
 
 class ThisNode:
     def __init__(self) -> None:
-        self.nodes, self.address = [socket.gethostname()], "127.0.0.1"
+        self.nodes = [os.environ.get("SLURMD_NODENAME") or socket.gethostname()]
+        self.address = "127.0.0.1"
         self._thread: threading.Thread | None = None
 
     def start(self, endpoint: RendezvousEndpoint) -> None:

@@ -28,7 +28,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
 from mcore_rl.tools.doctor import devices, software, system
-from mcore_rl.tools.doctor.findings import NodeReport, Request
+from mcore_rl.tools.doctor.findings import DoctorRequest, NodeReport
 
 _CONNECT_S = 5.0  # for one connection between two nodes
 _NUM_CLOCK_READINGS = 10  # the one with the shortest round trip counts
@@ -49,7 +49,7 @@ def examine(endpoint: RendezvousEndpoint, number: int, name: str = "") -> None:
     client = RendezvousClient(endpoint, number, number + 1, _CONNECT_S * 2)
     with contextlib.closing(client):
         told = json.loads(client.get(["request"], _CONNECT_S * 2)[0])
-        request = Request(**told["request"])
+        request = DoctorRequest(**told["request"])
         node = _Node(client, request, number, told["nodes"], name or told["nodes"][number])
         report = node.look()
         client.set(f"report/{number}", json.dumps(asdict(report)).encode())
@@ -59,7 +59,7 @@ class _Node:
     def __init__(
         self,
         client: RendezvousClient,
-        request: Request,
+        request: DoctorRequest,
         number: int,
         nodes: Sequence[str],
         name: str,
@@ -172,7 +172,7 @@ class _Node:
                 value = f"cannot reach {one['name']} at {host}: {reason}"
                 self._report.add("network", "fail", value, "a connection", remedy)
         if len(others) == len(self._nodes) - 1 and not any(reasons):
-            self._report.add("network", "ok", f"reaches {len(reachable)} other nodes")
+            self._report.add("network", "ok", f"reaches all others ({len(reachable)})")
 
     def _connect(self, other: Mapping[str, Any]) -> str:
         """Why that does not work; empty when it does."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.parallel.rendezvous_client import LateError, RendezvousClient
 from mcore_rl.tools.doctor import compare, software
-from mcore_rl.tools.doctor.findings import Finding, NodeReport, Report, Request
+from mcore_rl.tools.doctor.findings import DoctorRequest, Finding, NodeReport, Report
 from mcore_rl.tools.doctor.launchers import Launcher
 
 _LOOK_S = 0.5  # between two looks at whether the nodes still run
@@ -18,7 +18,7 @@ _ANSWER_S = 10.0  # of our own rendezvous
 _END_S = 10.0  # what nodes may take that have told all
 
 
-def examine(request: Request, launcher: Launcher) -> Report:
+def examine(request: DoctorRequest, launcher: Launcher) -> Report:
     """A node that does not answer is a finding, with what it was doing.
 
     Raises ConfigError when this machine cannot listen on the launcher's address.

@@ -18,6 +18,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.parallel import handshake, store
 from mcore_rl.parallel.handshake import Challenge
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, interface_of
+from mcore_rl.parallel.rendezvous_client import RendezvousClient
 from mcore_rl.parallel.store import RendezvousStore
 from tests import attacks
 
@@ -100,6 +101,14 @@ def test_a_wait_that_ends_names_its_key_and_the_ranks_that_are_missing(server):
     rank_1.close()
     with pytest.raises(c10d.DistStoreError, match=r"for key; rank 1 went away$"):
         rank_0.wait(["there", "key"], timedelta(seconds=0.1))
+
+
+def test_the_clock_of_this_machine_is_right_within_the_error_that_is_told(server):
+    client = RendezvousClient(server.endpoint, 0, 1, 20.0)
+    for _ in range(10):
+        ahead_s, bound_s = client.clock()
+        assert 0 < bound_s < 1 and abs(ahead_s) < bound_s + 1e-3
+    client.close()
 
 
 def test_many_ranks_count_right(server):
