@@ -75,6 +75,30 @@ def interface_of(address: str) -> str:
     raise ConfigError(f"{address} is not an address of this machine")
 
 
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface of this machine; "" is that of the default route.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not interface:
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as sock:
+            sock.connect(("203.0.113.1", 9))  # nobody's, by RFC 5737, and nothing is sent
+            return str(sock.getsockname()[0])
+        raise ConfigError(
+            "no interface is named, and this machine has no default route that would say by which "
+            "address others reach it"
+        )
+    found = {
+        name: [one.address for one in addresses if one.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    if not found.get(interface):
+        allowed = ", ".join(sorted(name for name, addresses in found.items() if addresses))
+        raise ConfigError(f"interface {interface!r} has no IPv4 address; allowed: {allowed}")
+    return str(found[interface][0])
+
+
 def frame(*fields: bytes) -> bytes:
     body = b"".join(struct.pack(">I", len(one)) + one for one in fields)
     return struct.pack(">I", len(body)) + body

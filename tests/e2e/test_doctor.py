@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,13 @@ def ray_of_two_nodes(tmp_path_factory) -> Iterator[str]:
     world = plant(folder, FAULTS["version"].world)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     common = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster = Cluster(True, head_node_args={**common, "node_name": "n1"})
-    cluster.add_node(**common, node_name=NODE, env_vars={**world, "SLURMD_NODENAME": NODE})
-    yield cluster.address
-    cluster.shutdown()
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:  # sockets need short paths
+        head = {**common, "node_name": NODES[0], "temp_dir": scratch}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        its = {**world, "SLURMD_NODENAME": NODE}
+        cluster.add_node(**common, node_name=NODE, env_vars=its)
+        yield cluster.address
+        cluster.shutdown()
 
 
 def test_a_fault_of_a_node_of_ray_is_found_there(ray_of_two_nodes, arguments):

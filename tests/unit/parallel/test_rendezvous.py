@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +19,12 @@ import torch.distributed
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.parallel import handshake, store
 from mcore_rl.parallel.handshake import Challenge
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, interface_of
+from mcore_rl.parallel.rendezvous import (
+    RendezvousEndpoint,
+    RendezvousServer,
+    address_of,
+    interface_of,
+)
 from mcore_rl.parallel.rendezvous_client import RendezvousClient
 from mcore_rl.parallel.store import RendezvousStore
 from tests import attacks
@@ -145,6 +152,23 @@ def test_an_address_that_is_not_of_this_machine_is_refused():
         RendezvousServer("192.0.2.77")
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77 is not an address of this machine"):
         interface_of("192.0.2.77")
+
+
+def test_the_address_of_an_interface_is_the_one_that_it_is_found_by():
+    assert address_of("lo") == "127.0.0.1"
+    outward = address_of("")
+    assert address_of(interface_of(outward)) == outward
+    with pytest.raises(ConfigError, match=r"^interface 'typo' has no IPv4 address; allowed: .*lo"):
+        address_of("typo")
+
+
+def test_without_a_default_route_an_interface_has_to_be_named():
+    alone = "from mcore_rl.parallel.rendezvous import address_of as f; print(f('')) "
+    command = ["unshare", "-Urn", sys.executable, "-c", alone]
+    if subprocess.run([*command[:2], "true"], capture_output=True).returncode:
+        pytest.skip("a network of one's own is not allowed here")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "no interface is named, and this machine has no default route" in done.stderr
 
 
 def test_a_process_that_is_no_rank_is_told_what_is_missing(monkeypatch):
