@@ -36,6 +36,7 @@ def examine(request: DoctorRequest, launcher: Launcher) -> Report:
         stack.callback(launcher.stop)
         launcher.start(server.endpoint)
         reports = _gather(client, launcher, start + request.timeout_s)
+        _let_end(launcher, _END_S if len(reports) == len(nodes) else 0.0)
         silent = {
             number: _doing(client, number) for number in set(range(len(nodes))) - set(reports)
         }
@@ -85,11 +86,9 @@ def _doing(client: RendezvousClient, number: int) -> str:
 
 
 def _silence(name: str, doing: str, waited_s: float, launcher: Launcher) -> Finding:
-    value = (
-        f"no answer in {waited_s:.0f} s, while {doing}"
-        if doing
-        else (f"did not come in {waited_s:.0f} s")
-    )
+    value = f"did not come in {waited_s:.0f} s"
+    if doing:
+        value = f"no answer in {waited_s:.0f} s, while {doing}"
     if why := launcher.why(name):
         value += f": {why}"
     remedy = "see whether the node is up and has this Python at the same path; exclude it"
