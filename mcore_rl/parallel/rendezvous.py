@@ -3,7 +3,7 @@
 A rank connects as parallel/handshake.py has it. From then on it sends requests and reads an answer
 to each. Either is a frame: its length (4 bytes, big endian), then fields, each behind its own
 length. A request is the name of an operation and its arguments; an answer begins with one of
-OK, LATE and BAD. parallel/store.py is the other side.
+OK, LATE and BAD. parallel/rendezvous_client.py is the other side.
 """
 
 from __future__ import annotations
@@ -75,6 +75,30 @@ def interface_of(address: str) -> str:
     raise ConfigError(f"{address} is not an address of this machine")
 
 
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface of this machine; "" is that of the default route.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not interface:
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as sock:
+            sock.connect(("203.0.113.1", 9))  # nobody's, by RFC 5737, and nothing is sent
+            return str(sock.getsockname()[0])
+        raise ConfigError(
+            "no interface is named, and this machine has no default route that would say by which "
+            "address others reach it"
+        )
+    found = {
+        name: [one.address for one in addresses if one.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    if not found.get(interface):
+        allowed = ", ".join(sorted(name for name, addresses in found.items() if addresses))
+        raise ConfigError(f"interface {interface!r} has no IPv4 address; allowed: {allowed}")
+    return str(found[interface][0])
+
+
 def frame(*fields: bytes) -> bytes:
     body = b"".join(struct.pack(">I", len(one)) + one for one in fields)
     return struct.pack(">I", len(body)) + body
@@ -142,6 +166,7 @@ class RendezvousServer:
             b"delete_key": self._delete_key,
             b"check": self._check,
             b"num_keys": self._num_keys,
+            b"time": self._time,
         }
         self._closing, self._bell = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -337,6 +362,9 @@ class RendezvousServer:
 
     def _num_keys(self, peer: _Peer) -> None:
         self._send(peer, frame(OK, b"%d" % len(self._values)))
+
+    def _time(self, peer: _Peer) -> None:
+        self._send(peer, frame(OK, struct.pack(">d", time.time())))
 
 
 def _joined(ranks: set[int]) -> bytes:

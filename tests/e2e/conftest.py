@@ -22,6 +22,7 @@ import pytest
 
 from mcore_rl.data.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
+from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 from tests.small_disk import on_small_disk
 
 if TYPE_CHECKING:
@@ -177,3 +178,12 @@ def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
             return job
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    """A SLURM of two nodes."""
+    if missing := missing_programs():
+        pytest.skip(f"no {', '.join(missing)}: Debian has them in slurm-wlm and munge")
+    with slurm_cluster() as cluster:
+        yield cluster

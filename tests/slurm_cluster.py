@@ -1,0 +1,224 @@
+"""A real SLURM of two nodes on this machine: munged, slurmctld and two slurmd of their own.
+
+Debian's packages slurm-wlm and munge have the programs; nothing here installs them. Both nodes have
+one kernel, so what tells them apart is SLURMD_NODENAME in the environment of their tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.processes import command_line, environ, lives
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+NODES = ("n1", "n2")
+Run = subprocess.CompletedProcess[str]
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # Debian keeps daemons where users do not look
+_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,requeue_delay=1
+MpiDefault=none
+JobRequeue=1
+ReturnToService=2
+SlurmdTimeout=6
+KillWait=5
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=100
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=100
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing_programs() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+
+
+class SlurmCluster:
+    """`environment` is for what talks to it: sbatch, srun, squeue, scancel, scontrol."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` needs a short path, since sockets are in it."""
+        self.folder = folder
+        self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("munge", "state", "log", "spool"):
+            (folder / name).mkdir(mode=0o755)
+        (folder / "munge" / "key").write_bytes(os.urandom(128))
+        (folder / "munge" / "key").chmod(0o600)
+        host = socket.gethostname().partition(".")[0]
+        (folder / "slurm.conf").write_text(
+            _CONF.format(host=host, ports=_free_ports(3), folder=folder, user=getpass.getuser())
+        )
+
+    def start(self) -> None:
+        munge = self.folder / "munge"
+        files = {n: munge / n for n in ("socket", "log-file", "pid-file", "seed-file")}
+        options = [f"--{name}={path}" for name, path in files.items()]
+        self._start("munged", "--foreground", "--force", f"--key-file={munge / 'key'}", *options)
+        self.wait_until(files["socket"].exists, "munged listens")
+        self._start("slurmctld", "-D", "-c")
+        for node in NODES:
+            self.start_node(node)
+        self.wait_until(
+            lambda: self.run("sinfo", "-h", "-o", "%t %D").stdout.split() == ["idle", "2"],
+            "both nodes are idle",
+        )
+
+    def start_node(self, node: str) -> None:
+        self._start("slurmd", "-D", "-N", node, name=node)
+
+    def run(self, *command: str, timeout: float = 60, **variables: str) -> Run:
+        """What it printed and how it ended; `variables` are of its environment."""
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, check=False,
+            env=self.environment | variables,
+        )  # fmt: skip
+
+    def submit(self, *arguments: str, **variables: str) -> str:
+        """sbatch with these arguments; the number of the job."""
+        done = self.run("sbatch", "--parsable", *arguments, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What `scontrol show job` tells: JobState, ExitCode, Restarts, Reason, ..."""
+        lines = self.run("scontrol", "show", "job", number).stdout.split()
+        return dict(word.split("=", 1) for word in lines if "=" in word)
+
+    def wait_for_state(self, number: str, *states: str, seconds: float = 60) -> dict[str, str]:
+        self.wait_until(
+            lambda: self.job(number).get("JobState") in states, f"job {number} is {states}", seconds
+        )
+        return self.job(number)
+
+    def wait_until(self, happened: Callable[[], bool], what: str, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not happened():
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    "\n".join([f"waited {seconds:g} s until {what}", *self.logs()])
+                )
+            time.sleep(0.2)
+
+    def logs(self) -> Iterator[str]:
+        """The end of each daemon's log, and what SLURM says of nodes and jobs."""
+        for command in (("sinfo", "-N", "-l"), ("squeue", "-l")):
+            yield self.run(*command).stdout
+        for file in sorted((self.folder / "log").iterdir()):
+            yield f"{file.name}: " + "\n".join(file.read_text().splitlines()[-10:])
+
+    def processes(self, node: str | None = None) -> set[psutil.Process]:
+        """All that lives on a node, its daemon and slurmstepd too; without one, in the cluster."""
+        conf = self.environment["SLURM_CONF"]
+        found = {p for p in psutil.process_iter() if environ(p).get("SLURM_CONF") == conf}
+        if node:
+            found = {p for p in found if environ(p).get("SLURMD_NODENAME") == node}
+            if daemon := self._daemons.get(node):
+                found.add(psutil.Process(daemon.pid))
+        # A slurmstepd writes its title over its environment.
+        stepds = {p for p in psutil.process_iter() if "slurmstepd" in command_line(p)}
+        found |= {p for p in stepds if _is_parent(p, found)}
+        return {process for process in found if lives(process)}
+
+    def kill_node(self, node: str) -> None:
+        """As a machine that loses power: all of it stops, so that none tells of another's end."""
+        stopped: set[psutil.Process] = set()
+        while found := self.processes(node) - stopped:
+            _signal(found, signal.SIGSTOP)
+            stopped |= found
+        _signal(stopped, signal.SIGKILL)
+        self._daemons.pop(node).wait()
+
+    def stop(self) -> None:
+        """Cancels all jobs, ends the daemons, and what is left by SIGKILL."""
+        self.run("scancel", "--full", "--user", getpass.getuser())
+        with contextlib.suppress(AssertionError):
+            self.wait_until(lambda: not self.run("squeue", "-h").stdout, "jobs have ended", 20)
+        for daemon in reversed(self._daemons.values()):
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in self._daemons.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(10)
+        _signal(self.processes(), signal.SIGKILL)
+        for daemon in self._daemons.values():
+            daemon.wait()
+
+    def _start(self, program: str, *arguments: str, name: str = "") -> None:
+        path = shutil.which(program, path=_PATH)
+        assert path, program
+        with (self.folder / "log" / (name or program)).open("ab") as log:
+            self._daemons[name or program] = subprocess.Popen(
+                [path, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=_plain(self.environment), start_new_session=True,
+            )  # fmt: skip
+
+
+def _is_parent(process: psutil.Process, others: set[psutil.Process]) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return not others.isdisjoint(process.children())
+    return False
+
+
+def _signal(processes: Iterable[psutil.Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def _plain(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what a test of a job has set: daemons hand it on to nobody."""
+    return {name: environment[name] for name in ("PATH", "SLURM_CONF")}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Below those that the kernel gives to connections."""
+    found: list[int] = []
+    for port in random.sample(range(10000, 30000), 1000):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError("no free ports between 10000 and 30000")
+
+
+@contextlib.contextmanager
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Starts one and leaves nothing of it."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))
+    folder.chmod(0o755)
+    cluster = SlurmCluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder)
