@@ -98,7 +98,7 @@ def quantize_blocks(
         largest = columns.view(-1, BLOCK).amax(1).bfloat16().float()
         if not largest.isfinite().all():
             require_finite(name, weight)
-            raise ConfigError(f"tensor {name} holds values that are too large for bfloat16")
+            raise ConfigError(f"tensor {name} has values that are too large for bfloat16")
         scales[number] = torch.where(largest < _SMALLEST, 1.0, largest / _LARGEST)
         # Not in place: the band of a float32 weight is the weight itself.
         quantized[rows] = (band / _by_column(scales[number], 0, band.shape[1])).to(QUANTIZED)

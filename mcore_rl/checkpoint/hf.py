@@ -129,7 +129,7 @@ class CheckpointReader:
         found = self.shapes()
         missing = sorted(wanted.keys() - found.keys())
         extra = sorted(found.keys() - wanted.keys())
-        for what, names in (("lacks", missing), ("holds unexpected", extra)):
+        for what, names in (("lacks", missing), ("has unexpected", extra)):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise ConfigError(
@@ -169,14 +169,12 @@ class CheckpointReader:
         for name in self._file_of:
             base = name.removesuffix(fp8.SCALE_SUFFIX)
             if base != name and base not in scaled:
-                raise ConfigError(
-                    f"{where}: {name} are scales, but {base} is not there in {float8}"
-                )
+                raise ConfigError(f"{where}: {name} are scales, but there is no {base} in {float8}")
         for name in sorted(scaled):
             scale, shape = name + fp8.SCALE_SUFFIX, self.shape(name)
             if scale not in self._file_of:
                 raise ConfigError(
-                    f"{where}: {name} is in {float8}, and its scales {scale} are not there"
+                    f"{where}: {name} is in {float8}, but its scales {scale} are missing"
                 )
             if len(shape) != 2:
                 raise ConfigError(
@@ -221,7 +219,7 @@ def _located(path: Path) -> dict[str, SafetensorsFile]:
     for file in map(SafetensorsFile, found.values()):
         for name in file.entries:
             if name in located:
-                raise ConfigError(f"{located[name].path} and {file.path} both hold tensor {name}")
+                raise ConfigError(f"{located[name].path} and {file.path} both have tensor {name}")
             located[name] = file
             if weight_map is not None and weight_map.get(name) != file.path.name:
                 raise ConfigError(f"{file.path} has tensor {name}, which {index} does not name")

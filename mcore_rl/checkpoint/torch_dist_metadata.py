@@ -179,7 +179,7 @@ def _check_opcodes(data: bytes) -> None:
         if opcode.name not in allowed:
             raise ValueError(f"opcode {opcode.name} at byte {at}")
     if at != len(data) - 1:
-        raise ValueError("it goes on after its end")
+        raise ValueError("it has data after its end")
 
 
 _Offsets = tuple[int, ...]
@@ -267,7 +267,7 @@ def _check_files(folder: Path, items: Iterable[DistItem]) -> None:
                 raise ValueError(f"two items of {name} share the bytes at {offset}")
             end = offset + nbytes
         if end > (size := path.stat().st_size):
-            raise ConfigError(f"{path} is cut short: it has {size} bytes of at least {end}")
+            raise ConfigError(f"{path} is truncated: it has {size} bytes of at least {end}")
 
 
 def _taken(places: _Places, key: str, offsets: _Offsets | None) -> tuple[str, int, int]:

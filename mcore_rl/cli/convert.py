@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_mcore = commands.add_parser("hf-to-mcore", help="a Hugging Face folder for Megatron")
     to_hf = commands.add_parser("mcore-to-hf", help="a Megatron checkpoint for Hugging Face")
     inspect = commands.add_parser("inspect", help="what is in a folder of either kind")
-    verify = commands.add_parser("verify", help="whether two folders hold the same weights")
+    verify = commands.add_parser("verify", help="whether two folders contain the same weights")
     _folder(to_mcore, "--model", "Hugging Face folder")
     add = to_mcore.add_argument
     add("--layout", default="", metavar="tp=2,ep=2", help=f"of the ranks to come: {AXES}")

@@ -51,6 +51,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, default=8)
     add("--nic-gbps", type=float, default=400.0, help="gigabits a second of a GPU; default: 400")
     add("--nvlink-gbps", type=float, default=3600.0, help="the same inside a node; default: 3600")
-    add("--plot", type=Path, metavar="PNG", help="heatmap of who sends whom how much")
+    add("--plot", type=Path, metavar="PNG", help="heatmap of the traffic between ranks")
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -16,7 +16,7 @@ Exit status: 0 when every pair is within the tolerance, 1 when not, 2 for bad in
 is not, the first module that differs is named."""
 _TOLERANCE = (
     "bound on the largest difference of log-probs, in nats; default: 1e-4 in float32, 2.0 in "
-    "bfloat16, where the mean is bound to 0.1 besides (rounding gives 1 at single tokens, 0.02 on "
+    "bfloat16, where the mean is limited to 0.1 (rounding gives 1 at single tokens, 0.02 on "
     "average)"
 )
 

@@ -37,7 +37,7 @@ def parse_json_object(
         ConfigError: it is no JSON object; the message begins with `where`.
     """
     if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{where} holds more than {_MAX_BYTES} bytes")
+        raise ConfigError(f"{where} has more than {_MAX_BYTES} bytes")
     try:
         found = json.loads(data.decode(), object_pairs_hook=from_pairs)
     except ValueError as error:
@@ -45,5 +45,5 @@ def parse_json_object(
     except RecursionError:  # raised by the parser for nesting, long before the stack ends
         raise ConfigError(f"{where} is not valid JSON: it is nested too deep") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds a JSON {type(found).__name__}, not an object")
+        raise ConfigError(f"{where} is a JSON {type(found).__name__}, not an object")
     return found

@@ -91,7 +91,7 @@ def _resolve_mtp(key: str, config: EngineConfig) -> None:
     if config.layout.last_stage_layers == 0:
         raise ConfigError(
             f"{key}.layout.last_stage_layers=0 with {key}.mtp_loss_coef={config.mtp_loss_coef}: "
-            "prediction layers stand behind a decoder layer of their chunk; allowed: at least 1"
+            "prediction layers need a decoder layer before them in their chunk; allowed: at least 1"
         )
     if config.recompute.granularity == "full":
         raise ConfigError(

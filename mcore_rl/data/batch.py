@@ -118,13 +118,13 @@ class Batch:
     def jagged(self, name: str) -> Jagged:
         column = self[name]
         if not isinstance(column, Jagged):
-            raise TypeError(f"column {name!r} holds one value a sample, not a row a sample")
+            raise TypeError(f"column {name!r} has one value per sample, not one row per sample")
         return column
 
     def array(self, name: str) -> Array:
         column = self[name]
         if isinstance(column, Jagged):
-            raise TypeError(f"column {name!r} holds a row a sample, not one value a sample")
+            raise TypeError(f"column {name!r} has one row per sample, not one value per sample")
         return column
 
     @property

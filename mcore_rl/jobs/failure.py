@@ -25,5 +25,5 @@ def summarize_failure(trace_file: Path, *kinds: type[Exception]) -> Iterator[Non
             aside.write_text("".join(traceback.format_exception(error)))
             aside.replace(trace_file)
         except OSError as full:
-            raise RunFailed(f"{reason} (no room for the whole story: {full})") from error
-        raise RunFailed(f"{reason} (the whole story: {trace_file})") from error
+            raise RunFailed(f"{reason} (no disk space for the traceback: {full})") from error
+        raise RunFailed(f"{reason} (traceback: {trace_file})") from error

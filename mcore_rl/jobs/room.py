@@ -42,7 +42,7 @@ def check_room(config: RLConfig, folder: Path) -> None:
     if config.warm_start.num_steps:
         copies["the warm start's"] = 1
     if config.weight_sync.method == "full_export":
-        copies["weights on their way to the servers"] = 1
+        copies["weights exported for the servers"] = 1
     size, free = weight_bytes(config), shutil.disk_usage(folder).free
     needed = size * sum(copies.values())
     if needed > free:

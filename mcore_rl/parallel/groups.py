@@ -47,7 +47,7 @@ def groups_of_one() -> Iterator[None]:
         RuntimeError: the process belongs to a world already.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process is a rank already and cannot be a world of its own")
+        raise RuntimeError("this process is already a rank and cannot form a separate world")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -87,7 +87,7 @@ class Mesh:
         """
         mesh = next((m for m in (DENSE_AXES, EXPERT_AXES) if axes and set(axes) <= set(m)), None)
         if mesh is None:
-            raise TypeError(f"axes {axes} do not lie on one of {DENSE_AXES} and {EXPERT_AXES}")
+            raise TypeError(f"axes {axes} are not all in one of {DENSE_AXES} and {EXPERT_AXES}")
         fixed = _names([axis for axis in mesh if axis not in axes])
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinate in enumerate(self._coordinates):

@@ -104,7 +104,7 @@ class BoxLayout:
         for number, (tensor, like) in enumerate(zip(tensors, self._like, strict=True)):
             if _likeness(tensor) != like:
                 raise ValueError(
-                    f"tensor {number} is {_likeness(tensor)}; allowed: {like}, as it was laid out"
+                    f"tensor {number} is {_likeness(tensor)}; allowed: {like}, as it was at first"
                 )
         starts = [tensor.data_ptr() for tensor in tensors]
         if starts != self._starts:
@@ -154,7 +154,7 @@ class BoxQuantize:
         for number, (_, into) in enumerate(self._pairs):
             if not into.scales.isfinite().all():
                 raise ValueError(
-                    f"weight {number} holds NaN, infinity or values too large for bfloat16"
+                    f"weight {number} has NaN, infinity or values too large for bfloat16"
                 )
 
 

@@ -260,7 +260,7 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
             for block in weight.rule.blocks(Shard(index, count if weight.axis else 1)):
                 if (block.tensor.name, block.box) in boxes:
                     raise ValueError(
-                        f"{weight.name}: {block.box} of {block.tensor.name} stands twice"
+                        f"{weight.name}: {block.box} of {block.tensor.name} occurs twice"
                     )
                 boxes.add((block.tensor.name, block.box))
                 covered[block.tensor.name] = covered.get(block.tensor.name, 0) + block.box.numel

@@ -307,7 +307,7 @@ class VLLMServer:
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
                 raise ConfigError(
-                    f"{path}: {name} is {found.get(name, 'not there')}; the checkpoint that the "
+                    f"{path}: {name} is {found.get(name, 'missing')}; the checkpoint that the "
                     f"server started from has {expected.get(name, 'no such tensor')}"
                 )
         async with self._replacing(version):
@@ -395,6 +395,6 @@ async def _traced(engine: AsyncLLM, name: str, shape: list[int]) -> torch.Tensor
 
 def _check(model_path: str, dtype: str, config: RolloutConfig) -> None:
     if not Path(model_path, "config.json").is_file():
-        raise ConfigError(f"model.path {model_path!r} holds no config.json of a checkpoint")
+        raise ConfigError(f"model.path {model_path!r} has no config.json of a checkpoint")
     if dtype not in _DTYPES:
         raise ConfigError(f"model.dtype {dtype!r} is not one of {', '.join(_DTYPES)}")

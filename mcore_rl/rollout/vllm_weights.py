@@ -148,7 +148,7 @@ class ShardWriter:
         info = get_layerwise_info(layer)
         is_counted = name not in SKIP_LOAD_TENSORS
         if is_counted and not info.can_load():
-            raise ValueError(f"{piece.target}: more elements came than its module holds")
+            raise ValueError(f"{piece.target}: received more elements than its module has")
         if is_counted and info.load_numel == 0:
             materialize_layer(layer, info)
             info.load_numel = _zero_padding(layer)

@@ -78,7 +78,7 @@ def shared_memory_end(
             store.set(f"host-of-{sender.endpoint.generation_rank}", told)
         return _Host(spec, plan, device, sender)
     except RuntimeError as error:
-        raise StreamError(f"rank {rank} of the weights' way: {error}") from error
+        raise StreamError(f"rank {rank} of the weight transport: {error}") from error
 
 
 class _Host(WeightTransport):

@@ -57,7 +57,7 @@ class NixlTransport(ExchangeTransport):
             self._agent.register_memory(self._staging)
             self._meet(keys, spec.world_size)
         except RuntimeError as error:
-            raise StreamError(f"rank {rank} of the weights' way: {error}") from error
+            raise StreamError(f"rank {rank} of the weight transport: {error}") from error
         self._used = 0  # of the staging memory, by the current version
         self._notices: Notices = {}
 
@@ -152,7 +152,7 @@ class _NixlMessages:
                 others = {version for version, name, _ in self._notices if name == peer}
                 at = f"; it is at version {max(others)}" if others else ""
                 raise StreamError(
-                    f"version {self._version}, bucket {bucket}: rank {peer} of the weights' way "
+                    f"version {self._version}, bucket {bucket}: rank {peer} of the transport "
                     f"made no move for {self._timeout_s:g} s{at}"
                 )
             time.sleep(_POLL_S)

@@ -64,7 +64,7 @@ def _compare(
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             raise ConfigError(
-                f"{who}: {what} of {name} are {found.get(name, 'not there')}, but the rules of the "
-                f"model's family say {expected.get(name, 'that it is not there')}; "
+                f"{who}: {what} of {name} are {found.get(name, 'missing')}, but the rules of the "
+                f"model's family say {expected.get(name, 'that it does not exist')}; "
                 "weight_sync.method=full_export does without these rules"
             )

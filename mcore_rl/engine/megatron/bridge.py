@@ -44,8 +44,8 @@ def _auto_bridge() -> Any:
     if not installed or not torch.cuda.is_available():
         missing = "a GPU" if installed else "the package megatron-bridge"
         raise ConfigError(
-            f"--bridge=megatron-bridge: {missing} is not there; it needs GPUs and, in an "
-            'environment of its own, pip install "mcore-rl[bridge]"'
+            f"--bridge=megatron-bridge: {missing} is not installed; it needs GPUs and, in a "
+            'separate environment, pip install "mcore-rl[bridge]"'
         )
     from megatron.bridge import AutoBridge
 

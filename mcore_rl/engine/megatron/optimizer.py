@@ -40,7 +40,7 @@ def check(settings: OptimizerConfig, total_steps: int) -> None:
         # that is nothing, and its gradients then have no copy to go to
         # (optimizer/cpu_offloading/hybrid_optimizer.py:273 and :101).
         raise ConfigError(
-            "optimizer.cpu_offload=true: without a GPU the optimizer is on the CPU as it is; "
+            "optimizer.cpu_offload=true: without a GPU the optimizer is already on the CPU; "
             "allowed: false"
         )
     resolve_schedule("optimizer", settings, total_steps)

@@ -206,12 +206,12 @@ def checked_column(
         return np.empty((0, num_layers, topk), dtype=np.int16)
     if values.shape[1:] != (num_layers, topk) or not np.issubdtype(values.dtype, np.integer):
         raise RuntimeError(
-            f"router replay: column {COLUMN!r} holds {values.dtype} {values.shape[1:]} a token; "
+            f"router replay: column {COLUMN!r} has {values.dtype} {values.shape[1:]} per token; "
             f"the model needs integers [MoE layers, experts a token] = {(num_layers, topk)}"
         )
     if values.min() < 0 or values.max() >= num_experts:
         raise RuntimeError(
-            f"router replay: column {COLUMN!r} holds experts {values.min()} to {values.max()}; "
+            f"router replay: column {COLUMN!r} has experts {values.min()} to {values.max()}; "
             f"allowed: 0 to {num_experts - 1}"
         )
     if (np.diff(np.sort(values, axis=-1), axis=-1) == 0).any():

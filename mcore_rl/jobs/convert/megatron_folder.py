@@ -146,7 +146,7 @@ def _check(
     extra = sorted(key for key in tensors.keys() - used if not _NOT_THE_MODEL.match(key))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise ConfigError(f"checkpoint {path} holds unexpected tensor {extra[0]}{more}")
+        raise ConfigError(f"checkpoint {path} has unexpected tensor {extra[0]}{more}")
 
 
 def _has_predictions(folder: Path) -> bool:

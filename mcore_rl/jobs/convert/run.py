@@ -34,7 +34,7 @@ from mcore_rl.jobs.convert.workers import Unit, writer
 from mcore_rl.jobs.failure import RunFailed
 
 _JOURNAL = ".conversion.jsonl"
-_GOES_ON = "the same command goes on where this one stopped"
+_CONTINUE = "run the same command again to continue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _finished(work: Path, conversion: Conversion) -> dict[str, Any]:
     for name in sorted(theirs.keys() | fingerprint.keys()):
         if theirs.get(name) != fingerprint.get(name):
             raise ConfigError(
-                f"{work} holds the first part of another conversion: {name} is "
+                f"{work} contains the first part of another conversion: {name} is "
                 f"{json.dumps(theirs.get(name))} there and {json.dumps(fingerprint.get(name))} "
                 "here; remove that folder to start over"
             )
@@ -185,13 +185,13 @@ def _told_in_one_line(work: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; {_GOES_ON}") from None
+        raise KeyboardInterrupt(f"interrupted; {_CONTINUE}") from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = f"no space left in {work.absolute().parent}" if full else str(error)
-        raise RunFailed(f"{reason}; {_GOES_ON}") from error
+        raise RunFailed(f"{reason}; {_CONTINUE}") from error
     except RunFailed as error:
-        raise RunFailed(f"{error}; {_GOES_ON}") from error
+        raise RunFailed(f"{error}; {_CONTINUE}") from error
     finally:
         signal.signal(signal.SIGTERM, before)
 

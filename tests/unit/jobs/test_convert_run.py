@@ -137,7 +137,7 @@ def test_a_conversion_is_there_whole_and_nothing_beside_it(make, tmp_path, worke
     ("how", "workers"), [("full", 1), ("full, told by a writer", 2), ("killed", 2)]
 )
 def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers):
-    with pytest.raises(RunFailed, match="the same command goes on where this one stopped"):
+    with pytest.raises(RunFailed, match="run the same command again to continue"):
         go(make(d=how), workers)
     work = tmp_path / "new" / ".out.partial"
     finished = finished_in(work)
@@ -286,10 +286,7 @@ print(finished, sorted(os.listdir({str(tmp_path / "disk/out")!r})))
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip("this machine lets nobody mount a file system")
     first, second = done.stdout.splitlines()
-    assert (
-        first
-        == f"no space left in {tmp_path}/disk; the same command goes on where this one stopped"
-    )
+    assert first == f"no space left in {tmp_path}/disk; run the same command again to continue"
     finished, files = second.split(" ", 1)
     assert 0 < int(finished) < 6
     assert files == str(WHOLE)
@@ -342,4 +339,4 @@ def test_workers_end_with_their_parent(make, tmp_path, number):
     assert process.returncode != 0
     wait_for(lambda: not any(worker.is_running() for worker in workers))
     if number == signal.SIGINT:
-        assert "interrupted; the same command goes on where this one stopped" in told
+        assert "interrupted; run the same command again to continue" in told
