@@ -33,7 +33,7 @@ class Family:
     rank or None). `weights` gives the rules, with the vocabulary padded to the size handed in, and
     `vllm_weights` those of vLLM's parameters, prediction layers left out. All
     raise ConfigError for a config they cannot express. `num_mtp_layers` counts the multi-token
-    prediction layers that the checkpoint holds behind its decoder layers.
+    prediction layers that the checkpoint has after its decoder layers.
     """
 
     name: str

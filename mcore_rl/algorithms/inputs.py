@@ -78,9 +78,9 @@ def _same(totals: Tensor) -> Tensor:
 class LossInputs:
     """Tensors of one micro-batch, each [tokens]: the response tokens that this rank has scored.
 
-    Under context parallelism the tokens of a sequence lie on several ranks, and several sequences
-    lie in one micro-batch; a sequence never lies in two. `sequence_sum` and `sequence_mean` are
-    right in all of that, and so are their gradients. Every rank has to call them alike, so never
+    Under context parallelism the tokens of a sequence are on several ranks, and several sequences
+    are in one micro-batch; a sequence is never in two. `sequence_sum` and `sequence_mean` are
+    right in all of that, and so are their gradients. Every rank must make the same calls, so never
     under an `if` on the values of tensors.
     """
 
@@ -179,7 +179,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Columns of all samples of a step. Samples of a group may stand anywhere."""
+    """Columns of all samples of a step. Samples of a group may be anywhere."""
 
     batch: Batch
 

@@ -1,6 +1,6 @@
 """Weights in float8 (e4m3) with one scale for each block of 128 x 128: DeepSeek-V3's format.
 
-A weight `NAME` [rows, columns] in float8 stands beside `NAME_scale_inv` [ceil(rows / 128),
+A weight `NAME` [rows, columns] in float8 comes with `NAME_scale_inv` [ceil(rows / 128),
 ceil(columns / 128)]; the weight is their product (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md and
 inference/kernel.py, weight_quant_kernel and weight_dequant_kernel).
 """
@@ -43,7 +43,7 @@ def scratch_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def is_block_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a float8 checkpoint holds this tensor in float8."""
+    """Whether a float8 checkpoint stores this tensor in float8."""
     return len(shape) == 2 and _PROJECTIONS.fullmatch(name) is not None
 
 

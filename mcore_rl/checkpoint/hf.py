@@ -27,7 +27,7 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint folder as the model has them; holds no file open.
+    """The tensors of a checkpoint folder as the model has them; keeps no file open.
 
     A weight in float8 blocks (checkpoint/fp8.py) is one tensor here: its scales have no name of
     their own, and it is read as their product.
@@ -124,7 +124,7 @@ class CheckpointReader:
             out.copy_(self._read_stored(name, box))
 
     def check(self, expected: Iterable[LogicalTensor]) -> None:
-        """Raise ConfigError unless the folder holds exactly these tensors, in these shapes."""
+        """Raise ConfigError unless the folder contains exactly these tensors, in these shapes."""
         wanted = {tensor.name: tensor.shape for tensor in expected}
         found = self.shapes()
         missing = sorted(wanted.keys() - found.keys())

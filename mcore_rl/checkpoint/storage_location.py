@@ -1,4 +1,4 @@
-"""How the parameters of a model stand in a distributed checkpoint. Pure: no torch.
+"""Where the parameters of a model are in a distributed checkpoint. Pure: no torch.
 
 A checkpoint keeps every parameter whole, whatever the layout of the ranks that wrote it: as the
 parameter of a single rank, cut into chunks. Layers and experts may be stacked into one tensor.
@@ -27,7 +27,7 @@ CONTENT_METADATA: dict[str, bool | str] = {
 
 @dataclass(frozen=True, slots=True)
 class StorageLocation:
-    """Where one parameter stands: in the tensor `key`, at `index` of the dims that stack it."""
+    """Where one parameter is stored: in the tensor `key`, at `index` of the dims that stack it."""
 
     key: str
     shape: tuple[int, ...]  # of the whole tensor

@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds, and where: its `.metadata`, read safely and checked.
+"""What a distributed checkpoint contains, and where: its `.metadata`, read safely and checked.
 
 torch pickles a torch.distributed.checkpoint.Metadata into it (filesystem.py, `finish`),
 and a pickle is a program. Here it may name what such metadata are made of and nothing else. (A file
@@ -107,7 +107,7 @@ def _check_backend(folder: Path) -> None:
 
 
 class _Ignored:
-    """Stands for what nobody reads."""
+    """Placeholder for values that are not used."""
 
     def __init__(self, *args: Any) -> None: ...
 
@@ -254,7 +254,7 @@ def cover_once(shape: Sequence[int], chunks: Sequence[DistItem]) -> bool:
 
 
 def _check_files(folder: Path, items: Iterable[DistItem]) -> None:
-    """All items lie in their files, and no two of them share bytes."""
+    """All items are inside their files, and no two of them overlap."""
     per_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for item in items:
         per_file[item.file].append((item.offset, item.nbytes))

@@ -115,7 +115,7 @@ def _set(config: DictConfig, setting: Setting, value: object, where: str) -> Non
 
 
 def _parsed(setting: Setting, text: str) -> object:
-    """A text as it stands, without quotes around it; another value by Hydra's grammar."""
+    """A text as it is, without quotes around it; another value by Hydra's grammar."""
     if setting.kind == "str":
         return _unquoted(text)
     try:

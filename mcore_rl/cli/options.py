@@ -22,12 +22,12 @@ SERVED_AXES = "tp pp dp ep, of vLLM; without dp, the smallest that fits"
 
 
 def closest(word: str, words: Iterable[str]) -> list[str]:
-    """Up to three of `words` that are spelled like `word`, the most alike first."""
+    """Up to three of `words` that are spelled like `word`, the most similar first."""
     return difflib.get_close_matches(word, list(words), n=3, cutoff=0.7)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError for what it does not know, with what is spelled alike."""
+    """Raises ConfigError for what it does not know, with similar words."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

@@ -13,10 +13,10 @@ _MAX_BYTES = 100_000_000  # what the safetensors library allows a header
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """The object in a JSON file.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or has other contents.
     """
     try:
         with path.open("rb") as file:
@@ -31,7 +31,7 @@ def parse_json_object(
     where: str,
     from_pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """The object that UTF-8 text holds; `from_pairs` makes each object in it and may refuse some.
+    """The object in UTF-8 text; `from_pairs` makes each object in it and may refuse some.
 
     Raises:
         ConfigError: it is no JSON object; the message begins with `where`.

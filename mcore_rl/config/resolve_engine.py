@@ -124,7 +124,7 @@ def resolve_layout(key: str, layout: Layout) -> None:
 
 
 def smallest_dp(layout: Layout) -> int:
-    """The least dp with which the ranks of the other axes hold the experts' axes.
+    """The least dp with which the ranks of the other axes can form the experts' axes.
 
     >>> smallest_dp(Layout(tp=2, ep=4))
     2

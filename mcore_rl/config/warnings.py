@@ -8,7 +8,7 @@ from mcore_rl.config.schema import OptimizerConfig, RLConfig
 
 
 def warnings_of(config: RLConfig) -> Iterator[str]:
-    """A line for each doubtful setting, naming it. The config need not have been resolved."""
+    """A line for each doubtful setting, naming it. The config may be unresolved."""
     data, warm, trainer = config.data, config.warm_start, config.trainer
     if data.train_file and data.train_file == data.test_file:
         yield (

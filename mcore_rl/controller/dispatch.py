@@ -1,6 +1,6 @@
 """How one call on a group of workers becomes one call a rank, and one result again. Pure: no Ray.
 
-A worker method carries its mode; `scatter` splits the arguments and `gather` joins the results.
+A worker method has a mode; `scatter` splits the arguments and `gather` joins the results.
 
     class ModelWorker:
         @register(dispatch_mode=Dispatch.DP_COMPUTE)
@@ -25,7 +25,7 @@ _ATTRIBUTE = "_mcore_rl_registration"
 
 
 class Dispatch(StrEnum):
-    """Who is called, with what, and what comes back."""
+    """Which ranks are called, with what, and what is returned."""
 
     ONE_TO_ALL = "one_to_all"  # every rank, the same arguments; a list of results by rank
     RANK_ZERO = "rank_zero"  # world rank 0 only; its result

@@ -1,7 +1,7 @@
 """What Ray runs for one rank: a plain class that builds the worker and calls its methods.
 
 An exception of the worker comes back as data. Ray would pickle it, which fails for many exception
-classes, and would wrap its message in pages of its own.
+classes, and would add pages of its own text to its message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and it
 
 
 class FailureKind(IntEnum):
-    """Lowest is the likeliest cause when several ranks fail at once."""
+    """The lowest is the likeliest cause if several ranks fail together."""
 
     DIED = 0  # the peers of a dead rank raise errors about a lost connection
     CONFIG = 1
@@ -67,7 +67,7 @@ class WorkerInfo:
 
 
 class RankActor:
-    """One rank of a group. First its `info` is asked for, and of rank 0 where all can meet."""
+    """One rank of a group. The group first asks for its `info`, and rank 0 for the rendezvous."""
 
     def __init__(self, group: str, rank: int, log_dir: Path | None = None) -> None:
         self._rank, self._log_dir = rank, log_dir
@@ -124,9 +124,9 @@ class RankActor:
     def call(
         self, method: str, is_output: bool, args: list[Any], kwargs: dict[str, Any], *batches: Any
     ) -> Reply:
-        """Calls a method of the worker; the value is dropped where nobody wants it.
+        """Calls a method of the worker; the value is dropped where it is not needed.
 
-        A `StoredBatch` among the arguments stands for one of the batches.
+        A `StoredBatch` among the arguments is a placeholder for one of the batches.
         """
 
         def run() -> Any:
@@ -141,7 +141,7 @@ class RankActor:
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """Stands for a batch that travels through the object store."""
+    """Placeholder for a batch that is sent through the object store."""
 
     index: int
 

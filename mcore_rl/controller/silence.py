@@ -30,7 +30,7 @@ class Silent:
 
 
 def report(silent: Sequence[Silent], limit: str) -> str:
-    """One line on who has not answered in time and what they do; then their stacks.
+    """One line on the ranks that have not answered in time and what they do; then their stacks.
 
     The first is the rank that is likeliest to hold up the others: it is gone, or stopped, or runs
     while they wait. `limit` is how long was waited, and the setting that says so.

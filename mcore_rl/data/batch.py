@@ -1,7 +1,7 @@
-"""The one batch type: named columns, one row a sample, rows of a column as long as they are.
+"""The one batch type: named columns, one row per sample, rows of different lengths.
 
 A column is either a `Jagged` array (one variable-length row a sample) or a plain numpy array (one
-value a sample). Nothing is padded; a batch carries data, never settings. numpy, so that Ray moves
+value a sample). Nothing is padded; a batch contains data, never settings. numpy, so that Ray moves
 columns without a copy.
 """
 
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Jagged:
-    """Variable-length rows stored end to end: row i is values[offsets[i]:offsets[i + 1]].
+    """Variable-length rows, concatenated: row i is values[offsets[i]:offsets[i + 1]].
 
     >>> Jagged.of([[1, 2], [3]], np.int64).lengths.tolist()
     [2, 1]

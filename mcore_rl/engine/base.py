@@ -41,7 +41,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Memory that a rank's model and optimizer hold between two calls; no activations."""
+    """Memory of a rank's model and optimizer between two calls; no activations."""
 
     parameters_bytes: int  # weights and buffers of the model, on the device or on the host
     gradients_bytes: int  # 0 after engine.to("host", grad=True)
@@ -50,10 +50,10 @@ class MemoryReport:
 
 
 class BaseEngine(ABC):
-    """One model laid over ranks. Every rank of the layout makes the same calls in the same order.
+    """One model sharded over ranks. All ranks of a layout make the same calls in the same order.
 
-    Batches hold the rows of this rank's data-parallel share. Results are those of the last pipeline
-    stage, where all ranks of a data-parallel share return the same rows in the same order.
+    Batches contain the rows of this rank's data-parallel share. Results are those of the last
+    pipeline stage, where all ranks of a data-parallel share return the same rows in the same order.
     """
 
     # Known once it is initialized.
@@ -144,7 +144,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def local_weights(self) -> LocalWeights:
-        """What this rank has of the weights, as the rules of the family lay it out."""
+        """This rank's shards of the weights, in the layout of the family's rules."""
 
     @abstractmethod
     def to(

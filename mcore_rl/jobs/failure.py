@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class RunFailed(RuntimeError):
-    """A run stopped for a reason that one line tells; the traces lie in a file that it names."""
+    """A run failed; the message is one line that names the file with the traceback."""
 
 
 @contextmanager

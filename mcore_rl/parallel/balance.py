@@ -107,10 +107,10 @@ def _join(first: _Split, second: _Split, num_parts: int) -> _Split:
 
 
 def num_parts_within(loads: Sequence[int], budget: int) -> int:
-    """How many parts hold items of these loads within the budget; at least one.
+    """How many parts are needed for items of these loads within the budget; at least one.
 
     That of best-fit decreasing: at most 11/9 of the fewest possible, plus four (Johnson, Demers,
-    Ullman, Garey and Graham 1974). An item above the budget has a part of its own.
+    Ullman, Garey and Graham 1974). An item above the budget has a separate part.
     """
     return max(1, len(_best_fit(loads, budget)))
 
@@ -143,7 +143,7 @@ def partition_within(
 
 
 def _best_fit(loads: Sequence[int], budget: int) -> Parts:
-    """Best-fit decreasing: each item, the largest first, goes where it leaves the least room."""
+    """Best-fit decreasing: each item, the largest first, goes where the least space is left."""
     parts: Parts = []
     room: list[tuple[int, int]] = []  # of each part, ascending: (room, part)
     for index in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):

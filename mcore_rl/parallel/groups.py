@@ -41,7 +41,7 @@ def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float 
 
 @contextmanager
 def groups_of_one() -> Iterator[None]:
-    """Inside, this process is the only rank of a world of its own; no launcher, no network.
+    """Inside, this process is the only rank of a separate world; no launcher, no network.
 
     Raises:
         RuntimeError: the process belongs to a world already.

@@ -1,4 +1,4 @@
-"""Where ranks meet: keys and values on one address, behind a token.
+"""The rendezvous of ranks: a key-value store on one address, behind a token.
 
 A rank connects as parallel/handshake.py has it. From then on it sends requests and reads an answer
 to each. Either is a frame: its length (4 bytes, big endian), then fields, each behind its own
@@ -57,7 +57,7 @@ class RendezvousEndpoint:
 
 
 def of_rank(*names: str) -> list[str]:
-    """What the environment tells a rank; raises ConfigError with what is missing."""
+    """The endpoint in a rank's environment; raises ConfigError with what is missing."""
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -107,7 +107,7 @@ class _Peer:
 
 
 class RendezvousServer:
-    """Serves from a thread of its own until `close`, or until the process ends.
+    """Serves from its own thread until `close`, or until the process ends.
 
     Strangers take no time from ranks: each has one deadline, and there are never more than
     _MAX_STRANGERS; the oldest has to go.
@@ -324,7 +324,7 @@ class RendezvousServer:
         self._send(peer, frame(OK))
 
     def _compare_set(self, peer: _Peer, key: bytes, expected: bytes, desired: bytes) -> None:
-        """As torch's TCPStore: a key that is not there is set when nothing was expected."""
+        """As torch's TCPStore: a missing key is set when nothing was expected."""
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
         self._send(peer, frame(OK, self._values.get(key, expected)))

@@ -76,7 +76,7 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
         self._sock.close()
 
     def clone(self) -> RendezvousStore:
-        """With a connection of its own: a wait keeps others from using one."""
+        """With its own connection: a wait keeps others from using it."""
         timeout_s = self.timeout.total_seconds()
         return RendezvousStore(self._endpoint, self._rank, self._world_size, timeout_s)
 

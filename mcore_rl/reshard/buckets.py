@@ -1,15 +1,15 @@
 """Buckets: a plan as messages of bounded bytes, and the order in which devices exchange them. Pure.
 
-All that a generation rank takes is one stream of bytes, parameter by parameter in vLLM's order, and
-bucket k is the k-th run of `bucket_bytes` of it. Where a tensor stands in a stream follows from
-running sums over the plan's kinds. So a sender finds the messages of its own tensors without
-expanding what others send, and both ends arrive at the same messages without a word.
+A generation rank receives one stream of bytes, parameter by parameter in vLLM's order, and
+bucket k is the k-th `bucket_bytes` of it. Offsets in a stream are prefix sums over the tensor
+groups of the plan. So a sender finds the messages of its own tensors without
+expanding what others send, and both sides compute the same messages without communication.
 
-Receivers do not take the model in the same order. Each begins at another layer, and in a layer at
-another expert, and wraps around. If all began at the first, all would draw on the same few ranks
-at a time: DeepSeek-V3 from PP16xEP16 to TP32 would take 84 times as long as its receivers need at
-full speed, and takes 2.9 times as long like this (busiest sender of each round, 128 MiB buckets).
-A layer comes in one piece, but for its place in the order, and so do the experts of a layer.
+Receivers take the model in different orders. Each starts at another layer, and in a layer at
+another expert, and wraps around. If all started at the first, all would receive from the same few
+ranks at a time: DeepSeek-V3 from PP16xEP16 to TP32 would take 84 times as long as its receivers
+need at full speed; this way it takes 2.9 times (busiest sender of each round, 128 MiB buckets).
+The tensors of a layer stay together, and so do the experts of a layer.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Holders = tuple[tuple[int, ...], ...]  # for each shard, the ranks that hold it,
 
 
 class Ranks(Protocol):
-    """All ranks of an engine, and where its parameters stand on them."""
+    """All ranks of an engine, and where its parameters are on them."""
 
     @property
     def world_size(self) -> int: ...
@@ -31,7 +31,7 @@ class Ranks(Protocol):
         ...
 
     def local_name(self, weight: Weight) -> str:
-        """The parameter's name on the ranks that hold it."""
+        """The parameter's name on the ranks that have it."""
         ...
 
 

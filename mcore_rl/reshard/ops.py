@@ -39,9 +39,9 @@ class Quantized(NamedTuple):
 class BoxCopy:
     """Copies of boxes, checked and laid out once, run as often as wanted.
 
-    It keeps the tensors alive and reads what they hold when it runs. Dtypes are equal, or float32
-    and bfloat16 either way: to bfloat16 it rounds to the nearest, ties to even, and a NaN becomes
-    0x7fc0.
+    It keeps references to the tensors and reads their values when it runs. Dtypes are equal, or
+    float32 and bfloat16 either way: to bfloat16 it rounds to the nearest, ties to even, and a NaN
+    becomes 0x7fc0.
 
     Args:
         pairs: (source, target) views of equal shape, all on one device. They may have any strides;
@@ -60,13 +60,13 @@ class BoxCopy:
         ]
 
     def run(self, num_threads: int | None = None) -> None:
-        """Copy: on the CPU at once, on up to num_threads; on a GPU in the current stream."""
+        """Copy: on the CPU now, on up to num_threads; on a GPU in the current stream."""
         for table in self._tables:
             table.run(num_threads)
 
 
 class BoxLayout:
-    """Copies of boxes of tensors that may stand elsewhere each time they run.
+    """Copies of boxes of tensors whose addresses may change between runs.
 
     What goes where is the same for every version of the weights, and to work it out box by box
     takes as long as to copy boxes of a few hundred kilobytes. No tensor is kept alive.
@@ -122,7 +122,7 @@ class BoxLayout:
 
 
 class BoxQuantize:
-    """Weights to float8 with a scale for each block of 128 x 128, from where they stand.
+    """Weights to float8 with a scale for each block of 128 x 128, without copying them first.
 
     Bit-equal to checkpoint/fp8.py's quantize_blocks. A source must begin and end at a block of
     the weight whose scales are wanted. The scale of a block that holds a NaN, an infinity or a
@@ -145,12 +145,12 @@ class BoxQuantize:
         self._tables = [_Table(kind, found, device) for kind, found in rows.items()]
 
     def run(self, num_threads: int | None = None) -> None:
-        """Quantise: on the CPU at once, on up to num_threads; on a GPU in the current stream."""
+        """Quantise: on the CPU now, on up to num_threads; on a GPU in the current stream."""
         for table in self._tables:
             table.run(num_threads)
 
     def check(self) -> None:
-        """Wait, and raise ValueError if a weight holds what float8 blocks cannot."""
+        """Wait, and raise ValueError if a weight has values that float8 blocks cannot."""
         for number, (_, into) in enumerate(self._pairs):
             if not into.scales.isfinite().all():
                 raise ValueError(

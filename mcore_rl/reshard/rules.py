@@ -1,7 +1,7 @@
-"""The rule algebra: what does a rank hold of a parameter? Pure data, invertible.
+"""Sharding rules: which part of a parameter a rank has. Pure data, invertible.
 
 A rule answers for one parameter of an engine with the blocks of logical (Hugging Face) tensors that
-stand in the local tensor of one shard. Loading, export and resharding only read that answer.
+are in the local tensor of one shard. Loading, export and resharding only read the rules.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class InterleavedQKV:
 class StackedQKV:
     """vLLM's qkv_proj: a shard's [q heads; k heads; v heads].
 
-    With fewer key/value heads than shards, each head stands on several of them
+    With fewer key/value heads than shards, each head is on several of them
     (model_executor/layers/linear.py:1053 of vLLM 0.32).
     """
 
@@ -160,7 +160,7 @@ class StackedQKV:
         return (self.q, self.k, self.v)
 
     def _runs(self, shard: Shard) -> tuple[tuple[LogicalTensor, int, int], ...]:
-        """(tensor, first row, rows), in the order in which they stand."""
+        """(tensor, first row, rows), in their order."""
         q_rows = _part(self.q.shape[0], shard, self.q.name)
         head = self.k.shape[0] // self.num_groups
         if self.num_groups < shard.count:

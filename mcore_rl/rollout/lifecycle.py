@@ -4,7 +4,7 @@
     new -------> serving -------> asleep ------------> empty -------> loaded -------------> serving
 
 A serving server takes updates, too. After one that failed it is torn, or empty as before: it serves
-nothing until a complete one succeeds. Requests run beside each other; all else runs alone.
+nothing until a complete one succeeds. Requests run in parallel; everything else runs alone.
 """
 
 from __future__ import annotations

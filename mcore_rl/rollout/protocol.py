@@ -103,7 +103,7 @@ class GenerationServer(Generator, Protocol):
         """
 
     async def update(self, version: int) -> None:
-        """Take a version of the weights by the way that `connect_weights` made.
+        """Receive a version of the weights over the connection that `connect_weights` made.
 
         Raises RuntimeError with every worker's reason when one of them did not get a complete set:
         a PeerError when all of them blame the trainer.

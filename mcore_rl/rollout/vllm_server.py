@@ -60,7 +60,7 @@ _SCORING: dict[str, Any] = {
 class VLLMServer:
     """A GenerationServer.
 
-    Waits for requests, updates and answers of workers have no limit here; who calls sets one.
+    Waits for requests, updates and answers of workers have no limit here; the caller sets one.
     """
 
     def __init__(

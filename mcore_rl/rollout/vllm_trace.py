@@ -69,7 +69,7 @@ class TraceTaker:
 
 
 class Trace:
-    """Hooks, and copies of what they saw: one for each step that a prompt was cut into."""
+    """Hooks, and copies of what they saw: one for each chunk of a prompt."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[torch.Tensor]] = defaultdict(list)

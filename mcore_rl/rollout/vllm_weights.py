@@ -167,7 +167,7 @@ class ShardWriter:
                 _layerwise_process(layer, info)
 
     def _check(self, piece: ReceivedSlice, box: torch.Tensor) -> None:
-        """What stands in the parameter, against what the trainer had."""
+        """Compares the values in the parameter with the trainer's."""
         if piece.crc32 is None:
             return
         found = crc32_of(box, box.dtype)

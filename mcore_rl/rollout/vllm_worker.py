@@ -1,4 +1,4 @@
-"""Settings of a lane, corrections of vLLM, the watchdog: how processes of vLLM become ours.
+"""Settings of a lane, patches of vLLM, the watchdog.
 
 The server process takes its settings from here. Engine and worker processes enter through
 `ServerName` as they are spawned, or through `owned_processes` as they are forked; workers get
@@ -179,7 +179,7 @@ def check_heads(model: ModelConfig) -> None:
 
 
 def _cores_shared_out(num_workers: int) -> str:
-    """This process's cores, dealt to the workers: vLLM itself wants a NUMA node for each."""
+    """This process's cores, split among the workers: vLLM itself wants a NUMA node for each."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[worker::num_workers] or cores for worker in range(num_workers)]
     return "|".join(",".join(map(str, share)) for share in shares)

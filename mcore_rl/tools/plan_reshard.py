@@ -95,7 +95,7 @@ def plan_reshard(
 ) -> tuple[PlanReport, Traffic]:
     """The report, and the traffic [generation ranks, training ranks] in bytes.
 
-    `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight on its way.
+    `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight as it is sent.
 
     Raises:
         ConfigError: a layout does not fit the model, or the ranks do not fit the cluster.
@@ -216,7 +216,7 @@ def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
 
 
 def _on_device(held: Traffic, devices: Devices) -> Traffic:
-    """For each generation rank, what the training rank on its device holds of `held`; else 0.
+    """For each generation rank, the part of `held` on the training rank of its device; else 0.
 
     `held` is [training ranks] in bytes.
     """
@@ -231,7 +231,7 @@ def _links(devices: Devices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
-    """The time of the busiest link, each of them at its rate in both directions at once."""
+    """The time of the busiest link, each at its rate in both directions at the same time."""
     same_device, same_node = _links(devices)
     slowest = 0.0
     for part, gbps in (

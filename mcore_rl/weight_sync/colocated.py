@@ -9,7 +9,7 @@ socket:
     ...
     sender:   end (count, version)                    receiver: done
 
-The socket's name is an abstract one, and who connects must run as the same user.
+The socket has an abstract name, and a client must run as the same user.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def shared_memory_end(
     rank: int,
     device: torch.device,
 ) -> WeightTransport:
-    """Ranks tell each other where they are, and hosts tell their guests how to reach them."""
+    """Ranks exchange where they run, and hosts tell their guests how to reach them."""
     timeout_s, dtype = spec.settings.timeout_s, getattr(torch, spec.dtype)
     guest = rank - spec.num_training
     try:
@@ -137,7 +137,7 @@ class ShardEndpoint:
 
 
 class ShardSender:
-    """The trainer's end, for one generation rank. Binds at once; each `send` takes a connection."""
+    """The trainer's side, for one generation rank. Binds now; each `send` takes a connection."""
 
     def __init__(self, generation_rank: int, timeout_s: float) -> None:
         name = f"mcore_rl-weights-{secrets.token_hex(16)}"
@@ -147,7 +147,7 @@ class ShardSender:
         self.endpoint = ShardEndpoint(name, secrets.token_hex(32), timeout_s, generation_rank)
 
     def send(self, buckets: Iterator[Bucket], memory: SharedBuckets, update: WeightUpdate) -> None:
-        """Hand over every bucket; `memory` is what they are allocated in.
+        """Send every bucket; `memory` is what they are allocated in.
 
         When the receiver fails the other buckets are still taken, since other ranks' exchanges
         depend on it. Raises StreamError after that.
@@ -225,8 +225,8 @@ def receive_shards(
 ) -> Generator[list[ReceivedSlice], None, None]:
     """Yield the slices of one bucket after the other, in memory of `device`.
 
-    They must have been copied before the generator goes on: the memory is written again then. Ends
-    normally only if every bucket of the update has come. Raises StreamError otherwise.
+    They must have been copied before the generator continues: the memory is written again then.
+    Ends normally only if every bucket of the update has come. Raises StreamError otherwise.
     """
     connection, version = _connect(endpoint), update.version
     complete = False

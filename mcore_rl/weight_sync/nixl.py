@@ -1,10 +1,10 @@
 """A WeightTransport over NIXL: a receiver reads its messages out of the sender's memory.
 
-NIXL takes the way that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU memory
-too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the sender
-when that is done. Checksums travel in the notification. Each rank finds at a rendezvous
-how to reach the others. NIXL itself asks nobody for a token: it belongs into a network
-that can be trusted, as NCCL does.
+NIXL uses the fastest link that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU
+memory too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the
+sender when that is done. Checksums travel in the notification. Each rank finds at a rendezvous how
+to reach the others. NIXL does not authenticate: use it only in a network that can be trusted, as
+NCCL does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NixlTransport(ExchangeTransport):
         rank: int,
         device: torch.device,
     ) -> None:
-        """Returns when all ranks have told how to reach them."""
+        """Returns when all ranks have published how to reach them."""
         super().__init__(spec, model, rank, device)
         api = nixl_api()
         self._timeout_s = spec.settings.timeout_s
@@ -93,7 +93,7 @@ def nixl_api() -> Any:
 
 
 def _stay_on_loopback(own_address: str) -> None:
-    """UCX listens on every network device; where ranks share a machine it need not."""
+    """UCX listens on every network device; if all ranks are on one machine, only on loopback."""
     if ip_address(own_address).is_loopback:
         os.environ.setdefault("UCX_NET_DEVICES", interface_of(own_address))
 

@@ -84,7 +84,7 @@ def plan_transfer(
     spec: TransferSpec, config: HFConfig, itemsize: int, sites: Sites | None = None
 ) -> Plan:
     """With `sites`, each generation rank shares the device of a training rank of its site: of the
-    one that holds most of what it needs. Without, it has a device behind those of all of them.
+    one that has most of what it needs. Without, it has a device after those of all of them.
 
     Raises:
         ConfigError: the layouts do not fit the model, or some site has more generation ranks than

@@ -1,4 +1,4 @@
-"""The way of new weights from a trainer into servers: WeightTransport, and how one is found.
+"""Moving new weights from a trainer into servers: WeightTransport, and how one is chosen.
 
     transport = connect(spec, endpoint, model, rank, device)   on every rank of both sides, together
     transport.send(weights, update)                            on every training rank
@@ -34,7 +34,7 @@ DENSE = "dense"  # every element of every weight
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What both sides are told of an update."""
+    """What both sides know of an update."""
 
     version: int
     format: str = DENSE
@@ -101,7 +101,7 @@ class ExchangeTransport(WeightTransport):
 
     @abstractmethod
     def _messages(self, version: int) -> AbstractContextManager[Transport]:
-        """What carries the messages of a version."""
+        """The transport of the messages of a version."""
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

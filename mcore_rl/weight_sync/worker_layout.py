@@ -1,7 +1,7 @@
 """What a vLLM worker's parameters are, compared with the rules that plans are made from.
 
 A plan trusts the rules for the names, shapes and dtypes that vLLM has. Each worker compares them as
-it connects, so that a version that lays weights out in another way is refused by name. Pure.
+it connects, so that a version with another layout of weights is refused by name. Pure.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class ModelWorker:
         self._transport: WeightTransport | None = None
 
     def close(self) -> None:
-        """Let go of the model and its memory: the process goes on with another one."""
+        """Free the model and its memory: the process continues with another one."""
         self._transport = None
         self._engine.close()
         gc.collect()  # modules and their hooks lead to each other

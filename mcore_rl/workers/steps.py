@@ -80,7 +80,7 @@ def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
 
 
 def mini_batches(batch: Batch, num: int, seed: Sequence[int]) -> list[Batch]:
-    """Whole groups dealt at random into at most `num` mini-batches; none is empty."""
+    """Full groups, distributed at random over at most `num` mini-batches; none is empty."""
     groups = np.random.default_rng(seed).permutation(np.unique(batch.array("group_ids")))
     parts = [part for part in np.array_split(groups, num) if len(part)]
     return [

@@ -4,7 +4,7 @@
              -> actor on device -> log-probs, update -> gradients and optimizer off
              -> weights awake -> push -> actor off -> KV cache awake
 
-Roles with devices of their own stay where they are.
+Roles with their own devices stay on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_rl.workers.weight_sync import WeightSync
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`reference` is None where there is none, or where the actor stands in for it."""
+    """`reference` is None if there is none, or if the actor is also the reference."""
 
     placement: PlacementConfig
     actor: WorkerGroup

@@ -68,7 +68,7 @@ class CheckpointSync:
 def connect(
     config: RLConfig, actor: WorkerGroup, servers: WorkerGroup, num_bytes: int
 ) -> WeightSync:
-    """The way that config.weight_sync names, made once between all ranks of both sides.
+    """The connection that config.weight_sync names, made once between all ranks of both sides.
 
     `actor` and `servers` are worker groups of ModelWorker and RolloutWorker; `num_bytes` is what
     the weights take.
@@ -92,7 +92,7 @@ def connect(
 
 
 def generation_layout(rollout: RolloutConfig) -> GenerationLayout:
-    """Servers are engines side by side; with `ep` each deals its experts to its own workers."""
+    """Each server is one engine; with `ep` it splits its experts over its workers."""
     return GenerationLayout(
         tp=rollout.tp, dp=rollout.num_servers, ep=rollout.tp if rollout.ep else 1
     )

@@ -119,7 +119,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
 
 
 def _import_transformer_engine() -> None:
-    """Megatron itself goes on without one that does not import, and fails much later."""
+    """Megatron itself continues without one that does not import, and fails much later."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
@@ -195,7 +195,7 @@ def _made_here(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 class _NullStream:
-    """Stands for a CUDA stream or event where all work is synchronous."""
+    """Replaces a CUDA stream or event where all work is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs

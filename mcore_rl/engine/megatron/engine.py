@@ -274,7 +274,7 @@ class MegatronEngine(BaseEngine):
         }
 
     def _finish_weights(self) -> None:
-        """With optimizer.overlap, weights may still be under way after a step.
+        """With optimizer.overlap, weights may still be in transfer after a step.
 
         Raises StateError when they are away.
         """

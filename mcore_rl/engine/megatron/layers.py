@@ -1,7 +1,7 @@
 """Plain torch modules under Transformer Engine's parameter names, for a machine without it.
 
 Megatron's Transformer Engine layer spec fuses norms into the linears that follow and keeps one
-weight an expert. These modules hold the same parameters under the same names, so that weight rules
+weight per expert. These modules have the same parameters under the same names, so that weight rules
 and checkpoints are the same whatever a rank is made of, a CPU's or a GPU's.
 """
 

@@ -68,7 +68,7 @@ def add_tile(
     """Take the logits of vocabulary ids first_id, first_id + 1, ... into the sums.
 
     Args:
-        logits: [tokens, ids]; the ids stand side by side. Not changed.
+        logits: [tokens, ids]; the ids are contiguous. Not changed.
         targets: [tokens] int64 vocabulary ids, of any tile.
 
     Raises:
@@ -182,7 +182,7 @@ def _check(name: str, tensor: torch.Tensor, logits: torch.Tensor, dtype: torch.d
 
 
 def _addresses(tensors: Sums | LossGradients, logits: torch.Tensor) -> list[int]:
-    """Of each tensor, 0 for one that is not there."""
+    """Of each tensor, 0 for one that is missing."""
     found = []
     for name, tensor in tensors._asdict().items():
         if tensor is not None:

@@ -49,7 +49,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class FactorPlace:
-    """Where the factors of a rank stand in those of the whole weight [out, in]."""
+    """Where the factors of a rank are in those of the full weight [out, in]."""
 
     name: str  # of the weight, with global numbers of layer and expert
     rows: tuple[Rows, ...]  # what the local rows are, in their order
@@ -109,7 +109,7 @@ class Adapter(torch.nn.Module):
     ) -> ShardedStateDict:
         """Shards in terms of whole Hugging Face tensors, which any layout can read.
 
-        Keys on disk carry global numbers already, so the offsets of the callers are not needed.
+        Keys on disk already have global numbers, so the offsets of the callers are not needed.
         """
         del sharded_offsets, metadata
         place, columns = self.place, self.A.shape[1]
@@ -294,7 +294,7 @@ def _forward(
 def _forgotten(
     weights: Mapping[str, torch.Tensor], formed: Callable[[str], torch.Tensor]
 ) -> AbstractContextManager[Any]:
-    """Inside, autograd does not keep these weights, nor views of them, but forms them again."""
+    """Inside, autograd keeps neither these weights nor views of them, but recomputes them."""
     if not torch.is_grad_enabled():
         return nullcontext()
     names = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}

@@ -75,7 +75,7 @@ class ReplaySlot(RouterReplay):
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's top-k router, for packs that differ in tokens and ranks that hold parts of them.
+    """Megatron's top-k router, for packs that differ in tokens and ranks that have parts of them.
 
     The load-balancing loss of a layer (arXiv:2101.03961, equations 4 to 6) is here a sum over
     tokens: token x adds coef * E * sum_i f_i * p_i(x), where p_i(x) is the router's score of expert

@@ -76,8 +76,8 @@ def wrap_for_training(
 def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
     """Let go of models that train no more: nothing else would free their memory.
 
-    Dispatchers keep their last tensors, whose graph holds DDP by its hooks, and DDP the model: a
-    cycle inside autograd, where no collector looks. Config and modules lead into it, too.
+    Dispatchers keep their last tensors, whose graph refers to DDP by its hooks, and DDP the model:
+    a cycle inside autograd, where no collector looks. Config and modules lead into it, too.
     """
     for chunk in wrapped:
         if chunk.remove_forward_pre_hook_handles:

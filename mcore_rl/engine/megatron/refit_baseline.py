@@ -19,7 +19,7 @@ from mcore_rl.parallel.stages import split_into_chunks
 
 
 class MegatronRefit:
-    """Two models of one config, one chunk a rank, and the way from the first to the second.
+    """Two models of one config, one chunk per rank, and the transfer from the first to the second.
 
     To be made once a process, after device.install, by all ranks of the default group together.
     """

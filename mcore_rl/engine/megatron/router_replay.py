@@ -3,9 +3,9 @@
 Two passes over the same tokens with the same weights can differ in experts where a router is nearly
 undecided: training and rollout have other kernels, and other packs round otherwise. Log-probs of
 such a token then jump, and its importance ratio is noise (Ma et al. 2025, arXiv:2510.11370). Replay
-takes the experts of an earlier pass; their weights are computed anew, with gradients.
+takes the experts of an earlier pass; their weights are computed again, with gradients.
 
-The column "routed_experts" of a batch holds, for each sample, integers [prompt and response tokens,
+The column "routed_experts" of a batch has, for each sample, integers [prompt and response tokens,
 MoE layers, experts a token]: rows in the order of the tokens, layers in the order of the model. The
 last token of a sample is read by no score, so any experts will do there; a server, which never runs
 it, may repeat the row before.

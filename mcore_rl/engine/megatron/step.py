@@ -168,8 +168,8 @@ def training(
     micro-batch gives the sum over its trained tokens, divided by those of all.
 
     Megatron divides gradients by the number of tokens of all ranks and micro-batches, which is what
-    its router losses need. Our weights already hold every mean, so the loss is multiplied by that
-    number first.
+    its router losses need. Our weights already contain every mean, so the loss is multiplied by
+    that number first.
     """
     return partial(_loss_closure, head, loss_function, counts, mtp_loss_coef)
 

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint as a model: its config, and where each of its parameters stands."""
+"""A Megatron checkpoint as a model: its config, and where each of its parameters is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion may use, as a user says it, and what it takes, told before it starts."""
+"""Limits on memory and processes of a conversion, and its needs, reported before it starts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A conversion from its plan to a folder: resumable, bounded in memory, whole or not there.
+"""A conversion from its plan to a folder: resumable, bounded in memory, atomic.
 
 The output NAME is written as `.NAME.partial`, with a journal in it, `.conversion.jsonl`: what is
 converted and how, the fingerprint, and then a line for each file that is whole. A file gets its
-name when it is whole, and its line after that. So a run that was killed goes on where it stopped,
+name when it is complete, and its line after that. So a killed run continues where it stopped,
 to the same bytes. The journal goes when the folder has its name.
 
 Nothing is flushed to the disk here, as nothing is when files are copied: a killed process loses
@@ -57,7 +57,7 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
 
     Raises:
         ConfigError: the output folder is not empty, too little memory or disk space is allowed or
-            left, the rest is of another conversion, a source is damaged. Nothing stands on disk.
+            left, the rest is of another conversion, a source is damaged. Nothing is on disk.
         RunFailed: the disk is full, a worker died. What is finished stays for the same command.
     """
     output = conversion.output
@@ -123,7 +123,7 @@ def _finished(work: Path, conversion: Conversion) -> dict[str, Any]:
 
 
 def _read_journal(folder: Path) -> list[Any]:
-    """Its lines, but for one that the end of a run has cut."""
+    """Its lines, except one that a killed run has truncated."""
     lines = []
     with suppress(OSError):
         for line in (folder / _JOURNAL).read_text().splitlines():

@@ -16,7 +16,7 @@ from mcore_rl.reshard.rules import Shard
 class MegatronTensors:
     """Reads tensors one after the other; those of one parameter should be read in a row.
 
-    A tensor stays as it is until the next parameter is read into the same buffer.
+    A tensor is valid until the next parameter is read into the same buffer.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""mcore-rl convert verify: whether two folders, of either kind, hold the same weights."""
+"""mcore-rl convert verify: whether two folders, of either format, contain the same weights."""
 
 from __future__ import annotations
 
