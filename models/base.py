@@ -1,4 +1,4 @@
-"""What a model family is, and how the family of a checkpoint is found.
+"""Model families, and how the family of a checkpoint is found.
 
 A family is data: how its Hugging Face config maps to Megatron's, and the weight rules that loading,
 export and resharding read. Family files import no torch, so that plans can be made anywhere.

@@ -1,4 +1,4 @@
-"""How much better than expected each response, or each of its tokens, was."""
+"""Advantages: how much better than expected each response, or each of its tokens, was."""
 
 from __future__ import annotations
 

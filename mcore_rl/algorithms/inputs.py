@@ -1,7 +1,7 @@
-"""What a loss and an advantage function are given: one object of named arrays each.
+"""The inputs of a loss and of an advantage function: one object of named arrays each.
 
-Both know nothing of process groups. Asking for what a run does not have is a ConfigError that names
-it and what would give it.
+Neither uses process groups. Reading an input that a run does not have is a ConfigError that names
+it and the setting that provides it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loss of each token, before any mask or mean: `aggregation` alone normalises.
+"""Loss of each token, before any mask or mean: only `aggregation` normalises.
 
 The same contract applies to a loss outside the package: docs/algorithms.md.
 """

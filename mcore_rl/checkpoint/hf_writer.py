@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints written: safetensors files planned ahead, their index, their company."""
+"""Writing Hugging Face checkpoints: safetensors files planned ahead, their index, other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How damage of a tensor shows that has no checksum: by its values."""
+"""Detecting damage of a tensor without a checksum: by its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files read and written by position, with checksums, and named when they are whole."""
+"""Files read and written by position, with checksums, and renamed when they are complete."""
 
 from __future__ import annotations
 

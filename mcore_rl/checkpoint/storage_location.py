@@ -1,7 +1,7 @@
 """Where the parameters of a model are in a distributed checkpoint. Pure: no torch.
 
-A checkpoint keeps every parameter whole, whatever the layout of the ranks that wrote it: as the
-parameter of a single rank, cut into chunks. Layers and experts may be stacked into one tensor.
+A checkpoint stores every parameter unsharded, whatever the layout of the ranks that wrote it: as
+the parameter of a single rank, cut into chunks. Layers and experts may be stacked into one tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a distributed checkpoint contains, and where: its `.metadata`, read safely and checked.
 
 torch pickles a torch.distributed.checkpoint.Metadata into it (filesystem.py, `finish`),
-and a pickle is a program. Here it may name what such metadata are made of and nothing else. (A file
+and a pickle is a program. Here it may use only the classes of such metadata. (A file
 made for it can still end the process, with a key nested too deep for the stack.)
 """
 

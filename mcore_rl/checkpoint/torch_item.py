@@ -1,7 +1,7 @@
 """One tensor as torch.save writes it, framed here: a zip archive with the tensor's bytes in it.
 
 Writing through torch.save sums the bytes up far more slowly than ISA-L, and reading through zipfile
-and torch.load costs half a millisecond, which is much beside a small expert. The bytes around
+and torch.load costs half a millisecond, which is much for a small expert. The bytes around
 bytes follows from dtype, shape and checksum alone. So it is made once for each shape, written as it
 is, and compared as it is when it is read; an archive that differs is read by torch.
 

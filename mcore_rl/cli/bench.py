@@ -1,4 +1,4 @@
-"""mcore-rl bench reshard: how long a weight sync takes here, and what it is up against."""
+"""mcore-rl bench reshard: how long a weight sync takes on this machine, beside alternatives."""
 
 from __future__ import annotations
 

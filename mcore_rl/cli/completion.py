@@ -1,6 +1,6 @@
 """mcore-rl completion: scripts for the Tab key, and the words that they ask for.
 
-Nothing here imports more than the settings and the parsers: a Tab is answered in a moment.
+Only the settings and the parsers are imported, so a Tab is answered quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""mcore-rl convert: checkpoints between Hugging Face and Megatron, looked into and compared."""
+"""mcore-rl convert: checkpoints between Hugging Face and Megatron, inspected and compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What command lines have in common: parsers whose errors suggest, layouts as text, printing."""
+"""Shared by all command lines: parsers with suggestions in errors, layouts as text, printing."""
 
 from __future__ import annotations
 

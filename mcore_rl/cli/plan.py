@@ -1,4 +1,4 @@
-"""mcore-rl plan reshard: the bytes of a weight sync, before any GPU is asked for."""
+"""mcore-rl plan reshard: the bytes of a weight sync, without a GPU."""
 
 from __future__ import annotations
 

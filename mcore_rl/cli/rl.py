@@ -1,4 +1,4 @@
-"""mcore-rl rl: settings from a recipe and key=value overrides; or what would be run with them."""
+"""mcore-rl rl: a run with settings from a recipe and key=value overrides; or its dry run."""
 
 from __future__ import annotations
 

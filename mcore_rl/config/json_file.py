@@ -1,4 +1,4 @@
-"""JSON from outside, read without trust: bounded in size and depth, and always an object."""
+"""Untrusted JSON: limited in size and depth, and always an object."""
 
 from __future__ import annotations
 

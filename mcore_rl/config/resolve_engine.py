@@ -1,7 +1,7 @@
 """Every rule between the settings of a training engine, and between them and the model. Pure.
 
 A rule that fails raises ConfigError naming the setting, its value and what is allowed. What
-Megatron would do wrong without an error is refused here, or repaired in the engine.
+Megatron would do wrongly without an error is refused here, or corrected in the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings that can work and that hardly anybody means."""
+"""Settings that are valid but probably a mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one call on a group of workers becomes one call a rank, and one result again. Pure: no Ray.
+"""One call on a group of workers becomes one call per rank, and one result. Pure: no Ray.
 
 A worker method has a mode; `scatter` splits the arguments and `gather` joins the results.
 

@@ -1,6 +1,6 @@
 """What Ray runs for one rank: a plain class that builds the worker and calls its methods.
 
-An exception of the worker comes back as data. Ray would pickle it, which fails for many exception
+An exception of the worker is returned as data. Ray would pickle it, which fails for many exception
 classes, and would add pages of its own text to its message.
 """
 

@@ -1,4 +1,4 @@
-"""One worker a rank, called as one object: WorkerGroup -> Ray actor -> worker.
+"""One worker per rank, called as one object: WorkerGroup -> Ray actor -> worker.
 
     group = WorkerGroup(ModelWorker, layout=layout, pool=pool, timeouts=config.timeouts)
     batch = group.compute_log_probs(batch, temperature=1.0)  # fans out, waits, gathers
@@ -6,7 +6,7 @@
     metrics = pending.result()
 
 A worker class is a plain class; methods marked with `register` become attributes of the group. A
-worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
+worker reads its rank from RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
 parallel/store.py reads. The columns of a batch are views of shared memory in a worker, so they are
 read-only there.
 """

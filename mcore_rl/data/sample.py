@@ -1,4 +1,4 @@
-"""One trajectory: what the policy was asked, what it chose, and what that was worth."""
+"""One trajectory: a prompt, a response and its reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training engine is, and how one is found."""
+"""The interface of a training engine, and how a backend is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job that had started says why it stopped."""
+"""How a started job reports why it failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pool of devices each role of a run is on: what `placement` says, as Ray is asked for it."""
+"""Which pool of devices each role of a run is on: `placement` as requests to Ray."""
 
 from __future__ import annotations
 

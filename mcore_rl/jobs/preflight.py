@@ -1,4 +1,4 @@
-"""Everything a run reads, read and checked before a process group or a server is started."""
+"""All inputs of a run, read and checked before a process group or a server is started."""
 
 from __future__ import annotations
 

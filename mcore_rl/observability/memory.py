@@ -1,4 +1,4 @@
-"""How much memory a run takes, all its processes together."""
+"""Memory of a run, over all its processes."""
 
 from __future__ import annotations
 

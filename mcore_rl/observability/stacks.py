@@ -1,6 +1,6 @@
 """What another process of this machine is doing: its state, and the Python stacks of its threads.
 
-py-spy reads them from outside, whatever the process does: it may be stopped, have the interpreter's
+py-spy reads them from outside, whatever the process does: it may be stopped, hold the interpreter's
 lock, or loop in C. Where the system lets no process look into another (ptrace), a process that has
 called `answer_signals` writes them to its stderr when it is asked.
 """

@@ -1,4 +1,4 @@
-"""Splitting work of known cost evenly, and what a sequence costs."""
+"""Load balancing of items with known cost, and the cost of a sequence."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How both sides of a connection know each other: by a token that neither of them sends.
+"""Authentication of both sides of a connection, by a token that is never sent.
 
     listening:   a nonce of 32 bytes
     connecting:  a nonce of 32 bytes, and the HMAC-SHA256 of both nonces under the token
     listening:   its own HMAC of both, or 32 zero bytes, which refuse
 
 Nothing else is read from a connection before that. A side has one deadline for all of it, so that
-who sends a byte now and then is out as soon as who sends nothing.
+a client that sends a byte now and then is closed as soon as one that sends nothing.
 """
 
 from __future__ import annotations

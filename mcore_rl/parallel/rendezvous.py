@@ -1,7 +1,7 @@
 """The rendezvous of ranks: a key-value store on one address, behind a token.
 
 A rank connects as parallel/handshake.py has it. From then on it sends requests and reads an answer
-to each. Either is a frame: its length (4 bytes, big endian), then fields, each behind its own
+to each. Both are frames: the length (4 bytes, big endian), then fields, each after its own
 length. A request is the name of an operation and its arguments; an answer begins with one of
 OK, LATE and BAD. parallel/store.py is the other side.
 """

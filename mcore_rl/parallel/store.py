@@ -1,4 +1,4 @@
-"""torch's view of a RendezvousServer: what process groups find each other by."""
+"""A RendezvousServer as a torch.distributed store, for process groups."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Executing a plan: pack, exchange and pass on buckets, in bounded memory.
 
-A device that trains and a device that generates run the same loop, and one that does both runs it
+Training devices and generation devices run the same loop; a device that does both runs it
 once. It needs no collective. While a bucket is consumed, the next one is exchanged.
 """
 

@@ -1,7 +1,7 @@
 """Layouts: which rank holds which shard of which parameter. Pure.
 
-A training layout follows from the mesh and the split into pipeline chunks, a generation layout from
-the sizes that vLLM is started with. Both answer the same questions about a Weight.
+A training layout depends on the mesh and the split into pipeline chunks, a generation layout on
+the sizes that vLLM is started with. Both have the same methods for a Weight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies, casts and float8 quantisation of many boxes at once, on the CPU or a GPU.
 
 All boxes of a bucket go in one launch for each pair of dtypes, however large or small they are:
-csrc/reshard/ cuts their bytes into equal tiles. Beside each operation stands the same in plain
-torch (`reference_*`), bit-equal: it says what the operation means, and tests compare the two.
+csrc/reshard/ splits their bytes into equal tiles. Each operation has a reference in plain
+torch (`reference_*`), bit-equal: it defines the operation, and tests compare the two.
 """
 
 from __future__ import annotations

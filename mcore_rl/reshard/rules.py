@@ -1,6 +1,6 @@
 """Sharding rules: which part of a parameter a rank has. Pure data, invertible.
 
-A rule answers for one parameter of an engine with the blocks of logical (Hugging Face) tensors that
+The rule of one parameter of an engine lists the blocks of logical (Hugging Face) tensors that
 are in the local tensor of one shard. Loading, export and resharding only read the rules.
 """
 

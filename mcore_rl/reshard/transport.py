@@ -1,4 +1,4 @@
-"""How messages of a reshard cross devices: point to point in a torch process group."""
+"""Messages of a reshard between devices: point to point in a torch process group."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rewards by name, or by import path.
 
 A reward reads the text of a response, the fields of its prompt and why generation ended, and
-returns its total under "reward" and whatever parts are worth watching under other names. All are
+returns its total under "reward" and other metrics under other names. All are
 finite numbers, and the names are the same for every response.
 """
 

@@ -1,4 +1,4 @@
-"""From a prompt to finished samples: generate, judge, record."""
+"""From a prompt to finished samples: generate and compute rewards."""
 
 from __future__ import annotations
 

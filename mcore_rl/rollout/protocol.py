@@ -1,4 +1,4 @@
-"""What a generation server is: tokens in, tokens and their log-probs out."""
+"""The interface of a generation server: tokens in, tokens and their log-probs out."""
 
 from __future__ import annotations
 

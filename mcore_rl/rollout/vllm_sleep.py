@@ -1,8 +1,8 @@
 """Sleep on the CPU lane: vLLM's own is a no-op there (v1/worker/cpu_worker.py:179 of vLLM 0.32).
 
-The storage of weights and KV cache is freed and made again, so that every tensor that refers to it
-stays what it is. The values are discarded, as in vLLM's sleep level 2 on a GPU. Reading it while
-it is freed would end the process: the server lets nothing run (rollout/lifecycle.py).
+The storage of weights and KV cache is freed and allocated again, so that every tensor that refers
+to it stays what it is. The values are discarded, as in vLLM's sleep level 2 on a GPU. Reading it
+while it is freed would end the process: the server then runs nothing (rollout/lifecycle.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Weights written into a vLLM model as the rank's own shards.
 
 Through vLLM's layerwise reload (model_executor/model_loader/reload of vLLM 0.32): a module gets its
-parameters in their raw layout, then vLLM redoes what it derives from them (packs of the CPU,
+parameters in their raw layout, then vLLM recomputes what it derives from them (packs of the CPU,
 absorbed MLA projections, quantisation) and copies the result into the live storage, which graphs
-refer to. Shards are written where they belong, so that no full tensor is ever formed, and one
+refer to. Shards are copied into place, so that no full tensor is ever assembled, and one
 module at a time is in memory twice.
 """
 

@@ -1,4 +1,4 @@
-"""What a reshard would cost: the plan's bytes, its bound, and what gather-then-slice would move.
+"""The cost of a reshard: the plan's bytes, the lower bound, and the bytes of gather-then-slice.
 
 Needs a config.json and two layouts; no weights, no GPU, no process group.
 """

@@ -1,4 +1,4 @@
-"""What `bench reshard` lets run against each other, as one rank of each."""
+"""The candidates of `bench reshard`, as one rank of each."""
 
 from __future__ import annotations
 

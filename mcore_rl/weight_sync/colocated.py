@@ -1,6 +1,6 @@
 """Shards for the vLLM worker on the same device, through two buckets that both processes map.
 
-The training ranks exchange what they lack in their own process group; then each hands its buckets
+The training ranks exchange missing shards in their own process group; then each sends its buckets
 to the generation rank that shares its device. After the handshake of connection.py, over a unix
 socket:
 

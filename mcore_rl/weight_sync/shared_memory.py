@@ -1,4 +1,4 @@
-"""Memory that a trainer's rank and a vLLM worker on the same device both map.
+"""Memory that a training rank and a vLLM worker on the same device both map.
 
 On a CPU anonymous files (memfd): nothing is in /dev/shm, and nothing is left when both
 processes are gone, however they went. On a GPU torch's own sharing of CUDA memory (IPC).

@@ -1,4 +1,4 @@
-"""What all ranks of both sides make the same transfer plan from."""
+"""The inputs from which all ranks of both sides make the same transfer plan."""
 
 from __future__ import annotations
 

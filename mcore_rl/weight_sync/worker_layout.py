@@ -1,4 +1,4 @@
-"""What a vLLM worker's parameters are, compared with the rules that plans are made from.
+"""Compares a vLLM worker's parameters with the rules that plans are made from.
 
 A plan trusts the rules for the names, shapes and dtypes that vLLM has. Each worker compares them as
 it connects, so that a version with another layout of weights is refused by name. Pure.

@@ -1,4 +1,4 @@
-"""One rank of a training engine as an actor: what a controller may ask of a model."""
+"""One rank of a training engine as an actor: the methods that a controller calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a policy update, put together from the algorithms and their settings."""
+"""The loss of a policy update, composed from the algorithms and their settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps that loops of reinforcement learning are made of: functions of a batch."""
+"""The steps of reinforcement-learning loops: functions of a batch."""
 
 from __future__ import annotations
 

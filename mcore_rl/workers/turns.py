@@ -1,4 +1,4 @@
-"""Whose turn it is, where roles share devices. A step goes
+"""Turns of roles that share devices. The order of a step:
 
     generate -> servers sleep -> (reference on device -> its log-probs -> off)
              -> actor on device -> log-probs, update -> gradients and optimizer off

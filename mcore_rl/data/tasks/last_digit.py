@@ -3,7 +3,7 @@
 Every question has two styles of answer: *direct* (`#### 3`), at which the tiny model stays near
 chance, and *worked* (three short equations first), which it learns quickly. Supervised training on
 a mixture of both leaves a model that mostly answers directly; reinforcement learning with nothing
-but an exact-match reward finds out that showing the work pays.
+but an exact-match reward learns to show the work.
 
     Start with 5. Add 2. Add 5. Add 4. What is the last digit?
     5+2=7 / 7+5=12 / 2+4=6 / #### 6

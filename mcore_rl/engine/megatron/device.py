@@ -1,8 +1,8 @@
 """Which device Megatron runs on, with whose modules, and all that makes it run on a CPU.
 
-The CPU lane runs real Megatron-core over gloo. Megatron spells "cuda" in hundreds of places, so
-code here and there is written CUDA-style (`torch.cuda.current_device()`), and without a GPU
-`install()` lets those spellings mean the CPU. Every patch names the upstream file:line
+The CPU lane runs real Megatron-core over gloo. Megatron names "cuda" in hundreds of places, so
+engine code is written for CUDA (`torch.cuda.current_device()`), and without a GPU
+`install()` makes them use the CPU. Every patch names the upstream file:line
 (megatron/core of 0.16.1) that it corrects, and asserts that the symbol it replaces is still there.
 """
 

@@ -28,7 +28,7 @@ def local_weights(
     """The rank's shards, as the model computes with them: layers with adapters are merged.
 
     Merged weights are made when they are asked for. The others are the live parameters, which must
-    must not change while they are read.
+    not change while they are read.
     """
     tensors = [local_tensors(chunk) for chunk in chunks]
     found = LocalWeights({}, {})

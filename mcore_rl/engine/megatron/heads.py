@@ -1,4 +1,4 @@
-"""What is read off the last hidden states: scores of response tokens, in every layout."""
+"""Heads on the last hidden states: scores of response tokens, in every layout."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 The head projection is part of the operation. Logits exist for one tile at a time, some tokens by
 some vocabulary ids, and the softmax runs over the tiles of a token (online softmax: Milakov and
-Gimelshein 2018, arXiv:1805.02867, algorithm 3). The backward pass makes the logits again. So
-nothing of the size of tokens x vocabulary ever exists, with or without the entropy: what is called
-entropy checkpointing elsewhere has nothing left to save here, and there is no switch for it.
+Gimelshein 2018, arXiv:1805.02867, algorithm 3). The backward pass recomputes the logits. So
+nothing of the size of tokens x vocabulary ever exists, with or without the entropy. So there is
+no setting for entropy checkpointing, as in other frameworks: nothing is left to save.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The inner loop of logprob.py, compiled: a tile of logits into running sums, and into gradients.
 
-csrc/logprob/ reads each logit of a tile once on the way forward, with entropy or without, and
-writes gradients over the logits on the way back: beyond the tile there are a few numbers a token.
-Beside each stands the same in plain torch (`reference_*`). A tile is float32 or bfloat16, on the
-CPU or a GPU; everything else is float32, on the same device.
+csrc/logprob/ reads each logit of a tile once in the forward pass, with or without entropy, and
+overwrites the logits with gradients in the backward pass: besides the tile it needs a few numbers
+per token. Each function has a reference in plain torch (`reference_*`). A tile is float32 or
+bfloat16, on the CPU or a GPU; everything else is float32, on the same device.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Low-rank adapters on linear layers, in weight space (LoRA: Hu et al. 2021, arXiv:2106.09685).
+"""Low-rank adapters on linear layers, as merged weights (LoRA: Hu et al. 2021, arXiv:2106.09685).
 
 A linear with an adapter runs its own forward on W + alpha / rank * B @ A (their eq. 3), formed in
-each call. Hence one piece of code for every kind of linear and every layout, and the trainer
-computes with the very weights that an export hands out, bit for bit. The weights W are frozen:
+each call. So the same code works for every kind of linear and every layout, and the trainer
+computes with the exported weights, bit for bit. The weights W are frozen:
 gradient buffers and optimizer state exist for the factors A and B only.
 
-What is formed is not kept for the backward pass, which forms it again.
+Merged weights are not kept for the backward pass, which merges again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Routers of packed batches, what they balance, and how even the load of the experts is.
+"""Routers of packed batches, load balancing, and the load of the experts.
 
 Every MoE layer of every chunk has a `PackedRouter`. Padding is routed like any token, since its
-rows are there, but it never counts: not in a load-balancing loss, not in the update of a selection
+rows exist, but it never counts: not in a load-balancing loss, not in the update of a selection
 bias, not in the reported load.
 """
 

@@ -3,8 +3,8 @@
 A response token is scored by the hidden state of the token before it, so a micro-batch has, for
 each response token, the row of that hidden state.
 
-Context parallelism splits each sequence into 2 * cp chunks of equal length. CP rank r holds the
-chunks r and 2 * cp - 1 - r, so that under a causal mask every rank has as many pairs to look at as
+Context parallelism splits each sequence into 2 * cp chunks of equal length. CP rank r has the
+chunks r and 2 * cp - 1 - r, so that under a causal mask every rank has as many query-key pairs as
 the others. That is what Megatron's rotary embedding (models/common/embeddings/rope_utils.py:115)
 and Transformer Engine expect of packed sequences.
 """

@@ -1,6 +1,6 @@
 """Megatron's own resharding between two layouts on the same ranks: what ours is measured against.
 
-Both models have no weights worth the name. Their process groups live side by side.
+Neither model has meaningful weights. Their process groups exist at the same time.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Settings are not in it. A run that resumes keeps the learning rate, betas, weight decay and length
 of its own settings, and uses only the number of steps from the checkpoint.
 
-Megatron keeps the number of Adam's steps in three ways, and where torch's AdamW stands in for
+Megatron keeps the number of Adam's steps in three ways, and where torch's AdamW replaces
 FusedAdam none of them survives a resume of the distributed optimizer
 (optimizer/distrib_optimizer.py of 0.16.1):
 

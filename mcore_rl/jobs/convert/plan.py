@@ -1,4 +1,4 @@
-"""What a conversion is made of, worked out before anything is written."""
+"""The plan of a conversion, made before anything is written."""
 
 from __future__ import annotations
 

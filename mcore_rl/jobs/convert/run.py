@@ -1,11 +1,11 @@
 """A conversion from its plan to a folder: resumable, bounded in memory, atomic.
 
 The output NAME is written as `.NAME.partial`, with a journal in it, `.conversion.jsonl`: what is
-converted and how, the fingerprint, and then a line for each file that is whole. A file gets its
+converted and how, the fingerprint, and then a line for each complete file. A file gets its
 name when it is complete, and its line after that. So a killed run continues where it stopped,
 to the same bytes. The journal goes when the folder has its name.
 
-Nothing is flushed to the disk here, as nothing is when files are copied: a killed process loses
+Nothing is flushed to the disk, as when files are copied: a killed process loses
 none of what it wrote, and a flush would take as long as the rest. A machine that loses its power
 may lose the last seconds of writes. A file whose end is lost is then shorter than the journal
 says, and is written again.

@@ -151,12 +151,12 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
 
 
 def test_a_worker_that_died_is_named_by_its_file(make):
-    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; the same"):
+    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; run the same"):
         go(make(d="killed"), workers=2)
 
 
 def test_a_full_disk_is_said_to_be_full(make):
-    with pytest.raises(RunFailed, match=r"^no space left in .*new; the same command goes on"):
+    with pytest.raises(RunFailed, match=r"^no space left in .*new; run the same command again"):
         go(make(c="full"))
 
 
