@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
+from mcore_rl.observability.garbage import leave_garbage_at_exit
 
 COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
@@ -70,8 +70,7 @@ def _run(name: str, arguments: list[str]) -> int:
     """The exit status: 2 for bad input, 1 for a run that had to stop, 128 + n for signal n."""
     try:
         command: Callable[[list[str]], int | None]
-        with long_lived():
-            command = importlib.import_module(f"mcore_rl.cli.{name}").main
+        command = importlib.import_module(f"mcore_rl.cli.{name}").main
         return command(arguments) or 0
     except ConfigError as error:
         return _say(name, str(error), 2)

@@ -15,7 +15,6 @@ from mcore_rl.config.describe import Setting, SettingGroup, groups, setting_name
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.warnings import warnings_of
-from mcore_rl.observability.garbage import long_lived
 
 _USAGE = "mcore-rl rl [recipe=NAME|PATH] [key=value ...] [OPTION]"
 EXAMPLES = """\
@@ -54,8 +53,7 @@ def main(arguments: list[str]) -> None:
 
         dry_run(config)
         return
-    with long_lived():  # torch and Ray: bad settings should not wait for that
-        from mcore_rl.jobs import rl
+    from mcore_rl.jobs import rl  # torch and Ray: bad settings should not wait for that
 
     rl.run(config)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
+from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals, in_full, in_short, look_at
 from mcore_rl.parallel.rendezvous import RendezvousServer
 
@@ -156,8 +156,7 @@ def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connectio
     answer_signals()
     leave_garbage_at_exit()
     try:
-        with long_lived():
-            run = pickle.loads(job)
+        run = pickle.loads(job)
         answer: tuple[str, Any] = _DONE, _packed(run())
     except ConfigError as error:
         answer = _BAD_INPUT, str(error)

@@ -126,10 +126,6 @@ class Streams:
                 size = _aligned(cut.box.numel * kind.itemsize)
                 self._sizes[number, list(cut.source_of)] += size
 
-    def num_buckets(self, generation_rank: int) -> int:
-        sizes = self._sizes[self._kind_of_place, generation_rank]
-        return -(-int(sizes.sum()) // self.bucket_bytes)
-
     def messages_from(self, training_rank: int) -> list[Message]:
         """All that the rank sends, to its own device too."""
         return self._messages(self._cuts(source=training_rank))

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from mcore_rl import _csrc
 
 BLOCK = 128  # rows and columns that share a scale
-_LARGEST = 448.0  # of float8 e4m3
-_SMALLEST = 2.0**-110  # blocks without a larger magnitude have scale 1
 _CASTS = {(torch.float32, torch.bfloat16): 1, (torch.bfloat16, torch.float32): 2}
 _QUANTIZATIONS = {torch.float32: 3, torch.bfloat16: 4}  # the Kind of csrc/reshard/box.h
 
@@ -198,27 +196,6 @@ def empty_quantized(source: torch.Tensor) -> Quantized:
         torch.empty(source.shape, dtype=torch.float8_e4m3fn, device=source.device),
         torch.empty(blocks, dtype=torch.float32, device=source.device),
     )
-
-
-def reference_copy(pairs: Iterable[Pair]) -> None:
-    """What BoxCopy does. Torch's own NaN in bfloat16 depends on the instructions it runs on."""
-    for source, target in pairs:
-        target.copy_(source)
-        if source.dtype != target.dtype and target.dtype is torch.bfloat16:
-            target.masked_fill_(source.isnan(), torch.nan)
-
-
-def reference_quantize(pairs: Iterable[tuple[torch.Tensor, Quantized]]) -> None:
-    """What BoxQuantize does."""
-    for source, into in pairs:
-        for row, column in itertools.product(*(range(0, n, BLOCK) for n in source.shape)):
-            here = slice(row, row + BLOCK), slice(column, column + BLOCK)
-            block = source[here].float()
-            largest = block.abs().amax().bfloat16().float()
-            scale = torch.where(largest < _SMALLEST, 1.0, largest / _LARGEST)
-            scale = torch.where(largest.isfinite(), scale, torch.nan)
-            into.values[here] = (block / scale).to(torch.float8_e4m3fn)
-            into.scales[row // BLOCK, column // BLOCK] = scale
 
 
 class _Table:

@@ -8,6 +8,7 @@ Upstream lines are those of vLLM 0.32.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -29,6 +30,8 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.utils import system_utils
 from vllm.utils.cpu_resource_utils import parse_id_list
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
@@ -41,6 +44,7 @@ from mcore_rl.rollout.vllm_weights import make_reloadable, repack_output_heads
 
 BACKEND = "mcore_rl"  # the name of our engine in vLLM's registry of weight transfer engines
 START_METHOD = {"cpu": "fork", "cuda": "spawn"}  # of engine and worker processes
+_LOOK_S = 1.0  # how often a call looks whether its engine lives
 
 
 class ServerName(str):
@@ -92,6 +96,7 @@ def owned_processes(server: ServerName) -> Iterator[None]:
     # processes may find Ray (utils/system_utils.py:130): ours have no business there.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = START_METHOD[current_platform.device_type]
     system_utils.is_in_ray_actor = lambda: False
+    _end_calls_with_their_engine()
     fork = _Fork(server)  # multiprocessing holds no reference of its own
     try:
         yield
@@ -200,6 +205,27 @@ def _take_place() -> None:
         cores = [int(core) for core in place.strip("{}").split(",")]
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
+
+
+@functools.cache
+def _end_calls_with_their_engine() -> None:
+    """A call of all but `generate` waits for ever when the engine dies of it, or meanwhile.
+
+    (v1/engine/core_client.py:1291: nobody fails its future.) It raises EngineDeadError instead.
+    """
+    upstream = AsyncMPClient._call_utility_async
+
+    async def call(client: AsyncMPClient, *args: Any, **kwargs: Any) -> Any:
+        answer = asyncio.ensure_future(upstream(client, *args, **kwargs))
+        try:
+            while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
+                if client.resources.engine_dead:
+                    raise EngineDeadError
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    AsyncMPClient._call_utility_async = call
 
 
 def remove_shared_memory(server: ServerName) -> None:

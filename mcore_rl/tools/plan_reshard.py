@@ -23,7 +23,6 @@ from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size, read_config
 from mcore_rl.models.fields import check_fields
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
@@ -104,10 +103,9 @@ def plan_reshard(
     config = _read(model)
     _check(config, train, generate)
     start = time.perf_counter()
-    with uncollected():
-        demand = _demand(config, train, generate, itemsize)
-        devices = _devices(mode, demand.overlap(), cluster)
-        plan = demand.plan(devices)
+    demand = _demand(config, train, generate, itemsize)
+    devices = _devices(mode, demand.overlap(), cluster)
+    plan = demand.plan(devices)
     plan_s = time.perf_counter() - start
     traffic = _traffic(plan)
     # A single generation rank needs the whole model, and overlaps with all that a device holds.

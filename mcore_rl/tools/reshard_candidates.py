@@ -14,7 +14,6 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard import ops
@@ -43,14 +42,13 @@ class PlannedExchange:
         """`is_placed`: generation ranks go where most bytes stay, not where they are numbered."""
         start = time.perf_counter()
         device = dist.get_rank()
-        with uncollected():
-            demand = TransferRequirements(training, target, DTYPE.itemsize)
-            world = training[0].world_size
-            hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
-            plan = demand.plan(Devices.colocated(hosts, world, world))
-            # Two buckets' worth of memory in all: two halves on their way in, two on the way out.
-            half = bucket_bytes // 2
-            rounds = schedule(plan, device, half)
+        demand = TransferRequirements(training, target, DTYPE.itemsize)
+        world = training[0].world_size
+        hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
+        plan = demand.plan(Devices.colocated(hosts, world, world))
+        # Two buckets' worth of memory in all: two halves on their way in, two on the way out.
+        half = bucket_bytes // 2
+        rounds = schedule(plan, device, half)
         self.schedule_s = time.perf_counter() - start
         self.rank = hosts.index(device)  # of this device, on the target side
         # By the plan: what the network carries is measured apart, and is a little more.

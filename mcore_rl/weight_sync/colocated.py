@@ -29,7 +29,6 @@ import torch
 import torch.distributed
 
 from mcore_rl.models.base import HFConfig
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
@@ -90,8 +89,7 @@ class _Host(WeightTransport):
         self._verify, self._device, self._sender = spec.settings.verify, device, sender
         half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
         transport = GroupTransport(torch.distributed.group.WORLD, spec.settings.timeout_s)
-        with uncollected():
-            rounds = schedule(plan, transport.rank, half)
+        rounds = schedule(plan, transport.rank, half)
         dtype = getattr(torch, spec.dtype)
         self._exchange = Exchange(rounds, half, dtype, transport, self._allocate)
 

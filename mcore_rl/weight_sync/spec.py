@@ -11,7 +11,6 @@ import numpy as np
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
@@ -63,7 +62,6 @@ class Sites:
     ranks_per_node: int  # training ranks of one host
 
 
-@uncollected()
 def training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side:
     """What an engine of Megatron is to a plan. `config` is that of a CheckpointReader."""
     sizes = model_sizes(config)
@@ -72,14 +70,12 @@ def training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), weights
 
 
-@uncollected()
 def generation_side(config: HFConfig, layout: GenerationLayout) -> tuple[GenerationRanks, Side]:
     sizes = model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
     return ranks, (ranks, family_of(config).vllm_weights(config))
 
 
-@uncollected()
 def plan_transfer(
     spec: TransferSpec, config: HFConfig, itemsize: int, sites: Sites | None = None
 ) -> Plan:

@@ -20,7 +20,6 @@ import torch
 
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.models.base import HFConfig
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Bucket, Exchange, LocalWeights, ReceivedSlice
@@ -74,8 +73,7 @@ class ExchangeTransport(WeightTransport):
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
         plan = plan_transfer(spec, model, self._dtype.itemsize)
-        with uncollected():
-            self._rounds = schedule(plan, rank, self._half)
+        self._rounds = schedule(plan, rank, self._half)
         self._verify, self._rank, self._device = spec.settings.verify, rank, device
 
     def send(self, weights: LocalWeights, update: WeightUpdate) -> None:

@@ -74,11 +74,6 @@ class ModelWorker:
         return self._engine.memory_report()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def compute_values(self, batch: Batch) -> Batch | None:
-        """Adds the column values; of a value model."""
-        return self._engine.infer_batch(batch)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def update(self, batch: Batch, *, temperature: float = 1.0) -> Metrics:
         """One optimizer step on a mini-batch; its loss is that of scores at `temperature`.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mcore_rl.algorithms.inputs import AdvantageInputs, LossInputs
 from mcore_rl.algorithms.losses import ppo_clip
 from mcore_rl.config.schema import GRPOSettings, PPOClipSettings
 from mcore_rl.data.batch import Jagged
+from mcore_rl.reshard.executor import Bucket, Exchange
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,23 @@ def pausing_loss(inputs: LossInputs, settings: PauseSettings) -> tuple[Tensor, d
     """While the actor is on its devices and has all that an update needs."""
     _pause(settings.file)
     return ppo_clip(inputs, PPOClipSettings())
+
+
+def loss_before_a_pausing_push(
+    inputs: LossInputs, settings: PauseSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """In the push of what is trained here, when the server has the first bucket."""
+    _pause_pushes(settings.file)
+    return ppo_clip(inputs, PPOClipSettings())
+
+
+@functools.cache
+def _pause_pushes(file: str) -> None:
+    run = Exchange.run
+
+    def paused(*args: Any) -> Iterator[Bucket]:
+        for bucket in run(*args):
+            yield bucket
+            _pause(file)
+
+    Exchange.run = paused

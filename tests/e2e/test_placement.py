@@ -64,18 +64,27 @@ PAUSES = {
     "trains": (
         "algorithm.loss=tests/e2e/own_functions.py:pausing_loss", "algorithm.loss_settings.file",
     ),
+    "pushes": (
+        "algorithm.loss=tests/e2e/own_functions.py:loss_before_a_pausing_push",
+        "algorithm.loss_settings.file",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("while_it", "victim", "told"),
     all_but(
-        [("trains", "engine", r"rollout\.wake: rank 0 raised")],
+        [
+            ("trains", "engine", r"rollout\.wake: rank 0 raised"),
+            ("pushes", "engine", r"rollout\.receive_weights: rank 0 raised"),
+        ],
         [
             ("trains", "engine", r"rollout\.wake: rank 0 raised"),
             ("trains", "actor", r"actor\.update: rank 0 \(host .* died"),
             ("generates", "engine", r"rollout\.generate: rank 0 raised"),
             ("generates", "actor", r"actor\.to: rank 0 \(host .* died"),
+            ("pushes", "actor", r"actor\.send_weights: rank 0 \(host .* died"),
+            ("pushes", "engine", r"rollout\.receive_weights: rank 0 raised"),
         ],
     ),
 )
@@ -87,7 +96,7 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
         *own_model_and_data, "warm_start.num_steps=0", "warm_start.train_file=''",
         "trainer.num_steps=2", "trainer.eval_samples=4", "trainer.prompts_per_step=4",
         "actor.layout.tp=1", "actor.layout.ep=1", "actor.optimizer.warmup_steps=0",
-        "algorithm.num_mini_batches=1",
+        "algorithm.num_mini_batches=1", "weight_sync.bucket_bytes=2097152",
         "algorithm.drop_uniform_groups=false", "algorithm.advantage_settings={}",
         "algorithm.loss_settings={}", function, f"{setting}={paused}",
     )  # fmt: skip
