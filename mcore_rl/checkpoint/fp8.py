@@ -20,7 +20,7 @@ BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 QUANTIZED, SCALE_DTYPES = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 _LARGEST = 448.0  # of e4m3
-# Blocks without a larger value become zeros: below, bfloat16 cannot hold what e4m3 can.
+# Blocks without a larger value become zeros: below, bfloat16 cannot represent what e4m3 can.
 _SMALLEST = 2.0**-110
 
 # The projections of decoder layers. Not those of embeddings, heads, norms and routers, nor the one

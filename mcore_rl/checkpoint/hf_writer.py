@@ -22,7 +22,7 @@ from mcore_rl.checkpoint.safetensors_file import CRC32_KEY, DTYPES, LENGTH_BYTES
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
-# What stands beside the weights and is carried along: config, tokenizer, chat templates, code.
+# Other files that are copied with the weights: config, tokenizer, chat templates, code.
 _COMPANIONS = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py",
     "additional_chat_templates/*.jinja",

@@ -14,7 +14,7 @@ from mcore_rl.reshard.rules import GateUp, Shard, Split, Weight
 # How our checkpoints name their tensors, as Megatron's own loaders are told of it: they ask the
 # model for its shards with this (`content_metadata`, dist_checkpointing/serialization.py).
 CONTENT_METADATA: dict[str, bool | str] = {
-    # A name for each layer, also where all layers are alike.
+    # A name for each layer, also if all layers are homogeneous.
     "non_homogeneous_layers": True,
     # Experts of a layer are one tensor.
     "singleton_local_shards": False,

@@ -58,7 +58,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes, in
         local, central = _entry(name, isal_zlib.crc32(data), len(data), len(before))
         before, behind = before + local + data, behind + central
     extra = -(len(before) + len(_entry("data/0", 0, nbytes, 0)[0])) % _ALIGNMENT
-    extra += _ALIGNMENT if 0 < extra < 4 else 0  # an extra field has 4 bytes of its own
+    extra += _ALIGNMENT if 0 < extra < 4 else 0  # an extra field has a header of 4 bytes
     local, central = _entry("data/0", 0, nbytes, len(before), extra)
     crc_before, crc_behind = len(before) + _CRC_AT, len(behind) + _CENTRAL_CRC_AT
     before, behind = before + local, behind + central

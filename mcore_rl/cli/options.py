@@ -85,7 +85,7 @@ def parse_layout(option: str, text: str, kind: type[L]) -> L:
         found[name] = int(value)
     if "dp" in found or 0 in found.values():  # a rule of the layout refuses the 0 by its name
         return kind(**found)
-    if kind is GenerationLayout:  # experts are dealt to tp ranks of as many engines as it takes
+    if kind is GenerationLayout:  # experts are split over tp ranks of as many engines as needed
         return kind(**found, dp=max(1, found.get("ep", 1) // found.get("tp", 1)))
     return kind(**found, dp=smallest_dp(Layout(**found)))
 

@@ -142,7 +142,7 @@ def _row_costs(batches: Sequence[Batch]) -> Sequence[float]:
 
 
 def _in_caller_order(parts: Sequence[CallPart], outputs: Sequence[Batch]) -> Batch:
-    # Empty parts are left out: what a worker returns for no rows need not have the right dtypes.
+    # Empty parts are left out: what a worker returns for no rows may have wrong dtypes.
     filled = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.rows]
     if not filled:
         return outputs[0]

@@ -94,7 +94,7 @@ class RankActor:
         """The value is the endpoint of a server that stays, on the address of this node."""
 
         def serve() -> RendezvousEndpoint:
-            if self._rendezvous is None:  # else the ranks have met, and go on with that one
+            if self._rendezvous is None:  # else the ranks have joined it, and keep it
                 self._rendezvous = RendezvousServer(ray.util.get_node_ip_address())
             return self._rendezvous.endpoint
 

@@ -45,7 +45,7 @@ def processes() -> Processes:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                # "pid (command) state parent ..."; the command may hold blanks and brackets
+                # "pid (command) state parent ..."; the command may contain blanks and brackets
                 fields = file.read().rpartition(")")[2].split()
                 if fields[0] not in "ZX":
                     found[int(name)] = (int(fields[1]), fields[19])
@@ -152,7 +152,7 @@ class Reaper:
         self.driver = driver
         self.marker = marker.encode()
         self.scratch = scratch
-        self.folders = folders  # of the run, which may hold something half-written
+        self.folders = folders  # of the run, which may contain unfinished files
         self.logs = logs  # where Ray's are kept
         self.known: dict[int, str] = {}  # pid -> start time; a pid may be used again
         self.files: SharedMemory = {}  # of the session

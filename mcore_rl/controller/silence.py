@@ -14,7 +14,7 @@ from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.observability.stacks import Look, in_full, in_short, look_at
 
 _LOOK_S = 60.0  # how long the looks may take, on all nodes together
-_MOST_NAMED = 4  # ranks of which the first line tells what they do
+_MOST_NAMED = 4  # ranks whose state is in the first line
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Prompts as batches: what a trainer gives to its generation servers."""
+"""Prompts as batches: what a trainer hands to its generation servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_rl.data.sampler import IndexSampler
 
 
 def prompt_batches(dataset: PromptDataset, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Endless shuffled batches. Group ids count up from 0: no two prompts of a run share one.
+    """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
 
     Columns: prompt_ids, group_ids, fields (JSON text) and rows (of the data set).
     """

@@ -31,7 +31,7 @@ class Stage:
     """Ranks of a role with the same numbers of everything."""
 
     ranks: tuple[int, ...]  # world ranks of the role, or workers of its servers
-    layers: str  # which decoder layers, and what stands around them
+    layers: str  # which decoder layers, and what is before and after them
     parameters: int  # of one rank, padding of the vocabulary included
     weight_bytes: int  # of one rank, as are the others
     gradient_bytes: int

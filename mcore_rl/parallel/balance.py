@@ -29,7 +29,7 @@ class SequenceCost:
         return self.per_token * length + self.per_token_pair * length**2 / 2
 
 
-# For who does not know the model: a dense one of hidden size 4096, with 12 hidden^2 weights a layer
+# Without knowledge of the model: a dense one of hidden size 4096, with 12 hidden^2 weights a layer
 # and 2 hidden multiplications a layer for a pair of tokens.
 DEFAULT_SEQUENCE_COST = SequenceCost(per_token=1.0, per_token_pair=2 / (12 * 4096))
 
@@ -89,7 +89,7 @@ def balanced_partition(costs: Sequence[float], num_parts: int) -> Parts:
     return parts + [[] for _ in range(num_parts - len(parts))]
 
 
-# The parts of a split that hold something, by falling cost, with their items.
+# The parts of a split that are not empty, by falling cost, with their items.
 _Split = list[tuple[float, list[int]]]
 
 

@@ -60,9 +60,9 @@ def groups_of_one() -> Iterator[None]:
 
 def leave_groups() -> None:
     """End Megatron's groups: each gloo group has threads that wait until it ends."""
-    gc.collect()  # engines of the earlier layout hold on to its groups in cycles
+    gc.collect()  # engines of the earlier layout refer to its groups in cycles
     for group in parallel_state._global_process_group_list or ():
-        if group is not None:  # None stands for the default group
+        if group is not None:  # None is the default group
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 

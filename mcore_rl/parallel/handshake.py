@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 
-TIMEOUT_S = 10.0  # what a listener gives who connects
+TIMEOUT_S = 10.0  # time that a listener gives a client
 ANSWER_BYTES = 64
 _NONCE_BYTES = _PROOF_BYTES = 32
 _REFUSED = bytes(_PROOF_BYTES)

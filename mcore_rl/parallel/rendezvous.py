@@ -128,7 +128,7 @@ class RendezvousServer:
         self.endpoint = RendezvousEndpoint(host, port, secrets.token_hex(32))
         self._values: dict[bytes, bytes] = {}
         self._peers: dict[int, _Peer] = {}  # by file descriptor, the oldest first
-        self._waiting: dict[bytes, list[_Peer]] = {}  # by a key that is not there
+        self._waiting: dict[bytes, list[_Peer]] = {}  # by a missing key
         self._ranks_seen: set[int] = set()
         self._next_deadline = math.inf
         self._operations: dict[bytes, Callable[..., None]] = {

@@ -151,7 +151,7 @@ class Streams:
         sizes = self._sizes[self._kind_of_place, generation_rank]
         ends = np.cumsum(sizes)
         starts = ends - sizes
-        # The experts of a layer, which stand in [begins, begins + lengths), turned around.
+        # The experts of a layer, which are in [begins, begins + lengths), turned around.
         begins = starts[self._firsts]
         lengths = ends[self._firsts + self._run_lengths - 1] - begins
         turn = generation_rank * _GOLDEN_RATIO % 1
@@ -210,7 +210,7 @@ class _PlacedCut(NamedTuple):
 
 # A box of a member: (minus the size of an element, byte in the stream, cut, member, offset in the
 # cut or None for all of it, sizes). In a message they are sorted: wider elements first, so that all
-# stand aligned to their size.
+# are aligned to their size.
 _Piece = tuple[int, int, TransferOp, Member, Offset | None, tuple[int, ...]]
 
 

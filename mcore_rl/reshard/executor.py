@@ -45,7 +45,7 @@ class ReceivedSlice:
     offset: tuple[int, ...]
     data: torch.Tensor  # a view into the bucket
     source_rank: int  # training rank
-    crc32: int | None = None  # of the box where it stood before; None: not asked for
+    crc32: int | None = None  # of the box at its source; None: not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class _Outbox:
         return self._memory[start:stop]
 
     def leaving(self, transfer: Transfer, pending: Pending) -> None:
-        start, end = 0, 0  # of checksums, which have memory of their own
+        start, end = 0, 0  # of checksums, which use separate memory
         if not transfer.is_checksums:
             start = transfer.data.data_ptr() - self._memory.data_ptr()
             end = start + transfer.data.numel()

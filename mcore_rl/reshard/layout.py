@@ -17,7 +17,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import Chunk
 from mcore_rl.reshard.rules import Stage, Weight
 
-Holders = tuple[tuple[int, ...], ...]  # for each shard, the ranks that hold it, ascending
+Holders = tuple[tuple[int, ...], ...]  # for each shard, the ranks that have it, ascending
 
 
 class Ranks(Protocol):

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 from mcore_rl.reshard.boxes import Block, Box, LogicalTensor, rows
 
 Axis = Literal["tp", "etp"]
-# Where a parameter outside the decoder layers stands: with the chunk of the model that has it.
+# Where a parameter outside the decoder layers is: with the chunk of the model that has it.
 Stage = Literal["embedding", "final_norm", "head", "mtp"]
 
 
@@ -84,7 +84,7 @@ class Split:
         shape = self.local_shape(shard)
         start = shard.index * shape[self.dim]
         size = min(shape[self.dim], self.tensor.shape[self.dim] - start)
-        if size <= 0:  # the shard holds padding only
+        if size <= 0:  # the shard has padding only
             return ()
         zeros = (0,) * len(shape)
         offsets = tuple(start if d == self.dim else 0 for d in range(len(shape)))
@@ -221,7 +221,7 @@ class Weight(NamedTuple):
     layer: int | None = None  # decoder layer, placed by the pipeline axis
     expert: int | None = None  # placed by the expert axis
     stage: Stage | None = None  # for what is outside the decoder layers
-    # A second copy of tensors of another weight, which a pipeline needs when the first stands on
+    # A second copy of tensors of another weight, which a pipeline needs when the first is on
     # another chunk (tied embeddings, multi-token prediction): loaded, never exported.
     replica: bool = False
     float32: bool = False  # kept in float32 whatever the dtype of the model

@@ -78,7 +78,7 @@ class _Location(NamedTuple):
     """Where a side has a logical tensor: in one parameter, or in a few."""
 
     order: int  # of the first of them among the rules
-    places: tuple[int, ...]  # numbers, the same for those that are sharded alike
+    places: tuple[int, ...]  # numbers, the same for those that are sharded in the same way
     names: tuple[str, ...]
 
 

@@ -82,7 +82,7 @@ class VLLMServer:
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
-        self._running: dict[str, str] = {}  # our names of requests under way, and vLLM's
+        self._running: dict[str, str] = {}  # our names of running requests, and vLLM's
         self._version = 0
         self._lifecycle = Lifecycle()
 
@@ -136,7 +136,7 @@ class VLLMServer:
         )
         config = arguments.create_engine_config()
         vllm_worker.check_heads(config.model_config)
-        # Workers that crash leave their memory behind, and nobody may come to close the server.
+        # Workers that crash leave their memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
 
         def launch() -> AsyncLLM:

@@ -57,7 +57,7 @@ def _wake_up(worker: Any, tags: list[str] | None = None) -> None:
     for tag in tags or list(worker._asleep):
         for storage, num_bytes in worker._asleep.pop(tag):
             storage.resize_(num_bytes)
-            if tag == "kv_cache":  # as it is when it is new
+            if tag == "kv_cache":  # as for a new one
                 torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 

@@ -156,7 +156,7 @@ def _read(model: Path) -> HFConfig:
     else:
         config = read_json_object(model)
         check_fields(config)
-    # Blocks of fp8 are read as the tensors that they stand for.
+    # Blocks of fp8 are dequantised.
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 

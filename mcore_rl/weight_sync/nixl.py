@@ -162,7 +162,7 @@ class _NixlMessages:
         remote = [(notice["address"], data.numel(), notice["device"])]
         kind = "DRAM" if data.device.type == "cpu" else "VRAM"
         done = json.dumps({"version": self._version, "bucket": bucket}).encode()
-        _finish_work_on(data.device)  # on what the memory held before
+        _finish_work_on(data.device)  # on what was in the memory before
         agent = self._agent
         handle = agent.initialize_xfer(
             "READ", agent.get_xfer_descs(data), agent.get_xfer_descs(remote, kind), str(peer), done

@@ -26,7 +26,7 @@ class TransferSpec:
     training: Layout
     num_mtp_layers: int
     generation: GenerationLayout
-    dtype: str  # "bfloat16": of weights on their way
+    dtype: str  # "bfloat16": in which weights are sent
     settings: WeightSyncConfig
 
     @property

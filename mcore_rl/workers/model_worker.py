@@ -128,7 +128,7 @@ class ModelWorker:
                     config_changes=self._engine.config_changes,
                 )
         except OSError as error:
-            for _ in tensors:  # the other ranks go on sending
+            for _ in tensors:  # the other ranks continue to send
                 pass
             return f"{error.strerror}: {error.filename or path}"
         return ""

@@ -31,7 +31,7 @@ class RolloutPool:
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             max_tokens=self.config.max_response_tokens,
-            seed=first_seed(self.seed),  # agent loops go on from here by the group id
+            seed=first_seed(self.seed),  # agent loops count from here by the group id
         )
         return Batch.concat([samples for (samples,) in self.servers.generate(prompts, sampling)])
 

@@ -27,7 +27,7 @@ class LanguageModelHead:
 
     vocab_size: int
     temperature: float
-    chunk_bytes: int  # logits and probabilities alive at once
+    chunk_bytes: int  # logits and probabilities in memory at a time
     with_entropy: bool
     num_top: int = 0
 

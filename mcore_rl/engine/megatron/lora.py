@@ -54,10 +54,10 @@ class FactorPlace:
     name: str  # of the weight, with global numbers of layer and expert
     rows: tuple[Rows, ...]  # what the local rows are, in their order
     num_inputs: int  # columns of the whole weight
-    first_input: int  # the first of them that this rank holds
-    is_split: tuple[bool, bool]  # whether other ranks of the weight's axis hold other rows, columns
+    first_input: int  # the first of them that this rank has
+    is_split: tuple[bool, bool]  # whether other ranks of the weight's axis have other rows, columns
     axis_rank: int  # index of this rank on the weight's axis
-    data_rank: int  # and among the ranks that hold the same shard
+    data_rank: int  # and among the ranks that have the same shard
 
     @classmethod
     def of(cls, weight: Weight, shard: Shard, at: Coordinate, cp: int) -> FactorPlace:
@@ -171,7 +171,7 @@ class Adapters(torch.nn.ModuleDict):
 
 
 def _key(parameter: str) -> str:
-    return parameter.replace(".", "/")  # a module's name may not hold a dot
+    return parameter.replace(".", "/")  # a module's name may not contain a dot
 
 
 def attach(
@@ -217,7 +217,7 @@ def attach(
 
 def _chunk_of(weight: Weight, placement: WeightPlacement) -> Chunk:
     chunk = placement.chunk(weight)
-    assert chunk is not None  # a decoder layer stands on a chunk
+    assert chunk is not None  # a decoder layer is on a chunk
     return chunk
 
 
@@ -237,7 +237,7 @@ def _mark(adapter: Adapter, weight: Weight, frozen: torch.Tensor) -> None:
         marks: dict[str, Any] = {"tensor_model_parallel": is_split}
         if weight.expert is not None:
             # The norm counts what is marked as split, and on tp_rank 0 the rest. But ranks of tp
-            # hold no copies of an expert: all are marked, and copies over etp are "shared".
+            # have no copies of an expert: all are marked, and copies over etp are "shared".
             is_copy = not is_split and adapter.place.axis_rank > 0
             marks = {"allreduce": False, "tensor_model_parallel": True, "shared": is_copy}
             marks["is_partial"] = not is_split

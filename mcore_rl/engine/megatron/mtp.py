@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
 from mcore_rl.engine.megatron.packing import MicroBatch
 
-# What Megatron hands to the layers (models/gpt/gpt_model.py:593).
+# What Megatron passes to the layers (models/gpt/gpt_model.py:593).
 _INPUTS = (
     "input_ids", "position_ids", "attention_mask", "inference_params", "rotary_pos_emb",
     "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params", "sequence_len_offset",

@@ -34,7 +34,7 @@ _OTHER_COLUMNS = ("prompt_ids", "response_ids", "routed_experts")
 class PackSplit:
     """How the tokens of a pack are split over ranks, and which part is this rank's."""
 
-    tp: int = 1  # sequence parallelism: equal shares of what the CP rank holds
+    tp: int = 1  # sequence parallelism: equal shares of what the CP rank has
     cp: int = 1
     cp_rank: int = 0
 
@@ -85,7 +85,7 @@ class MicroBatch:
     position_ids: torch.Tensor  # [1, tokens]
     packed: PackedSeqParams  # of all context-parallel ranks
     num_tokens: int  # of samples, on this context-parallel rank, without padding
-    # [tokens] Which token of the batch each is (prompt and response, rows end to end), -1: padding.
+    # [tokens] Index in the batch's tokens (prompt and response, rows concatenated), -1: padding.
     tokens: torch.Tensor
     # Response tokens are scored on the context-parallel rank that has the state before them.
     num_response_tokens: int  # of all context-parallel ranks

@@ -127,7 +127,7 @@ def run_micro_batches(
         data_iterator=[iter(micros) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(micros),
-        # Without a pipeline nobody reads it, and with one the stages tell each other the shapes.
+        # Without a pipeline it is unused, and with one the stages exchange the shapes.
         seq_length=max(micro.input_ids.shape[1] for micro in micros),
         micro_batch_size=1,
         forward_only=forward_only,

@@ -36,7 +36,7 @@ class MegatronFolder:
     path: Path
     companions: Path  # folder with config.json, tokenizer files and perhaps weights
     weights: tuple[Weight, ...]  # the rules of the model as it is to be written
-    parameters: tuple[Parameter, ...]  # what the checkpoint holds of them
+    parameters: tuple[Parameter, ...]  # what the checkpoint contains of them
     info: Mapping[str, Any]  # empty for a checkpoint of Megatron-LM
     reader: DistReader
     config_changes: HFConfig  # fields of config.json that differ from the companions'

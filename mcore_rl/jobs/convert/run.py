@@ -133,7 +133,7 @@ def _read_journal(folder: Path) -> list[Any]:
 
 
 def _append(journal: IO[str], value: Any) -> None:
-    journal.write(f"\n{json.dumps(value)}")  # whatever is cut ends here
+    journal.write(f"\n{json.dumps(value)}")  # a truncated line ends here
     journal.flush()
 
 

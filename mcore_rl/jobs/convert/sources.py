@@ -50,7 +50,7 @@ class MegatronTensors:
         tensors: dict[str, torch.Tensor] = {}
         for tensor in rule.tensors:
             blocks = [block for block in rule.blocks(WHOLE) if block.tensor == tensor]
-            if len(blocks) == 1:  # its rows stand together
+            if len(blocks) == 1:  # its rows are contiguous
                 tensors[tensor.name] = whole[blocks[0].local_slices]
                 continue
             tensors[tensor.name] = found = whole.new_empty(tensor.shape)
