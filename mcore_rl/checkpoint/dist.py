@@ -26,7 +26,7 @@ from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.errors import ConfigError
 
-# How keys begin: of optimizer state (several optimizers may have different prefixes), of layers
+# How keys begin: of optimizer state (several optimizers may have prefixes of their own), of layers
 # for multi-token prediction, of decoder layers.
 _OPTIMIZER, _MTP, _LAYERS = ("optimizer.", "chained_"), "mtp.", "decoder.layers."
 
@@ -46,7 +46,7 @@ def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
     if path.exists():
         raise ConfigError(f"checkpoint folder {path} already exists; name one that does not")
     aside = path.with_name(f".{path.name}.partial")
-    dist.barrier()  # no rank checks for `path` after rank 0 has made it
+    dist.barrier()  # nobody looks for `path` after rank 0 has made it
     if dist.get_rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
         aside.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """What Ray runs for one rank: a plain class that builds the worker and calls its methods.
 
-An exception of the worker is returned as data. Ray would pickle it, which fails for many exception
-classes, and would add pages of its own text to its message.
+An exception of the worker comes back as data. Ray would pickle it, which fails for many exception
+classes, and would wrap its message in pages of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and it
 
 
 class FailureKind(IntEnum):
-    """The lowest is the likeliest cause if several ranks fail together."""
+    """Lowest is the likeliest cause when several ranks fail at once."""
 
     DIED = 0  # the peers of a dead rank raise errors about a lost connection
     CONFIG = 1
@@ -66,7 +66,7 @@ class WorkerInfo:
 
 
 class RankActor:
-    """One rank of a group. The group first asks for its `info`, and rank 0 for the rendezvous."""
+    """One rank of a group. First its `info` is asked for, and of rank 0 where all can meet."""
 
     def __init__(self, group: str, rank: int, log_dir: Path | None = None) -> None:
         self._rank, self._log_dir = rank, log_dir
@@ -94,7 +94,7 @@ class RankActor:
         """The value is the endpoint of a server that stays, on the address of this node."""
 
         def serve() -> RendezvousEndpoint:
-            if self._rendezvous is None:  # else the ranks have joined it, and keep it
+            if self._rendezvous is None:  # else the ranks have met, and go on with that one
                 self._rendezvous = RendezvousServer(ray.util.get_node_ip_address())
             return self._rendezvous.endpoint
 
@@ -122,9 +122,9 @@ class RankActor:
     def call(
         self, method: str, is_output: bool, args: list[Any], kwargs: dict[str, Any], *batches: Any
     ) -> Reply:
-        """Calls a method of the worker; the value is dropped where it is not needed.
+        """Calls a method of the worker; the value is dropped where nobody wants it.
 
-        A `StoredBatch` among the arguments is a placeholder for one of the batches.
+        A `StoredBatch` among the arguments stands for one of the batches.
         """
 
         def run() -> Any:
@@ -139,7 +139,7 @@ class RankActor:
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """Placeholder for a batch that is sent through the object store."""
+    """Stands for a batch that travels through the object store."""
 
     index: int
 
