@@ -53,12 +53,12 @@ def needs(*names: str) -> Callable[[G], G]:
 
 
 def needs_of(function: Callable[..., Any]) -> frozenset[str]:
-    """What `needs` says of a function or of an object that is called like one."""
+    """The inputs that a function or callable object declared with `needs`."""
     return frozenset(getattr(function, "needs", ()))
 
 
 def check_needs(needed: Collection[str], given: Collection[str], who: str) -> None:
-    """Raises ConfigError when something is needed that is not given."""
+    """Raises ConfigError if a needed input is not available."""
     for name in sorted(needed):
         if name not in given:
             missing(name, who)
@@ -128,7 +128,7 @@ class LossInputs:
 
     @property
     def returns(self) -> Tensor:
-        """What a value model is trained to give."""
+        """The targets of a value model."""
         return self._column("returns")
 
     @property
@@ -142,13 +142,13 @@ class LossInputs:
 
     @property
     def loss_weights(self) -> Tensor:
-        """What the loss of each token will be multiplied by: see aggregation.py."""
+        """The weight of each token's loss: see aggregation.py."""
         return self._column("loss_weights")
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[tokens] to [tokens]: at each token the sum over all tokens to train on of its sequence.
 
-        Not finite values at other tokens do no harm.
+        Values that are not finite at other tokens have no effect.
         """
         return self._totals(self._masked(values)[:, None])[self.sequence_ids, 0]
 

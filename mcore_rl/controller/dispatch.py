@@ -57,7 +57,7 @@ def register(
 
 
 def registered_methods(worker_class: type) -> dict[str, Registration]:
-    """The marked methods of a class, inherited ones included. An override inherits the mark."""
+    """The registered methods of a class, also inherited ones. An override inherits the mark."""
     marks = [
         {n: getattr(m, _ATTRIBUTE) for n, m in vars(base).items() if hasattr(m, _ATTRIBUTE)}
         for base in reversed(worker_class.__mro__)

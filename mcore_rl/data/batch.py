@@ -51,7 +51,7 @@ class Jagged:
         return np.diff(self.offsets)
 
     def with_values(self, values: Array) -> Jagged:
-        """The same row lengths over other values."""
+        """Other values with the same row lengths."""
         if len(values) != len(self.values):
             raise ValueError(f"{len(values)} values for rows of {len(self.values)} in all")
         return Jagged(values, self.offsets)
@@ -68,7 +68,7 @@ Column = Jagged | Array
 class Batch:
     """Rows of samples as named columns of equal length. Immutable: each change is a new batch.
 
-    Standard columns (jagged, one entry a response token unless said otherwise): prompt_ids (one a
+    Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
     reference_log_probs, entropy, advantages, loss_weights; routed_experts: [MoE layers, experts a
     token] a prompt or response token; one value a sample: rewards, reward/<part>, group_ids,

@@ -10,7 +10,7 @@ from typing import Any
 class Sample:
     """A prompt and one response to it.
 
-    `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a response token.
+    `response_mask`, `rollout_log_probs` and `weight_versions` have one entry per response token.
     """
 
     prompt_ids: list[int]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class LogicalTensor(NamedTuple):  # a large model has tens of thousands
-    """A tensor of a checkpoint as Hugging Face names it, whole.
+    """A full tensor of a Hugging Face checkpoint.
 
     `also` are further names under which the checkpoint repeats the same tensor: never read,
     written by an export.

@@ -92,11 +92,11 @@ def _has(chunk: Chunk, stage: Stage | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GenerationLayout:
-    """How vLLM serves: `dp` engines side by side, each over pp * tp ranks.
+    """How vLLM serves: `dp` engines with consecutive ranks, each over pp * tp ranks.
 
-    With `ep` above 1 experts are whole and dealt to groups of ep ranks: the tp ranks of one engine,
-    or of ep / tp engines that run as one data-parallel deployment. With ep at 1 their columns are
-    split over tp, like those of dense layers.
+    With `ep` above 1 experts are unsplit and distributed over groups of ep ranks: the tp ranks of
+    one engine, or of ep / tp engines that run as one data-parallel deployment. With ep at 1 their
+    columns are split over tp, like those of dense layers.
     """
 
     tp: int = 1

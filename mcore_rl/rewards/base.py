@@ -23,7 +23,7 @@ class Reward(Protocol):
 
 
 class RewardError(RuntimeError):
-    """A reward raised, or returned something else than it must."""
+    """A reward raised, or returned an invalid result."""
 
 
 _SHOWN = 200  # characters of a response or of its fields in an error
@@ -82,7 +82,7 @@ class Judge:
 
 
 def _fault(found: object) -> str:
-    """What is wrong with an answer of a reward by itself, or nothing."""
+    """Why a reward's result is invalid; empty if it is valid."""
     if not isinstance(found, Mapping):
         return f"{_shown(found)}, which is no dict but {type(found).__name__}"
     if "reward" not in found:

@@ -52,7 +52,7 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     _transport: WeightTransport | None = None
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Returns when all training ranks and all workers of servers are in reach of each other.
+        """Returns when all training ranks and all workers of servers are connected.
 
         Raises ConfigError where vLLM lays this worker's parameters out in another way than the
         rules of the model's family, else as `connect`.

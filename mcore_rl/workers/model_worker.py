@@ -62,14 +62,14 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
-        """The same of the model that a LoRA actor began with: of itself without its adapters."""
+        """The same for the base model of a LoRA actor: the actor without its adapters."""
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(
         self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> MemoryReport:
-        """See BaseEngine.to; what each rank has afterwards."""
+        """See BaseEngine.to; returns the memory report of each rank."""
         self._engine.to(place, model=model, optimizer=optimizer, grad=grad)
         return self._engine.memory_report()
 
@@ -87,7 +87,7 @@ class ModelWorker:
     def open_weights(
         self, generation: GenerationLayout, settings: WeightSyncConfig
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
-        """What both sides connect with; the rendezvous stays open."""
+        """The endpoint for both sides; the rendezvous stays open."""
         engine, dtype = self._engine, self._spec.model.dtype
         self._rendezvous = RendezvousServer(settings.bind_address)
         spec = TransferSpec(engine.layout, engine.num_mtp_layers, generation, dtype, settings)
@@ -95,7 +95,7 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are in reach of each other."""
+        """Returns when all training ranks and all workers of servers are connected."""
         engine = self._engine
         self._transport = connect(
             spec, endpoint, engine.hf_config, engine.world_rank, engine.device

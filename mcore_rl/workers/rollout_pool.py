@@ -21,7 +21,7 @@ class RolloutPool:
     seed: int
 
     def generate(self, prompts: Batch, n: int) -> Batch:
-        """`n` samples a prompt; the prompts of one call are spread over the servers.
+        """`n` samples per prompt; the prompts of one call are spread over the servers.
 
         A response depends on the run's seed, its group id, its number in the group, `n` and the
         weights, not on the server.
