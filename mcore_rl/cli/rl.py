@@ -61,10 +61,10 @@ def main(arguments: list[str]) -> None:
 def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl rl", usage=_USAGE, add_help=False)
     add = parser.add_argument
-    add("-h", "--help", action="store_true", help="this; with a group such as actor, only that")
-    add("--dry-run", action="store_true", help="check all inputs, show roles and layouts, no more")
-    add("--print-config", action="store_true", help="every setting as YAML, which is a recipe too")
-    add("--list-recipes", action="store_true", help="the recipes that come with mcore-rl")
+    add("-h", "--help", action="store_true", help="help; with a group such as actor, only that")
+    add("--dry-run", action="store_true", help="check all inputs, show roles and layouts")
+    add("--print-config", action="store_true", help="print all settings as YAML, a valid recipe")
+    add("--list-recipes", action="store_true", help="list the built-in recipes")
     return parser
 
 

@@ -155,9 +155,9 @@ DOUBTFUL = {
     "data.train_file=a data.test_file=a": "data.test_file='a' is data.train_file",
     "warm_start.train_file=a": "warm_start.train_file='a' is not read",
     "reward.shuffle=true": "reward.shuffle=true: a control",
-    "trainer.num_steps=4 actor.optimizer.warmup_steps=4": "actor.optimizer.warmup_steps=4: of 4",
+    "trainer.num_steps=4 actor.optimizer.warmup_steps=4": "actor.optimizer.warmup_steps=4: all 4",
     "warm_start.num_steps=3 warm_start.optimizer.warmup_steps=9": "warm_start.optimizer.warmup_st",
-    "actor.optimizer.min_lr=1e-7": "actor.optimizer.min_lr=1e-07 has no part in",
+    "actor.optimizer.min_lr=1e-7": "actor.optimizer.min_lr=1e-07 has no effect with",
 }
 
 
