@@ -63,7 +63,7 @@ def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the folder holds a distributed checkpoint, by whichever program it was written."""
+    """Whether the folder contains a distributed checkpoint of any program."""
     return all((path / name).is_file() for name in (".metadata", "metadata.json"))
 
 
@@ -116,7 +116,7 @@ def load(
 def differences(stored: Mapping[str, tuple[int, ...]], wanted: Shapes) -> list[str]:
     """What of the `wanted` tensors of all ranks is not in a checkpoint, and the other way round.
 
-    Optimizer state that nobody asks for is left alone: an engine for inference reads the model. So
+    Optimizer state that is not wanted is ignored: an engine for inference reads the model. So
     are layers for multi-token prediction where the model has none: it is not trained to predict.
     """
     found = [f"it has no {key}" for key in sorted(wanted.keys() - stored.keys())]

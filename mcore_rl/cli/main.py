@@ -1,4 +1,4 @@
-"""The `mcore-rl` command: one subcommand a job."""
+"""The `mcore-rl` command: one subcommand per job."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> 
 
 
 def run_in_process(job: Job, name: str, log_dir: Path, timeout_s: float) -> Result:
-    """What `job` returns in a process of its own; `name` stands in its error.
+    """What `job` returns in a separate process; `name` is in its error.
 
     Raises as `run_on_ranks`.
     """
@@ -141,7 +141,7 @@ def _failure(name: str, answer: tuple[str, str], log: Path) -> ProcessFailed:
 
 
 def _root_cause(reason: str, printed: str) -> str:
-    """The reason, or that of a process of its own which it only refers to, as vLLM does."""
+    """The reason, or that of a child process to which it only refers, as in vLLM."""
     if "root cause" not in reason:
         return reason
     found = [match[0] for match in _REASON.finditer(printed) if "root cause" not in match[0]]

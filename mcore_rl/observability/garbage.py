@@ -1,4 +1,4 @@
-"""What the garbage collector need not look at: what imports make, and what is there at the end.
+"""Objects that the garbage collector may skip: those of imports, and those alive at the end.
 
 CPU seconds with and without, medians on the CPU lane: importing vLLM 10.8 and 12.7, Megatron 5.6
 and 6.8, transformers 5.4 and 6.2; the end of a process that has imported vLLM 1.5 and 3.4.

@@ -1,4 +1,4 @@
-"""What is installed, told without importing it."""
+"""Installed versions, without importing the packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench reshard` lets run against each other, as one rank of each."""
+"""The candidates of `bench reshard`, as one rank of each."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def _allocate(num_bytes: int) -> torch.Tensor:
 
 
 class GatherThenSlice:
-    """Every parameter whole on every rank, then cut: what most systems do.
+    """Every parameter gathered on every rank, then sliced: what most systems do.
 
     As verl does from Megatron (utils/megatron_utils.py, per_tensor_generator): a shard goes from
     its pipeline stage to the others, shards of a parameter are gathered over tensor-parallel
     ranks, and experts over expert-parallel ranks. verl does it for one parameter at a time;
-    `bucket_bytes` above 0 sends as many at once as fit, in flat buffers: the stronger baseline.
+    `bucket_bytes` above 0 sends as many together as fit, in flat buffers: the stronger baseline.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ def _empty(side: Side, rank: int) -> Parameters:
 
 
 def _random(side: Side, rank: int) -> Parameters:
-    """Ranks that hold the same shard hold the same numbers."""
+    """Ranks with the same shard have the same numbers."""
     ranks, weights = side
     found = {}
     for number, (weight, shard) in enumerate(held(ranks, weights, rank)):

@@ -1,4 +1,4 @@
-"""One rank of a training engine as an actor: what a controller may ask of a model."""
+"""One rank of a training engine as an actor: the methods that a controller calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelWorker:
         self._transport: WeightTransport | None = None
 
     def close(self) -> None:
-        """Let go of the model and its memory: the process goes on with another one."""
+        """Free the model and its memory: the process continues with another one."""
         self._transport = None
         self._engine.close()
         gc.collect()  # modules and their hooks lead to each other
@@ -62,14 +62,14 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
-        """The same of the model that a LoRA actor began with: of itself without its adapters."""
+        """The same for the base model of a LoRA actor: the actor without its adapters."""
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(
         self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> MemoryReport:
-        """See BaseEngine.to; what each rank has afterwards."""
+        """See BaseEngine.to; returns the memory report of each rank."""
         self._engine.to(place, model=model, optimizer=optimizer, grad=grad)
         return self._engine.memory_report()
 
@@ -87,7 +87,7 @@ class ModelWorker:
     def open_weights(
         self, generation: GenerationLayout, settings: WeightSyncConfig
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
-        """What both sides connect with; the rendezvous stays open."""
+        """The endpoint for both sides; the rendezvous stays open."""
         engine, dtype = self._engine, self._spec.model.dtype
         self._rendezvous = RendezvousServer(settings.bind_address)
         spec = TransferSpec(engine.layout, engine.num_mtp_layers, generation, dtype, settings)
@@ -95,7 +95,7 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are in reach of each other."""
+        """Returns when all training ranks and all workers of servers are connected."""
         engine = self._engine
         self._transport = connect(
             spec, endpoint, engine.hf_config, engine.world_rank, engine.device
@@ -128,7 +128,7 @@ class ModelWorker:
                     config_changes=self._engine.config_changes,
                 )
         except OSError as error:
-            for _ in tensors:  # the other ranks go on sending
+            for _ in tensors:  # the other ranks continue to send
                 pass
             return f"{error.strerror}: {error.filename or path}"
         return ""

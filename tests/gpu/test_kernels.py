@@ -157,5 +157,5 @@ def test_a_block_with_an_infinity_is_marked() -> None:
     quantize = BoxQuantize([(weight, into := empty_quantized(weight))])
     quantize.run()
     assert into.scales.isnan().tolist() == [[False, False], [True, False]]
-    with pytest.raises(ValueError, match="weight 0 holds NaN, infinity"):
+    with pytest.raises(ValueError, match="weight 0 has NaN, infinity"):
         quantize.check()

@@ -89,7 +89,7 @@ class MegatronEngine(BaseEngine):
                 self.wrapped, settings.optimizer, dtype, self.spec.total_steps
             )
 
-    # What a value model does in another way: see value_engine.py.
+    # What a value model does differently: see value_engine.py.
 
     def _model_config(self) -> HFConfig:
         return CheckpointReader(self.spec.model.path).config()
@@ -274,7 +274,7 @@ class MegatronEngine(BaseEngine):
         }
 
     def _finish_weights(self) -> None:
-        """With optimizer.overlap, weights may still be under way after a step.
+        """With optimizer.overlap, weights may still be in transfer after a step.
 
         Raises StateError when they are away.
         """

@@ -1,4 +1,4 @@
-"""A training engine's memory: what there is of it, and moving it to the host and back."""
+"""A training engine's memory: its size, and moving it to the host and back."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a checkpoint holds of a training engine: weights, Adam's moments, counts of steps.
+"""What a checkpoint of a training engine contains: weights, Adam's moments, counts of steps.
 
 Settings are not in it. A run that resumes keeps the learning rate, betas, weight decay and length
-of its own settings, and takes only the number of steps from the checkpoint.
+of its own settings, and uses only the number of steps from the checkpoint.
 
-Megatron keeps the number of Adam's steps in three ways, and where torch's AdamW stands in for
+Megatron keeps the number of Adam's steps in three ways, and where torch's AdamW replaces
 FusedAdam none of them survives a resume of the distributed optimizer
 (optimizer/distrib_optimizer.py of 0.16.1):
 
@@ -211,7 +211,7 @@ def _without_bucket_padding(optimizer: ChainedOptimizer) -> Iterator[None]:
 
 
 def _unpadded_index(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    """By parameter: (first element, end, bucket) in the buffer's buckets laid end to end."""
+    """By parameter: (first element, end, bucket) in the concatenated buckets of the buffer."""
     starts = list(accumulate((b.numel_unpadded for b in buffer.buckets), initial=0))
     shifts = [start - b.offset for start, b in zip(starts, buffer.buckets, strict=False)]
     return {

@@ -138,7 +138,7 @@ def test_a_conversion_is_there_whole_and_nothing_beside_it(make, tmp_path, worke
     ("how", "workers"), [("full", 1), ("full, told by a writer", 2), ("killed", 2)]
 )
 def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers):
-    with pytest.raises(RunFailed, match="the same command goes on where this one stopped"):
+    with pytest.raises(RunFailed, match="run the same command again to continue"):
         go(make(d=how), workers)
     work = tmp_path / "new" / ".out.partial"
     finished = finished_in(work)
@@ -152,12 +152,12 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
 
 
 def test_a_worker_that_died_is_named_by_its_file(make):
-    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; the same"):
+    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; run the same"):
         go(make(d="killed"), workers=2)
 
 
 def test_a_full_disk_is_said_to_be_full(make):
-    with pytest.raises(RunFailed, match=r"^no space left in .*new; the same command goes on"):
+    with pytest.raises(RunFailed, match=r"^no space left in .*new; run the same command again"):
         go(make(c="full"))
 
 
@@ -285,7 +285,7 @@ print(finished, sorted(os.listdir({str(tmp_path / "disk/out")!r})))
     command = on_small_disk(disk, "8m,nr_inodes=7", [sys.executable, tmp_path / "script.py"])
     done = subprocess.run(command, capture_output=True, text=True)
     first, second = done.stdout.splitlines()
-    assert first == f"no space left in {disk}; the same command goes on where this one stopped"
+    assert first == f"no space left in {disk}; run the same command again to continue"
     finished, files = second.split(" ", 1)
     assert 0 < int(finished) < 6
     assert files == str(WHOLE)
@@ -338,4 +338,4 @@ def test_workers_end_with_their_parent(make, tmp_path, number):
     assert process.returncode != 0
     wait_for(lambda: not any(worker.is_running() for worker in workers))
     if number == signal.SIGINT:
-        assert "interrupted; the same command goes on where this one stopped" in told
+        assert "interrupted; run the same command again to continue" in told

@@ -47,7 +47,7 @@ def with_files_on_the_way(config: RLConfig) -> None:
     [
         (lambda config: None, 1, "the checkpoint)"),
         (with_warm_start, 2, "the warm start's)"),
-        (with_files_on_the_way, 2, "weights on their way to the servers)"),
+        (with_files_on_the_way, 2, "weights exported for the servers)"),
     ],
 )
 def test_a_run_needs_room_for_all_that_it_writes_at_a_time(

@@ -177,7 +177,7 @@ def test_a_layout_keeps_no_tensor_and_refuses_others_than_it_was_made_for():
     del target
     assert gone() is None
     for other in (torch.zeros(7), torch.zeros(12)[::2], torch.zeros(6, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"tensor 1 is .* allowed: .*, as it was laid out"):
+        with pytest.raises(ValueError, match=r"tensor 1 is .* allowed: .*, as it was at first"):
             layout.run([source, other])
 
 
@@ -298,7 +298,7 @@ def test_what_float8_cannot_hold_is_an_error_and_marks_its_block_only(bad: float
         (torch.ones(4, 4), empty_quantized(torch.ones(4, 4))),
         (weight, empty_quantized(weight)),
     ]
-    with pytest.raises(ValueError, match="weight 1 holds NaN, infinity or values too large"):
+    with pytest.raises(ValueError, match="weight 1 has NaN, infinity or values too large"):
         quantize_pack(pairs)
     values, scales = pairs[1][1]
     assert scales.isnan().tolist() == [[False] * 3, [True, False, False]]
