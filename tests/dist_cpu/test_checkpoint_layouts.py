@@ -1,0 +1,155 @@
+"""Training state from any layout into any other: the same bits, and the same steps afterwards.
+
+A checkpoint keeps every parameter, and each of Adam's moments, whole. So what one layout has saved
+and another has loaded and saved again is compared tensor by tensor, by a reader that knows no
+layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optimizer_jobs as jobs
+import pytest
+import ranks
+import tiny_models
+import torch
+
+from mcore_rl.checkpoint.torch_dist import COMMON_FILE, DistReader
+from mcore_rl.config.schema import Layout
+from mcore_rl.data.batch import Batch
+from mcore_rl.reshard.boxes import Box
+from tests.nightly import all_but
+
+LAYOUTS = {
+    "tp1": Layout(),
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "vpp2": Layout(pp=2, vpp=2),
+    "cp2": Layout(cp=2),
+    "dp2": Layout(dp=2),
+    "ep2": Layout(dp=2, ep=2),
+    "etp2": Layout(tp=2, etp=2),
+    "tp2ep2": Layout(tp=2, ep=2),
+    "tp2cp2": Layout(tp=2, cp=2),
+    "tp2pp2ep2": Layout(tp=2, pp=2, ep=2),
+    "vpp2dp2": Layout(pp=2, vpp=2, dp=2),
+    "etp2dp2ep2": Layout(tp=2, dp=2, ep=2, etp=2),
+}
+# (optimizer.distributed, from, to)
+PAIRS = [
+    *((False, *pair.split(">")) for pair in (
+        "tp1>tp2", "tp2>tp1", "tp2>pp2", "pp2>vpp2", "vpp2>cp2", "cp2>etp2", "etp2>ep2",
+        "ep2>tp2ep2", "tp2ep2>tp2cp2", "tp2cp2>tp2pp2ep2", "tp2pp2ep2>vpp2dp2", "vpp2dp2>tp1",
+        "etp2dp2ep2>dp2", "dp2>etp2dp2ep2", "etp2dp2ep2>vpp2",
+    )),
+    *((True, *pair.split(">")) for pair in (
+        "dp2>tp1", "tp1>dp2", "dp2>cp2", "cp2>ep2", "ep2>tp2", "ep2>pp2", "pp2>etp2",
+        "etp2>tp2ep2", "tp2ep2>vpp2dp2", "vpp2dp2>tp2cp2", "tp2cp2>etp2dp2ep2",
+        "etp2dp2ep2>tp2pp2ep2", "tp2pp2ep2>ep2", "vpp2>dp2", "vpp2dp2>vpp2",
+    )),
+]  # fmt: skip
+CASES = all_but(
+    [(False, "cp2", "etp2"), (False, "pp2", "vpp2"), (False, "ep2", "tp2ep2"),
+     (True, "dp2", "cp2"), (True, "ep2", "pp2"), (True, "vpp2", "dp2"), (True, "pp2", "etp2")],
+    PAIRS,
+)  # fmt: skip
+VOCAB = 131  # rows behind it are padding, as many as the layout needs
+
+
+@ranks.on_ranks()
+def saved(path: Path, layout: Layout, batch: Batch, to: Path, distributed: bool) -> ranks.Result:
+    """Two steps, a checkpoint, two steps more."""
+    engine = jobs.engine_of(path, layout, distributed=distributed)
+    share = jobs.mine(engine, batch)
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
+    engine.save_checkpoint(to)
+    return {"steps": steps + [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
+
+
+@ranks.on_ranks()
+def loaded(
+    path: Path, layout: Layout, batch: Batch, source: Path, to: Path, distributed: bool
+) -> ranks.Result:
+    """The state of `source`, saved again; two steps, and two of what was saved again."""
+    engine = jobs.engine_of(path, layout, distributed=distributed)
+    share = jobs.mine(engine, batch)
+    found: dict[str, Any] = {"steps": [], "trained": []}
+    for checkpoint in (source, to):
+        engine.load_checkpoint(checkpoint)
+        if checkpoint == source:
+            engine.save_checkpoint(to)
+        found["steps"].append([engine.train_batch(share, ranks.LOSS) for _ in range(2)])
+        found["trained"].append(dict(engine.get_per_tensor_param()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """Four layers, the first of them dense, and tied embeddings."""
+    return jobs.save_model(folder)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return tiny_models.make_batch()
+
+
+@pytest.mark.parametrize(("distributed", "source", "target"), CASES)
+def test_the_state_is_the_same_in_another_layout_and_so_are_the_steps_after_it(
+    folder, model, batch, distributed, source, target
+):
+    first = folder / f"{source}-{distributed}"
+    written = saved(model, LAYOUTS[source], batch, first, distributed)
+    again = folder / f"{source}-{target}-{distributed}"
+    found = loaded(model, LAYOUTS[target], batch, first, again, distributed)
+
+    assert_same_state(first, again)
+    for result in found:
+        ours, theirs = result["steps"]
+        assert ours == theirs
+        for name, tensor in result["trained"][0].items():
+            assert torch.equal(tensor, result["trained"][1][name]), name
+    wanted = steps_of(written)[2:]
+    for step, reference in zip(steps_of(found, 0), wanted, strict=True):
+        assert step["loss"] == pytest.approx(reference["loss"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+        assert step["lr"] == reference["lr"]
+
+
+def steps_of(results: Sequence[Any], index: int | None = None) -> list[dict[str, float]]:
+    """Of a rank of the last pipeline stage, which knows the loss."""
+    steps = [r["steps"] if index is None else r["steps"][index] for r in results]
+    return next(of_rank for of_rank in steps if "loss" in of_rank[0])
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    readers = DistReader(one), DistReader(other)
+    shapes = [reader.tensors.keys() for reader in readers]
+    assert shapes[0] == shapes[1]
+    kinds = {key.split("decoder.")[0] for key in shapes[0]}
+    assert {"optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", ""} <= kinds
+    for key in shapes[0]:
+        boxes = [whole(key, reader.tensors[key].shape) for reader in readers]
+        assert boxes[0] == boxes[1], key
+        tensors = [reader.read(key, box) for reader, box in zip(readers, boxes, strict=True)]
+        assert torch.equal(*tensors), key
+        assert tensors[0].count_nonzero() or "norm" in key, key
+    counts = [
+        torch.load(path / COMMON_FILE, weights_only=True)["optimizer_steps"]
+        for path in (one, other)
+    ]
+    assert counts == [2, 2]
+
+
+def whole(key: str, shape: tuple[int, ...]) -> Box:
+    is_padded = "word_embeddings" in key or "output_layer" in key
+    rows = VOCAB if is_padded else shape[0]
+    return Box((0,) * len(shape), (rows, *shape[1:]))
