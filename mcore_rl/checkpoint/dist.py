@@ -48,7 +48,7 @@ _OPTIMIZER, _MTP, _LAYERS = ("optimizer.", "chained_"), "mtp.", "decoder.layers.
 Shapes = dict[str, tuple[tuple[int, ...], bool]]
 
 
-class PendingSave:
+class DistSave:
     """A checkpoint that is being written, aside, by Megatron's asynchronous strategy.
 
     It has been copied to the host when this has been made. Then writing goes on beside what else

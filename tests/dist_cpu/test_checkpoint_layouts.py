@@ -7,6 +7,8 @@ layout.
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import pytest
 import ranks
 import tiny_models
 import torch
+import torch.distributed as dist
 
+from mcore_rl.checkpoint.checkpoint_info import check_checkpoint
 from mcore_rl.checkpoint.torch_dist import COMMON_FILE, DistReader
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
@@ -122,6 +126,60 @@ def test_the_state_is_the_same_in_another_layout_and_so_are_the_steps_after_it(
         assert step["loss"] == pytest.approx(reference["loss"], rel=1e-6)
         assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
         assert step["lr"] == reference["lr"]
+
+
+@ranks.on_ranks()
+def refused_by_the_disk(
+    path: Path, layout: Layout, batch: Batch, to: Path, rank: int, when: str
+) -> ranks.Result:
+    """A save whose files on one rank may not grow, from its start on or when the data are written.
+
+    Then what is left of it, a save without that, and the same bits as those that were saved.
+    """
+    engine = jobs.engine_of(path, layout, distributed=True)
+    share = jobs.mine(engine, batch)
+    engine.train_batch(share, ranks.LOSS)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = ""
+    try:
+        if when == "start" and engine.world_rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        saving = engine.begin_save(to)
+        while not saving.is_written:
+            time.sleep(0.01)
+        dist.barrier()
+        if when == "end" and engine.world_rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        saving.finish()
+    except OSError as error:
+        message = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dist.barrier()
+    left = [entry.name for entry in to.parent.iterdir()]
+    dist.barrier()
+    before = dict(engine.get_per_tensor_param())
+    saving = engine.begin_save(to)
+    engine.train_batch(share, ranks.LOSS)  # what was copied does not change with it
+    saving.finish()
+    engine.load_checkpoint(to)
+    after = dict(engine.get_per_tensor_param())
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return {"message": message, "left": left, "same": same}
+
+
+@pytest.mark.parametrize(("rank", "when"), [(1, "start"), (0, "start"), (0, "end")])
+def test_a_disk_that_refuses_one_rank_is_told_on_all_and_the_next_save_is_whole(
+    folder, model, batch, rank, when
+):
+    to = folder / f"refused-{rank}-{when}" / "checkpoint"
+    found = refused_by_the_disk(model, LAYOUTS["dp2"], batch, to, rank, when)
+    assert len({result["message"] for result in found}) == 1
+    told = found[0]["message"]
+    assert told.startswith(f"{to} cannot be written: ") and "File too large" in told
+    for result in found:
+        assert (result["left"], result["same"]) == ([], True)
+    check_checkpoint(to)
 
 
 def steps_of(results: Sequence[Any], index: int | None = None) -> list[dict[str, float]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mcore_rl.checkpoint.run_checkpoints import steps_in
 from tests.e2e.test_kill import assert_whole, metrics, steps
 
 pytestmark = pytest.mark.job
@@ -129,3 +132,28 @@ def test_a_run_that_is_killed_at_each_step_in_turn_trains_every_sample_once(
         time.sleep(moments.uniform(0, 2))
         kill(job)
     assert_the_same_run(ended(disturb(*asked)), undisturbed, num_steps)
+
+
+@pytest.mark.nightly
+def test_a_disk_without_room_costs_checkpoints_and_an_interrupted_run_saves_when_there_is_some(
+    start_job, own_model_and_data
+):
+    """Ctrl-C goes to all processes in the foreground."""
+    job = start_job(*own_model_and_data, *settings(1000, 1), "checkpoint.keep=1", disk="160m")
+    inside = Path(f"/proc/{job.process.pid}/root{job.output}")
+    checkpoints = inside / "checkpoints"
+    job.wait_until(lambda: checkpoints.exists() and steps_in(checkpoints) != [], "a checkpoint")
+    filler = inside / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(inside).free - (1 << 20)))
+    job.wait_until(lambda: "No space left on device" in job.stderr, "a save that fails")
+    [held] = steps_in(checkpoints)
+    assert f"no checkpoint: {job.output}" in job.stderr
+    assert f"that of step {held} stays, and the run goes on" in job.stderr
+    before = len(steps(job, inside))
+    job.wait_until(lambda: len(steps(job, inside)) > before, "another step")
+    filler.unlink()
+    job.wait_until(lambda: steps_in(checkpoints) != [held], "another checkpoint")
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.process.wait(120) == 75
+    assert "mcore-rl rl: SIGINT: step " in job.stderr
+    assert job.left() == []

@@ -58,7 +58,7 @@ def save(
     schedule: OptimizerParamScheduler | None,
     *,
     in_background: bool,
-) -> dist_checkpoint.PendingSave:
+) -> dist_checkpoint.DistSave:
     """Copy to the host what a checkpoint holds, and begin to write it. Collective over all ranks.
 
     Not `in_background`, it has been written on return; `finish` is to be called all the same.
@@ -71,7 +71,7 @@ def save(
         state = _sharded(chunks, optimizer, is_loading=False)
         if schedule is not None:
             state |= {"optimizer_steps": steps, "schedule_steps": schedule.num_steps}
-        return dist_checkpoint.PendingSave(
+        return dist_checkpoint.DistSave(
             state, path, _facts(spec, vocab_size), in_background=in_background
         )
 
