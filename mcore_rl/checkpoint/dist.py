@@ -10,6 +10,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import (
@@ -61,10 +62,13 @@ class DistSave:
         state: ShardedStateDict,
         path: Path,
         facts: Mapping[str, Any],
-        *,
-        in_background: bool,
+        copies: dict[Any, torch.Tensor] | None,
     ) -> None:
-        """Not `in_background`, it has been written on return, without a copy on the host.
+        """Without `copies` it has been written on return.
+
+        `copies` keep what is copied from the host to the host, for the next save to use again:
+        memory that a process touches first is slow. Tensors on a device go to memory that torch
+        keeps.
 
         `facts` go into the checkpoint info, where checkpoint_info.read_checkpoint_info finds them.
 
@@ -95,10 +99,10 @@ class DistSave:
         arguments = list(self._request.async_fn_args)
         if self._request.preload_fn is not None:  # else this rank has nothing to write
             arguments[1] = self._request.preload_fn()
-            if in_background:
-                arguments[1] = _copied(arguments[1])
+            if copies is not None:
+                arguments[1] = _copied(arguments[1], self._request.async_fn_args[1], copies)
         self._thread: threading.Thread | None = None
-        if in_background:
+        if copies is not None:
             self._thread = threading.Thread(target=self._write, args=(arguments,), daemon=True)
             self._thread.start()
         else:
@@ -204,12 +208,20 @@ def _agree(reason: str, path: Path) -> None:
         raise OSError(f"{path} cannot be written: {reasons[0]}")
 
 
-def _copied(buckets: Any) -> Any:
-    """Tensors that are on the host anyway are the model's own, which trains on."""
-    return [
-        (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
-        for file, key, (data, tensors) in buckets
-    ]
+def _copied(loaded: Any, originals: Any, copies: dict[Any, torch.Tensor]) -> Any:
+    """`loaded` on the host, with copies of tensors that were there anyway: the model trains on."""
+    result = []
+    for (file, key, (data, tensors)), (_, _, (_, before)) in zip(loaded, originals, strict=True):
+        copied = []
+        for (item, tensor), (_, original) in zip(tensors, before, strict=True):
+            if tensor is original:
+                copy = copies.get(item.index)
+                if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                    copy = copies[item.index] = torch.empty_like(tensor)
+                tensor = copy.copy_(tensor)
+            copied.append((item, tensor))
+        result.append((file, key, (data, copied)))
+    return result
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -7,12 +7,14 @@ layout.
 
 from __future__ import annotations
 
+import random
 import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optimizer_jobs as jobs
 import pytest
 import ranks
@@ -60,26 +62,64 @@ CASES = all_but(
      (True, "dp2", "cp2"), (True, "ep2", "pp2"), (True, "vpp2", "dp2"), (True, "pp2", "etp2")],
     PAIRS,
 )  # fmt: skip
+# (dtype, optimizer.distributed of the layout that saves, from, to)
+CROSSED = [
+    ("float32", False, "tp2ep2", "dp2"), ("float32", True, "ep2", "vpp2"),
+    ("bfloat16", False, "etp2", "ep2"), ("bfloat16", True, "vpp2dp2", "tp2"),
+    ("float32", False, "pp2", "tp1"), ("float32", True, "dp2", "tp1"),
+]  # fmt: skip
+CROSSED_CASES = all_but([CROSSED[0], CROSSED[1], CROSSED[3]], CROSSED)
+SHARDED, REPLICATED = "optimizer.state.param.", "optimizer.state.fp32_param."
 VOCAB = 131  # rows behind it are padding, as many as the layout needs
 
 
 @ranks.on_ranks()
-def saved(path: Path, layout: Layout, batch: Batch, to: Path, distributed: bool) -> ranks.Result:
+def saved(
+    path: Path, layout: Layout, batch: Batch, to: Path, distributed: bool, dtype: str = "float32"
+) -> ranks.Result:
     """Two steps, a checkpoint, two steps more."""
-    engine = jobs.engine_of(path, layout, distributed=distributed)
+    engine = jobs.engine_of(path, layout, dtype, distributed=distributed)
     share = jobs.mine(engine, batch)
+    before = random_states()
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     engine.save_checkpoint(to)
-    return {"steps": steps + [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
+    steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
+    return {"steps": steps, "has_drawn": random_states() != before}
+
+
+def random_states() -> list[Any]:
+    """Of all generators of a rank: Python's, numpy's, torch's and Megatron's."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracked = get_cuda_rng_tracker().get_states()
+    return [
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+        {name: torch.as_tensor(state).tolist() for name, state in tracked.items()},
+    ]
+
+
+def test_training_draws_no_random_numbers(folder, model, batch):
+    """So a checkpoint has no random states."""
+    written = saved(model, LAYOUTS["ep2"], batch, folder / "ep2-True", True)
+    assert [result["has_drawn"] for result in written] == [False, False]
 
 
 @ranks.on_ranks()
 def loaded(
-    path: Path, layout: Layout, batch: Batch, source: Path, to: Path, distributed: bool
+    path: Path,
+    layout: Layout,
+    batch: Batch,
+    source: Path,
+    to: Path,
+    distributed: bool,
+    dtype: str = "float32",
 ) -> ranks.Result:
     """The state of `source`, saved again; two steps, and two of what was saved again."""
-    engine = jobs.engine_of(path, layout, distributed=distributed)
+    engine = jobs.engine_of(path, layout, dtype, distributed=distributed)
     share = jobs.mine(engine, batch)
+    engine.train_batch(share, ranks.LOSS)  # is forgotten
     found: dict[str, Any] = {"steps": [], "trained": []}
     for checkpoint in (source, to):
         engine.load_checkpoint(checkpoint)
@@ -116,15 +156,33 @@ def test_the_state_is_the_same_in_another_layout_and_so_are_the_steps_after_it(
     found = loaded(model, LAYOUTS[target], batch, first, again, distributed)
 
     assert_same_state(first, again)
+    assert_same_steps(written, found, loss=1e-6, grad_norm=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "distributed", "source", "target"), CROSSED_CASES)
+def test_a_sharded_optimizer_goes_on_from_a_replicated_one_and_the_other_way_round(
+    folder, model, batch, dtype, distributed, source, target
+):
+    first = folder / f"{source}-{distributed}-{dtype}"
+    written = saved(model, LAYOUTS[source], batch, first, distributed, dtype)
+    again = folder / f"{source}-{target}-{not distributed}-{dtype}"
+    found = loaded(model, LAYOUTS[target], batch, first, again, not distributed, dtype)
+    assert_same_state(first, again)
+    loss, grad_norm = (1e-6, 1e-4) if dtype == "float32" else (0.02, 0.02)
+    assert_same_steps(written, found, loss, grad_norm)
+
+
+def assert_same_steps(
+    written: Sequence[Any], found: Sequence[Any], loss: float, grad_norm: float
+) -> None:
     for result in found:
         ours, theirs = result["steps"]
         assert ours == theirs
         for name, tensor in result["trained"][0].items():
             assert torch.equal(tensor, result["trained"][1][name]), name
-    wanted = steps_of(written)[2:]
-    for step, reference in zip(steps_of(found, 0), wanted, strict=True):
-        assert step["loss"] == pytest.approx(reference["loss"], rel=1e-6)
-        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+    for step, reference in zip(steps_of(found, 0), steps_of(written)[2:], strict=True):
+        assert step["loss"] == pytest.approx(reference["loss"], rel=loss)
+        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=grad_norm)
         assert step["lr"] == reference["lr"]
 
 
@@ -189,22 +247,32 @@ def steps_of(results: Sequence[Any], index: int | None = None) -> list[dict[str,
 
 
 def assert_same_state(one: Path, other: Path) -> None:
-    readers = DistReader(one), DistReader(other)
-    shapes = [reader.tensors.keys() for reader in readers]
-    assert shapes[0] == shapes[1]
-    kinds = {key.split("decoder.")[0] for key in shapes[0]}
-    assert {"optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", ""} <= kinds
-    for key in shapes[0]:
-        boxes = [whole(key, reader.tensors[key].shape) for reader in readers]
-        assert boxes[0] == boxes[1], key
-        tensors = [reader.read(key, box) for reader, box in zip(readers, boxes, strict=True)]
-        assert torch.equal(*tensors), key
-        assert tensors[0].count_nonzero() or "norm" in key, key
+    """Float32 weights have another name in a sharded optimizer, or are the model's."""
+    states = [state_in(path) for path in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for key, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][key]), key
+        assert tensor.count_nonzero() or "norm" in key, key
     counts = [
         torch.load(path / COMMON_FILE, weights_only=True)["optimizer_steps"]
         for path in (one, other)
     ]
     assert counts == [2, 2]
+
+
+def state_in(path: Path) -> dict[str, torch.Tensor]:
+    reader, found = DistReader(path), {}
+    for key, tensor in reader.tensors.items():
+        found[key] = reader.read(key, whole(key, tensor.shape))
+    for sharded in [key for key in found if key.startswith(SHARDED)]:
+        tensor, name = found.pop(sharded), sharded.removeprefix(SHARDED)
+        if found[name].dtype == torch.float32:
+            assert torch.equal(tensor, found[name]), name
+        else:
+            found[REPLICATED + name] = tensor
+    kinds = {key.split("decoder.")[0] for key in found}
+    assert {"optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", ""} <= kinds
+    return found
 
 
 def whole(key: str, shape: tuple[int, ...]) -> Box:

@@ -32,14 +32,22 @@ class Saves:
         self._server = subprocess.Popen(command, text=True, **streams)
         self._stdin: IO[str] = self._server.stdin
         self._stdout: IO[str] = self._server.stdout
+        self._session = 0  # of the last run
         assert self._stdout.readline() == "ready\n"
 
     def start(self, *order: object) -> list[int] | None:
         print(json.dumps(order), file=self._stdin, flush=True)
         found: list[int] | None = json.loads(self._stdout.readline())
+        self._session = found[0] if found else 0
         return found
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._session:
+                os.killpg(self._session, signal.SIGKILL)
+
     def close(self) -> None:
+        self.kill()
         self._stdin.close()
         self._server.wait()
 
@@ -66,15 +74,14 @@ def test_after_any_kill_the_newest_whole_checkpoint_loads(
     for kill in range(num_kills):
         run = saves.start(str(model), str(folder), num_ranks, in_background)
         assert run is not None, f"kill {kill}: the newest of {steps_in(folder)} does not load"
-        session, step, *processes = run
+        _, step, *processes = run
         assert step >= before  # nothing that was whole is lost
         before = step
         time.sleep(moments.uniform(0, 1.5))
         if num_ranks > 1:
             os.kill(moments.choice(processes), signal.SIGKILL)
             time.sleep(0.05)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(session, signal.SIGKILL)
+        saves.kill()
         cut += any(folder.glob(".step_*.partial"))
     assert before >= num_kills / 4
     assert cut >= num_kills / 4  # in the middle of a save
