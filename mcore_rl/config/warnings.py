@@ -23,9 +23,11 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
     if config.reward.shuffle:
         yield "reward.shuffle=true: a control experiment, in which rewards teach nothing"
     if not trainer.save_every:
-        found = {"checkpoint.keep_best": config.checkpoint.keep_best}
-        found |= {"checkpoint.async_save": config.checkpoint.async_save}
-        found |= {"resume": config.resume if config.resume == "auto" else ""}
+        found: dict[str, object] = {
+            "checkpoint.keep_best": config.checkpoint.keep_best,
+            "checkpoint.async_save": config.checkpoint.async_save,
+            "resume": config.resume if config.resume == "auto" else "",
+        }
         for key, value in found.items():
             if value:
                 yield f"{key}={value!r}: trainer.save_every=0 writes no training checkpoints"

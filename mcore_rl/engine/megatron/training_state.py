@@ -92,7 +92,8 @@ def load(
         ConfigError: it is incomplete, of another model, or has no optimizer state. The weights are
             then as they were.
     """
-    info, mine = {}, _facts(spec, vocab_size)
+    info: dict[str, Any] = {}
+    mine = _facts(spec, vocab_size)
     is_foreign = dist_checkpoint.is_checkpoint(path) and not (path / INFO_FILE).exists()
     if optimizer is not None or not is_foreign:
         info = read_checkpoint_info(path)
