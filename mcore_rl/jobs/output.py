@@ -85,8 +85,8 @@ def exclusive_run_dir(output_dir: str, resume: str = "never") -> Iterator[Claim]
 
 def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -> None:
     """Raise ConfigError when a run may not begin, or go on, in a folder that holds this."""
-    is_inside = folder.absolute() in Path(resume).absolute().parents
-    if not held or is_inside:
+    is_path = resume not in ("never", "auto")
+    if not held or (is_path and folder.absolute() in Path(resume).absolute().parents):
         return
     told = f"output_dir={output_dir!r} is not empty"
     if resume != "auto":

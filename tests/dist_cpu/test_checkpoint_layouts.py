@@ -231,7 +231,7 @@ def test_a_disk_that_refuses_one_rank_is_told_on_all_and_the_next_save_is_whole(
     folder, model, batch, rank, when
 ):
     to = folder / f"refused-{rank}-{when}" / "checkpoint"
-    found = refused_by_the_disk(model, LAYOUTS["dp2"], batch, to, rank, when)
+    found = refused_by_the_disk(model, LAYOUTS["tp2"], batch, to, rank, when)
     assert len({result["message"] for result in found}) == 1
     told = found[0]["message"]
     assert told.startswith(f"{to} cannot be written: ") and "File too large" in told

@@ -117,13 +117,20 @@ def test_a_folder_that_holds_something_is_for_a_run_that_goes_on_in_it(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(held)
 
 
-def test_what_a_run_left_before_its_first_checkpoint_goes_but_for_its_logs(tmp_path):
-    for name in ("logs", "task", "tensorboard"):
+def test_what_a_run_left_before_its_first_checkpoint_is_replaced_or_goes(tmp_path):
+    for name in ("logs", "task", "warm_start", "hf"):
         (tmp_path / name).mkdir()
-    for name in (".lock.partial", "config.json", "metrics.jsonl"):
-        (tmp_path / name).touch()
+    (tmp_path / "notes").touch()
     clear(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock.partial", "logs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "notes", "task"]
+
+
+def test_an_output_dir_that_one_stands_in_is_no_exception(tmp_path, monkeypatch):
+    (tmp_path / "mine").touch()
+    monkeypatch.chdir(tmp_path)
+    for resume in ("never", "auto"):
+        with pytest.raises(ConfigError, match="is not empty"), exclusive_run_dir(".", resume):
+            pass
 
 
 def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
