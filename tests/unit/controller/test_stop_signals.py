@@ -13,7 +13,11 @@ from mcore_rl.controller.stop_signals import SIGNALS, RunStopped, stop_signals
 
 
 def test_inside_a_step_a_signal_is_a_request_and_one_that_follows_at_once_is_the_same(capfd):
-    with stop_signals("go on") as stop, stop.heeded_after_a_step():
+    with (
+        pytest.raises(RunStopped, match="SIGTERM: "),  # since nobody has looked
+        stop_signals("go on") as stop,
+        stop.heeded_after_a_step(),
+    ):
         assert stop.requested == ""
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)

@@ -203,32 +203,45 @@ def test_a_signal_in_a_step_saves_it_also_where_the_actor_has_left_its_devices(
 ):
     run = Run(tmp_path, num_steps=9, save_every=5, async_save=in_background)
     run.steps([1, 2])
-    with run.stop.heeded_after_a_step():
+    told = r"SIGUSR1: step 3 is saved; to go on: .* resume=auto output_dir="
+    with pytest.raises(RunStopped, match=told), run.stop.heeded_after_a_step():
         run.stop.receive(10)  # before the step is over, and after `is_due`
-        told = r"SIGUSR1: step 3 is saved; to go on: .* resume=auto output_dir="
-        with pytest.raises(RunStopped, match=told):
-            run.checkpointer.step_ended(3, {})
+        run.checkpointer.step_ended(3, {})
     assert steps_in(run.folder) == [3]
     assert run.turns.calls == ["stop", "train"]
 
 
 def test_a_signal_before_the_weights_leave_saves_once(tmp_path):
     run = Run(tmp_path, num_steps=9, save_every=5)
-    with run.stop.heeded_after_a_step():
+    with pytest.raises(RunStopped, match="is saved"), run.stop.heeded_after_a_step():
         run.stop.receive(15)
-        with pytest.raises(RunStopped):
-            run.steps([1])
+        run.steps([1])
     assert steps_in(run.folder) == [1]
     assert run.turns.calls == []
+
+
+def test_a_signal_while_a_step_is_being_closed_is_for_the_next(tmp_path):
+    run = Run(tmp_path, num_steps=9, save_every=2, async_save=True)
+    run.steps([1, 2])
+
+    def is_saved():
+        run.stop.requested = "SIGTERM"
+        return [False]
+
+    run.turns.actor.is_saved = is_saved
+    run.steps([3])
+    with pytest.raises(RunStopped, match="SIGTERM: step 4 is saved"):
+        run.steps([4])
+    assert steps_in(run.folder) == [2, 4]
 
 
 def test_a_run_that_is_told_to_end_and_cannot_be_saved_says_so(tmp_path):
     run = Run(tmp_path)
     run.turns.actor.is_full = True
-    with run.stop.heeded_after_a_step():
+    told = "SIGTERM: step 1 could not be saved"
+    with pytest.raises(NotSavedError, match=told), run.stop.heeded_after_a_step():
         run.stop.receive(15)
-        with pytest.raises(NotSavedError, match="SIGTERM: step 1 could not be saved"):
-            run.steps([1])
+        run.steps([1])
 
 
 def test_exports_come_every_so_many_steps_and_replace_those_of_a_step_that_is_repeated(
