@@ -96,7 +96,7 @@ def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp
         (["config.json", "checkpoint"], "auto", "that has left no training checkpoints"),
         (["config.json", "checkpoints"], "auto", ""),
         (["config.json", "logs", "warm_start"], "auto", ""),
-        (["logs"], "auto", ""),  # of what has started the run
+        (["logs", "task", ".task.partial"], "auto", ""),  # killed before it had started
         (["checkpoints"], "{}/checkpoints/step_000002", ""),
         (["config.json"], "/elsewhere/checkpoints/step_000002", "not empty"),
     ],
