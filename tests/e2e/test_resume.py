@@ -24,6 +24,7 @@ SETTINGS = (
     "actor.optimizer.schedule=cosine", "algorithm.drop_uniform_groups=false",
     "reward.name=tests/e2e/own_functions.py:fingerprint", "data.max_prompt_tokens=64",
 )  # fmt: skip
+ONE_RANK = ("actor.layout.tp=1", "actor.layout.ep=1", "warm_start.layout.dp=1")  # else two
 CLOCKS = ("time/", "tokens_per_s", "wall_time_s")
 NUM_STEPS = 6
 
@@ -77,14 +78,15 @@ def assert_the_same_run(found: Path, wanted: Path, num_steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(start_job, own_model_and_data) -> Path:
-    return ended(start_job(*own_model_and_data, *settings(NUM_STEPS, 0)))
+    return ended(start_job(*own_model_and_data, *settings(NUM_STEPS, 0), *ONE_RANK))
 
 
 def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
     disturb, own_model_and_data, undisturbed
 ):
     """Saved in the background; by the last checkpoint, and by one that a signal asks for."""
-    asked = (*own_model_and_data, *settings(NUM_STEPS, 3), "checkpoint.async_save=true")
+    asked = (*own_model_and_data, *settings(NUM_STEPS, 3), *ONE_RANK)
+    asked += ("checkpoint.async_save=true",)
     killed = disturb(*asked)
     checkpoints = killed.output / "checkpoints"
     killed.wait_until((checkpoints / "step_000003").exists, "the first checkpoint")
