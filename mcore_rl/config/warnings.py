@@ -22,6 +22,15 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
         )
     if config.reward.shuffle:
         yield "reward.shuffle=true: a control experiment, in which rewards have no signal"
+    if not trainer.save_every:
+        found: dict[str, object] = {
+            "checkpoint.keep_best": config.checkpoint.keep_best,
+            "checkpoint.async_save": config.checkpoint.async_save,
+            "resume": config.resume if config.resume == "auto" else "",
+        }
+        for key, value in found.items():
+            if value:
+                yield f"{key}={value!r}: trainer.save_every=0 writes no training checkpoints"
     steps = trainer.num_steps * config.algorithm.num_mini_batches
     yield from _of_optimizer("actor.optimizer", config.actor.optimizer, steps)
     if warm.num_steps:

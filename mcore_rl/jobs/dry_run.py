@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from rich.console import Console
@@ -20,8 +22,8 @@ from mcore_rl.jobs.preflight import (
     check_inputs,
     check_without_weights,
     has_weights,
-    prepare_task,
 )
+from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.models.base import HFConfig, read_config
@@ -44,8 +46,13 @@ def dry_run(
     resolve(config)
     device = "cuda" if gpus_per_node else lane()
     config = for_lane(config, device)
-    with exclusive_run_dir(config.output_dir) as claim, waiting("checking the inputs"):
-        prepared = prepare_task(config, claim.folder)
+    with (
+        exclusive_run_dir(config.output_dir, config.resume) as claim,
+        waiting("checking the inputs"),
+        TemporaryDirectory() as scratch,
+    ):
+        checkpoint = checkpoint_to_resume(config, claim.folder)
+        prepared = prepare(config, Path(scratch), checkpoint)
         complete = has_weights(prepared)
         inputs = check_inputs(prepared) if complete else check_without_weights(prepared)
         model = read_config(prepared.model.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,12 @@ def length(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: LengthSettings
 ) -> dict[str, float]:
     return {"reward": settings.per_character * len(text), "characters": float(len(text))}
+
+
+def fingerprint(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
+    """The mean of the parts tells which samples a step has; half of all rewards are 1."""
+    digest = zlib.crc32(f"{fields['answer']} {text} {finish_reason}".encode())
+    return {"reward": float(digest % 2), "fingerprint": digest / 2**32}
 
 
 def first_token(inputs: AdvantageInputs) -> Jagged:

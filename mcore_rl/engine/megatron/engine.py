@@ -22,6 +22,7 @@ from mcore_rl.engine.base import (
     LossFunction,
     MemoryReport,
     Metrics,
+    PendingSave,
     Place,
 )
 from mcore_rl.engine.megatron import device
@@ -40,6 +41,7 @@ class MegatronEngine(BaseEngine):
         self.spec = spec
         self.layout = spec.engine.layout
         self.mesh = Mesh(self.layout)
+        self._host_copies: dict[Any, torch.Tensor] = {}  # of saves in the background
         self._away: set[str] = set()  # of "parameters", "optimizer state", "gradients"
 
     @property
@@ -250,11 +252,17 @@ class MegatronEngine(BaseEngine):
         return memory_report(self.wrapped, self.optimizer, self._away)
 
     def save_checkpoint(self, path: Path) -> None:
+        self._save(path, None).finish()
+
+    def begin_save(self, path: Path) -> PendingSave:
+        return self._save(path, self._host_copies)
+
+    def _save(self, path: Path, copies: dict[Any, torch.Tensor] | None) -> PendingSave:
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weights()
         self._require("optimizer state")
-        training_state.save(path, **self._training_state)
+        return training_state.save(path, **self._training_state, copies=copies)
 
     def load_checkpoint(self, path: Path) -> None:
         from mcore_rl.engine.megatron import training_state

@@ -42,6 +42,7 @@ from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
+from mcore_rl.engine.megatron.optimizer_kinds import shards_of_other_kind, with_loaded
 from mcore_rl.engine.megatron.shards import load_shards, shards_to_load, shards_to_save
 
 State = dict[str, Any]
@@ -56,17 +57,23 @@ def save(
     chunks: Sequence[GPTModel],
     optimizer: ChainedOptimizer | None,
     schedule: OptimizerParamScheduler | None,
-) -> None:
-    """Write a checkpoint. Collective over all ranks.
+    *,
+    copies: dict[Any, torch.Tensor] | None = None,
+) -> dist_checkpoint.DistSave:
+    """Copy to the host what a checkpoint holds, and begin to write it. Collective over all ranks.
+
+    Without `copies` (see DistSave) it has been written on return; `finish` is to be called all the
+    same.
 
     Raises:
         ConfigError: `path` exists.
+        OSError: it cannot be made.
     """
     with _without_steps(optimizer) as steps:
         state = _sharded(chunks, optimizer, is_loading=False)
         if schedule is not None:
             state |= {"optimizer_steps": steps, "schedule_steps": schedule.num_steps}
-        dist_checkpoint.save(state, path, _facts(spec, vocab_size))
+        return dist_checkpoint.DistSave(state, path, _facts(spec, vocab_size), copies)
 
 
 def load(
@@ -82,22 +89,31 @@ def load(
     Without an optimizer it may be one of Megatron-LM, which has no checkpoint info.
 
     Raises:
-        ConfigError: it is incomplete, of another model, or its optimizer state is of another kind.
-            The weights are then as they were.
+        ConfigError: it is incomplete, of another model, or has no optimizer state. The weights are
+            then as they were.
     """
+    info: dict[str, Any] = {}
+    mine = _facts(spec, vocab_size)
     is_foreign = dist_checkpoint.is_checkpoint(path) and not (path / INFO_FILE).exists()
     if optimizer is not None or not is_foreign:
-        _check(read_checkpoint_info(path), path, _facts(spec, vocab_size))
+        info = read_checkpoint_info(path)
+        _check(info, path, mine)
     stored = dist_checkpoint.tensor_shapes(path)
     if is_foreign:
         _check_rows(stored, path, vocab_size)
     is_stacked = dist_checkpoint.are_layers_stacked(stored)
     with _without_steps(optimizer):
         asked = _sharded(chunks, optimizer, is_loading=True, is_stacked=is_stacked)
+        is_other_kind = optimizer is not None and info["optimizer"] != mine["optimizer"]
+        if is_other_kind:
+            of_optimizer = asked.pop("optimizer")
+            asked["shards"] = shards_of_other_kind(of_optimizer, stored)
         state = dist_checkpoint.load(asked, path, stored)
         for index, chunk in enumerate(chunks):
             load_shards(chunk, state[f"model{index}"])
         if optimizer is not None:
+            if is_other_kind:
+                state["optimizer"] = with_loaded(of_optimizer, state["shards"], optimizer)
             _load_moments(optimizer, state["optimizer"])
     if optimizer is not None and schedule is not None:
         _set_steps(optimizer, state["optimizer_steps"])
@@ -141,15 +157,8 @@ def _check(info: Mapping[str, Any], path: Path, mine: Mapping[str, Any]) -> None
             f"lora: {path} was written with {found['lora'] or 'no adapters'}, this run has "
             f"{mine['lora'] or 'none'}; allowed: the same"
         )
-    if mine["optimizer"] is None or mine["optimizer"] == found["optimizer"]:
-        return
-    if found["optimizer"] is None:
+    if mine["optimizer"] is not None and found["optimizer"] is None:
         raise ConfigError(f"{path} has weights but no optimizer state to resume from")
-    distributed = mine["optimizer"] == "sharded"
-    raise ConfigError(
-        f"optimizer.distributed={str(distributed).lower()}: {path} was written with "
-        f"{str(not distributed).lower()}; allowed: the same"
-    )
 
 
 def _check_rows(stored: Mapping[str, tuple[int, ...]], path: Path, vocab_size: int) -> None:

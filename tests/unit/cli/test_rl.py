@@ -159,6 +159,8 @@ DOUBTFUL = {
     "reward.shuffle=true": "reward.shuffle=true: a control",
     "trainer.num_steps=4 actor.optimizer.warmup_steps=4": "actor.optimizer.warmup_steps=4: all 4",
     "warm_start.num_steps=3 warm_start.optimizer.warmup_steps=9": "warm_start.optimizer.warmup_st",
+    "checkpoint.async_save=true": "checkpoint.async_save=True: trainer.save_every=0 writes no",
+    "resume=auto": "resume='auto': trainer.save_every=0 writes no training checkpoints",
     "actor.optimizer.min_lr=1e-7": "actor.optimizer.min_lr=1e-07 has no effect with",
 }
 
