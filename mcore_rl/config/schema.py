@@ -202,7 +202,8 @@ class WeightSyncConfig:
     transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
     bucket_bytes: int = 64 << 20  # a rank stages twice as much of weights on their way
-    bind_address: str = "127.0.0.1"  # where rank 0 of the trainer listens, where it does
+    # Where rank 0 of the trainer listens, where it does. "auto": the address of its Ray node.
+    bind_address: str = "auto"
     timeout_s: float = 600.0  # of a push to all servers, and of joining both sides before the first
 
 

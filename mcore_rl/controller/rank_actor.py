@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, PeerError
+from mcore_rl.controller.node import NODE
 from mcore_rl.observability.garbage import long_lived
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
@@ -89,7 +90,8 @@ class RankActor:
         answer_signals()
         node = ray.get_runtime_context().get_node_id()
         stderr = os.path.realpath("/proc/self/fd/2")
-        return Reply(WorkerInfo(socket.gethostname(), node, os.getpid(), stderr))
+        host = os.environ.get(NODE) or socket.gethostname()
+        return Reply(WorkerInfo(host, node, os.getpid(), stderr))
 
     def open_rendezvous(self) -> Reply:
         """The value is the endpoint of a server that stays, on the address of this node."""

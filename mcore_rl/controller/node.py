@@ -1,0 +1,270 @@
+"""The Ray of one node of a job, which launch/*.sh start on each node and which leaves nothing.
+
+    python -m mcore_rl.controller.node address --interface eth0
+    python -m mcore_rl.controller.node hold --head 10.0.0.1:20000 --name n1 --number 0 ... <pipe
+    python -m mcore_rl.controller.node wait --head 10.0.0.1:20000 --names n1,n2 --seconds 120
+
+`hold` runs `ray start --block` until its standard input ends, which it does however the launch
+script ends; over ssh, too. SIGTERM and the signals that a batch system sends to ask for the end of a
+job are not for it: the driver saves meanwhile, and needs Ray for that. Ray authenticates by the token
+that RAY_AUTH_TOKEN_PATH names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.reaper import RAY_DIR
+from mcore_rl.controller.run_scope import MARKER, run_scope
+
+NODE = "MCORE_RL_NODE"  # in the environment of a node's processes: how messages call it
+RAY_CONFIG: dict[str, bool | int] = {
+    # Workers kept ready would never be used: each rank has an environment of its own.
+    "prestart_worker_first_driver": False,
+    # Ray would kill Python's resource trackers too, before they unlink shared memory that the
+    # reaper may not have seen yet. What else workers have started is the reaper's to kill.
+    "kill_child_processes_on_worker_exit": False,
+}
+# A node that is gone is known to be so after 5 looks, a second apart; Ray's own pace takes 15 s.
+HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 5,
+}
+_OPTIONS = (
+    "node-manager-port", "object-manager-port", "dashboard-agent-grpc-port",
+    "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port",
+)  # fmt: skip
+NUM_PORTS = 64  # of a node: the head's, those of _OPTIONS, of the client server, of workers
+_FIRST_WORKER_PORT = 8
+_MOST_FILES = 65536
+_LOOK_S = 0.5
+
+
+def main(arguments: list[str]) -> int:
+    """What a command prints, and its exit status: 2 for what the user can change, else 1."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "address":
+            print(address_of(options.interface))
+        elif options.command == "wait":
+            wait_for_nodes(options.head, options.names.split(","), options.seconds, options.logs)
+        else:
+            hold(options)
+    except ConfigError as error:
+        print(f"mcore-rl node: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface; without a name, of the one with the default route."""
+    if interface:
+        found = {
+            name: [one.address for one in addresses if one.family == socket.AF_INET]
+            for name, addresses in psutil.net_if_addrs().items()
+        }
+        if not found.get(interface):
+            allowed = ", ".join(sorted(name for name, addresses in found.items() if addresses))
+            raise ConfigError(
+                f"{_here()}: MCORE_RL_INTERFACE={interface!r} has no IPv4 address here; allowed: "
+                f"{allowed}"
+            )
+        return str(found[interface][0])
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as sock:
+        sock.connect(("203.0.113.1", 9))  # nobody's, by RFC 5737; nothing is sent
+        return str(sock.getsockname()[0])
+    raise ConfigError(f"{_here()} has no default route; set MCORE_RL_INTERFACE to an interface")
+
+
+def hold(options: argparse.Namespace) -> None:
+    """Runs Ray until stdin ends.
+
+    Raises:
+        ConfigError: a port is taken, or Ray ended by itself; the reason is in LOGS/NAME.failed, too.
+    """
+    logs = Path(options.logs)
+    os.environ[NODE] = options.name
+    try:
+        _check_logs(logs)
+        address = address_of(options.interface)
+        check_ports(address, options.first_port, options.number == 0)
+        _raise_file_limit()
+        with run_scope(logs=logs / f"ray-{options.name}") as scratch:
+            _ignore_signals()
+            with _ray(options, address, scratch) as ray:
+                _wait_for_end(ray, logs)
+    except ConfigError as error:
+        with contextlib.suppress(OSError):
+            (logs / f"{options.name}.failed").write_text(f"{error}\n")
+        raise
+
+
+def check_ports(address: str, first: int, is_head: bool) -> None:
+    """Raises ConfigError for one that something listens on."""
+    for port in range(first if is_head else first + 1, first + NUM_PORTS):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((address, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"{_here()}: port {address}:{port} cannot be had ({error.strerror}); Ray takes "
+                    f"{first} to {first + NUM_PORTS - 1} there. Set MCORE_RL_FIRST_PORT to the "
+                    f"first of {NUM_PORTS} free ports a node"
+                ) from error
+
+
+def wait_for_nodes(head: str, names: list[str], seconds: float, logs: str) -> None:
+    """Returns when all of them are alive in the cluster.
+
+    Raises:
+        ConfigError: some are not after that time, or one has failed; it says which, and why.
+    """
+    deadline = time.monotonic() + seconds
+    alive: set[str] = set()
+    while missing := [name for name in names if name not in alive]:
+        if failed := sorted(Path(logs).glob("*.failed")):
+            raise ConfigError("; ".join(file.read_text().strip() for file in failed))
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{', '.join(missing)} did not join the Ray of {head} in {seconds:g} s; alive: "
+                f"{', '.join(sorted(alive)) or 'none'}. Look into {logs}/node-NAME.log, and "
+                "whether nodes reach that address (MCORE_RL_INTERFACE, a firewall)"
+            )
+        time.sleep(_LOOK_S)
+        alive = _alive(head)
+
+
+def _alive(head: str) -> set[str]:
+    """Names of nodes; empty while the head does not answer."""
+    from ray._raylet import GcsClient
+
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except OSError:
+        return set()
+    try:
+        found = GcsClient(address=head).get_all_node_info(timeout=10)
+    except Exception as error:
+        if "nauthenticated" in str(error) or "token" in str(error):
+            raise ConfigError(
+                f"the Ray at {head} has another token than "
+                f"{os.environ.get('RAY_AUTH_TOKEN_PATH')}: it is another job's, or the file was "
+                "changed. Set MCORE_RL_FIRST_PORT, or start the job again"
+            ) from error
+        return set()
+    return {info.node_name for info in found.values() if info.state == 0}  # GcsNodeState.ALIVE
+
+
+@contextlib.contextmanager
+def _ray(
+    options: argparse.Namespace, address: str, scratch: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """In a session of its own, so that what a batch system tells a task reaches us alone."""
+    command = ray_command(options, address, scratch)
+    print(" ".join(command), flush=True)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.terminate()  # whatever is left then is the reaper's
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+
+
+def ray_command(options: argparse.Namespace, address: str, scratch: Path) -> list[str]:
+    """`ray start` on fixed ports of one address, without a dashboard."""
+    first, last = options.first_port, options.first_port + NUM_PORTS - 1
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    command += [f"--node-ip-address={address}", f"--node-name={options.name}"]
+    command += [f"--temp-dir={scratch / RAY_DIR}", f"--num-cpus={options.cpus}"]
+    command += [f"--object-store-memory={options.object_store_bytes}"]
+    command += [f"--{name}={first + 1 + index}" for index, name in enumerate(_OPTIONS)]
+    command += [f"--min-worker-port={first + _FIRST_WORKER_PORT}", f"--max-worker-port={last}"]
+    command += ["--disable-usage-stats", "--include-log-monitor=false"]
+    if options.ranks:
+        command.append(f"--resources={json.dumps({'rank': options.ranks})}")
+    if options.number:
+        return [*command, f"--address={options.head}"]
+    config = json.dumps(RAY_CONFIG | HEALTH)
+    command += ["--head", f"--port={first}", f"--ray-client-server-port={first + 7}"]
+    return [*command, "--include-dashboard=false", "--no-monitor", f"--system-config={config}"]
+
+
+def _wait_for_end(ray: subprocess.Popen[bytes], logs: Path) -> None:
+    while ray.poll() is None:
+        if select.select([sys.stdin], [], [], _LOOK_S)[0] and not os.read(sys.stdin.fileno(), 4096):
+            return
+    raise ConfigError(
+        f"{_here()}: Ray has ended with status {ray.returncode}; {logs}/node-{_here()}.log and "
+        f"{logs}/ray-{_here()} say why"
+    )
+
+
+def _check_logs(logs: Path) -> None:
+    if not logs.is_dir():
+        raise ConfigError(
+            f"{_here()} does not see {logs}, which the launch script has made: output_dir must be "
+            "on a file system that all nodes share"
+        )
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # and not SIG_IGN, which Ray would inherit
+
+
+def _here() -> str:
+    return os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mcore_rl.controller.node")
+    commands = parser.add_subparsers(dest="command", required=True)
+    address = commands.add_parser("address", help="print this node's address")
+    address.add_argument("--interface", default="")
+    waiting = commands.add_parser("wait", help="wait until all nodes are in the cluster")
+    waiting.add_argument("--names", required=True)
+    waiting.add_argument("--seconds", type=float, required=True)
+    holding = commands.add_parser("hold", help="run this node's Ray until stdin ends")
+    holding.add_argument("--number", type=int, required=True, help="of the node; 0 is the head")
+    holding.add_argument("--name", required=True)
+    holding.add_argument("--interface", default="")
+    holding.add_argument("--first-port", type=int, required=True)
+    holding.add_argument("--ranks", type=int, default=0, help="CPU lane: devices of this node")
+    holding.add_argument("--cpus", type=int, default=1)
+    holding.add_argument("--object-store-bytes", type=int, default=512 << 20)
+    for command in (waiting, holding):
+        command.add_argument("--head", required=True, help="ADDRESS:PORT")
+        command.add_argument("--logs", required=True, help="a folder that all nodes share")
+    return parser
+
+
+if __name__ == "__main__":
+    os.environ.pop(MARKER, None)
+    sys.exit(main(sys.argv[1:]))
