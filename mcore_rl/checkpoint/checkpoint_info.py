@@ -9,17 +9,36 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.checkpoint.manifest import Manifest, check_files
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
 INFO_FILE = "mcore_rl.json"  # written last: a folder of ours without it is no checkpoint
 _VERSION = "megatron_core"  # who wrote it
+_FILES = "files"  # the others, with sizes and checksums
 
 
-def write_checkpoint_info(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Mark a checkpoint as complete, with what its readers have to know."""
+def write_checkpoint_info(
+    folder: Path, facts: Mapping[str, Any], files: Manifest | None = None
+) -> None:
+    """Mark a checkpoint as complete, with what its readers have to know.
+
+    With `files`, all others of the folder, check_checkpoint can tell damage.
+    """
     info = {_VERSION: metadata.version("megatron-core"), **facts}
+    if files is not None:
+        info[_FILES] = files
     (folder / INFO_FILE).write_text(json.dumps(info, indent=1))
+
+
+def check_checkpoint(path: Path) -> None:
+    """Read all files of a checkpoint that has a list of them.
+
+    Raises:
+        ConfigError: `path` is no complete checkpoint, or a file is missing, cut short, changed or
+            not of it.
+    """
+    check_files(path, read_checkpoint_info(path).get(_FILES), besides=(INFO_FILE,))
 
 
 def read_checkpoint_info(path: Path) -> dict[str, Any]:

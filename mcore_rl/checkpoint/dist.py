@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import queue
 import shutil
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -20,10 +25,18 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.base import (
+    StrategyAction,
+    register_default_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
+from mcore_rl.checkpoint.manifest import manifest_of
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
-from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.checkpoint.torch_dist import COMMON_FILE, DistReader
 from mcore_rl.config.errors import ConfigError
 
 # How keys begin: of optimizer state (several optimizers may have prefixes of their own), of layers
@@ -35,31 +48,168 @@ _OPTIMIZER, _MTP, _LAYERS = ("optimizer.", "chained_"), "mtp.", "decoder.layers.
 Shapes = dict[str, tuple[tuple[int, ...], bool]]
 
 
-def save(state: ShardedStateDict, path: Path, facts: Mapping[str, Any]) -> None:
-    """Write a new checkpoint folder, aside and then renamed. Collective over all ranks.
+class PendingSave:
+    """A checkpoint that is being written, aside, by Megatron's asynchronous strategy.
 
-    `facts` go into the checkpoint info, where checkpoint_info.read_checkpoint_info finds them.
-
-    Raises:
-        ConfigError: `path` exists.
+    It has been copied to the host when this has been made. Then writing goes on beside what else
+    the process does, in a thread and in processes that Megatron forks; the folder appears under its
+    name in `finish`. One at a time. Collective over all ranks, as `finish` is.
     """
-    if path.exists():
-        raise ConfigError(f"checkpoint folder {path} already exists; name one that does not")
-    aside = path.with_name(f".{path.name}.partial")
-    dist.barrier()  # nobody looks for `path` after rank 0 has made it
-    if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
-        aside.mkdir(parents=True)
-    dist.barrier()
-    # Nothing is saved behind the run's back, so results stay in this process. Megatron would start
-    # one for their queue (filesystem_async.py:51): seconds, and it outlives a rank that is killed.
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(aside), content_metadata=dict(CONTENT_METADATA))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        write_checkpoint_info(aside, facts)
-        aside.rename(path)
-    dist.barrier()
+
+    def __init__(
+        self,
+        state: ShardedStateDict,
+        path: Path,
+        facts: Mapping[str, Any],
+        *,
+        in_background: bool,
+    ) -> None:
+        """Not `in_background`, it has been written on return, without a copy on the host.
+
+        `facts` go into the checkpoint info, where checkpoint_info.read_checkpoint_info finds them.
+
+        Raises:
+            ConfigError: `path` exists.
+            OSError: it cannot be made; the same on every rank.
+        """
+        if path.exists():
+            raise ConfigError(f"checkpoint folder {path} already exists; name one that does not")
+        self._path, self._facts = path, facts
+        self._aside = path.with_name(f".{path.name}.partial")
+        self._reason = ""  # why this rank could not write its part
+        self._files: dict[str, tuple[int, int]] = {}  # that this rank has written
+        _agree(self._make_folder() if dist.get_rank() == 0 else "", path)
+        # Results stay in this process. Megatron would start one for their queue
+        # (filesystem_async.py:51): seconds, and it outlives a rank that is killed.
+        filesystem_async._results_queue = queue.Queue()
+        self._strategy = _ShardedStrategy("torch_dist", 1)
+        self._common = _CommonStrategy("torch", 1)
+        register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, self._common)
+        self._request = dist_checkpointing.save(
+            state,
+            str(self._aside),
+            sharded_strategy=self._strategy,
+            async_sharded_save=True,
+            content_metadata=dict(CONTENT_METADATA),
+        )
+        arguments = list(self._request.async_fn_args)
+        if self._request.preload_fn is not None:  # else this rank has nothing to write
+            arguments[1] = self._request.preload_fn()
+            if in_background:
+                arguments[1] = _copied(arguments[1])
+        self._thread: threading.Thread | None = None
+        if in_background:
+            self._thread = threading.Thread(target=self._write, args=(arguments,), daemon=True)
+            self._thread.start()
+        else:
+            self._write(arguments)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` has nothing to wait for on this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Wait until all is written; the folder then has its name. Collective over all ranks.
+
+        Raises:
+            OSError: it cannot be written; the same on every rank, and nothing is left.
+            RuntimeError: writing takes longer than `timeout_s`.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise RuntimeError(f"{self._path} has not been written in {timeout_s:g} s")
+        try:
+            self._request.finalize_fns[0]()  # gathers what was written, and writes .metadata
+        except CheckpointException as error:  # on every rank; only rank 0 is told why
+            failures = [failure for failure, _ in error.failures.values()]
+            self._reason = self._reason or (str(failures[0]) if failures else "")
+        failed = self._reason or self._strategy.reason or self._common.reason
+        replies: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(replies, (failed, self._files))
+        failed = next((reason for reason, _ in replies if reason), "")
+        if dist.get_rank() == 0:
+            failed = failed or self._publish([files for _, files in replies])
+            if failed:
+                shutil.rmtree(self._aside, ignore_errors=True)
+        _agree(failed, self._path)
+
+    def _make_folder(self) -> str:
+        """Why it cannot be made."""
+        try:
+            shutil.rmtree(self._aside, ignore_errors=True)  # what a killed run left
+            self._aside.mkdir(parents=True)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _write(self, arguments: list[Any]) -> None:
+        if self._request.async_fn is None:
+            return
+        try:
+            self._request.async_fn(*arguments)
+            self._files = manifest_of(Path(file) for file, _, _ in arguments[1])
+        except OSError as error:  # no process can be started, or a file is missing after a fault
+            self._reason = str(error)
+
+    def _publish(self, written: Sequence[dict[str, tuple[int, int]]]) -> str:
+        """On rank 0: the last files, and the name. Why it cannot be done."""
+        try:
+            save_config(CheckpointingConfig("torch_dist", 1), str(self._aside))
+            files = {name: sums for part in written for name, sums in part.items()}
+            others = [file for file in self._aside.iterdir() if file.name not in files]
+            write_checkpoint_info(self._aside, self._facts, files | manifest_of(others))
+            self._aside.rename(self._path)
+        except OSError as error:
+            return str(error)
+        return ""
+
+
+class _ShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Keeps why .metadata could not be written: raised on rank 0, others would wait for it."""
+
+    reason = ""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> Any:
+        finish = writer.finish
+
+        def guarded(metadata: Any, results: Any) -> None:
+            try:
+                finish(metadata, results)
+            except OSError as error:
+                self.reason = str(error)
+
+        writer.finish = guarded
+        return super()._get_save_and_finalize_callbacks(writer, planned)
+
+
+class _CommonStrategy(TorchCommonSaveStrategy):  # type: ignore[misc]
+    """The same for common.pt."""
+
+    reason = ""
+
+    def save_common(self, state: Any, folder: Any) -> None:
+        try:
+            super().save_common(state, folder)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+            self.reason = f"{COMMON_FILE}: {str(error).splitlines()[0]}"
+
+
+def _agree(reason: str, path: Path) -> None:
+    """Raise OSError on every rank when rank 0 has a reason. Collective over all ranks."""
+    reasons = [reason]
+    dist.broadcast_object_list(reasons, src=0)
+    if reasons[0]:
+        raise OSError(f"{path} cannot be written: {reasons[0]}")
+
+
+def _copied(buckets: Any) -> Any:
+    """Tensors that are on the host anyway are the model's own, which trains on."""
+    return [
+        (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (data, tensors) in buckets
+    ]
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -52,6 +52,16 @@ def write(fd: int, offset: int, memory: memoryview | bytes) -> int:
     return crc32
 
 
+def size_and_checksum(path: Path) -> tuple[int, int]:
+    """Of a whole file: its bytes, and their CRC32. Raises OSError when it cannot be read."""
+    memory, crc32, size = memoryview(bytearray(_READ_BYTES)), 0, 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(memory):
+            crc32 = isal_zlib.crc32(memory[:count], crc32)
+            size += count
+    return size, crc32
+
+
 @contextmanager
 def file_aside(path: Path, num_bytes: int = 0) -> Iterator[int]:
     """A file to write into; it becomes `path` at the end, on an error nothing.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.stop_signals import STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
 
@@ -67,7 +68,10 @@ def _refuse(word: str) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    """The exit status: 2 for bad input, 1 for a run that had to stop, 128 + n for signal n."""
+    """The exit status: 2 for bad input, 1 for a run that had to stop, 128 + n for signal n.
+
+    75 for a run that a signal has ended and that can go on.
+    """
     try:
         command: Callable[[list[str]], int | None]
         with long_lived():
@@ -77,6 +81,8 @@ def _run(name: str, arguments: list[str]) -> int:
         return _say(name, str(error), 2)
     except RunFailed as error:
         return _say(name, str(error), 1)
+    except RunStopped as error:
+        return _say(name, str(error), STOPPED)
     except KeyboardInterrupt as error:
         return _say(name, str(error) or "interrupted", 128 + signal.SIGINT)
     except SystemExit as error:

@@ -52,6 +52,7 @@ def resolve(config: RLConfig) -> None:
     at_least("trainer.num_steps", config.trainer.num_steps, 1)
     at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
+    _resolve_checkpoint(config)
     for name in ("max_logprob_gap", "mean_logprob_gap"):
         if (bound := getattr(config.trainer, name)) is not None:
             positive(f"trainer.{name}", bound)
@@ -119,6 +120,14 @@ def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
     divides("rollout.tp", config.tp, "attention heads", sizes.num_attention_heads)
     if config.ep and not sizes.num_experts:
         raise ConfigError("rollout.ep=true: the model has no experts; allowed: false")
+
+
+def _resolve_checkpoint(config: RLConfig) -> None:
+    at_least("trainer.save_every", config.trainer.save_every, 0)
+    at_least("checkpoint.keep", config.checkpoint.keep, 1)
+    at_least("checkpoint.hf_every", config.checkpoint.hf_every, 0)
+    if not config.resume:
+        raise ConfigError("resume=''; allowed: 'never', 'auto', or the folder of a checkpoint")
 
 
 def _resolve_files(config: RLConfig) -> None:

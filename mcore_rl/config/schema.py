@@ -229,6 +229,22 @@ class TrainerConfig:
     max_logprob_gap: float | None = None
     mean_logprob_gap: float | None = None  # the bound on the average
     eval_samples: int = 0  # held-out prompts of an evaluation; 0 takes all
+    # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
+    save_every: int = 0
+
+
+@dataclass
+class CheckpointConfig:
+    """Training checkpoints, output_dir/checkpoints/step_NNNNNN, which a run goes on from."""
+
+    keep: int = 2  # the last ones; older ones are removed
+    # Metric of metrics.jsonl, such as "reward": the checkpoint with the highest is kept as well.
+    # "-NAME": the lowest. Empty keeps none for that.
+    keep_best: str = ""
+    hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN, all kept; 0 writes none
+    # Train on while a checkpoint is written: a step waits until it has been copied to the host,
+    # which then holds it twice.
+    async_save: bool = False
 
 
 @dataclass
@@ -269,7 +285,10 @@ class TaskConfig:
 @dataclass
 class RLConfig:
     seed: int = 0  # of data order, initial weights of a task's model, sampling; up to 4294967295
-    output_dir: str = "outputs/rl"  # new or empty; everything that a run leaves
+    output_dir: str = "outputs/rl"  # new or empty unless resumed; everything that a run leaves
+    # never, auto (the newest whole training checkpoint in output_dir; without one it starts anew),
+    # or the folder of a training checkpoint, in this or in another output_dir.
+    resume: str = "never"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -282,6 +301,7 @@ class RLConfig:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def inner_timeout_s(self) -> float:

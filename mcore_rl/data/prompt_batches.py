@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +13,33 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.sampler import IndexSampler
 
 
-def prompt_batches(dataset: PromptDataset, batch_size: int, seed: int) -> Iterator[Batch]:
+class PromptBatches:
     """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
 
-    Columns: prompt_ids, group_ids, fields (JSON text) and rows (of the data set).
+    Columns: prompt_ids, group_ids, fields (JSON text) and rows (of the data set). The batch size
+    may change where a run goes on from a state.
     """
-    for number, rows in enumerate(IndexSampler(len(dataset), batch_size, seed)):
-        first = number * batch_size
-        yield _prompt_batch(dataset, rows, range(first, first + batch_size))
+
+    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
+        self._dataset = dataset
+        self._sampler = IndexSampler(len(dataset), batch_size, seed)
+        self._next_group_id = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        rows, first = next(self._sampler), self._next_group_id
+        self._next_group_id += len(rows)
+        return _prompt_batch(self._dataset, rows, range(first, self._next_group_id))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampler": self._sampler.state_dict(), "next_group_id": self._next_group_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; ConfigError when it is of other data or another seed."""
+        self._sampler.load_state_dict(state["sampler"])
+        self._next_group_id = state["next_group_id"]
 
 
 def held_out_batch(dataset: PromptDataset, num_prompts: int) -> Batch:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -47,6 +47,22 @@ class MemoryReport:
     gradients_bytes: int  # 0 after engine.to("host", grad=True)
     optimizer_state_bytes: int  # Adam's moments, and the float32 weights of a bfloat16 model
     on_device_bytes: int  # what of these three is on the engine's device, and not away
+
+
+class PendingSave(Protocol):
+    """A checkpoint that is being written beside what the engine does."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` has nothing to wait for on this rank."""
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Return when the folder stands there. All ranks take part.
+
+        Raises:
+            OSError: it cannot be written; the same on every rank, and nothing is left.
+            RuntimeError: it takes longer than `timeout_s`.
+        """
 
 
 class BaseEngine(ABC):
@@ -165,10 +181,21 @@ class BaseEngine(ABC):
         """Let go of the model and its memory. The engine cannot be used afterwards."""
 
     @abstractmethod
-    def save_checkpoint(self, path: Path) -> None: ...
+    def save_checkpoint(self, path: Path) -> None:
+        """Weights, optimizer state and counts of steps, in a new folder.
+
+        Raises:
+            ConfigError: `path` exists.
+            OSError: it cannot be written; the same on every rank, and nothing is left.
+        """
 
     @abstractmethod
-    def load_checkpoint(self, path: Path) -> None: ...
+    def begin_save(self, path: Path) -> PendingSave:
+        """The same, which waits for a copy on the host only. One at a time."""
+
+    @abstractmethod
+    def load_checkpoint(self, path: Path) -> None:
+        """What save_checkpoint has written, in any layout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.table import Table
@@ -17,8 +19,8 @@ from mcore_rl.jobs.preflight import (
     check_inputs,
     check_without_weights,
     has_weights,
-    prepare_task,
 )
+from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
@@ -35,8 +37,13 @@ def dry_run(config: RLConfig, console: Console | None = None) -> None:
     console = console or Console()
     resolve(config)
     config = for_lane(config, lane())
-    with exclusive_run_dir(config.output_dir) as claim, waiting("checking the inputs"):
-        prepared = prepare_task(config, claim.folder)
+    with (
+        exclusive_run_dir(config.output_dir, config.resume) as claim,
+        waiting("checking the inputs"),
+        TemporaryDirectory() as scratch,
+    ):
+        checkpoint = checkpoint_to_resume(config, claim.folder)
+        prepared = prepare(config, Path(scratch), checkpoint)
         complete = has_weights(prepared)
         inputs = check_inputs(prepared) if complete else check_without_weights(prepared)
         found = roles(prepared, read_config(prepared.model.path))

@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
 from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.sinks import MetricsSinks
+from mcore_rl.observability.sinks import METRICS, MetricsSinks, read_rows
 from mcore_rl.observability.versions import versions
 
 _STARTED = "config.json"  # the first thing that a run writes
@@ -27,6 +28,7 @@ _STARTED = "config.json"  # the first thing that a run writes
 _LOCK = ".lock.partial"
 LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
 CHECKPOINT = "checkpoint"  # the folder with the weights of the end
+SUMMARY = "summary.json"  # the last thing
 
 
 class OutputError(RunFailed):
@@ -42,11 +44,14 @@ class Claim:
 
 
 @contextmanager
-def exclusive_run_dir(output_dir: str) -> Iterator[Claim]:
-    """A new or empty folder for a run; gone again at the end when no RunOutput was made in it.
+def exclusive_run_dir(output_dir: str, resume: str = "never") -> Iterator[Claim]:
+    """A folder for a run, new or empty but for one that goes on in it.
+
+    One that was new or empty is so again at the end when no RunOutput was made in it.
 
     Raises:
-        ConfigError: it cannot be made, holds something, or another run has exclusive_run_dir it.
+        ConfigError: it cannot be made, another run has it, or it holds what `resume` does not go
+            on from.
     """
     folder = Path(output_dir)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -59,8 +64,8 @@ def exclusive_run_dir(output_dir: str) -> Iterator[Claim]:
         ) from error
     try:
         with _locked(file, folder, output_dir):
-            if any(entry.name != _LOCK for entry in folder.iterdir()):
-                raise ConfigError(f"output_dir={output_dir!r} is not empty; allowed: a new folder")
+            held = {entry.name for entry in folder.iterdir()} - {_LOCK}
+            _check_content(folder, held, output_dir, resume)
             is_refused = False
             try:
                 yield Claim(folder, file)
@@ -69,13 +74,31 @@ def exclusive_run_dir(output_dir: str) -> Iterator[Claim]:
                 raise
             finally:
                 has_logs = (folder / LOGS).exists() and not is_refused
-                if not has_logs and not (folder / _STARTED).exists():
+                if not held and not has_logs and not (folder / _STARTED).exists():
                     _empty(folder)
     finally:
         os.close(file)
         with suppress(OSError):  # there is something in it
             for place in missing:
                 place.rmdir()
+
+
+def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -> None:
+    """Raise ConfigError when a run may not begin, or go on, in a folder that holds this."""
+    is_inside = folder.absolute() in Path(resume).absolute().parents
+    if not held or is_inside:
+        return
+    told = f"output_dir={output_dir!r} is not empty"
+    if resume != "auto":
+        hint = ", or resume='auto' to go on with the run in it" if "checkpoints" in held else ""
+        raise ConfigError(f"{told}; allowed: a new folder{hint}")
+    if _STARTED not in held and held - {LOGS}:
+        raise ConfigError(f"{told} and holds no run: it has no {_STARTED}; allowed: a new folder")
+    if "checkpoints" not in held and held & {CHECKPOINT, SUMMARY}:
+        raise ConfigError(
+            f"{told}: a run has ended in it that has left no training checkpoints "
+            "(trainer.save_every); allowed: a new folder"
+        )
 
 
 @contextmanager
@@ -118,13 +141,20 @@ def _empty(folder: Path) -> None:
 class RunOutput:
     """The folder of one run: config.json, metrics.jsonl, tensorboard/, a picture, summary.json."""
 
-    def __init__(self, folder: Path, config: RLConfig) -> None:
+    def __init__(
+        self, folder: Path, config: RLConfig, resumed: RunCheckpoint | None = None
+    ) -> None:
+        """With `resumed` it goes on where the run was that has written it."""
         self.folder = folder
-        (folder / LOGS).mkdir()
+        (folder / LOGS).mkdir(exist_ok=True)
         self._config = config
-        self._sinks = MetricsSinks(folder)
-        self._rewards: list[float] = []
-        self._results: dict[str, Any] = {}
+        rows: list[dict[str, Any]] = []
+        self.results: dict[str, Any] = {}  # for the summary
+        if resumed is not None:
+            rows = [row for row in read_rows(resumed.run / METRICS) if _is_kept(row, resumed.step)]
+            self.results |= resumed.state["results"]
+        self._sinks = MetricsSinks(folder, rows)
+        self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]
         write_json(folder / _STARTED, asdict(config))
 
     @contextmanager
@@ -153,16 +183,16 @@ class RunOutput:
 
     def compared(self, gaps: Mapping[str, float]) -> None:
         """Keep the largest log-prob gap between trainer and rollout of the whole run."""
-        largest = self._results.get("max_logprob_gap", 0.0)
-        self._results["max_logprob_gap"] = max(gaps["max_logprob_gap"], largest)
+        largest = self.results.get("max_logprob_gap", 0.0)
+        self.results["max_logprob_gap"] = max(gaps["max_logprob_gap"], largest)
 
     def evaluated(self, name: str, samples: Batch) -> None:
         """Record the mean reward of held-out samples under a name of the summary."""
-        self._results[name] = float(samples.array("rewards").mean())
+        self.results[name] = float(samples.array("rewards").mean())
 
     def record(self, name: str, value: Any) -> None:
         """Put an entry of its own into the summary."""
-        self._results[name] = value
+        self.results[name] = value
 
     def finish(self, *, peak_memory_bytes: int, wall_s: float) -> None:
         """Write the picture and the summary, and print the table.
@@ -181,7 +211,7 @@ class RunOutput:
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
 
-        before, after = self._results["accuracy_warm_start"], self._results["accuracy_grpo"]
+        before, after = self.results["accuracy_warm_start"], self.results["accuracy_grpo"]
         self._sinks.close()
         plot_reward_curve(
             self.folder / "reward_curve.png",
@@ -190,16 +220,21 @@ class RunOutput:
             accuracy_after=after,
         )
         summary = {
-            **self._results,
+            **self.results,
             "peak_memory_bytes": peak_memory_bytes,
             "wall_s": round(wall_s, 1),
             "seed": self._config.seed,
             "layout": asdict(self._config.actor.layout),
             "versions": versions(),
         }
-        write_json(self.folder / "summary.json", summary)
+        write_json(self.folder / SUMMARY, summary)
         print_before_after("Held-out accuracy, sampled", [("GRPO", before, after)])
         print(f"{wall_s:.0f} s, peak memory {peak_memory_bytes / 1e9:.1f} GB, in {self.folder}")
+
+
+def _is_kept(row: Mapping[str, Any], step: int) -> bool:
+    """Whether a row is of the warm start, or of a step up to this one."""
+    return "reward" not in row or row["step"] <= step
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

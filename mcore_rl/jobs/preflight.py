@@ -84,11 +84,17 @@ def has_weights(config: RLConfig) -> bool:
     return any(Path(config.model.path).glob("*.safetensors*"))
 
 
-def prepare_task(config: RLConfig, folder: Path) -> RLConfig:
-    """Make the synthetic task, when one is asked for, and point the settings at it."""
+def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RLConfig:
+    """Make the synthetic task, when one is asked for, and point the settings at it.
+
+    `is_made` in `folder` by an earlier call, it is taken as it is.
+    """
     if not config.task.name:
         return config
-    task = last_digit.prepare(folder / "task", config.seed, config.task.worked_share)
+    if is_made:
+        task = last_digit.prepared(folder / "task")
+    else:
+        task = last_digit.prepare(folder / "task", config.seed, config.task.worked_share)
     return replace(
         config,
         task=replace(config.task, name=""),

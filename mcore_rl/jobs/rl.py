@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rl.algorithms.losses import negative_log_likelihood
+from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ray_session
 from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
+from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import CHECKPOINT, LOGS, OutputError, RunOutput, exclusive_run_dir
 from mcore_rl.jobs.placement import Pools, needs_reference, num_devices, pool_plans
-from mcore_rl.jobs.preflight import Inputs, check_inputs, prepare_task
+from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.jobs.resume import WARM_START, checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import sft
 from mcore_rl.trainers.sync import SyncTrainer
+from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss
 from mcore_rl.workers.rollout_pool import RolloutPool
@@ -41,23 +46,31 @@ from mcore_rl.workers.weight_sync import ExportError, connect
 RANK = "rank"  # the Ray resource of the CPU lane
 
 
-def run(config: RLConfig) -> RunOutput:
+def run(config: RLConfig) -> None:
     """Run the job; everything it leaves lies in config.output_dir.
 
     Raises:
         ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
         RunFailed: the run had to stop.
+        RunStopped: a signal has ended it, and it can go on.
     """
     started = time.monotonic()
     resolve(config)
     config = for_lane(config, lane())
     with (
-        exclusive_run_dir(config.output_dir) as claim,
+        exclusive_run_dir(config.output_dir, config.resume) as claim,
         run_scope(claim.folder, logs=claim.folder / LOGS / "ray", locks=[claim.lock]) as scratch,
+        _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
         with waiting("checking the inputs"):
-            prepared = prepare_task(config, claim.folder)
+            found = checkpoint_to_resume(config, claim.folder)
+            if has_ended(config, found, claim.folder):
+                print(f"the run in {claim.folder} has ended after step {config.trainer.num_steps}")
+                return
+            if found is None and config.resume == "auto":
+                clear(claim.folder)
+            prepared = prepare(config, claim.folder, found)
             inputs = check_inputs(prepared)
             room.check_room(prepared, claim.folder)
         with (
@@ -66,19 +79,41 @@ def run(config: RLConfig) -> RunOutput:
             Pools(config, _resource(), claim.folder / LOGS) as pools,
             contextlib.ExitStack() as kept,
         ):
-            output, ranks = RunOutput(claim.folder, config), None
+            output, ranks = RunOutput(claim.folder, config, found), None
             if inputs.examples is not None:
                 prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, kept)
-            _reinforce(prepared, inputs, output, pools, ranks)
+            _reinforce(_Run(config, prepared, inputs, output, found, stop), pools, ranks)
         if config.task.name:  # a model that was made small enough to load here
             _generate_with_transformers(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
-    return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What reinforcement learning is told."""
+
+    asked: RLConfig  # the settings that were given
+    config: RLConfig  # the same, with the model and the data that were made
+    inputs: Inputs
+    output: RunOutput
+    found: RunCheckpoint | None  # what it goes on from
+    stop: StopSignals
+
+
+@contextlib.contextmanager
+def _stop_signals(config: RLConfig) -> Iterator[StopSignals]:
+    """Without checkpoints no signal waits for anything."""
+    if not config.trainer.save_every:
+        yield StopSignals()
+        return
+    with stop_signals(how_to_go_on(config)) as stop:
+        yield stop
 
 
 def _told(trace_file: Path) -> AbstractContextManager[None]:
     """What stops a run that has started, bad input that shows late too."""
-    return summarize_failure(trace_file, ConfigError, WorkerError, PolicyMismatchError)
+    kinds = ConfigError, WorkerError, PolicyMismatchError, NotSavedError
+    return summarize_failure(trace_file, *kinds)
 
 
 def _warm_start(
@@ -101,7 +136,7 @@ def _warm_start(
         moe=replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off"),
         lora=LoRAConfig(),  # adapters are for what comes after it
     )
-    path = output.folder / "warm_start"
+    path = output.folder / WARM_START
     with contextlib.ExitStack() as ended:
         loss, spec = negative_log_likelihood, _engine_spec(config, engine, warm.num_steps)
         model = ended.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
@@ -129,23 +164,38 @@ def _same_ranks(one: EngineConfig, other: EngineConfig) -> bool:
     return one.layout.world_size == other.layout.world_size and environments[0] == environments[1]
 
 
-def _reinforce(
-    config: RLConfig, inputs: Inputs, output: RunOutput, pools: Pools, ranks: WorkerGroup | None
-) -> None:
+def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
     """`ranks` have done the warm start and are the actor's from now on; None: it needs its own."""
+    config, inputs, output = run.config, run.inputs, run.output
     num_tests = config.trainer.eval_samples or len(inputs.test)
     tests = held_out_batch(inputs.test, min(num_tests, len(inputs.test)))
     with contextlib.ExitStack() as stack:
         with waiting("starting the servers and the trainer"):
             turns = _started(config, pools, ranks, stack)
         rollout, actor = RolloutPool(turns.servers, config.rollout, config.seed), turns.actor
-        with waiting("evaluating"):
-            output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
-        trainer = SyncTrainer(config, turns, rollout)
-        prompts = prompt_batches(inputs.train, config.trainer.prompts_per_step, config.seed)
+        prompts = PromptBatches(inputs.train, config.trainer.prompts_per_step, config.seed)
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
+        checkpointer = Checkpointer(
+            run.asked,
+            output.folder,
+            turns,
+            {"prompts": prompts},
+            lambda: output.results,
+            run.stop,
+            num_bytes,
+        )
+        if run.found is None:
+            with waiting("evaluating"):
+                output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
+        else:
+            with waiting("loading the checkpoint"):
+                checkpointer.restore(run.found)
+        trainer = SyncTrainer(config, turns, rollout, checkpointer)
         try:
-            with output.progress("training", config.trainer.num_steps) as report:
+            with (
+                output.progress("training", config.trainer.num_steps) as report,
+                run.stop.heeded_after_a_step(),
+            ):
                 trainer.train(prompts, report)
         except (OutputError, ExportError) as error:  # a full disk: what has been learned is kept
             if isinstance(error, OutputError):  # else the actor has not left its devices yet
@@ -159,6 +209,8 @@ def _reinforce(
             after = actor.compute_log_probs(after, temperature=config.rollout.temperature)
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
+            if run.found is not None:  # of a run that ended before
+                shutil.rmtree(checkpoint, ignore_errors=True)
             room.export(actor, checkpoint, num_bytes)
 
 

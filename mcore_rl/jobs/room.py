@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from mcore_rl.checkpoint.run_checkpoints import steps_in
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.convert.options import format_bytes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import family_of, padded_vocab_size, read_config
 from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.workers.checkpointer import CHECKPOINTS
 
 _MEMORY = "/dev/shm"
 # Read before the scope of a run points TMPDIR to a folder that goes with the run.
@@ -44,13 +46,29 @@ def check_room(config: RLConfig, folder: Path) -> None:
     if config.weight_sync.method == "full_export":
         copies["weights on their way to the servers"] = 1
     size, free = weight_bytes(config), shutil.disk_usage(folder).free
-    needed = size * sum(copies.values())
+    sizes = {name: size * n for name, n in copies.items()}
+    if config.trainer.save_every:
+        sizes["training checkpoints"] = _training_bytes(config, size, folder)
+    needed = sum(sizes.values())
     if needed > free:
-        parts = ", ".join(f"{format_bytes(size * n)} {name}" for name, n in copies.items())
+        parts = ", ".join(f"{format_bytes(n)} {name}" for name, n in sizes.items())
         raise ConfigError(
             f"output_dir={config.output_dir!r} has {format_bytes(free)} left; needed are "
             f"{format_bytes(needed)} ({parts})"
         )
+
+
+def _training_bytes(config: RLConfig, weights: int, folder: Path) -> int:
+    """Of the training checkpoints that are still to come, as many as are there at once."""
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    optimizer = config.actor.optimizer
+    of_adam = 0 if config.actor.lora.rank else 8  # two moments; those of adapters are small
+    if of_adam and (optimizer.distributed or itemsize < 4):
+        of_adam += 4  # the weights in float32
+    written = 1 + (config.trainer.num_steps - 1) // config.trainer.save_every
+    at_once = min(config.checkpoint.keep + bool(config.checkpoint.keep_best) + 1, written)
+    there = len(steps_in(folder / CHECKPOINTS))
+    return weights * (itemsize + of_adam) // itemsize * max(at_once - there, 1)
 
 
 def export(model: Any, path: Path, num_bytes: int) -> None:

@@ -10,6 +10,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import steps
+from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.turns import Turns
 
@@ -21,17 +22,19 @@ class SyncTrainer:
     config: RLConfig
     turns: Turns  # of actor, reference and servers on their devices
     rollout: RolloutPool
+    checkpointer: Checkpointer
 
     def train(self, prompts: Iterator[Batch], report: Report) -> None:
-        """Run trainer.num_steps steps.
+        """Run the steps up to trainer.num_steps, from 1 or from where the checkpointer goes on.
 
         Raises:
+            RunStopped: a signal has asked for it; the last step is saved.
             PolicyMismatchError: samples came from other weights, or log-probs differ by more than
                 trainer.max_logprob_gap or mean_logprob_gap.
         """
         config, algorithm = self.config, self.config.algorithm
         temperature = config.rollout.temperature
-        for step in range(1, config.trainer.num_steps + 1):
+        for step in range(self.checkpointer.next_step, config.trainer.num_steps + 1):
             clock, seed = Stopwatch(), [config.seed, step]
             with clock("generate"):
                 batch = self.rollout.generate(next(prompts), n=algorithm.group_size)
@@ -51,7 +54,11 @@ class SyncTrainer:
                 metrics |= steps.update(
                     self.turns.actor, batch, algorithm, temperature=temperature, seed=seed
                 )
+            if self.checkpointer.is_due(step):
+                with clock("save"):
+                    self.checkpointer.save(step)
             with clock("weight_sync"):
                 self.turns.serve(version=step)
             metrics["tokens_per_s"] = num_tokens / clock.total_s
             report(step, metrics | clock.seconds)
+            self.checkpointer.step_ended(step, metrics)

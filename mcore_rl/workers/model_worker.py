@@ -16,6 +16,7 @@ from mcore_rl.engine.base import (
     LossFunction,
     MemoryReport,
     Metrics,
+    PendingSave,
     Place,
     create_engine,
 )
@@ -42,6 +43,7 @@ class ModelWorker:
         self._engine = create_engine(model_type, spec)
         self._rendezvous: RendezvousServer | None = None
         self._transport: WeightTransport | None = None
+        self._saving: PendingSave | None = None
 
     def close(self) -> None:
         """Let go of the model and its memory: the process goes on with another one."""
@@ -142,8 +144,36 @@ class ModelWorker:
         return ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        self._engine.save_checkpoint(Path(path))
+    def save_checkpoint(self, path: str, *, in_background: bool = False) -> str:
+        """Why the disk did not take it; "" when it stands there.
+
+        `in_background` it returns when the training state has been copied; `finish_save` has to
+        come before the next one.
+        """
+        try:
+            if in_background:
+                self._saving = self._engine.begin_save(Path(path))
+            else:
+                self._engine.save_checkpoint(Path(path))
+        except OSError as error:
+            return str(error)
+        return ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_saved(self) -> bool:
+        """Whether `finish_save` has nothing to wait for on this rank."""
+        return self._saving is None or self._saving.is_written
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> str:
+        """Waits for a save in the background; what comes back is that of save_checkpoint."""
+        saving, self._saving = self._saving, None
+        try:
+            if saving is not None:
+                saving.finish(self._spec.timeout_s)
+        except OSError as error:
+            return str(error)
+        return ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

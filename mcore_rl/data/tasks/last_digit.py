@@ -67,8 +67,8 @@ def prepare(directory: Path, seed: int, worked_share: float) -> PreparedTask:
     shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
     aside.mkdir(parents=True)
     try:
-        _write_data(_paths(aside), seed, worked_share)
-        _write_model(_paths(aside).model_dir, seed)
+        _write_data(prepared(aside), seed, worked_share)
+        _write_model(prepared(aside).model_dir, seed)
         settings = {"task": "last_digit", "seed": seed, "worked_share": worked_share}
         (aside / "task.json").write_text(json.dumps(settings, indent=2) + "\n")
         if directory.exists():
@@ -77,7 +77,7 @@ def prepare(directory: Path, seed: int, worked_share: float) -> PreparedTask:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return _paths(directory)
+    return prepared(directory)
 
 
 def split_problems() -> tuple[list[Problem], list[Problem]]:
@@ -125,7 +125,8 @@ def _messages(problem: Problem) -> list[dict[str, str]]:
     return [{"role": "user", "content": question(problem)}]
 
 
-def _paths(directory: Path) -> PreparedTask:
+def prepared(directory: Path) -> PreparedTask:
+    """What `prepare` has made, or will make, in a folder."""
     return PreparedTask(
         model_dir=directory / "model",
         train_file=directory / "train.parquet",

@@ -22,6 +22,7 @@ from mcore_rl.engine.base import (
     LossFunction,
     MemoryReport,
     Metrics,
+    PendingSave,
     Place,
 )
 from mcore_rl.engine.megatron import device
@@ -250,11 +251,17 @@ class MegatronEngine(BaseEngine):
         return memory_report(self.wrapped, self.optimizer, self._away)
 
     def save_checkpoint(self, path: Path) -> None:
+        self._save(path, in_background=False).finish()
+
+    def begin_save(self, path: Path) -> PendingSave:
+        return self._save(path, in_background=True)
+
+    def _save(self, path: Path, *, in_background: bool) -> PendingSave:
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weights()
         self._require("optimizer state")
-        training_state.save(path, **self._training_state)
+        return training_state.save(path, **self._training_state, in_background=in_background)
 
     def load_checkpoint(self, path: Path) -> None:
         from mcore_rl.engine.megatron import training_state

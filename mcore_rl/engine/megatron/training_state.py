@@ -56,17 +56,24 @@ def save(
     chunks: Sequence[GPTModel],
     optimizer: ChainedOptimizer | None,
     schedule: OptimizerParamScheduler | None,
-) -> None:
-    """Write a checkpoint. Collective over all ranks.
+    *,
+    in_background: bool,
+) -> dist_checkpoint.PendingSave:
+    """Copy to the host what a checkpoint holds, and begin to write it. Collective over all ranks.
+
+    Not `in_background`, it has been written on return; `finish` is to be called all the same.
 
     Raises:
         ConfigError: `path` exists.
+        OSError: it cannot be made.
     """
     with _without_steps(optimizer) as steps:
         state = _sharded(chunks, optimizer, is_loading=False)
         if schedule is not None:
             state |= {"optimizer_steps": steps, "schedule_steps": schedule.num_steps}
-        dist_checkpoint.save(state, path, _facts(spec, vocab_size))
+        return dist_checkpoint.PendingSave(
+            state, path, _facts(spec, vocab_size), in_background=in_background
+        )
 
 
 def load(

@@ -6,13 +6,13 @@ import itertools
 import json
 
 from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
+from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
 
 DATASET = PromptDataset([PromptRow([1, row], {"answer": row}) for row in range(5)])
 
 
 def test_prompts_of_training_count_up_over_epochs():
-    batches = list(itertools.islice(prompt_batches(DATASET, 3, seed=0), 4))
+    batches = list(itertools.islice(PromptBatches(DATASET, 3, seed=0), 4))
     ids = [group for batch in batches for group in batch.array("group_ids").tolist()]
     assert ids == list(range(12))
 

@@ -13,7 +13,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
-from mcore_rl.data.prompt_batches import held_out_batch, prompt_batches
+from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.workers.rollout_pool import RolloutPool, first_seed
@@ -70,7 +70,7 @@ def test_a_request_carries_the_settings_of_sampling():
 def test_no_two_samples_of_training_and_evaluation_share_a_seed():
     """In the lower 32 bits either: torch's CPU generator reads no more."""
     made, generator = pool()
-    for batch in itertools.islice(prompt_batches(DATASET, 10, seed=0), 20):
+    for batch in itertools.islice(PromptBatches(DATASET, 10, seed=0), 20):
         made.generate(batch, n=8)
     made.generate(held_out_batch(DATASET, 50), n=1)
     assert len(generator.seeds) == 20 * 10 * 8 + 50
@@ -87,7 +87,7 @@ def test_evaluations_repeat_their_seeds():
 def test_a_long_run_does_not_reach_the_seeds_of_the_next_run():
     """Group 2**21 of 8 samples has had the seeds of group 0 under the next seed."""
     late = held_out_batch(DATASET, 1).with_columns(group_ids=np.array([2**21]))
-    first = next(prompt_batches(DATASET, 1, seed=0))
+    first = next(PromptBatches(DATASET, 1, seed=0))
     (old, old_asked), (new, new_asked) = pool(seed=6), pool(seed=7)
     old.generate(late, n=8)
     new.generate(first, n=8)

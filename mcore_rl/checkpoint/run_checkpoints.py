@@ -1,0 +1,141 @@
+"""The training checkpoints of a run: whole or not there, damaged ones refused, old ones removed.
+
+checkpoints/step_000012/
+    actor/           what the training engine has saved, with a list of its files
+    state.json       all else that a run goes on from
+    manifest.json    size and checksum of state.json, which has those of the list in actor/
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, check_checkpoint
+from mcore_rl.checkpoint.manifest import check_files, manifest_of
+from mcore_rl.checkpoint.raw_file import size_and_checksum
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
+
+ACTOR = "actor"
+_STATE, _MANIFEST = "state.json", "manifest.json"
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """One that has been found whole."""
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]  # what `publish` was given
+
+    @property
+    def actor(self) -> Path:
+        return self.path / ACTOR
+
+    @property
+    def run(self) -> Path:
+        """The output folder of the run that has written it."""
+        return self.path.parents[1]
+
+
+def read_checkpoint(path: Path) -> RunCheckpoint:
+    """Read every file of a training checkpoint.
+
+    Raises:
+        ConfigError: it is none, or a file is missing, cut short, changed or not of it.
+    """
+    path = path.absolute()
+    if not (path / _MANIFEST).is_file():
+        raise ConfigError(f"{path} is no training checkpoint: it has no {_MANIFEST}")
+    listed = read_json_object(path / _MANIFEST)
+    check_files(path, listed, besides=(_MANIFEST, ACTOR))
+    state = read_json_object(path / _STATE)
+    info = path / ACTOR / INFO_FILE
+    if not info.is_file():
+        raise ConfigError(f"{info} is missing")
+    if list(size_and_checksum(info)) != state[ACTOR]:
+        raise ConfigError(f"{info} is damaged: its checksum differs")
+    check_checkpoint(path / ACTOR)
+    return RunCheckpoint(path, state["step"], state)
+
+
+def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> RunCheckpoint | None:
+    """The newest whole one; `warn` is told of each that is refused. None where there is none.
+
+    Raises:
+        ConfigError: all are damaged.
+    """
+    refused = []
+    for step in reversed(steps_in(folder)):
+        try:
+            return read_checkpoint(folder / name_of(step))
+        except ConfigError as error:
+            warn(f"{folder / name_of(step)} is left out: {error}")
+            refused.append(str(error))
+    if refused:
+        raise ConfigError(f"no training checkpoint in {folder} is whole: {refused[0]}")
+    return None
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Of the checkpoints in a folder, whole or not, in order."""
+    names = [_NAME.fullmatch(entry.name) for entry in folder.glob("step_*")]
+    return sorted(int(name[1]) for name in names if name)
+
+
+class RunCheckpoints:
+    """The folder that a run writes its checkpoints into. Every method may raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, step: int) -> Path:
+        """A new folder, aside, that a training engine saves into as `ACTOR`."""
+        aside = self._aside(step)
+        shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
+        aside.mkdir(parents=True)
+        return aside
+
+    def publish(self, step: int, state: Mapping[str, Any]) -> Path:
+        """The engine has saved: with `state` the checkpoint is whole, and gets its name.
+
+        `state` is what JSON can hold. One of the same step that was there is replaced.
+        """
+        aside, path = self._aside(step), self.folder / name_of(step)
+        sums = size_and_checksum(aside / ACTOR / INFO_FILE)
+        (aside / _STATE).write_text(json.dumps({"step": step, **state, ACTOR: sums}, indent=1))
+        (aside / _MANIFEST).write_text(json.dumps(manifest_of([aside / _STATE])))
+        if path.exists():
+            self._remove(path)
+        aside.rename(path)
+        return path
+
+    def discard(self, step: int) -> None:
+        """What `begin` has made, where it cannot become a checkpoint."""
+        shutil.rmtree(self._aside(step), ignore_errors=True)
+
+    def prune(self, keep: int, besides: Collection[int] = ()) -> None:
+        """Remove all but the last `keep`, and but those of the steps `besides`."""
+        for step in steps_in(self.folder)[:-keep]:
+            if step not in besides:
+                self._remove(self.folder / name_of(step))
+
+    def _remove(self, path: Path) -> None:
+        """Never half of it under its name."""
+        aside = path.with_name(f".{path.name}.old.partial")
+        path.rename(aside)
+        shutil.rmtree(aside)
+
+    def _aside(self, step: int) -> Path:
+        return self.folder / f".{name_of(step)}.partial"

@@ -1,0 +1,111 @@
+"""What a run goes on from: its checkpoint, and the settings that have to be those of before."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.checkpoint.run_checkpoints import (
+    RunCheckpoint,
+    newest_checkpoint,
+    read_checkpoint,
+    steps_in,
+)
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.jobs.output import LOGS, SUMMARY
+from mcore_rl.jobs.preflight import prepare_task
+from mcore_rl.workers.checkpointer import CHECKPOINTS
+
+WARM_START = "warm_start"  # the folder with the weights that it ends with
+# What makes a run the same one: the first weights, and which prompts come in which order.
+_THE_SAME = ("seed", "task", "model", "data", WARM_START)
+_ITS_OWN = ("output_dir", "resume")
+
+
+def checkpoint_to_resume(config: RLConfig, folder: Path) -> RunCheckpoint | None:
+    """What config.resume names, with all of its files read; None for a run that starts anew.
+
+    `folder` is that of the run, which has it to itself.
+
+    Raises:
+        ConfigError: there is none that is whole, or it is of a run with other settings.
+    """
+    if config.resume == "never":
+        return None
+    own = folder.absolute() / CHECKPOINTS
+    if config.resume == "auto":
+        found = newest_checkpoint(own, _warn)
+    else:
+        found = read_checkpoint(Path(config.resume))
+        if found.path.parent == own and steps_in(own)[-1] > found.step:
+            raise ConfigError(
+                f"resume={config.resume!r}: output_dir has a newer one, of step "
+                f"{steps_in(own)[-1]}; allowed: 'auto', or another output_dir"
+            )
+    if found is not None:
+        _check_settings(config, found)
+    return found
+
+
+def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLConfig:
+    """Settings with the model and the data of the run: made, or those that it goes on with."""
+    if found is None:
+        return prepare_task(config, folder)
+    config = prepare_task(config, found.run, is_made=True)
+    if config.warm_start.num_steps:
+        path = found.run / WARM_START
+        if not path.is_dir():
+            raise ConfigError(f"{path} is missing: {found.path} goes on with its tokenizer")
+        warm = replace(config.warm_start, num_steps=0)
+        config = replace(config, warm_start=warm, model=replace(config.model, path=str(path)))
+    return config
+
+
+def clear(folder: Path) -> None:
+    """Remove what a run has left that ended before its first checkpoint, but for its logs."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name != LOGS:
+            shutil.rmtree(entry)
+        elif entry.is_file() and not entry.name.startswith("."):  # the lock stays
+            entry.unlink()
+
+
+def has_ended(config: RLConfig, found: RunCheckpoint | None, folder: Path) -> bool:
+    """Whether nothing is left to do."""
+    is_own = found is not None and found.run == folder.absolute()
+    return (
+        found is not None
+        and is_own
+        and found.step >= config.trainer.num_steps
+        and (folder / SUMMARY).exists()
+    )
+
+
+def _check_settings(config: RLConfig, found: RunCheckpoint) -> None:
+    mine, theirs = dict(_flat(asdict(config))), dict(_flat(found.state["settings"]))
+    differ = [key for key in mine if mine[key] != theirs.get(key)]
+    refused = [key for key in differ if key.split(".")[0] in _THE_SAME]
+    if refused:
+        told = "; ".join(f"{key}={mine[key]!r}, there {theirs.get(key)!r}" for key in refused)
+        raise ConfigError(f"{found.path} is of another run: {told}; allowed: the same")
+    print(f"going on after step {found.step}, from {found.path}")
+    others = [f"{k}={mine[k]} (was {theirs.get(k)})" for k in differ if k not in _ITS_OWN]
+    if others:
+        print(f"settings that differ: {', '.join(others)}")
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", list(value) if isinstance(value, tuple) else value
+
+
+def _warn(warning: str) -> None:
+    print(f"mcore-rl rl: warning: {warning}", file=sys.stderr)
