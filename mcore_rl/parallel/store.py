@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
-import struct
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed
 
-from mcore_rl.parallel import handshake, rendezvous
-from mcore_rl.parallel.handshake import read_exactly, set_deadline
-from mcore_rl.parallel.rendezvous import BAD, LATE, RendezvousEndpoint, frame
+from mcore_rl.parallel import rendezvous
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
 
 c10d: Any = torch.distributed  # whose stores have no type stubs
-_GRACE_S = 10.0  # what the server may take longer than the wait that it was asked for
-_RETRY_S = 0.05
 _open: set[RendezvousStore] = set()  # C++ keeps no reference to what is Python of a store
 
 
@@ -65,15 +60,14 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
         self._endpoint, self._rank, self._world_size = endpoint, rank, world_size
-        self._lock = threading.Lock()
-        self._sock = self._connect(time.monotonic() + timeout_s)
-        self.own_address: str = self._sock.getsockname()[0]  # by which other ranks can reach it
-        self._call(b"join", b"%d" % rank)
+        with _torchs_errors():
+            self._client = RendezvousClient(endpoint, rank, world_size, timeout_s)
+        self.own_address = self._client.own_address
         _open.add(self)
 
     def close(self) -> None:
         _open.discard(self)
-        self._sock.close()
+        self._client.close()
 
     def clone(self) -> RendezvousStore:
         """With a connection of its own: a wait keeps others from using one."""
@@ -121,86 +115,25 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
 
     deleteKey, getNumKeys = delete_key, num_keys
 
-    def _connect(self, deadline: float) -> socket.socket:
-        """Tries again while others are in the way: a server has room for so many strangers."""
-        while True:
-            try:
-                left_s = max(0.001, deadline - time.monotonic())
-                sock = socket.create_connection((self._endpoint.host, self._endpoint.port), left_s)
-            except OSError as error:
-                raise self._lost(error) from error
-            try:
-                handshake.prove(sock, self._endpoint.token, deadline)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except ConnectionError:
-                sock.close()
-                time.sleep(_RETRY_S)
-            except OSError as error:
-                sock.close()
-                raise self._lost(error) from error
-            else:
-                return sock
-
     def _call_for(self, operation: bytes, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
-        timeout_s = timeout.total_seconds()
-        arguments = struct.pack(">d", timeout_s), *(key.encode() for key in keys)
-        return self._call(operation, *arguments, timeout_s=timeout_s)
+        with _torchs_errors():
+            return self._client.wait_for(operation, keys, timeout.total_seconds())
 
-    def _call(
-        self, operation: bytes, *arguments: bytes, timeout_s: float | None = None
-    ) -> list[bytes]:
-        if timeout_s is None:  # a server in a busy process may take long for what is quick
+    def _call(self, operation: bytes, *arguments: bytes) -> list[bytes]:
+        with _torchs_errors():
             timeout_s = self.timeout.total_seconds()
-        request = frame(operation, *arguments)
-        if len(request) > rendezvous.MAX_FRAME_BYTES:
-            raise ValueError(
-                f"{operation.decode()} of {len(request)} bytes; allowed at a rendezvous: "
-                f"{rendezvous.MAX_FRAME_BYTES}"
-            )
-        with self._lock:
-            try:
-                if self._sock.fileno() < 0:
-                    raise ConnectionError("the connection was lost before")
-                deadline = time.monotonic() + timeout_s + _GRACE_S
-                set_deadline(self._sock, deadline)
-                self._sock.sendall(request)
-                length = int.from_bytes(read_exactly(self._sock, 4, deadline), "big")
-                answer = read_exactly(self._sock, length, deadline)
-            except OSError as error:
-                self._sock.close()  # or the next call would read the answer to this one
-                raise self._lost(error) from error
-        outcome, *values = rendezvous.fields_of(answer)
-        if outcome == LATE:
-            raise c10d.DistStoreError(self._late(timeout_s, *values))
-        if outcome == BAD:
-            raise c10d.DistStoreError(f"rank {self._rank}: {operation!r}: {values[0].decode()}")
-        return values
+            return self._client.call(operation, *arguments, timeout_s=timeout_s)
 
-    def _late(self, timeout_s: float, seen: bytes, here: bytes, *keys: bytes) -> str:
-        expected = set(range(self._world_size))
-        never = expected - _ranks(seen)
-        gone = expected - never - _ranks(here)
-        found = [
-            f"{', '.join(f'rank {rank}' for rank in sorted(ranks))} {what}"
-            for ranks, what in ((never, "never came"), (gone, "went away"))
-            if ranks
-        ]
-        return (
-            f"rank {self._rank} of {self._world_size} waited {timeout_s:g} s at {self._endpoint} "
-            f"for {', '.join(key.decode() for key in keys)}; "
-            f"{'; '.join(found) or 'all ranks are connected'}"
-        )
 
-    def _lost(self, error: OSError) -> Exception:
-        lost: Exception = c10d.DistNetworkError(
-            f"rank {self._rank} of {self._world_size}: the rendezvous at {self._endpoint}: {error}"
-        )
-        return lost
+@contextlib.contextmanager
+def _torchs_errors() -> Iterator[None]:
+    try:
+        yield
+    except LateError as error:
+        raise c10d.DistStoreError(str(error)) from error
+    except LostError as error:
+        raise c10d.DistNetworkError(str(error)) from error
 
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
-
-
-def _ranks(listed: bytes) -> set[int]:
-    return {int(rank) for rank in listed.split(b",") if rank}
