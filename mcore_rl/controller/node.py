@@ -1,13 +1,15 @@
 """The Ray of one node of a job, which launch/*.sh start on each node and which leaves nothing.
 
     python -m mcore_rl.controller.node address --interface eth0
-    python -m mcore_rl.controller.node hold --head 10.0.0.1:20000 --name n1 --number 0 ... <pipe
-    python -m mcore_rl.controller.node wait --head 10.0.0.1:20000 --names n1,n2 --seconds 120
+    python -m mcore_rl.controller.node hold --head 10.0.0.1:20000 --logs FOLDER <pipe
+    python -m mcore_rl.controller.node wait --head 10.0.0.1:20000 --names n1,n2 ...
+    python -m mcore_rl.controller.node sweep
 
 `hold` runs `ray start --block` until its standard input ends, which it does however the launch
-script ends; over ssh, too. SIGTERM and the signals that a batch system sends to ask for the end of a
-job are not for it: the driver saves meanwhile, and needs Ray for that. Ray authenticates by the token
-that RAY_AUTH_TOKEN_PATH names.
+script ends; over ssh, too. SIGTERM and the signals by which a batch system asks for the end of a
+job are not for it: the driver saves meanwhile, and needs Ray for that. Ray authenticates by the
+token that RAY_AUTH_TOKEN_PATH names. Which node this is, MCORE_RL_NODE and MCORE_RL_NODE_NUMBER
+tell, or SLURM.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from pathlib import Path
 import psutil
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.reaper import RAY_DIR
-from mcore_rl.controller.run_scope import MARKER, run_scope
+from mcore_rl.controller.reaper import RAY_DIR, sweep_abandoned
+from mcore_rl.controller.run_scope import MARKER, run_scope, short_temp_dir
 
 NODE = "MCORE_RL_NODE"  # in the environment of a node's processes: how messages call it
+NUMBER = "MCORE_RL_NODE_NUMBER"  # 0 has the head
 RAY_CONFIG: dict[str, bool | int] = {
     # Workers kept ready would never be used: each rank has an environment of its own.
     "prestart_worker_first_driver": False,
@@ -52,6 +55,7 @@ _OPTIONS = (
     "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port",
 )  # fmt: skip
 NUM_PORTS = 64  # of a node: the head's, those of _OPTIONS, of the client server, of workers
+NODES_APART = 4
 _FIRST_WORKER_PORT = 8
 _MOST_FILES = 65536
 _LOOK_S = 0.5
@@ -63,6 +67,9 @@ def main(arguments: list[str]) -> int:
     try:
         if options.command == "address":
             print(address_of(options.interface))
+        elif options.command == "sweep":
+            for scratch in sweep_abandoned(short_temp_dir()):
+                print(f"{_here()}: removed what an earlier job has left, {scratch}")
         elif options.command == "wait":
             wait_for_nodes(options.head, options.names.split(","), options.seconds, options.logs)
         else:
@@ -97,26 +104,35 @@ def hold(options: argparse.Namespace) -> None:
     """Runs Ray until stdin ends.
 
     Raises:
-        ConfigError: a port is taken, or Ray ended by itself; the reason is in LOGS/NAME.failed, too.
+        ConfigError: a port is taken, or Ray ended by itself; LOGS/NAME.failed has the reason, too.
     """
-    logs = Path(options.logs)
-    os.environ[NODE] = options.name
+    logs, name = Path(options.logs), _here()
+    os.environ[NODE] = name
     try:
         _check_logs(logs)
-        address = address_of(options.interface)
-        check_ports(address, options.first_port, options.number == 0)
+        print_to(logs / f"node-{name}.log")
+        number = int(os.environ.get(NUMBER) or os.environ.get("SLURM_NODEID") or 0)
+        address, first = address_of(options.interface), first_port(options.head, number)
+        check_ports(address, first, is_head=number == 0)
         _raise_file_limit()
-        with run_scope(logs=logs / f"ray-{options.name}") as scratch:
+        with run_scope(logs=logs / f"ray-{name}") as scratch:
             _ignore_signals()
-            with _ray(options, address, scratch) as ray:
+            is_head = number == 0
+            command = ray_command(options, name, address, first, scratch, is_head=is_head)
+            with _ray(command) as ray:
                 _wait_for_end(ray, logs)
     except ConfigError as error:
         with contextlib.suppress(OSError):
-            (logs / f"{options.name}.failed").write_text(f"{error}\n")
+            (logs / f"{name}.failed").write_text(f"{error}\n")
         raise
 
 
-def check_ports(address: str, first: int, is_head: bool) -> None:
+def first_port(head: str, number: int) -> int:
+    """Of a node; nodes of one machine, which only tests have, differ by their numbers."""
+    return int(head.rpartition(":")[2]) + NUM_PORTS * (number % NODES_APART)
+
+
+def check_ports(address: str, first: int, *, is_head: bool) -> None:
     """Raises ConfigError for one that something listens on."""
     for port in range(first if is_head else first + 1, first + NUM_PORTS):
         with socket.socket() as sock:
@@ -127,7 +143,7 @@ def check_ports(address: str, first: int, is_head: bool) -> None:
                 raise ConfigError(
                     f"{_here()}: port {address}:{port} cannot be had ({error.strerror}); Ray takes "
                     f"{first} to {first + NUM_PORTS - 1} there. Set MCORE_RL_FIRST_PORT to the "
-                    f"first of {NUM_PORTS} free ports a node"
+                    f"first of {NUM_PORTS * NODES_APART} ports that are free on every node"
                 ) from error
 
 
@@ -175,11 +191,8 @@ def _alive(head: str) -> set[str]:
 
 
 @contextlib.contextmanager
-def _ray(
-    options: argparse.Namespace, address: str, scratch: Path
-) -> Iterator[subprocess.Popen[bytes]]:
+def _ray(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """In a session of its own, so that what a batch system tells a task reaches us alone."""
-    command = ray_command(options, address, scratch)
     print(" ".join(command), flush=True)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -190,19 +203,28 @@ def _ray(
             process.wait(5)
 
 
-def ray_command(options: argparse.Namespace, address: str, scratch: Path) -> list[str]:
+def ray_command(
+    options: argparse.Namespace,
+    name: str,
+    address: str,
+    first: int,
+    scratch: Path,
+    *,
+    is_head: bool,
+) -> list[str]:
     """`ray start` on fixed ports of one address, without a dashboard."""
-    first, last = options.first_port, options.first_port + NUM_PORTS - 1
+    last = first + NUM_PORTS - 1
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-    command += [f"--node-ip-address={address}", f"--node-name={options.name}"]
+    command += [f"--node-ip-address={address}", f"--node-name={name}"]
     command += [f"--temp-dir={scratch / RAY_DIR}", f"--num-cpus={options.cpus}"]
     command += [f"--object-store-memory={options.object_store_bytes}"]
     command += [f"--{name}={first + 1 + index}" for index, name in enumerate(_OPTIONS)]
     command += [f"--min-worker-port={first + _FIRST_WORKER_PORT}", f"--max-worker-port={last}"]
     command += ["--disable-usage-stats", "--include-log-monitor=false"]
-    if options.ranks:
-        command.append(f"--resources={json.dumps({'rank': options.ranks})}")
-    if options.number:
+    ranks = options.ranks if options.ranks >= 0 else _cpu_ranks()
+    if ranks:
+        command.append(f"--resources={json.dumps({'rank': ranks})}")
+    if not is_head:
         return [*command, f"--address={options.head}"]
     config = json.dumps(RAY_CONFIG | HEALTH)
     command += ["--head", f"--port={first}", f"--ray-client-server-port={first + 7}"]
@@ -234,9 +256,23 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def print_to(log: Path) -> None:
+    """Both streams of this process, and of those that it starts, go to the end of a file."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+    os.close(file)
+
+
 def _ignore_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # and not SIG_IGN, which Ray would inherit
+
+
+def _cpu_ranks() -> int:
+    """One a core on a node without GPUs."""
+    return 0 if any(Path("/dev").glob("nvidia[0-9]*")) else os.cpu_count() or 1
 
 
 def _here() -> str:
@@ -246,17 +282,15 @@ def _here() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mcore_rl.controller.node")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("sweep", help="remove what jobs of this user have left that are gone")
     address = commands.add_parser("address", help="print this node's address")
     address.add_argument("--interface", default="")
     waiting = commands.add_parser("wait", help="wait until all nodes are in the cluster")
     waiting.add_argument("--names", required=True)
     waiting.add_argument("--seconds", type=float, required=True)
     holding = commands.add_parser("hold", help="run this node's Ray until stdin ends")
-    holding.add_argument("--number", type=int, required=True, help="of the node; 0 is the head")
-    holding.add_argument("--name", required=True)
     holding.add_argument("--interface", default="")
-    holding.add_argument("--first-port", type=int, required=True)
-    holding.add_argument("--ranks", type=int, default=0, help="CPU lane: devices of this node")
+    holding.add_argument("--ranks", type=int, default=-1, help="CPU lane: devices of this node")
     holding.add_argument("--cpus", type=int, default=1)
     holding.add_argument("--object-store-bytes", type=int, default=512 << 20)
     for command in (waiting, holding):

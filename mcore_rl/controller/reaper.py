@@ -9,9 +9,9 @@ living driver. Then it keeps what Ray has logged, and removes those files, the s
 from the run's own folders what was still being written: everything in this project is written under
 the name `.<name>.partial` and renamed when it is whole.
 
-A batch system may kill the reaper as well. So the scratch folder holds a lock, which goes with both,
-and a note of what to look for; the next one to start on the machine sweeps folders that nobody has
-locked (`sweep_abandoned`).
+A batch system may kill the reaper as well. So the scratch folder holds a lock, which goes with
+both, and a note of what to look for; the next one to start on the machine sweeps folders that
+nobody has locked (`sweep_abandoned`).
 
 Runs as a script (`python -I -S reaper.py DRIVER_PID MARKER SCRATCH LOGS [FOLDER...]`, LOGS empty
 where Ray's are not wanted) with the standard library only, in a session of its own, so that a
@@ -251,7 +251,7 @@ class Reaper:
             self.note()
 
     def note(self) -> None:
-        """Says in the scratch folder what belongs to the session, for whoever finds it abandoned."""
+        """Says in the scratch folder what belongs to the session, for who finds it abandoned."""
         aside = os.path.join(self.scratch, f".{NOTE}.partial")
         with contextlib.suppress(OSError):
             with open(aside, "w") as file:

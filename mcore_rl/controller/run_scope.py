@@ -36,7 +36,7 @@ def run_scope(
     SIGTERM raises SystemExit(143) in the main thread, and SIGHUP SystemExit(129), unless it is
     ignored, as under nohup.
     """
-    place = _short_temp_dir()
+    place = short_temp_dir()
     reaper.sweep_abandoned(place)
     scratch = Path(tempfile.mkdtemp(prefix=reaper.PREFIX, dir=place))
     session = secrets.token_hex(8)
@@ -140,6 +140,6 @@ def own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, ours)
 
 
-def _short_temp_dir() -> str:
+def short_temp_dir() -> str:
     usual = tempfile.gettempdir()
     return usual if len(usual) <= _LONGEST_TEMP_DIR else "/tmp"
