@@ -282,12 +282,12 @@ start_again() { # nodes whose Ray has failed are left out, where the partition h
     trap '' TERM USR1
     scontrol requeue "$SLURM_JOB_ID"
     if [ -n "$bad" ]; then
-        others=$(sinfo --noheader --responding --partition="$SLURM_JOB_PARTITION" --format=%n |
+        others=$(sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --format=%N |
             grep -vcxF "$(tr , '\n' <<<"$bad")" || true)
         if [ "$others" -ge "$needed" ]; then
             scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad" && phase "next time without $bad"
         else
-            phase "$bad failed, and without it there are $others nodes of $needed"
+            phase "$bad is not left out: $others other nodes of the $needed that it takes"
         fi
     fi
 }

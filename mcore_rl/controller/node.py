@@ -266,8 +266,10 @@ def print_to(log: Path) -> None:
 
 
 def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # and not SIG_IGN, which Ray would inherit
+    # SLURM sends it to every process of a step, so all that Ray starts has to inherit this.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _cpu_ranks() -> int:

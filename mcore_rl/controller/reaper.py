@@ -317,7 +317,8 @@ class Reaper:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # A batch system tells every process of a job, and some of them stop the driver alone.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     reaper = Reaper(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5:], sys.argv[4])
     reaper.watch()

@@ -27,7 +27,7 @@ from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
-from mcore_rl.jobs.placement import Pools, needs_reference, num_devices, pool_plans
+from mcore_rl.jobs.placement import Pools, needs_reference, num_devices, places, pool_plans
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import WARM_START, checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.observability.console import waiting
@@ -236,6 +236,8 @@ def _started(
         reference = stack.enter_context(_model(pools, "reference", frozen, None, wait=False))
     models = {"actor": actor} | ({"reference": reference} if reference is not None else {})
     wait_until_built([servers, *models.values()])
+    for line in places([*models.values(), servers]):
+        print(line)
     waiting_for = [preparing]
     if not servers_sleep(placement, reference is not None):
         waiting_for.append(servers.start.submit())
