@@ -23,6 +23,7 @@ from mcore_rl.reshard.rules import logical_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
+_DERIVED = ".rotary_emb.inv_freq"
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -30,7 +31,8 @@ class CheckpointReader:
     """The tensors of a checkpoint folder as the model has them; holds no file open.
 
     A weight in float8 blocks (checkpoint/fp8.py) is one tensor here: its scales have no name of
-    their own, and it is read as their product.
+    their own, and it is read as their product. Rotary frequencies, which some checkpoints hold and
+    which config.json tells, are left out, as transformers and vLLM do.
 
     Raises:
         ConfigError: the index and the files do not agree, a file is damaged, or weights are
@@ -43,7 +45,8 @@ class CheckpointReader:
             found = read_config(self.path).get("quantization_config")
             if found is not None:
                 fp8.check_quantization_config(found)
-        self._file_of = _located(self.path)
+        located = _located(self.path)
+        self._file_of = {n: file for n, file in located.items() if not n.endswith(_DERIVED)}
         self._scaled = self._pairs()
 
     @property

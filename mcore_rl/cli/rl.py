@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.cli import recipes
 from mcore_rl.cli.options import Parser, closest, show
+from mcore_rl.config.checks import at_least
 from mcore_rl.config.describe import Setting, SettingGroup, groups, setting_names
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
@@ -47,12 +48,16 @@ def main(arguments: list[str]) -> None:
         return
     if not words:
         raise ConfigError("no settings; try recipe=quickstart, or see mcore-rl rl --help")
+    if options.gpus_per_node is not None:
+        if not options.dry_run:
+            raise ConfigError("--gpus-per-node is an option of --dry-run")
+        at_least("--gpus-per-node", options.gpus_per_node, 1)
     for warning in warnings_of(config):
         print(f"mcore-rl rl: warning: {warning}", file=sys.stderr)
     if options.dry_run:
         from mcore_rl.jobs.dry_run import dry_run
 
-        dry_run(config)
+        dry_run(config, gpus_per_node=options.gpus_per_node)
         return
     with long_lived():  # torch and Ray: bad settings should not wait for that
         from mcore_rl.jobs import rl
@@ -65,6 +70,8 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="this; with a group such as actor, only that")
     add("--dry-run", action="store_true", help="check all inputs, show roles and layouts, no more")
+    about = "with --dry-run: roles on such nodes, and what the weight sync moves, as in =8"
+    add("--gpus-per-node", type=int, metavar="N", help=about)
     add("--print-config", action="store_true", help="every setting as YAML, which is a recipe too")
     add("--list-recipes", action="store_true", help="the recipes that come with mcore-rl")
     return parser

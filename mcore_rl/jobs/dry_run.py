@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,8 @@ from rich.table import Table
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.lane import lane
+from mcore_rl.jobs.cluster import moved, node_lines
+from mcore_rl.jobs.gpu_memory import Turn, turns
 from mcore_rl.jobs.output import exclusive_run_dir
 from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
@@ -22,21 +25,27 @@ from mcore_rl.jobs.preflight import (
 )
 from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
-from mcore_rl.models.base import read_config
+from mcore_rl.jobs.room import weight_bytes
+from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.observability.console import waiting
 
 
-def dry_run(config: RLConfig, console: Console | None = None) -> None:
+def dry_run(
+    config: RLConfig, console: Console | None = None, gpus_per_node: int | None = None
+) -> None:
     """Check all that a run checks before its start, then print what it would start.
 
-    A folder model.path with a config.json alone will do; what was not checked then is said.
+    A folder model.path with a config.json alone will do; what was not checked then is said. With
+    `gpus_per_node` it tells of a cluster of such nodes, whatever this machine has; without, of this
+    machine.
 
     Raises:
         ConfigError: the run would be refused, for the same reason.
     """
     console = console or Console()
     resolve(config)
-    config = for_lane(config, lane())
+    device = "cuda" if gpus_per_node else lane()
+    config = for_lane(config, device)
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
         waiting("checking the inputs"),
@@ -46,13 +55,18 @@ def dry_run(config: RLConfig, console: Console | None = None) -> None:
         prepared = prepare(config, Path(scratch), checkpoint)
         complete = has_weights(prepared)
         inputs = check_inputs(prepared) if complete else check_without_weights(prepared)
-        found = roles(prepared, read_config(prepared.model.path))
-    for line in _inputs(config, inputs, complete):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        model = read_config(prepared.model.path)
+        found = roles(prepared, model)
+        on_nodes = _on_nodes(prepared, model, gpus_per_node) if gpus_per_node else []
+    _say(console, *_inputs(config, inputs, complete))
     for role in found:
         _show(role, console)
-    console.print()
-    for line in _summary(config, found):
+    _show_turns(turns(prepared, model, found), console)
+    _say(console, *on_nodes, "", *_summary(config, device))
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -71,27 +85,65 @@ def _inputs(config: RLConfig, inputs: Inputs | None, complete: bool) -> list[str
 
 def _show(role: Role, console: Console) -> None:
     """A line on the role, and a table of its ranks."""
-    line = f"{role.name}: {_ranks(role)}, {role.layout} ({role.task})"
-    console.print(f"\n{line}", markup=False, highlight=False, soft_wrap=True)
-    columns = [
-        (heading, [getattr(stage, name) for stage in role.stages])
-        for heading, name in (
-            ("weights", "weight_bytes"),
-            ("gradients", "gradient_bytes"),
-            ("optimizer", "optimizer_bytes"),
-            ("KV cache", "cache_bytes"),
-        )
-    ]
-    shown = [(heading, sizes) for heading, sizes in columns if any(sizes)]
+    _say(console, "", f"{role.name}: {_ranks(role)}, {role.layout} ({role.task})")
+    sizes = {
+        "weights GB": [stage.weight_bytes for stage in role.stages],
+        "gradients GB": [stage.gradient_bytes for stage in role.stages],
+        "optimizer GB": [stage.optimizer_bytes for stage in role.stages],
+        "KV cache GB": [stage.cache_bytes for stage in role.stages],
+    }
+    stages = [(spans(s.ranks), s.layers, f"{s.parameters:,}") for s in role.stages]
+    console.print(_table(("ranks", "hold", "parameters"), stages, sizes))
+
+
+def _show_turns(found: Sequence[Turn], console: Console) -> None:
+    """What the fullest device of each turn has to hold."""
+    _say(console, "", "most on a device, in GB, turn by turn (activations are estimated):")
+    sizes = {
+        "weights": [turn.weights for turn in found],
+        "gradients": [turn.gradients for turn in found],
+        "optimizer": [turn.optimizer for turn in found],
+        "activations": [turn.activations for turn in found],
+        "KV cache": [turn.cache for turn in found],
+        "buffers": [turn.buffers for turn in found],
+        "all": [turn.total for turn in found],
+    }
+    console.print(_table(("turn",), [(turn.name,) for turn in found], sizes))
+
+
+def _table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], sizes: Mapping[str, Sequence[int]]
+) -> Table:
+    """Columns of text, then those columns of bytes, in GB, that are not empty."""
+    shown = {heading: column for heading, column in sizes.items() if any(column)}
     table = Table(box=None)
-    for heading in ("ranks", "hold"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("parameters", *(f"{heading} GB" for heading, _ in shown)):
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading == "parameters" else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
+    for heading in shown:
         table.add_column(heading, justify="right", overflow="fold")
-    for index, stage in enumerate(role.stages):
-        sizes = [f"{values[index] / 1e9:,.3f}" for _, values in shown]
-        table.add_row(spans(stage.ranks), stage.layers, f"{stage.parameters:,}", *sizes)
-    console.print(table)
+    for index, row in enumerate(rows):
+        values = [column[index] / 1e9 for column in shown.values()]
+        table.add_row(*row, *[f"{value:,.3f}" if value else "" for value in values])
+    return table
+
+
+def _on_nodes(config: RLConfig, model: HFConfig, gpus_per_node: int) -> list[str]:
+    """Roles on nodes, and what a push of new weights moves between their GPUs."""
+    lines = ["", f"nodes of {gpus_per_node} GPUs, filled in their order:"]
+    lines += [f" {node}: {roles}" for node, roles in node_lines(config, gpus_per_node)]
+    method = config.weight_sync.method
+    if method == "full_export":
+        size, servers = weight_bytes(config) / 1e9, config.rollout.num_servers
+        text = f"{size:,.1f} GB into output_dir, read by {servers} servers"
+    else:
+        found = moved(config, model, gpus_per_node)
+        text = (
+            f"{found.received / 1e9:,.1f} GB between GPUs, of them {found.in_node / 1e9:,.1f} "
+            f"inside a node; {found.local / 1e9:,.1f} GB stay on their GPU; at most "
+            f"{found.most_received / 1e9:,.1f} GB into a GPU and {found.most_sent / 1e9:,.1f} out"
+        )
+    return [*lines, "", f"weight sync ({method}), each step: {text}"]
 
 
 def _ranks(role: Role) -> str:
@@ -112,9 +164,9 @@ def spans(ranks: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
-def _summary(config: RLConfig, found: Sequence[Role]) -> list[str]:
+def _summary(config: RLConfig, device: str) -> list[str]:
     plans = pool_plans(config)
-    where = "GPUs" if lane() == "cuda" else "processes, which share this machine's cores"
+    where = "GPUs" if device == "cuda" else "processes, which share this machine's cores"
     parts = "; ".join(
         f"{plan.num_bundles * plan.devices_per_bundle} for {', '.join(plan.roles)}"
         + ", by turns" * (len(plan.roles) > 1)
@@ -125,5 +177,5 @@ def _summary(config: RLConfig, found: Sequence[Role]) -> list[str]:
         f"{num_devices(plans)} {where}: {parts}",
         f"a step: {config.trainer.prompts_per_step} prompts, {samples} samples, "
         f"{config.algorithm.num_mini_batches} optimizer steps; {config.trainer.num_steps} steps",
-        "sizes are of one rank, without activations and what libraries take; nothing was started",
+        "sizes are of one rank, without what libraries take; nothing was started",
     ]

@@ -22,7 +22,7 @@ from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, Tr
 from mcore_rl.reshard.rules import Shard, Weight
 from mcore_rl.workers.weight_sync import generation_layout
 
-_ITEMSIZES = {"float32": 4, "bfloat16": 2}
+ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4  # bytes of a gradient, of a main parameter, of each of Adam's two moments
 
 
@@ -98,7 +98,7 @@ def _trainer(
         if num_mtp or weight.stage != "mtp"
     ]
     held = _held(TrainingRanks(mesh, chunks, sizes.num_experts), weights, engine.lora)
-    itemsize = _ITEMSIZES[config.model.dtype]
+    itemsize = ITEMSIZES[config.model.dtype]
     stages = []
     for pp_rank in range(layout.pp):
         ranks = mesh.ranks(pp_rank=pp_rank)
@@ -136,7 +136,7 @@ def _servers(config: RLConfig, model: HFConfig) -> Role:
         family_of(model).vllm_weights(model),
         LoRAConfig(),
     )
-    itemsize = _ITEMSIZES[config.model.dtype]
+    itemsize = ITEMSIZES[config.model.dtype]
     most = max(held, key=lambda rank: rank.parameters)  # experts may not divide evenly
     stage = Stage(
         ranks=tuple(range(layout.world_size)),

@@ -97,22 +97,27 @@ class Plan:
                         found += [(m.order, _copy(kind, m, cut, *pair)) for m in kind.members]
         return _in_order(found)
 
+    def pairs(self) -> Iterator[tuple[int, int, int]]:
+        """Training rank, generation rank and bytes of each box, in all tensors of its kind."""
+        for kind in self.kinds:
+            for cut in kind.cuts:
+                num_bytes = cut.box.numel * kind.itemsize * len(kind.members)
+                for target, source in cut.source_of.items():
+                    yield source, target, num_bytes
+
     def totals(self) -> Totals:
         devices = self.devices
         training, generation, node = devices.training, devices.generation, devices.node
         received, local, sent = [0] * len(generation), [0] * len(generation), [0] * len(training)
         in_node = 0
-        for kind in self.kinds:
-            for cut in kind.cuts:
-                num_bytes = cut.box.numel * kind.itemsize * len(kind.members)
-                for target, source in cut.source_of.items():
-                    here, there = generation[target], training[source]
-                    if here == there:
-                        local[target] += num_bytes
-                        continue
-                    received[target] += num_bytes
-                    sent[source] += num_bytes
-                    in_node += num_bytes * (node(here) == node(there))
+        for source, target, num_bytes in self.pairs():
+            here, there = generation[target], training[source]
+            if here == there:
+                local[target] += num_bytes
+                continue
+            received[target] += num_bytes
+            sent[source] += num_bytes
+            in_node += num_bytes * (node(here) == node(there))
         return Totals(tuple(received), tuple(local), tuple(sent), in_node)
 
 

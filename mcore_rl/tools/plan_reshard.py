@@ -143,11 +143,8 @@ def plan_reshard(
 def _traffic(plan: Plan) -> Traffic:
     """[generation ranks, training ranks]: bytes from the one to the other, own device included."""
     found = np.zeros((len(plan.devices.generation), len(plan.devices.training)), np.int64)
-    for kind in plan.kinds:
-        for cut in kind.cuts:
-            num_bytes = cut.box.numel * kind.itemsize * len(kind.members)
-            for target, source in cut.source_of.items():
-                found[target, source] += num_bytes
+    for source, target, num_bytes in plan.pairs():
+        found[target, source] += num_bytes
     return found
 
 

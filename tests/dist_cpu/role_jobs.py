@@ -9,8 +9,9 @@ from typing import Any
 
 import ranks
 import torch
+from live_bytes import LiveBytes
 
-from mcore_rl.config.schema import EngineConfig
+from mcore_rl.config.schema import EngineConfig, Layout, RecomputeConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.megatron.engine import MegatronEngine
 
@@ -41,3 +42,14 @@ def _state_bytes(engine: MegatronEngine, weights: list[torch.Tensor]) -> Iterato
                     yield parameter.nbytes
                 state = adam.state[parameter]
                 yield from (state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+
+
+def peak(path: Path, recompute: RecomputeConfig, batch: Batch) -> ranks.Result:
+    """Peak bytes of a pass forward and backward over one pack on one rank, and its tokens."""
+    spec = ranks.engine_spec(path, Layout())
+    settings = replace(spec.engine, recompute=recompute, max_tokens_per_micro_batch=1 << 20)
+    engine = ranks.started(replace(spec, engine=settings))
+    with LiveBytes() as live:
+        engine.forward_backward_batch(batch, ranks.LOSS, forward_only=False)
+    lengths = (batch.jagged(name).values.size for name in ("prompt_ids", "response_ids"))
+    return {"bytes": live.peak, "tokens": sum(lengths)}

@@ -1,4 +1,4 @@
-"""What --dry-run says a rank holds is what Megatron holds there."""
+"""What --dry-run says a rank holds is what Megatron holds there; activations, about."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 import ranks
 import role_jobs
+import tiny_families
 import tiny_models
 
 from mcore_rl.config.schema import (
+    DataConfig,
     EngineConfig,
     Layout,
     LoRAConfig,
     ModelConfig,
     OptimizerConfig,
+    RecomputeConfig,
     RLConfig,
+    RolloutConfig,
 )
+from mcore_rl.jobs.gpu_memory import activation_bytes
 from mcore_rl.jobs.roles import roles
 from mcore_rl.models.base import read_config
 
@@ -35,6 +40,16 @@ CASES: dict[str, tuple[str, str, EngineConfig]] = {
     ),
     "tp2/lora": ("qwen3", "float32", EngineConfig(layout=Layout(tp=2), lora=LORA)),
 }  # fmt: skip
+# (model, recompute, the least share of the peak that is foreseen): torch's modules, which are not
+# fused, keep more of the layers that are not made again.
+ACTIVATIONS: dict[str, tuple[str, RecomputeConfig, float]] = {
+    "qwen3/full": ("qwen3", RecomputeConfig("full"), 0.85),
+    "qwen3_moe/full": ("qwen3_moe", RecomputeConfig("full"), 0.85),
+    "deepseek_v3/full": ("deepseek_v3", RecomputeConfig("full"), 0.85),
+    "qwen3/full by 3": ("qwen3", RecomputeConfig("full", num_layers=3), 0.6),
+    "qwen3/none": ("qwen3", RecomputeConfig(), 0.6),
+    "qwen3/mlp": ("qwen3", RecomputeConfig("selective", ["mlp"]), 0.6),
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +75,30 @@ def test_a_rank_holds_what_was_told(measured: dict[str, Any], name: str):
             assert told == measured[name][rank]
             # A distributed optimizer cuts its buffer, which has padding, at any element.
             assert optimizer[0] == pytest.approx(optimizer[1], rel=0.02 if "sharded" in name else 0)
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, batch, jobs = tmp_path_factory.mktemp("peaks"), tiny_models.make_batch(150), {}
+    for name, (model, recompute, _) in ACTIVATIONS.items():
+        if not (path := folder / model).exists():
+            config = tiny_families.cases()[model].config
+            fields = config.to_dict() | {"num_hidden_layers": 6}
+            fields.pop("layer_types", None)
+            tiny_families.save(tiny_models.build_from(type(config)(**fields)), path)
+        jobs[name] = ranks.job(role_jobs.peak, path, recompute, batch)
+    return {"folder": folder, **ranks.spawn(1, jobs)}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_pass_takes_the_activations_that_were_told(peaks: dict[str, Any], name: str):
+    model, recompute, least = ACTIVATIONS[name]
+    [found] = peaks[name]
+    config = RLConfig(
+        model=ModelConfig(dtype="float32"),
+        data=DataConfig(max_prompt_tokens=1),
+        actor=EngineConfig(recompute=recompute, max_tokens_per_micro_batch=found["tokens"]),
+        rollout=RolloutConfig(max_response_tokens=1),
+    )
+    told = activation_bytes(config, read_config(Path(peaks["folder"]) / model))
+    assert least < told / found["bytes"] < 1.05

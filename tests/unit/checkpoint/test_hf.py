@@ -71,6 +71,14 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder, expected, message
         CheckpointReader(folder).check(expected)
 
 
+def test_rotary_frequencies_of_a_checkpoint_are_no_weights(folder):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**TENSORS, name: torch.ones(32)}, folder / SINGLE)
+    reader = CheckpointReader(folder)
+    reader.check(EXPECTED)
+    assert reader.shapes().keys() == TENSORS.keys()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e5m2, torch.bool])
 def test_a_tensor_of_another_dtype_than_weights_have_is_named(folder, dtype):
     save_file({"a": torch.zeros(4, 3, dtype=dtype), "b": TENSORS["b"]}, folder / SINGLE)

@@ -24,7 +24,7 @@ from tests.pages import of_kind
         ("mcore-rl conv", ["convert"]),
         ("mcore-rl nope ", []),
         ("mcore-rl rl see", ["seed="]),
-        ("mcore-rl rl recipe=", ["recipe=quickstart", "recipe=quickstart_one_gpu"]),
+        ("mcore-rl rl recipe=quick", ["recipe=quickstart", "recipe=quickstart_one_gpu"]),
         ("mcore-rl rl recipe=./", []),
         ("mcore-rl rl recipe=quickstart weight_sync.verify=f", ["weight_sync.verify=full"]),
         ("mcore-rl rl rollout.ep=", ["rollout.ep=true", "rollout.ep=false"]),

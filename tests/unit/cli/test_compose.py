@@ -20,6 +20,9 @@ from mcore_rl.jobs.placement import num_devices, pool_plans
 def test_every_recipe_composes_and_resolves(recipe):
     config = compose_config(RLConfig, [f"recipe={recipe}"])
     assert isinstance(config, RLConfig)
+    if not config.task.name:  # model and data are the user's
+        files = ("model.path", "data.train_file", "data.test_file")
+        config = compose_config(RLConfig, [f"recipe={recipe}", *(f"{f}={f}" for f in files)])
     resolve(config)
 
 
@@ -97,7 +100,7 @@ BAD_RECIPES = {
     "seed: 1\nseed: 2": "mine.yaml is not valid YAML in line 2, column 1: found duplicate key seed",
     "7": "mine.yaml cannot be read: it must hold settings",
     "recipe: mine.yaml": "mine.yaml: recipe: .*mine.yaml starts from this file itself",
-    "recipe: nope": "mine.yaml: recipe='nope'; allowed: quickstart, quickstart_one_gpu, or",
+    "recipe: nope": "mine.yaml: recipe='nope'; allowed: .*, quickstart, quickstart_one_gpu, ",
     "recipe: ./nope.yaml": "mine.yaml: recipe='./nope.yaml' does not exist",
     "recipe: [1]": r"mine.yaml: recipe=\[1\]; allowed: a name or a path",
     "output_dir: ${nope}": "mine.yaml: output_dir: Interpolation key 'nope' not found",
@@ -117,7 +120,7 @@ def test_what_is_wrong_in_a_recipe_is_told_with_its_file(tmp_path, text, message
     [
         (
             "nope",
-            "recipe='nope'; allowed: quickstart, quickstart_one_gpu, or the path of a YAML file",
+            f"recipe='nope'; allowed: {', '.join(recipes.names())}, or the path of a YAML file",
         ),
         ("quickstrat", "did you mean quickstart"),
         ("mine", "did you mean mine.yaml"),

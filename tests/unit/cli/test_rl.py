@@ -124,7 +124,8 @@ def test_the_printed_config_runs_again_as_a_recipe(monkeypatch, capsys, tmp_path
 
 def test_recipes_are_listed_with_their_first_comment(monkeypatch, capsys):
     _, out, _ = command(monkeypatch, capsys, "rl", "--list-recipes")
-    assert out.startswith("quickstart          GRPO on a 1.4 M-parameter Qwen3-MoE")
+    assert "\nquickstart          GRPO on a 1.4 M-parameter Qwen3-MoE" in out
+    assert out.startswith("dsv3_671b           DeepSeek-V3 671B, GRPO on 256 H100 (32 nodes of 8)")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,7 @@ def test_recipes_are_listed_with_their_first_comment(monkeypatch, capsys):
         ("--seed=3", "--seed=3: settings have no dashes; use seed=VALUE"),
         ("--recipe=x", "--recipe=x: settings have no dashes; use recipe=VALUE"),
         ("-x", "unknown argument '-x'"),
+        ("--gpus-per-node=8", "--gpus-per-node is an option of --dry-run"),
     ],
 )
 def test_an_option_that_there_is_not_is_named(monkeypatch, capsys, flag, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -85,6 +86,26 @@ def test_roles_layouts_and_data_are_told(place, monkeypatch, capfd):
         "nothing was started\n",
     ):
         assert line in out, out
+
+
+def test_a_cluster_is_shown_from_any_machine(place, monkeypatch, capfd):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, "--gpus-per-node=1")
+    assert (status, err) == (0, "")
+    for line in (
+        "most on a device, in GB, turn by turn (activations are estimated):\n",
+        "nodes of 1 GPUs, filled in their order:\n",
+        " node 0: actor 0; reference 0; rollout server 0\n",
+        " node 1: actor 1; reference 1\n",
+        "2 GPUs: 2 for actor, reference, rollout, by turns\n",
+    ):
+        assert line in out, out
+    assert re.search(r"^ push +0\.\d+ +0\.134 +0\.\d+ *$", out, re.M), out
+    assert re.search(r"\(colocated\), each step: 0\.0 GB between GPUs, of them 0\.0 inside", out), (
+        out
+    )
+    told = "weight_sync.method=full_export", "--gpus-per-node=8"
+    _, out, _ = dry_run(monkeypatch, capfd, *SETTINGS, *told)
+    assert "(full_export), each step: 0.0 GB into output_dir, read by 1 servers\n" in out
 
 
 def test_a_config_alone_will_do_and_what_is_not_checked_is_said(place, monkeypatch, capfd):

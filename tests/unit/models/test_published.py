@@ -24,9 +24,11 @@ TENSOR_ELEMENTS = {
     "DeepSeek-V3": 684_489_845_504,
     "GLM-4.5": 358_337_791_296,
     "Llama-3.1-405B": 405_853_388_800,
+    "Llama-3.1-70B": 70_553_706_496,
     "Mixtral-8x22B-v0.1": 140_620_634_112,
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-8B": 8_190_735_360,
 }
 # Those with fewer tensors than others have; the others take seconds each and are nightly.
 SMALL = all_but(("Llama-3.1-405B", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B"), TENSOR_ELEMENTS)
@@ -59,7 +61,9 @@ def counted(config: dict[str, Any]) -> int:
     if "kv_lora_rank" in c:
         head, rotary, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
         query, latent = c["q_lora_rank"], c["kv_lora_rank"]
-        attention = hidden * query + query + query * heads * (head + rotary)
+        attention = query or hidden  # what the query projection reads
+        attention *= heads * (head + rotary)
+        attention += hidden * query + query if query else 0
         attention += hidden * (latent + rotary) + latent + latent * heads * (head + value)
         attention += heads * value * hidden
     else:
@@ -92,6 +96,14 @@ def test_the_prediction_layer_of_deepseek_is_a_layer_with_what_stands_around_it(
     around = 2 * hidden * hidden + 3 * hidden + 2 * vocab * hidden
     assert counted(one_more) + around == TENSOR_ELEMENTS["DeepSeek-V3"]
     assert counted(config) == 671_026_419_200
+
+
+def test_moonlight_has_the_parameters_that_its_report_counts_without_the_embeddings():
+    """arXiv 2502.16982: 15.29 B. (Its files also hold rotary frequencies, no weights.)"""
+    config = config_of("Moonlight-16B-A3B")
+    without = counted(config) - 2 * config["vocab_size"] * config["hidden_size"]
+    assert elements(tensors_of(config)) == counted(config)
+    assert round(without / 1e9, 2) == 15.29
 
 
 def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_dtype():
