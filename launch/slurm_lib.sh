@@ -149,20 +149,23 @@ stop_all() {
 }
 
 end_or_requeue() {
-    local step before
+    local step attempts=$output/logs/attempts.tsv before_status='' before_step=''
     step=$(last_step)
-    before=$(tail -n 1 "$output/logs/attempts.tsv" 2>/dev/null || true)
-    printf '%s\t%s\t%s\n' "$MCORE_RL_ATTEMPT" "$status" "$step" >>"$output/logs/attempts.tsv"
+    if [ -e "$attempts" ]; then
+        read -r _ before_status before_step < <(tail -n 1 "$attempts")
+    fi
+    printf '%s\t%s\t%s\n' "$MCORE_RL_ATTEMPT" "$status" "${step:--}" >>"$attempts"
+    if [ -n "$is_cancelled" ] || [ "$status" -gt 128 ]; then exit "$status"; fi
     case $status in
-        0 | "$BAD_INPUT") exit "$status" ;;
-        "$SAVED") ;;
-        *) if [ "$status" -gt 128 ]; then exit "$status"; fi
-            if [[ $before == *[!0]*$'\t'"$step" && $before != *$'\t'$SAVED$'\t'* ]]; then
-                die "failed twice after step $step; not started again. $logs/error.txt says why"
+        0 | "$BAD_INPUT") ;;
+        "$before_status")
+            if [ "$status" = "$SAVED" ] || [ "${step:--}" != "$before_step" ]; then
+                start_again
+            else
+                phase "failed twice after step ${step:--}; not started again: see $logs"
             fi ;;
+        *) start_again ;;
     esac
-    if [ -n "$is_cancelled" ]; then exit "$status"; fi
-    start_again
     exit "$status"
 }
 
@@ -229,7 +232,8 @@ show_job() {
     echo "Ray, on each node: $(on_all_nodes "${hold_command[@]}")"
     echo "driver: RAY_ADDRESS=$head $(on_first_node "${driver_command[@]}")"
     echo "end: $(on_all_nodes "$python" -m mcore_rl.controller.node sweep)"
-    "${in_image[@]}" "${driver_command[@]}" --dry-run
+    gpus=$(sed -n 's/^#SBATCH --gpus-per-node=//p' "$0")
+    "${in_image[@]}" "${driver_command[@]}" --dry-run ${gpus:+--gpus-per-node="$gpus"}
 }
 
 run() { # the command, or with --dry-run what it is
