@@ -12,13 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller import node, reaper
+from mcore_rl.controller import node, pending, reaper
 from mcore_rl.controller.pool import by_node
+from mcore_rl.controller.rank_actor import WorkerInfo
+from mcore_rl.controller.worker_group import WorkerGroup
 
 
 def test_a_busy_port_is_named_with_its_node_and_the_remedy(monkeypatch):
@@ -72,6 +75,21 @@ def test_bundles_are_ordered_by_node_whatever_ray_gives():
     assert by_node(["b", "a", "b", "a"]) == [1, 3, 0, 2]
     assert by_node(["n10", "n9", "n10", "n9"]) == [1, 3, 0, 2]  # by number
     assert by_node(["a", "b", "b", "b", "a", "b"]) == [1, 2, 3, 5, 0, 4]  # most bundles first
+
+
+def test_a_server_whose_devices_are_on_two_nodes_is_refused_with_their_names():
+    group = SimpleNamespace(name="rollout", _bundles_per_rank=2)
+    pool = SimpleNamespace(node=lambda rank: "n1" if rank < 3 else "n2", bundles=[0, 1, 2, 3])
+    with pytest.raises(ConfigError, match=r"rollout: rank 1 needs 2 devices .* on n1, n2\."):
+        WorkerGroup._on(group, pool, 1)
+
+
+def test_where_ranks_are_on_several_nodes_a_lost_one_has_time_to_be_missed():
+    infos = [WorkerInfo("h", node_id, 1, "") for node_id in ("a", "b")]
+    call = SimpleNamespace(_group=SimpleNamespace(worker_infos=dict(enumerate(infos))))
+    assert pending._grace_s([call]) == pending.NODE_GRACE_S
+    call._group.worker_infos.pop(1)
+    assert pending._grace_s([call]) == pending.GRACE_S
 
 
 def _abandoned(place: Path, files: dict[str, int], marker: str) -> Path:
