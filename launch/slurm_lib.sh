@@ -220,7 +220,8 @@ watch_ray() { # a driver whose Ray is gone tells so itself, or is ended
 }
 
 last_step() { # the step that was trained last, as metrics.jsonl has it
-    tail -n 1 "$output/metrics.jsonl" 2>/dev/null | sed -n 's/.*"step": *\([0-9]*\).*/\1/p'
+    [ -e "$output/metrics.jsonl" ] || return 0
+    tail -n 1 "$output/metrics.jsonl" | sed -n 's/.*"step": *\([0-9]*\).*/\1/p'
 }
 
 show_job() {
