@@ -62,7 +62,9 @@ _LOOK_S = 0.5
 
 
 def main(arguments: list[str]) -> int:
-    """What a command prints, and its exit status: 2 for what the user can change, else 1."""
+    """Runs a command; the exit status is 2 for what a user can change."""
+    if arguments[:1] == ["ray"]:  # `ray start`, as `hold` needs it
+        return _run_ray(arguments)
     options = _parser().parse_args(arguments)
     try:
         if options.command == "address":
@@ -214,7 +216,7 @@ def ray_command(
 ) -> list[str]:
     """`ray start` on fixed ports of one address, without a dashboard."""
     last = first + NUM_PORTS - 1
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    command = [sys.executable, "-m", "mcore_rl.controller.node", "ray", "start", "--block"]
     command += [f"--node-ip-address={address}", f"--node-name={name}"]
     command += [f"--temp-dir={scratch / RAY_DIR}", f"--num-cpus={options.cpus}"]
     command += [f"--object-store-memory={options.object_store_bytes}"]
@@ -229,6 +231,17 @@ def ray_command(
     config = json.dumps(RAY_CONFIG | HEALTH)
     command += ["--head", f"--port={first}", f"--ray-client-server-port={first + 7}"]
     return [*command, "--include-dashboard=false", "--no-monitor", f"--system-config={config}"]
+
+
+def _run_ray(arguments: list[str]) -> int:
+    from ray.scripts.scripts import main as ray
+
+    from mcore_rl.controller.pool import small_agent
+
+    sys.argv = arguments
+    with small_agent():
+        ray()
+    return 0
 
 
 def _wait_for_end(ray: subprocess.Popen[bytes], logs: Path) -> None:

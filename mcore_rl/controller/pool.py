@@ -177,8 +177,7 @@ def _without_idlers(log_to_driver: bool) -> Iterator[None]:
 
     They are the autoscaler's monitor, the server of the dashboard (`include_dashboard=False` leaves
     it without pages only) and, unless the driver is to see what workers print, the log monitor
-    (_private/node.py:1654, :1666 and :1765). The dashboard's agent, which every node must have,
-    comes without its modules (_private/services.py:1910).
+    (_private/node.py:1654, :1666 and :1765). `small_agent` comes on top.
     """
     names = ["start_monitor", "start_api_server"]
     if not log_to_driver:
@@ -186,8 +185,16 @@ def _without_idlers(log_to_driver: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(_replaced(Node, name, lambda *_, **__: None))
-        stack.enter_context(_replaced(utils, "get_dashboard_dependency_error", lambda: "unwanted"))
+        stack.enter_context(small_agent())
         yield
+
+
+def small_agent() -> contextlib.AbstractContextManager[None]:
+    """Inside, the dashboard's agent of a node comes without its modules.
+
+    A node must have one, and gives it 15 s to start (_private/services.py:1910).
+    """
+    return _replaced(utils, "get_dashboard_dependency_error", lambda: "unwanted")
 
 
 class ResourcePool:

@@ -27,7 +27,7 @@ LAUNCH = {
     "PYTHONPATH": str(ROOT),
     "MCORE_RL_DOCTOR": "0",  # tests/e2e/test_doctor.py
 }
-A_JOB_S = 420
+A_JOB_S = 300
 
 
 class Submitted:
