@@ -20,7 +20,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(str(path) for path in Path("csrc").rglob("*") if path.is_file())
-# exp() of a loop is vectorised only where it neither sets errno nor traps.
+# Loops over floats are vectorised only where they neither set errno nor trap.
 CPP_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-g0", "-fvisibility=hidden"]
 CPP_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]

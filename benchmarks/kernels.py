@@ -1,6 +1,6 @@
 """How fast the kernels of csrc are, next to what a GPU or torch does in the same run.
 
-    python benchmarks/kernels.py [--device cpu|cuda] [--megabytes N] [--tokens N] [--vocab N]
+    python benchmarks/kernels.py [--device cpu|cuda] [--megabytes N]
 
 Prints JSON; of every case the seconds of both sides (the quickest of runs that take turns), and:
 
@@ -10,8 +10,6 @@ Prints JSON; of every case the seconds of both sides (the quickest of runs that 
   the better of the two), divided by ours.
 - quantize: bfloat16 columns of a larger matrix to float8 in one pass, against a packed copy and a
   quantisation of that.
-- logprob: log-probs and entropy of given logits, against plain torch in float32; on a GPU with
-  the extra memory of each. logprob_backward: the gradients, written over the logits.
 
 On a GPU the exit status is 1 where a case misses what is required of it (`required`).
 """
@@ -27,13 +25,11 @@ from typing import Any
 
 import torch
 
-from mcore_rl.engine.megatron.logprob_ops import LossGradients, Sums, add_tile, grad_tile_
 from mcore_rl.reshard.ops import BoxCopy, BoxQuantize, Pair, empty_quantized
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]  # bytes of a box
 REQUIRED_COPY = (0.8, 0.9)  # with boxes below 64 KiB, and without
 REQUIRED_QUANTIZE = 1.8
-REQUIRED_MEMORY = 10.0
 Case = dict[str, Any]
 
 
@@ -150,66 +146,11 @@ def required_on(device: str, ratio: float) -> Case:
     return {"required": ratio} if device == "cuda" else {}
 
 
-def extra_bytes(side: Callable[[], Any]) -> int:
-    """Of the GPU, at most, while a side runs."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = side()
-    torch.cuda.synchronize()
-    del kept
-    return torch.cuda.max_memory_allocated() - before
-
-
-def eager(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropy as plain torch has them."""
-    log_p = torch.log_softmax(logits.float(), -1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-
-
-def logprob_cases(device: str, tokens: int, vocab: int) -> list[Case]:
-    generator = torch.Generator(device).manual_seed(0)
-    logits = torch.empty(tokens, vocab, device=device, dtype=torch.bfloat16)
-    logits.normal_(std=3, generator=generator)
-    targets = torch.randint(0, vocab, (tokens,), device=device, generator=generator)
-
-    def fused() -> Sums:
-        sums = Sums.empty(tokens, device, with_entropy=True)
-        add_tile(logits, targets, 0, sums)
-        return sums
-
-    def plain() -> tuple[torch.Tensor, torch.Tensor]:
-        return eager(logits, targets)
-
-    sums, some = fused(), slice(0, 256)
-    expected = eager(logits[some], targets[some])
-    torch.testing.assert_close(sums.log_probs()[some], expected[0], atol=2e-5, rtol=0)
-    torch.testing.assert_close(sums.entropy()[some], expected[1], atol=2e-5, rtol=0)
-    ours, theirs = seconds(fused, plain, device=device, rounds=3)
-    shape = {"tokens": tokens, "vocab": vocab}
-    forward = {"case": "logprob", "s": ours, "eager_s": theirs, "ratio": theirs / ours}
-    forward |= shape | required_on(device, 1.0)
-    found: list[Case] = [forward]
-    if device == "cuda":
-        ours, theirs = extra_bytes(fused), extra_bytes(plain)
-        memory = {"extra_bytes": ours, "eager_extra_bytes": theirs, "ratio": theirs / ours}
-        found.append(
-            {"case": "logprob memory"} | memory | shape | required_on(device, REQUIRED_MEMORY)
-        )
-    ones = torch.ones_like(sums.top)
-    of = LossGradients(sums.top, sums.total, ones, sums.entropy(), ones)
-    (alone,) = seconds(lambda: grad_tile_(logits, targets, 0, of), device=device, rounds=3)
-    rate = 4 * tokens * vocab / alone / 1e9  # 2 bytes read and 2 written
-    return [*found, {"case": "logprob_backward", "s": alone, "gb_per_s": rate} | shape]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu")
     parser.add_argument("--megabytes", type=int, default=1024 if has_gpu else 128)
-    parser.add_argument("--tokens", type=int, default=32768 if has_gpu else 512)
-    parser.add_argument("--vocab", type=int, default=152064 if has_gpu else 32000)
     given = parser.parse_args()
     num_bytes = given.megabytes << 20
     cases = [copy_case(f"{size >> 10} KiB", [size], given.device, num_bytes) for size in SIZES]
@@ -217,7 +158,6 @@ def main() -> int:
         copy_case("mixed", [4 << 10, 2 << 20, 16 << 10, 256 << 10], given.device, num_bytes)
     )
     cases.append(quantize_case(given.device, num_bytes))
-    cases += logprob_cases(given.device, given.tokens, given.vocab)
     name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
     found = {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
     print(json.dumps(found | {"cases": cases}, indent=1))

@@ -19,10 +19,4 @@ PYBIND11_MODULE(_csrc, m) {
         const auto& words = table.words();
         return py::bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
       });
-  py::class_<LogitTile>(m, "LogitTile")
-      .def(py::init(&make_tile))
-      .def("forward", &logprob_forward, Free())
-      .def("backward", &logprob_backward, Free());
-  py::class_<Sums>(m, "Sums").def(py::init(&make_sums));
-  py::class_<Gradients>(m, "Gradients").def(py::init(&make_gradients));
 }

@@ -1,7 +1,6 @@
 // What is compiled by nvcc (*.cu), or refuses to run where there was none (no_cuda.cpp).
 #pragma once
 
-#include "logprob/logprob.h"
 #include "reshard/box.h"
 
 namespace mcore_rl {
@@ -16,7 +15,5 @@ struct Launch {
 // Each returns when the kernel is in the stream, and throws std::runtime_error with CUDA's message.
 void run_boxes_cuda(Kind kind, const Boxes& table, const Launch& launch);
 void quantize_boxes_cuda(Kind kind, const Boxes& table, const Launch& launch);
-void logprob_forward_cuda(const LogitTile& tile, const Sums& sums, const Launch& launch);
-void logprob_backward_cuda(const LogitTile& tile, const Gradients& of, const Launch& launch);
 
 }  // namespace mcore_rl

@@ -16,7 +16,5 @@ namespace {
 
 void run_boxes_cuda(Kind, const Boxes&, const Launch&) { refuse(); }
 void quantize_boxes_cuda(Kind, const Boxes&, const Launch&) { refuse(); }
-void logprob_forward_cuda(const LogitTile&, const Sums&, const Launch&) { refuse(); }
-void logprob_backward_cuda(const LogitTile&, const Gradients&, const Launch&) { refuse(); }
 
 }  // namespace mcore_rl

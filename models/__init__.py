@@ -1,4 +1,4 @@
-"""One file a model family; importing this package fills the registry."""
+"""One file per model family; importing this package fills the registry."""
 
 from mcore_rl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 

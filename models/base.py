@@ -1,4 +1,4 @@
-"""What a model family is, and how the family of a checkpoint is found.
+"""Model families, and how the family of a checkpoint is found.
 
 A family is data: how its Hugging Face config maps to Megatron's, and the weight rules that loading,
 export and resharding read. Family files import no torch, so that plans can be made anywhere.
@@ -33,7 +33,7 @@ class Family:
     rank or None). `weights` gives the rules, with the vocabulary padded to the size handed in, and
     `vllm_weights` those of vLLM's parameters, prediction layers left out. All
     raise ConfigError for a config they cannot express. `num_mtp_layers` counts the multi-token
-    prediction layers that the checkpoint holds behind its decoder layers.
+    prediction layers that the checkpoint has after its decoder layers.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The fields of config.json that families read: of which kind each is, checked when it is read.
+"""The fields of config.json that families read: the type of each, checked when it is read.
 
-A field that is absent or null passes: whether a family needs it is the family's to say. The bounds
-are far above any model; they keep a damaged file from asking for rules without end.
+A field that is absent or null passes: each family checks what it needs. The limits
+are far above any model; they keep a damaged file from asking for endless rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The value head: a model whose last hidden states become one number a token.
+"""The value head: one number per token from the last hidden state.
 
 Its Hugging Face form is token classification with one label: `score.weight` [1, hidden] and, unless
 config.json has token_classification_bias=false, `score.bias` [1]

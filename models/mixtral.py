@@ -25,7 +25,7 @@ from mcore_rl.reshard.rules import Weight
 
 
 def config_map(config: HFConfig) -> dict[str, Any]:
-    # Without a switch beside it, a window that is set is in force.
+    # Without a separate switch, a window that is set is in force.
     require(config, {"sliding_window": None})
     return {
         **decoder_config(config),

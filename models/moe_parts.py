@@ -133,7 +133,7 @@ def shared_expert_config(config: HFConfig) -> dict[str, Any]:
 
 
 def has_experts(config: HFConfig, layer: int) -> bool:
-    """Whether the layer stands behind the dense ones."""
+    """Whether the layer comes after the dense ones."""
     return layer >= int(config.get("first_k_dense_replace") or 0)
 
 

@@ -19,10 +19,10 @@ GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where one decoder layer stands: in the checkpoint, and in Megatron's model.
+    """Where one decoder layer is: in the checkpoint, and in Megatron's model.
 
     A layer of multi-token prediction (`mtp`, its number among those) is numbered behind the others
-    in the checkpoint and stands with the output head in Megatron.
+    in the checkpoint and is with the output head in Megatron.
     """
 
     layer: int  # in the checkpoint

@@ -1,7 +1,7 @@
-"""How vLLM lays weights out, for what families share. Names and shapes are those of vLLM 0.32.
+"""vLLM's layout of weights that families share. Names and shapes are those of vLLM 0.32.
 
-Rules as in parts.py and moe_parts.py, for the other engine. Norms and routers are whole on every
-rank; attention and dense MLPs are split over tp; experts over tp, or dealt out whole ("etp").
+Rules as in parts.py and moe_parts.py, for vLLM. Norms and routers are replicated on every
+rank; attention and dense MLPs are split over tp; experts over tp, or unsplit over ep ("etp").
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ KINDS = {
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
+    "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "tools/test_bench_reshard"),
     "kernels": (r"python benchmarks/kernels.py", "repo/test_csrc"),
     "tests": (r"pytest\b.*", "repo/test_lanes"),

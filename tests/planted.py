@@ -1,8 +1,8 @@
 """Faults that Python finds on one node only, and nodes that are processes of this machine.
 
-On the node that SLURMD_NODENAME calls `NODE`, and on no other, Python starts again in a world of its
-own: with other mounts, limits, packages or another clock. The kernel and the file system answer the
-probes themselves. A process outside of SLURM is given its name in the same variable.
+On the node that SLURMD_NODENAME calls `NODE`, and on no other, Python starts again in a world of
+its own: with other mounts, limits, packages or another clock. The kernel and the file system answer
+the probes themselves. A process outside of SLURM is given its name in the same variable.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ NODES = ("n1", NODE)
 ROOT = Path(__file__).parents[1]
 _SITE = """\
 import os, resource, sys
-world = {world!r}
 if os.environ.get("SLURMD_NODENAME") == {node!r} and "PLANTED" not in os.environ:
-    os.environ.update(world.environment, PLANTED="1")
-    if world.open_files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (world.open_files,) * 2)
-    mounts = [f"mount -t tmpfs -o {{options}} none {{place}}" for place, options in world.mounts.items()]
-    command = [*mounts, world.command or 'exec "$@"']
-    shell = ["sh", "-c", " && ".join(command), "sh", sys.executable, *sys.orig_argv[1:]]
-    shell = ["unshare", "-Urm", *shell] if mounts else shell
-    os.execvp(shell[0], shell)
+    os.environ.update({environment!r}, PLANTED="1")
+    if {open_files}:
+        resource.setrlimit(resource.RLIMIT_NOFILE, ({open_files}, {open_files}))
+    command = [*{command!r}, sys.executable, *sys.orig_argv[1:]]
+    os.execvp(command[0], command)
 """
 _CLOCK = """\
 #define _GNU_SOURCE
@@ -51,34 +47,29 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What differs on the node; {folder} in a place is a folder that the test shares."""
+    """What differs on the node; {folder} stands for the folder that nodes share."""
 
     mounts: Mapping[str, str] = field(default_factory=dict)  # small file systems by place
     environment: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # by package
     clock_s: int = 0  # ahead
     open_files: int = 0
-    command: str = ""  # in the place of Python
+    command: tuple[str, ...] = ()  # that runs Python
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is found: the words of a finding on NODE, {folder} and {port} among them."""
+    """How it is planted, and what the finding on NODE says, as regular expressions."""
 
     world: World
     check: str
-    value: str  # a regular expression
+    value: str
     remedy: str
-    port_is_busy: bool = False
-    status: str = "fail"
 
 
 FAULTS = {
     "version": Fault(
         World(versions={"ray": "2.59.0"}), "ray", r"^2\.59\.0$", "make the nodes alike"
-    ),
-    "missing package": Fault(
-        World(versions={"nvidia-nccl-cu13": "2.20.5"}), "nvidia-nccl-cu13", "^2", "nodes alike"
     ),
     "small shared memory": Fault(
         World(mounts={"/dev/shm": "size=64m"}),
@@ -87,9 +78,9 @@ FAULTS = {
         "remount,size=",
     ),
     "full disk": Fault(
-        World(mounts={"{folder}/temp": "size=1m"}, environment={"TMPDIR": "{folder}/temp"}),
+        World(mounts={"{folder}/temp": "size=512k"}, environment={"TMPDIR": "{folder}/temp"}),
         "temporary files",
-        r"temp: 1\.0 MB free, writing fails: No space left on device$",
+        r"temp: 0\.5 MB free, writing fails: No space left on device$",
         "TMPDIR",
     ),
     "few inodes": Fault(
@@ -110,7 +101,7 @@ FAULTS = {
         r"config\.json: No such file",
         "--model-path",
     ),
-    "clock": Fault(World(clock_s=100), "clock", r"^(99|100)\.\d+ s ahead of n1", "chronyc"),
+    "clock": Fault(World(clock_s=100), "clock", r"^(99|100)\.\d+ s ahead of ", "chronyc"),
     "open files": Fault(World(open_files=1000), "open files", "^1000$", "limits.conf"),
 }
 
@@ -119,21 +110,69 @@ def plant(folder: Path, world: World) -> dict[str, str]:
     """Environment of all nodes; `folder` is one that they share."""
     if world.mounts and not can_mount():
         pytest.skip("this machine lets nobody mount a file system")
-    site, packages = folder / "site", folder / "packages"
-    for name, version in world.versions.items():
-        info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    site.mkdir()
     its = {name: value.format(folder=folder) for name, value in world.environment.items()}
-    path = f"{site}:{ROOT}"
+    path = f"{folder / 'site'}:{ROOT}"
     if world.versions:
-        its["PYTHONPATH"] = f"{packages}:{path}"
+        its["PYTHONPATH"] = f"{_packages(folder / 'packages', world.versions)}:{path}"
     if world.clock_s:
         its["LD_PRELOAD"] = str(_shifted_clock(folder, world.clock_s))
-    mounts = {place.format(folder=folder): options for place, options in world.mounts.items()}
-    for place in mounts:
-        Path(place).mkdir(exist_ok=True)
-    text = _SITE.format(node=NODE)
-    (site / "sitecustomize.py").write_text(text)
+    mounts = []
+    for place, options in world.mounts.items():
+        there = Path(place.format(folder=folder))
+        there.mkdir(exist_ok=True)
+        mounts.append(f"mount -t tmpfs -o {options} none {there}")
+    command = world.command
+    if mounts:
+        command = ("unshare", "-Urm", "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh")
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(
+        _SITE.format(node=NODE, environment=its, open_files=world.open_files, command=command)
+    )
     return {"PYTHONPATH": path}
+
+
+def _packages(folder: Path, versions: Mapping[str, str]) -> Path:
+    for name, version in versions.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+def _shifted_clock(folder: Path, seconds: int) -> Path:
+    source, library = folder / "clock.c", folder / "clock.so"
+    source.write_text(_CLOCK % seconds)
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+class ProcessNodes:
+    """A Launcher: one process of this machine for each node."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, environment: Mapping[str, str], nodes: Sequence[str] = NODES) -> None:
+        self.nodes = nodes
+        self.by_node: dict[str, dict[str, str]] = {}  # more of the environment
+        self._environment = os.environ | environment
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, endpoint: RendezvousEndpoint) -> None:
+        for number, name in enumerate(self.nodes):
+            its = {"SLURM_NODEID": str(number), "SLURMD_NODENAME": name}
+            its |= self.by_node.get(name, {})
+            environment = self._environment | endpoint.environment() | its
+            command = [sys.executable, "-m", entry.__name__]
+            self._processes.append(subprocess.Popen(command, env=environment))
+
+    def ended(self) -> bool:
+        return all(process.poll() is not None for process in self._processes)
+
+    def why(self, name: str) -> str:
+        return ""
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.wait()

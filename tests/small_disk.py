@@ -14,6 +14,7 @@ import pytest
 def on_small_disk(folder: Path, size: str, command: Sequence[str | os.PathLike[str]]) -> list[str]:
     """The command, for which the empty `folder` is a file system of `size`, such as "4m".
 
+    More options of tmpfs may follow: "4m,nr_inodes=7".
     Others see what is in there below /proc/PID/root. The test is skipped where this is not allowed.
     """
     if not can_mount():

@@ -1,4 +1,4 @@
-"""How much better than expected each response, or each of its tokens, was."""
+"""Advantages: how much better than expected each response, or each of its tokens, was."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EPSILON = 1e-6  # keeps a group of equal rewards from dividing by zero
 def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) -> Jagged:
     """float32 advantages of the response tokens, by the function that algorithm.advantage names.
 
-    An advantage of a sample is that of each of its tokens.
+    An advantage of a sample applies to each of its tokens.
 
     Raises:
         ConfigError: the function raised, or returned something else than finite numbers, one a
@@ -88,7 +88,7 @@ def uniform_groups(
 ) -> npt.NDArray[np.bool_]:
     """[samples], true where every reward of the sample's group is the same.
 
-    Such groups have zero advantage: training on them moves nothing.
+    Such groups have zero advantage: training on them has no effect.
     """
     _, group, counts = np.unique(group_ids, return_inverse=True, return_counts=True)
     lowest = np.full(len(counts), np.inf)

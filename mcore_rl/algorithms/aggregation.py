@@ -1,6 +1,6 @@
 """The only place that normalises a loss.
 
-A loss is aggregated by weights fixed before the mini-batch is cut up: however its tokens are split
+A loss is aggregated by weights fixed before the mini-batch is split: however its tokens are split
 over micro-batches, ranks and context-parallel chunks, the aggregated loss is the plain sum of
 weight * loss over all of them.
 """

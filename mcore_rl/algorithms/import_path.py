@@ -50,7 +50,7 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 
 def _of_name(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # a console script's own folder stands there instead
+    if os.getcwd() not in sys.path:  # a console script has its own folder there instead
         sys.path.append(os.getcwd())
     return importlib.import_module(name)
 

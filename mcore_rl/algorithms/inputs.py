@@ -1,7 +1,7 @@
-"""What a loss and an advantage function are given: one object of named arrays each.
+"""The inputs of a loss and of an advantage function: one object of named arrays each.
 
-Both know nothing of process groups. Asking for what a run does not have is a ConfigError that names
-it and what would give it.
+Neither uses process groups. Reading an input that a run does not have is a ConfigError that names
+it and the setting that provides it.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def needs(*names: str) -> Callable[[G], G]:
 
 
 def needs_of(function: Callable[..., Any]) -> frozenset[str]:
-    """What `needs` says of a function or of an object that is called like one."""
+    """The inputs that a function or callable object declared with `needs`."""
     return frozenset(getattr(function, "needs", ()))
 
 
 def check_needs(needed: Collection[str], given: Collection[str], who: str) -> None:
-    """Raises ConfigError when something is needed that is not given."""
+    """Raises ConfigError if a needed input is not available."""
     for name in sorted(needed):
         if name not in given:
             missing(name, who)
@@ -78,9 +78,9 @@ def _same(totals: Tensor) -> Tensor:
 class LossInputs:
     """Tensors of one micro-batch, each [tokens]: the response tokens that this rank has scored.
 
-    Under context parallelism the tokens of a sequence lie on several ranks, and several sequences
-    lie in one micro-batch; a sequence never lies in two. `sequence_sum` and `sequence_mean` are
-    right in all of that, and so are their gradients. Every rank has to call them alike, so never
+    Under context parallelism the tokens of a sequence are on several ranks, and several sequences
+    are in one micro-batch; a sequence is never in two. `sequence_sum` and `sequence_mean` are
+    right in all of that, and so are their gradients. Every rank must make the same calls, so never
     under an `if` on the values of tensors.
     """
 
@@ -128,7 +128,7 @@ class LossInputs:
 
     @property
     def returns(self) -> Tensor:
-        """What a value model is trained to give."""
+        """The targets of a value model."""
         return self._column("returns")
 
     @property
@@ -142,13 +142,13 @@ class LossInputs:
 
     @property
     def loss_weights(self) -> Tensor:
-        """What the loss of each token will be multiplied by: see aggregation.py."""
+        """The weight of each token's loss: see aggregation.py."""
         return self._column("loss_weights")
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[tokens] to [tokens]: at each token the sum over all tokens to train on of its sequence.
 
-        Not finite values at other tokens do no harm.
+        Values that are not finite at other tokens have no effect.
         """
         return self._totals(self._masked(values)[:, None])[self.sequence_ids, 0]
 
@@ -179,7 +179,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Columns of all samples of a step. Samples of a group may stand anywhere."""
+    """Columns of all samples of a step. Samples of a group may be anywhere."""
 
     batch: Batch
 

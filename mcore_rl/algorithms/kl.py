@@ -2,8 +2,8 @@
 
 From J. Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html), with r the
 probability of the token under the reference divided by that under the policy. All take and return
-[tokens], log-probs in nats. The estimate is one thing, its gradient another: added to a loss on
-policy samples, k1 pulls in no direction on average, k2 has the gradient of KL(policy || reference),
+[tokens], log-probs in nats. The estimate and its gradient differ: added to a loss on
+policy samples, k1 has zero gradient on average, k2 has the gradient of KL(policy || reference),
 k3 that of KL(reference || policy).
 """
 

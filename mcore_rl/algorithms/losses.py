@@ -1,6 +1,6 @@
-"""Loss of each token, before any mask or mean: `aggregation` alone normalises.
+"""Loss of each token, before any mask or mean: only `aggregation` normalises.
 
-The same contract holds for a loss outside of the package: docs/algorithms.md.
+The same contract applies to a loss outside the package: docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def ppo_clip(inputs: LossInputs, settings: PPOClipSettings) -> LossResult:
     clamped to +-20, so that a diverging policy gives a large loss rather than a nan.
 
     Reads log_probs, old_log_probs and advantages. Returns the loss of each token and, detached, per
-    token: `ratio`; `clipped`, true where the clip holds and no gradient flows; `approx_kl`, the k3
-    estimate of KL(old || new).
+    token: `ratio`; `clipped`, true where the loss is clipped and has no gradient; `approx_kl`, the
+    k3 estimate of KL(old || new).
     """
     old_log_probs, advantages = inputs.old_log_probs.detach(), inputs.advantages
     log_ratio = (inputs.log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -60,7 +60,7 @@ def value_clip(inputs: LossInputs, settings: ValueClipSettings) -> LossResult:
     gradient, one that has moved away from it always does. An infinite c leaves (V - R)^2 / 2.
 
     Reads values, old_values and returns. Returns the loss of each token and, detached, per token:
-    `value_clipped`, true where the clip holds and no gradient flows; `value_error`, (V - R)^2.
+    `value_clipped`, true where the loss is clipped and has no gradient; `value_error`, (V - R)^2.
     """
     values, returns = inputs.values, inputs.returns
     moved = values - inputs.old_values.detach()

@@ -130,7 +130,7 @@ class Registry(Generic[F]):
         }
         try:
             return kind(**values)
-        except ValueError as error:  # from a rule of its own, in __post_init__
+        except ValueError as error:  # from the settings' __post_init__
             raise ConfigError(f"{self.settings_key}.{error}") from error
 
 

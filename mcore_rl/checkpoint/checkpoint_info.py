@@ -1,4 +1,4 @@
-"""Checkpoint info: what wrote it, and that it is complete."""
+"""Checkpoint info: which program wrote a checkpoint, and that it is complete."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import (
@@ -48,7 +49,7 @@ _OPTIMIZER, _MTP, _LAYERS = ("optimizer.", "chained_"), "mtp.", "decoder.layers.
 Shapes = dict[str, tuple[tuple[int, ...], bool]]
 
 
-class PendingSave:
+class DistSave:
     """A checkpoint that is being written, aside, by Megatron's asynchronous strategy.
 
     It has been copied to the host when this has been made. Then writing goes on beside what else
@@ -61,10 +62,13 @@ class PendingSave:
         state: ShardedStateDict,
         path: Path,
         facts: Mapping[str, Any],
-        *,
-        in_background: bool,
+        copies: dict[Any, torch.Tensor] | None,
     ) -> None:
-        """Not `in_background`, it has been written on return, without a copy on the host.
+        """Without `copies` it has been written on return.
+
+        `copies` keep what is copied from the host to the host, for the next save to use again:
+        memory that a process touches first is slow. Tensors on a device go to memory that torch
+        keeps.
 
         `facts` go into the checkpoint info, where checkpoint_info.read_checkpoint_info finds them.
 
@@ -95,10 +99,10 @@ class PendingSave:
         arguments = list(self._request.async_fn_args)
         if self._request.preload_fn is not None:  # else this rank has nothing to write
             arguments[1] = self._request.preload_fn()
-            if in_background:
-                arguments[1] = _copied(arguments[1])
+            if copies is not None:
+                arguments[1] = _copied(arguments[1], self._request.async_fn_args[1], copies)
         self._thread: threading.Thread | None = None
-        if in_background:
+        if copies is not None:
             self._thread = threading.Thread(target=self._write, args=(arguments,), daemon=True)
             self._thread.start()
         else:
@@ -204,16 +208,24 @@ def _agree(reason: str, path: Path) -> None:
         raise OSError(f"{path} cannot be written: {reasons[0]}")
 
 
-def _copied(buckets: Any) -> Any:
-    """Tensors that are on the host anyway are the model's own, which trains on."""
-    return [
-        (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
-        for file, key, (data, tensors) in buckets
-    ]
+def _copied(loaded: Any, originals: Any, copies: dict[Any, torch.Tensor]) -> Any:
+    """`loaded` on the host, with copies of tensors that were there anyway: the model trains on."""
+    result = []
+    for (file, key, (data, tensors)), (_, _, (_, before)) in zip(loaded, originals, strict=True):
+        copied = []
+        for (item, tensor), (_, original) in zip(tensors, before, strict=True):
+            if tensor is original:
+                copy = copies.get(item.index)
+                if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                    copy = copies[item.index] = torch.empty_like(tensor)
+                tensor = copy.copy_(tensor)
+            copied.append((item, tensor))
+        result.append((file, key, (data, copied)))
+    return result
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the folder holds a distributed checkpoint, by whichever program it was written."""
+    """Whether the folder contains a distributed checkpoint of any program."""
     return all((path / name).is_file() for name in (".metadata", "metadata.json"))
 
 
@@ -266,7 +278,7 @@ def load(
 def differences(stored: Mapping[str, tuple[int, ...]], wanted: Shapes) -> list[str]:
     """What of the `wanted` tensors of all ranks is not in a checkpoint, and the other way round.
 
-    Optimizer state that nobody asks for is left alone: an engine for inference reads the model. So
+    Optimizer state that is not wanted is ignored: an engine for inference reads the model. So
     are layers for multi-token prediction where the model has none: it is not trained to predict.
     """
     found = [f"it has no {key}" for key in sorted(wanted.keys() - stored.keys())]

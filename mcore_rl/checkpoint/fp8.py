@@ -1,6 +1,6 @@
 """Weights in float8 (e4m3) with one scale for each block of 128 x 128: DeepSeek-V3's format.
 
-A weight `NAME` [rows, columns] in float8 stands beside `NAME_scale_inv` [ceil(rows / 128),
+A weight `NAME` [rows, columns] in float8 comes with `NAME_scale_inv` [ceil(rows / 128),
 ceil(columns / 128)]; the weight is their product (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md and
 inference/kernel.py, weight_quant_kernel and weight_dequant_kernel).
 """
@@ -20,7 +20,7 @@ BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 QUANTIZED, SCALE_DTYPES = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 _LARGEST = 448.0  # of e4m3
-# Blocks without a larger value become zeros: below, bfloat16 cannot hold what e4m3 can.
+# Blocks without a larger value become zeros: below, bfloat16 cannot represent what e4m3 can.
 _SMALLEST = 2.0**-110
 
 # The projections of decoder layers. Not those of embeddings, heads, norms and routers, nor the one
@@ -43,7 +43,7 @@ def scratch_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def is_block_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a float8 checkpoint holds this tensor in float8."""
+    """Whether a float8 checkpoint stores this tensor in float8."""
     return len(shape) == 2 and _PROJECTIONS.fullmatch(name) is not None
 
 
@@ -98,7 +98,7 @@ def quantize_blocks(
         largest = columns.view(-1, BLOCK).amax(1).bfloat16().float()
         if not largest.isfinite().all():
             require_finite(name, weight)
-            raise ConfigError(f"tensor {name} holds values that are too large for bfloat16")
+            raise ConfigError(f"tensor {name} has values that are too large for bfloat16")
         scales[number] = torch.where(largest < _SMALLEST, 1.0, largest / _LARGEST)
         # Not in place: the band of a float32 weight is the weight itself.
         quantized[rows] = (band / _by_column(scales[number], 0, band.shape[1])).to(QUANTIZED)

@@ -28,7 +28,7 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint folder as the model has them; holds no file open.
+    """The tensors of a checkpoint folder as the model has them; keeps no file open.
 
     A weight in float8 blocks (checkpoint/fp8.py) is one tensor here: its scales have no name of
     their own, and it is read as their product. Rotary frequencies, which some checkpoints hold and
@@ -127,12 +127,12 @@ class CheckpointReader:
             out.copy_(self._read_stored(name, box))
 
     def check(self, expected: Iterable[LogicalTensor]) -> None:
-        """Raise ConfigError unless the folder holds exactly these tensors, in these shapes."""
+        """Raise ConfigError unless the folder contains exactly these tensors, in these shapes."""
         wanted = {tensor.name: tensor.shape for tensor in expected}
         found = self.shapes()
         missing = sorted(wanted.keys() - found.keys())
         extra = sorted(found.keys() - wanted.keys())
-        for what, names in (("lacks", missing), ("holds unexpected", extra)):
+        for what, names in (("lacks", missing), ("has unexpected", extra)):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise ConfigError(
@@ -172,14 +172,12 @@ class CheckpointReader:
         for name in self._file_of:
             base = name.removesuffix(fp8.SCALE_SUFFIX)
             if base != name and base not in scaled:
-                raise ConfigError(
-                    f"{where}: {name} are scales, but {base} is not there in {float8}"
-                )
+                raise ConfigError(f"{where}: {name} are scales, but there is no {base} in {float8}")
         for name in sorted(scaled):
             scale, shape = name + fp8.SCALE_SUFFIX, self.shape(name)
             if scale not in self._file_of:
                 raise ConfigError(
-                    f"{where}: {name} is in {float8}, and its scales {scale} are not there"
+                    f"{where}: {name} is in {float8}, but its scales {scale} are missing"
                 )
             if len(shape) != 2:
                 raise ConfigError(
@@ -224,7 +222,7 @@ def _located(path: Path) -> dict[str, SafetensorsFile]:
     for file in map(SafetensorsFile, found.values()):
         for name in file.entries:
             if name in located:
-                raise ConfigError(f"{located[name].path} and {file.path} both hold tensor {name}")
+                raise ConfigError(f"{located[name].path} and {file.path} both have tensor {name}")
             located[name] = file
             if weight_map is not None and weight_map.get(name) != file.path.name:
                 raise ConfigError(f"{file.path} has tensor {name}, which {index} does not name")

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints written: safetensors files planned ahead, their index, their company."""
+"""Writing Hugging Face checkpoints: safetensors files planned ahead, their index, other files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mcore_rl.checkpoint.safetensors_file import CRC32_KEY, DTYPES, LENGTH_BYTES
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
-# What stands beside the weights and is carried along: config, tokenizer, chat templates, code.
+# Other files that are copied with the weights: config, tokenizer, chat templates, code.
 _COMPANIONS = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py",
     "additional_chat_templates/*.jinja",
@@ -47,7 +47,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One file that is to be written, and where each of its tensors will stand in it."""
+    """One file to write, and the place of each of its tensors in it."""
 
     file: str
     entries: Mapping[str, Entry]
@@ -62,7 +62,7 @@ class ShardPlan:
 def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
     """The files of a checkpoint, filled in the order of the tensors, under their final names.
 
-    A tensor that is larger than `max_shard_bytes` has a file of its own.
+    A tensor larger than `max_shard_bytes` gets a separate file.
     """
     shards = list(filled(tensors, max_shard_bytes)) or [[]]
     names = _file_names(len(shards))
@@ -92,7 +92,7 @@ def _file_names(count: int) -> list[str]:
 
 
 def _planned(file: str, tensors: Sequence[TensorPlan]) -> ShardPlan:
-    """Larger dtypes first, so that each tensor stands at a multiple of its element size."""
+    """Larger dtypes first, so that each tensor starts at a multiple of its element size."""
     entries: dict[str, Entry] = {}
     offset = 0
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
@@ -197,7 +197,7 @@ def copy_companions(
 
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to write into; it becomes `path` at the end, on an error nothing.
+    """A temporary folder to write into; renamed to `path` at the end, removed on an error.
 
     Raises:
         ConfigError: `path` exists.

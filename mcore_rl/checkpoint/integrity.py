@@ -1,4 +1,4 @@
-"""How damage of a tensor shows that has no checksum: by its values."""
+"""Detecting damage of a tensor without a checksum: by its values."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def require_finite(name: str, tensor: torch.Tensor) -> None:
     if bool(torch.isfinite(smallest) & torch.isfinite(largest)):
         return
     index = tuple(torch.isfinite(tensor).logical_not_().nonzero()[0].tolist())
-    raise ConfigError(f"tensor {name} is damaged: it holds {tensor[index].item()} at {list(index)}")
+    raise ConfigError(f"tensor {name} is damaged: it has {tensor[index].item()} at {list(index)}")

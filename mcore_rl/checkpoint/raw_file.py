@@ -1,4 +1,4 @@
-"""Files read and written by position, with checksums, and named when they are whole."""
+"""Files read and written by position, with checksums, and renamed when they are complete."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def read(fd: int, offset: int, memory: memoryview, *, summed: bool = True) -> in
     """Fill memory with the bytes from `offset` on; their CRC32 if `summed`, else 0.
 
     Raises:
-        EOFError: the file is cut short.
+        EOFError: the file is truncated.
     """
     crc32, done = 0, 0
     while done < len(memory):
         piece = memory[done : done + _READ_BYTES]
         count = os.preadv(fd, [piece], offset + done)
         if not count:
-            raise EOFError("the file is cut short")
+            raise EOFError("the file is truncated")
         if summed:
             crc32 = isal_zlib.crc32(piece[:count], crc32)
         done += count

@@ -1,7 +1,7 @@
 """One safetensors file: its tensors as the library lists them, read by position.
 
 Reading by position and not by the library's map of the file keeps what is read out of the memory
-of the process: pages of a map count as its memory for as long as the map stands.
+of the process: pages of a map count as its memory while the map exists.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Entry:
 
 
 class SafetensorsFile:
-    """The tensors of one file by name. Holds nothing open: any thread or process may read.
+    """The tensors of one file by name. Keeps no file open: any thread or process may read.
 
     Raises:
         ConfigError: the file cannot be read, is no safetensors file, or has other dtypes.
@@ -142,7 +142,7 @@ class SafetensorsFile:
 
 
 def _read_box(fd: int, offset: int, shape: tuple[int, ...], box: Box, out: torch.Tensor) -> None:
-    """A box of the tensor of `shape` whose first byte stands at `offset`."""
+    """A box of the tensor of `shape` whose first byte is at `offset`."""
     row_bytes = out.element_size() * math.prod(shape[1:])
     offset += box.offsets[0] * row_bytes
     if box.sizes[1:] == shape[1:] and out.is_contiguous():

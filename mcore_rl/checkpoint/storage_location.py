@@ -1,7 +1,7 @@
-"""How the parameters of a model stand in a distributed checkpoint. Pure: no torch.
+"""Where the parameters of a model are in a distributed checkpoint. Pure: no torch.
 
-A checkpoint keeps every parameter whole, whatever the layout of the ranks that wrote it: as the
-parameter of a single rank, cut into chunks. Layers and experts may be stacked into one tensor.
+A checkpoint stores every parameter unsharded, whatever the layout of the ranks that wrote it: as
+the parameter of a single rank, cut into chunks. Layers and experts may be stacked into one tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mcore_rl.reshard.rules import GateUp, Shard, Split, Weight
 # How our checkpoints name their tensors, as Megatron's own loaders are told of it: they ask the
 # model for its shards with this (`content_metadata`, dist_checkpointing/serialization.py).
 CONTENT_METADATA: dict[str, bool | str] = {
-    # A name for each layer, also where all layers are alike.
+    # A name for each layer, also if all layers are homogeneous.
     "non_homogeneous_layers": True,
     # Experts of a layer are one tensor.
     "singleton_local_shards": False,
@@ -27,7 +27,7 @@ CONTENT_METADATA: dict[str, bool | str] = {
 
 @dataclass(frozen=True, slots=True)
 class StorageLocation:
-    """Where one parameter stands: in the tensor `key`, at `index` of the dims that stack it."""
+    """Where one parameter is stored: in the tensor `key`, at `index` of the dims that stack it."""
 
     key: str
     shape: tuple[int, ...]  # of the whole tensor

@@ -1,7 +1,7 @@
-"""What a distributed checkpoint holds, and where: its `.metadata`, read safely and checked.
+"""What a distributed checkpoint contains, and where: its `.metadata`, read safely and checked.
 
 torch pickles a torch.distributed.checkpoint.Metadata into it (filesystem.py, `finish`),
-and a pickle is a program. Here it may name what such metadata are made of and nothing else. (A file
+and a pickle is a program. Here it may use only the classes of such metadata. (A file
 made for it can still end the process, with a key nested too deep for the stack.)
 """
 
@@ -107,7 +107,7 @@ def _check_backend(folder: Path) -> None:
 
 
 class _Ignored:
-    """Stands for what nobody reads."""
+    """Placeholder for values that are not used."""
 
     def __init__(self, *args: Any) -> None: ...
 
@@ -179,7 +179,7 @@ def _check_opcodes(data: bytes) -> None:
         if opcode.name not in allowed:
             raise ValueError(f"opcode {opcode.name} at byte {at}")
     if at != len(data) - 1:
-        raise ValueError("it goes on after its end")
+        raise ValueError("it has data after its end")
 
 
 _Offsets = tuple[int, ...]
@@ -254,7 +254,7 @@ def cover_once(shape: Sequence[int], chunks: Sequence[DistItem]) -> bool:
 
 
 def _check_files(folder: Path, items: Iterable[DistItem]) -> None:
-    """All items lie in their files, and no two of them share bytes."""
+    """All items are inside their files, and no two of them overlap."""
     per_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for item in items:
         per_file[item.file].append((item.offset, item.nbytes))
@@ -267,7 +267,7 @@ def _check_files(folder: Path, items: Iterable[DistItem]) -> None:
                 raise ValueError(f"two items of {name} share the bytes at {offset}")
             end = offset + nbytes
         if end > (size := path.stat().st_size):
-            raise ConfigError(f"{path} is cut short: it has {size} bytes of at least {end}")
+            raise ConfigError(f"{path} is truncated: it has {size} bytes of at least {end}")
 
 
 def _taken(places: _Places, key: str, offsets: _Offsets | None) -> tuple[str, int, int]:

@@ -51,7 +51,7 @@ class Record(NamedTuple):
 class DistFile:
     """A new `.distcp` file, written aside; leaving the context without an error names it.
 
-    `records` says what it holds; `reserved_bytes`: see raw_file.file_aside.
+    `records` says what it contains; `reserved_bytes`: see raw_file.file_aside.
     """
 
     def __init__(self, path: str | Path, reserved_bytes: int = 0) -> None:

@@ -1,9 +1,9 @@
 """One tensor as torch.save writes it, framed here: a zip archive with the tensor's bytes in it.
 
 Writing through torch.save sums the bytes up far more slowly than ISA-L, and reading through zipfile
-and torch.load costs half a millisecond, which is much beside a small expert. What stands around the
+and torch.load costs half a millisecond, which is much for a small expert. The bytes around
 bytes follows from dtype, shape and checksum alone. So it is made once for each shape, written as it
-is, and compared as it is when it is read; an archive that differs goes the general way.
+is, and compared as it is when it is read; an archive that differs is read by torch.
 
 The format: APPNOTE.TXT of PKWARE, sections 4.3.7 and 4.3.12 (nothing compressed, no ZIP64), and
 torch/serialization.py, `_save`: data.pkl, byteorder and version, data/0 at a multiple of 64 bytes.
@@ -48,7 +48,7 @@ def is_framed(dtype: torch.dtype, nbytes: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes, int, int]:
-    """What stands before and behind the bytes of a tensor, and where in each its checksum goes."""
+    """The bytes before and after those of a tensor, and where in each its checksum goes."""
     pickled = io.BytesIO()
     _Pickler(pickled, protocol=2).dump(torch.empty(shape, dtype=dtype))
     nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -58,7 +58,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes, in
         local, central = _entry(name, isal_zlib.crc32(data), len(data), len(before))
         before, behind = before + local + data, behind + central
     extra = -(len(before) + len(_entry("data/0", 0, nbytes, 0)[0])) % _ALIGNMENT
-    extra += _ALIGNMENT if 0 < extra < 4 else 0  # an extra field has 4 bytes of its own
+    extra += _ALIGNMENT if 0 < extra < 4 else 0  # an extra field has a header of 4 bytes
     local, central = _entry("data/0", 0, nbytes, len(before), extra)
     crc_before, crc_behind = len(before) + _CRC_AT, len(behind) + _CENTRAL_CRC_AT
     before, behind = before + local, behind + central
@@ -98,7 +98,7 @@ def read_item(file: int, offset: int, nbytes: int, out: torch.Tensor) -> bool:
     """Fill the memory of `out`, contiguous and of the item's dtype and shape; False: another form.
 
     Raises:
-        EOFError: the file is cut short.
+        EOFError: the file is truncated.
         ValueError: the checksum differs.
     """
     if not is_framed(out.dtype, out.nbytes):

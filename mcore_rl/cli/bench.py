@@ -1,4 +1,4 @@
-"""mcore-rl bench reshard: how long a weight sync takes here, and what it is up against."""
+"""mcore-rl bench reshard: how long a weight sync takes on this machine, beside alternatives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
 _ABOUT = """\
-A model with random weights, in bfloat16, on ranks of this machine over gloo: our exchange into
-vLLM's layout against gather-then-slice, and into another layout of Megatron against Megatron's own
+Runs a bfloat16 model with random weights on ranks of this machine over gloo. Compares our exchange
+into vLLM's layout with gather-then-slice, and into another Megatron layout with Megatron's own
 resharding with its gloo copy service."""
 
 
@@ -39,15 +39,15 @@ def main(arguments: list[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="mcore-rl bench", description="Measurements on this machine.")
+    parser = Parser(prog="mcore-rl bench", description="Benchmarks on this machine.")
     what = parser.add_subparsers(dest="command", required=True, metavar="reshard")
     add = what.add_parser("reshard", description=_ABOUT).add_argument
     add("--train", default="tp=2,pp=2,ep=2", metavar="tp=2,ep=2", help=AXES)
     add("--generate", default="tp=4,ep=4", metavar="tp=4", help=SERVED_AXES)
-    add("--target", default="tp=4,ep=4", metavar="tp=4", help="of Megatron, for its own resharding")
-    add("--layers", type=int, default=6, help="57 MB each; default: 6, so 408 MB in all")
+    add("--target", default="tp=4,ep=4", metavar="tp=4", help="layout for Megatron's resharding")
+    add("--layers", type=int, default=6, help="57 MB each; default: 6, 408 MB in all")
     add("--bucket-mib", type=int, default=8, help="a rank stages two of them; default: 8")
     add("--repetitions", type=int, default=7, help="of each candidate; default: 7")
-    add("--timeout", type=float, default=3600.0, help="seconds for all of it; default: 3600")
+    add("--timeout", type=float, default=3600.0, help="seconds in total; default: 3600")
     add("--json", action="store_true", help="print one JSON object")
     return parser

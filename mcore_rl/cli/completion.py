@@ -1,6 +1,6 @@
 """mcore-rl completion: scripts for the Tab key, and the words that they ask for.
 
-Nothing here imports more than the settings and the parsers: a Tab is answered in a moment.
+Only the settings and the parsers are imported, so a Tab is answered quickly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _AXES = {"--layout": Layout, "--train": Layout, "--target": Layout, "--generate"
 
 
 def main(arguments: list[str]) -> None:
-    """`words LINE` is what the scripts call: the words that may stand at the end of the line."""
+    """`words LINE` is what the scripts call: the possible words at the end of the line."""
     if arguments[:1] == ["words"]:
         show("\n".join(words(arguments[1])))
         return
@@ -67,7 +67,7 @@ def build_parser() -> Parser:
 
 
 def words(line: str) -> list[str]:
-    """The words that may stand where a line ends; none where a file may."""
+    """The possible words at the end of a line; none where a file name is expected."""
     try:
         before = shlex.split(line)
     except ValueError:  # an open quote

@@ -79,7 +79,7 @@ def _split(argument: str, settings: Settings) -> tuple[str, str]:
     """(key, text) of key=text."""
     key, equals, text = argument.partition("=")
     if key.startswith(("+", "~")):
-        raise ConfigError(f"{argument}: settings are neither added nor removed; use key=value")
+        raise ConfigError(f"{argument}: settings cannot be added or removed; use key=value")
     if not equals:
         hint = f"{_RECIPE}={key}" if key in recipes.names() or "/" in key else f"{key}=VALUE"
         if key not in settings and not hint.startswith(_RECIPE):
@@ -115,7 +115,7 @@ def _set(config: DictConfig, setting: Setting, value: object, where: str) -> Non
 
 
 def _parsed(setting: Setting, text: str) -> object:
-    """A text as it stands, without quotes around it; another value by Hydra's grammar."""
+    """A text as it is, without quotes around it; another value by Hydra's grammar."""
     if setting.kind == "str":
         return _unquoted(text)
     try:
@@ -200,10 +200,10 @@ def _load(path: Path) -> dict[Any, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     except OSError as error:
-        reason = error.strerror or "it must hold settings, not a single value"
+        reason = error.strerror or "it must contain settings, not a single value"
         raise ConfigError(f"{path} cannot be read: {reason}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a list; allowed: settings, one a line as key: value")
+        raise ConfigError(f"{path} is a list; allowed: settings, one a line as key: value")
     return found
 
 

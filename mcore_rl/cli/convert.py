@@ -1,4 +1,4 @@
-"""mcore-rl convert: checkpoints between Hugging Face and Megatron, looked into and compared."""
+"""mcore-rl convert: checkpoints between Hugging Face and Megatron, inspected and compared."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def main(arguments: list[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    to_mcore = commands.add_parser("hf-to-mcore", help="a Hugging Face folder for Megatron")
-    to_hf = commands.add_parser("mcore-to-hf", help="a Megatron checkpoint for Hugging Face")
-    inspect = commands.add_parser("inspect", help="what is in a folder of either kind")
-    verify = commands.add_parser("verify", help="whether two folders hold the same weights")
+    to_mcore = commands.add_parser("hf-to-mcore", help="Hugging Face to Megatron checkpoint")
+    to_hf = commands.add_parser("mcore-to-hf", help="Megatron checkpoint to Hugging Face")
+    inspect = commands.add_parser("inspect", help="show what a checkpoint folder contains")
+    verify = commands.add_parser("verify", help="compare the weights of two folders")
     _folder(to_mcore, "--model", "Hugging Face folder")
     add = to_mcore.add_argument
-    add("--layout", default="", metavar="tp=2,ep=2", help=f"of the ranks to come: {AXES}")
-    add("--dtype", metavar="float32|bfloat16", help="default: that of the weights")
+    add("--layout", default="", metavar="tp=2,ep=2", help=f"layout of the ranks: {AXES}")
+    add("--dtype", metavar="float32|bfloat16", help="default: dtype of the weights")
     _folder(to_hf, "--checkpoint", "Megatron folder")
     _folder(to_hf, "--reference", "Hugging Face folder of the same model", required=False)
     add = to_hf.add_argument
-    add("--dtype", metavar="float32|bfloat16|fp8", help="default: that of the weights")
+    add("--dtype", metavar="float32|bfloat16|fp8", help="default: dtype of the weights")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
     add("--lora", default="merge", metavar="merge|separate", help="default: merge")
     for command in (to_mcore, to_hf):
         _folder(command, "--output", "new or empty folder")
         command.add_argument("--workers", type=int, metavar="N", help="processes that convert")
-        command.add_argument("--max-memory", metavar="SIZE", help="of all processes together")
-        command.add_argument("--bridge", metavar="megatron-bridge", help="for other families")
+        command.add_argument("--max-memory", metavar="SIZE", help="limit of all processes")
+        command.add_argument("--bridge", metavar="megatron-bridge", help="for other model families")
     inspect.add_argument("folder", type=Path, metavar="DIR")
     verify.add_argument("a", type=Path, metavar="DIR")
     verify.add_argument("b", type=Path, metavar="DIR")

@@ -35,12 +35,14 @@ def main(arguments: list[str]) -> int:
     one_of("--on", options.on, _PLACES)
     for name in ("min_shm", "min_disk", "max_skew"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 0)
-    timeout_s = options.timeout or (_MEASURING_S if options.bandwidth else _LOOKING_S)
+    timeout_s = options.timeout
+    if timeout_s is None:
+        timeout_s = _MEASURING_S if options.bandwidth else _LOOKING_S
     positive("--timeout", timeout_s)
     from mcore_rl.tools.doctor import run, show
-    from mcore_rl.tools.doctor.findings import Request
+    from mcore_rl.tools.doctor.findings import DoctorRequest
 
-    request = Request(
+    request = DoctorRequest(
         output_dir=str(options.output_dir.absolute()),
         run=secrets.token_hex(4),
         model_path=str(options.model_path.absolute()) if options.model_path else "",
@@ -78,9 +80,10 @@ def _launcher(on: str, interface: str) -> Iterator[Launcher]:
     else:
         from mcore_rl.controller.each_node import EachNode
         from mcore_rl.controller.pool import ray_session
+        from mcore_rl.parallel.rendezvous import address_of
 
         with ray_session(log_to_driver=False):
-            yield EachNode(node.examine, node.address_of(interface))
+            yield EachNode(node.examine, address_of(interface) if interface else "")
 
 
 def parse_ports(text: str) -> tuple[int, ...]:

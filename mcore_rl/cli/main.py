@@ -1,4 +1,4 @@
-"""The `mcore-rl` command: one subcommand a job."""
+"""The `mcore-rl` command: one subcommand per job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.stop_signals import STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
+from mcore_rl.observability.garbage import leave_garbage_at_exit
 
 COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
@@ -75,8 +75,7 @@ def _run(name: str, arguments: list[str]) -> int:
     """
     try:
         command: Callable[[list[str]], int | None]
-        with long_lived():
-            command = importlib.import_module(f"mcore_rl.cli.{name}").main
+        command = importlib.import_module(f"mcore_rl.cli.{name}").main
         return command(arguments) or 0
     except ConfigError as error:
         return _say(name, str(error), 2)

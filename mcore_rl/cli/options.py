@@ -1,4 +1,4 @@
-"""What command lines have in common: parsers whose errors suggest, layouts as text, printing."""
+"""Shared by all command lines: parsers with suggestions in errors, layouts as text, printing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SERVED_AXES = "tp pp dp ep, of vLLM; without dp, the smallest that fits"
 
 
 def closest(word: str, words: Iterable[str]) -> list[str]:
-    """Up to three of `words` that are spelled like `word`, the most alike first."""
+    """Up to three of `words` that are spelled like `word`, the most similar first."""
     return difflib.get_close_matches(word, list(words), n=3, cutoff=0.7)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError for what it does not know, with what is spelled alike."""
+    """Raises ConfigError for what it does not know, with similar words."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -85,7 +85,7 @@ def parse_layout(option: str, text: str, kind: type[L]) -> L:
         found[name] = int(value)
     if "dp" in found or 0 in found.values():  # a rule of the layout refuses the 0 by its name
         return kind(**found)
-    if kind is GenerationLayout:  # experts are dealt to tp ranks of as many engines as it takes
+    if kind is GenerationLayout:  # experts are split over tp ranks of as many engines as needed
         return kind(**found, dp=max(1, found.get("ep", 1) // found.get("tp", 1)))
     return kind(**found, dp=smallest_dp(Layout(**found)))
 

@@ -1,4 +1,4 @@
-"""mcore-rl plan reshard: the bytes of a weight sync, before any GPU is asked for."""
+"""mcore-rl plan reshard: the bytes of a weight sync, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
 _ABOUT = """\
-Bytes that each generation rank receives, the lower bound, the busiest links, and what
-gather-then-slice would move between the same layouts. Weights are not needed."""
+Bytes that each generation rank receives, the lower bound, the busiest links, and the bytes that
+gather-then-slice would move between the same layouts. Needs no weights."""
 
 
 def main(arguments: list[str]) -> None:
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="mcore-rl plan", description="What something would cost.")
+    parser = Parser(prog="mcore-rl plan", description="Cost estimates, without a GPU.")
     what = parser.add_subparsers(dest="command", required=True, metavar="reshard")
     add = what.add_parser("reshard", description=_ABOUT).add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder, or a config.json")
@@ -49,8 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--generate", required=True, metavar="tp=8", help=SERVED_AXES)
     add("--nodes", type=int, help="default: as many as the ranks need")
     add("--gpus-per-node", type=int, default=8)
-    add("--nic-gbps", type=float, default=400.0, help="gigabits a second of a GPU; default: 400")
+    add("--nic-gbps", type=float, default=400.0, help="gigabits per second of a GPU; default: 400")
     add("--nvlink-gbps", type=float, default=3600.0, help="the same inside a node; default: 3600")
-    add("--plot", type=Path, metavar="PNG", help="heatmap of who sends whom how much")
+    add("--plot", type=Path, metavar="PNG", help="heatmap of the traffic between ranks")
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -1,4 +1,4 @@
-"""Recipes, YAML files of what a job changes from the defaults: ours by name, a user's by path."""
+"""Recipes, YAML files with the settings of a job: built-in ones by name, a user's by path."""
 
 from __future__ import annotations
 

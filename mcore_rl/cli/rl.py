@@ -1,4 +1,4 @@
-"""mcore-rl rl: settings from a recipe and key=value overrides; or what would be run with them."""
+"""mcore-rl rl: a run with settings from a recipe and key=value overrides; or its dry run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from mcore_rl.config.describe import Setting, SettingGroup, groups, setting_name
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.warnings import warnings_of
-from mcore_rl.observability.garbage import long_lived
 
 _USAGE = "mcore-rl rl [recipe=NAME|PATH] [key=value ...] [OPTION]"
 EXAMPLES = """\
@@ -59,8 +58,7 @@ def main(arguments: list[str]) -> None:
 
         dry_run(config, gpus_per_node=options.gpus_per_node)
         return
-    with long_lived():  # torch and Ray: bad settings should not wait for that
-        from mcore_rl.jobs import rl
+    from mcore_rl.jobs import rl  # torch and Ray: bad settings should not wait for that
 
     rl.run(config)
 
@@ -68,12 +66,12 @@ def main(arguments: list[str]) -> None:
 def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl rl", usage=_USAGE, add_help=False)
     add = parser.add_argument
-    add("-h", "--help", action="store_true", help="this; with a group such as actor, only that")
-    add("--dry-run", action="store_true", help="check all inputs, show roles and layouts, no more")
+    add("-h", "--help", action="store_true", help="help; with a group such as actor, only that")
+    add("--dry-run", action="store_true", help="check all inputs, show roles and layouts")
     about = "with --dry-run: roles on such nodes, and what the weight sync moves, as in =8"
     add("--gpus-per-node", type=int, metavar="N", help=about)
-    add("--print-config", action="store_true", help="every setting as YAML, which is a recipe too")
-    add("--list-recipes", action="store_true", help="the recipes that come with mcore-rl")
+    add("--print-config", action="store_true", help="print all settings as YAML, a valid recipe")
+    add("--list-recipes", action="store_true", help="list the built-in recipes")
     return parser
 
 

@@ -16,7 +16,7 @@ Exit status: 0 when every pair is within the tolerance, 1 when not, 2 for bad in
 is not, the first module that differs is named."""
 _TOLERANCE = (
     "bound on the largest difference of log-probs, in nats; default: 1e-4 in float32, 2.0 in "
-    "bfloat16, where the mean is bound to 0.1 besides (rounding gives 1 at single tokens, 0.02 on "
+    "bfloat16, where the mean is limited to 0.1 (rounding gives 1 at single tokens, 0.02 on "
     "average)"
 )
 
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="mcore-rl verify", description="Proof that the engines agree.")
+    parser = Parser(prog="mcore-rl verify", description="Check that the engines agree.")
     what = parser.add_subparsers(dest="command", required=True, metavar="parity")
     parity = what.add_parser(
         "parity", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,17 +66,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompts",
         default="",
         metavar="FILE",
-        help="a prompt a line, or JSON lines with "
-        '"prompt" or "prompt_ids"; default: drawn token ids',
+        help="one prompt per line, or JSON lines with "
+        '"prompt" or "prompt_ids"; default: random token ids',
     )
     add("--tolerance", type=float, metavar="X", help=_TOLERANCE)
     add("--dtype", default="float32", metavar="float32|bfloat16", help="default: float32")
-    add("--reference", default="", metavar="DIR", help="what the others load; default: --model")
+    add("--reference", default="", metavar="DIR", help="what hf and vllm load; default: --model")
     add(
         "--checkpoint",
         default="",
         metavar="DIR",
-        help="Megatron checkpoint that Megatron loads over the weights of --model",
+        help="Megatron checkpoint that Megatron loads in place of the weights of --model",
     )
     add("--vllm-tp", type=int, default=1, metavar="N", help="workers of vLLM; default: 1")
     add(
@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=3600.0,
         metavar="S",
-        help="seconds that an engine may take, each time; default: 3600",
+        help="seconds per request to an engine; default: 3600",
     )
     add("--json", action="store_true", help="print one JSON object")
     return parser

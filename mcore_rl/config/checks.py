@@ -1,4 +1,4 @@
-"""The shapes that rules come in: each raises ConfigError naming the setting and what is allowed."""
+"""Checks of settings: each raises ConfigError naming the setting and what is allowed."""
 
 from __future__ import annotations
 

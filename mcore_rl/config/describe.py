@@ -1,4 +1,4 @@
-"""What each setting means: its default, the comment beside its field, the names it may have."""
+"""What each setting means: its default, the comment of its field, the names it may have."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ class Setting:
     key: str  # in full, such as actor.layout.tp
     kind: str  # its type, as the schema spells it: "int | None"
     default: object
-    meaning: str  # the comment beside its field, and the allowed names where that lacks one
+    meaning: str  # the comment of its field, and the allowed names where that lacks one
     choices: tuple[str, ...]  # empty for a setting that is no name from a list
 
     @property
     def is_mapping(self) -> bool:
-        """Whether it holds the settings of a function, which that function names and checks."""
+        """Whether it contains the settings of a function, which that function names and checks."""
         return self.kind.startswith("dict")
 
 
 @dataclass(frozen=True, slots=True)
 class SettingGroup:
-    """Settings that stand in one dataclass."""
+    """Settings of one dataclass."""
 
     key: str  # such as actor.layout; "" for the settings of the whole run
     about: str  # the docstring of the dataclass
@@ -111,7 +111,7 @@ def _with_choices(meaning: str, choices: Sequence[str]) -> str:
 
 @cache
 def _comments(module: str) -> dict[tuple[str, str], str]:
-    """By (class, field): comments on the lines of a field, or on lines of their own above it."""
+    """By (class, field): comments on the lines of a field, or on separate lines above it."""
     source = inspect.getsource(sys.modules[module])
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}

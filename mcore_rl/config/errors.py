@@ -1,4 +1,4 @@
-"""Exceptions that mean the same in every room."""
+"""Exceptions that all packages use."""
 
 
 class ConfigError(ValueError):
@@ -6,7 +6,7 @@ class ConfigError(ValueError):
 
 
 class PeerError(RuntimeError):
-    """Another rank or server did not do its part; when it tells why, that is the cause."""
+    """Another rank or server failed or is silent; if it reports why, that is the cause."""
 
 
 class StateError(RuntimeError):

@@ -1,4 +1,4 @@
-"""JSON from outside, read without trust: bounded in size and depth, and always an object."""
+"""Untrusted JSON: limited in size and depth, and always an object."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MAX_BYTES = 100_000_000  # what the safetensors library allows a header
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """The object in a JSON file.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or has other contents.
     """
     try:
         with path.open("rb") as file:
@@ -31,13 +31,13 @@ def parse_json_object(
     where: str,
     from_pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """The object that UTF-8 text holds; `from_pairs` makes each object in it and may refuse some.
+    """The object in UTF-8 text; `from_pairs` makes each object in it and may refuse some.
 
     Raises:
         ConfigError: it is no JSON object; the message begins with `where`.
     """
     if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{where} holds more than {_MAX_BYTES} bytes")
+        raise ConfigError(f"{where} has more than {_MAX_BYTES} bytes")
     try:
         found = json.loads(data.decode(), object_pairs_hook=from_pairs)
     except ValueError as error:
@@ -45,5 +45,5 @@ def parse_json_object(
     except RecursionError:  # raised by the parser for nesting, long before the stack ends
         raise ConfigError(f"{where} is not valid JSON: it is nested too deep") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds a JSON {type(found).__name__}, not an object")
+        raise ConfigError(f"{where} is a JSON {type(found).__name__}, not an object")
     return found

@@ -71,7 +71,7 @@ def resolve(config: RLConfig) -> None:
     resolve_engine("actor", config.actor)
     if config.actor.moe.router_replay == "rollout":
         raise ConfigError(
-            "actor.moe.router_replay='rollout': servers do not tell the experts of a token; "
+            "actor.moe.router_replay='rollout': servers do not report the experts of a token; "
             "allowed: 'off', 'record'"
         )
     _resolve_rollout(config.rollout)
@@ -101,7 +101,7 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
     is_shared = takes_turns(config.placement, "actor", "rollout")
     if device == "cuda" and config.weight_sync.method == "colocated" and not is_shared:
         raise ConfigError(
-            "weight_sync.method='colocated': trainer and servers have GPUs of their own "
+            "weight_sync.method='colocated': trainer and servers are on different GPUs "
             f"(placement.actor={config.placement.actor!r}, "
             f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
             "weight_sync.method='disaggregated', 'full_export'"

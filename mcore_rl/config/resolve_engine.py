@@ -1,7 +1,7 @@
 """Every rule between the settings of a training engine, and between them and the model. Pure.
 
 A rule that fails raises ConfigError naming the setting, its value and what is allowed. What
-Megatron would do wrong without an error is refused here, or repaired in the engine.
+Megatron would do wrongly without an error is refused here, or corrected in the engine.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _resolve_mtp(key: str, config: EngineConfig) -> None:
     if config.layout.last_stage_layers == 0:
         raise ConfigError(
             f"{key}.layout.last_stage_layers=0 with {key}.mtp_loss_coef={config.mtp_loss_coef}: "
-            "prediction layers stand behind a decoder layer of their chunk; allowed: at least 1"
+            "prediction layers need a decoder layer before them in their chunk; allowed: at least 1"
         )
     if config.recompute.granularity == "full":
         raise ConfigError(
@@ -124,7 +124,7 @@ def resolve_layout(key: str, layout: Layout) -> None:
 
 
 def smallest_dp(layout: Layout) -> int:
-    """The least dp with which the ranks of the other axes hold the experts' axes.
+    """The least dp with which the ranks of the other axes can form the experts' axes.
 
     >>> smallest_dp(Layout(tp=2, ep=4))
     2

@@ -1,6 +1,6 @@
 """Every setting of a run, with its default, in typed dataclasses.
 
-YAML files hold differences from these defaults. `resolve.py` holds the rules between fields.
+YAML files contain differences from these defaults. `resolve.py` has the rules between fields.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from mcore_rl.config.checks import at_least, between
 
 @dataclass
 class Layout:
-    """How one model is laid over ranks. World size is tp * pp * cp * dp.
+    """The parallel layout of one model. World size is tp * pp * cp * dp.
 
-    The expert weights of the same ranks are laid out as etp * ep * edp * pp, where edp follows.
+    Expert weights on the same ranks use etp * ep * edp * pp, where edp is computed from the others.
     """
 
-    tp: int = 1  # tensor parallel (sequence parallel comes with it)
+    tp: int = 1  # tensor parallel, with sequence parallel
     pp: int = 1  # pipeline parallel
     cp: int = 1  # context parallel
     dp: int = 1  # data parallel
     ep: int = 1  # expert parallel
     etp: int = 1  # tensor parallel inside an expert
-    vpp: int = 1  # model chunks a pipeline rank (interleaved schedule); above 1 needs pp above 1
-    # Decoder layers of the first and of the last of the pp * vpp chunks, where they should not have
-    # as many as the others; 0 leaves the embedding, or the output head, alone on its chunk.
+    vpp: int = 1  # model chunks per pipeline rank (interleaved schedule); above 1 needs pp above 1
+    # Decoder layers of the first of the pp * vpp chunks, if different from the others. 0 leaves the
+    # embedding alone on its chunk.
     first_stage_layers: int | None = None
-    last_stage_layers: int | None = None  # see first_stage_layers
+    # Decoder layers of the last of those chunks. 0 leaves the output head alone on it.
+    last_stage_layers: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -38,58 +39,58 @@ class Layout:
 @dataclass
 class ModelConfig:
     path: str = ""  # folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer
-    # Of parameters and activations: float32, bfloat16 or auto (float32 on the CPU lane, bfloat16 on
-    # the GPU lane).
+    # Dtype of parameters and activations: float32, bfloat16 or auto (float32 on the CPU lane,
+    # bfloat16 on the GPU lane).
     dtype: str = "auto"
 
 
 @dataclass
 class OptimizerConfig:
     lr: float = 1e-6  # learning rate after warm-up
-    min_lr: float = 0.0  # the floor of a decaying schedule
+    min_lr: float = 0.0  # final learning rate of a decaying schedule
     schedule: str = "constant"  # after warm-up: constant, linear, cosine or wsd
     warmup_steps: int = 0  # optimizer steps over which the learning rate rises linearly to lr
-    wsd_decay_steps: int = 0  # last steps, in which the schedule wsd decays linearly to min_lr
-    beta1: float = 0.9  # of Adam
-    beta2: float = 0.95  # of Adam
-    eps: float = 1e-8  # of Adam
-    weight_decay: float = 0.0  # decoupled from the gradient, as in AdamW
+    wsd_decay_steps: int = 0  # last steps, in which schedule wsd decays linearly to min_lr
+    beta1: float = 0.9  # Adam's beta1
+    beta2: float = 0.95  # Adam's beta2
+    eps: float = 1e-8  # Adam's epsilon
+    weight_decay: float = 0.0  # decoupled, as in AdamW
     clip_grad: float = 1.0  # maximum global gradient norm
     distributed: bool = False  # shard the optimizer state over data-parallel ranks
-    overlap: bool = False  # reduce gradients (and, if distributed, gather weights) while computing
-    cpu_offload: bool = False  # Adam and its state on the host; GPU lane, with distributed
+    overlap: bool = False  # overlap gradient reduction (and weight gathering) with computation
+    cpu_offload: bool = False  # Adam and its state on the host; GPU lane, needs distributed
 
 
 @dataclass
 class MoEConfig:
-    """Routers and experts, for models that have them."""
+    """Routers and experts of MoE models."""
 
-    dispatcher: str = "alltoall"  # how tokens get to their experts: alltoall or allgather
-    # Over what the load is balanced: aux_loss (a micro-batch) or global_aux_loss (all ranks and the
-    # micro-batches of the mini-batch so far).
+    dispatcher: str = "alltoall"  # how tokens are sent to their experts: alltoall or allgather
+    # Load balance is computed per micro-batch (aux_loss), or over all ranks and the micro-batches
+    # of the mini-batch so far (global_aux_loss).
     aux_loss: str = "aux_loss"
-    aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 computes none
-    bias_update_rate: float = 0.0  # of the selection bias of routers that have one; 0 freezes it
-    # Experts of the update: off (the router chooses again), record (those of the log-prob pass) or
-    # rollout (those that the batch brings along, in both passes).
+    aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 disables it
+    bias_update_rate: float = 0.0  # update rate of the router's selection bias; 0 freezes it
+    # Experts used in the update: off (the router chooses again), record (those of the log-prob
+    # pass) or rollout (those in the batch, for both passes).
     router_replay: str = "off"
 
 
 @dataclass
 class RecomputeConfig:
-    """What is computed again in the backward pass instead of being kept."""
+    """Activations that the backward pass recomputes instead of keeping them."""
 
     granularity: str = "none"  # none, selective (the modules below) or full (whole layers)
-    modules: list[str] = field(default_factory=lambda: ["core_attn"])  # of selective recompute
-    num_layers: int = 1  # layers of a unit of full recompute: only its input is kept
+    modules: list[str] = field(default_factory=lambda: ["core_attn"])  # for selective recompute
+    num_layers: int = 1  # layers per unit of full recompute: only the input of a unit is kept
 
 
 @dataclass
 class LoRAConfig:
-    """Low-rank adapters on linear layers; the weights themselves stay frozen."""
+    """Low-rank adapters on linear layers; the base weights stay frozen."""
 
-    rank: int = 0  # 0 trains the weights themselves
-    alpha: float = 32.0  # an adapter's product is scaled by alpha / rank
+    rank: int = 0  # rank of the adapters; 0 trains all weights, without adapters
+    alpha: float = 32.0  # adapters are scaled by alpha / rank
     targets: list[str] = field(  # Megatron's names of the linear layers that get adapters
         default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     )
@@ -97,20 +98,20 @@ class LoRAConfig:
 
 @dataclass
 class EngineConfig:
-    """A training engine: where it runs and how it steps."""
+    """A training engine: its layout, optimizer and memory."""
 
-    backend: str = "megatron"  # which engine: the one there is
+    backend: str = "megatron"  # training engine; allowed: megatron
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
-    logprob_chunk_bytes: int = 32 << 20  # logits and probabilities alive at once in the head
+    logprob_chunk_bytes: int = 32 << 20  # limit on logits and probabilities in memory at a time
     moe: MoEConfig = field(default_factory=MoEConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    mtp_loss_coef: float = 0.0  # multi-token prediction as an auxiliary loss; 0 leaves it out
-    threads_per_rank: int = 1  # CPU threads a rank may use
-    # Whose modules the layers are made of: te (Transformer Engine's, on a GPU), torch (plain
-    # torch's, on either lane) or auto (te where it is installed).
+    mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss; 0 disables it
+    threads_per_rank: int = 1  # CPU threads per rank
+    # Implementation of the layers: te (Transformer Engine, on a GPU), torch (plain torch, on both
+    # lanes) or auto (te if it is installed).
     modules: str = "auto"
 
 
@@ -118,47 +119,45 @@ class EngineConfig:
 class RolloutConfig:
     """The vLLM servers that generate."""
 
-    num_servers: int = 1  # each with a whole copy of the model
+    num_servers: int = 1  # each has a full copy of the model
     tp: int = 1  # tensor parallel inside a server
     ep: bool = False  # expert parallel over the tp ranks of a server
-    temperature: float = 1.0  # of sampling, in training and in evaluation; above 0
+    temperature: float = 1.0  # sampling temperature, in training and evaluation; above 0
     top_p: float = 1.0  # allowed: 1
-    max_response_tokens: int = 1024  # a response that gets there is cut off
-    max_num_seqs: int = 256  # sequences a server runs at once
+    max_response_tokens: int = 1024  # longer responses are truncated
+    max_num_seqs: int = 256  # sequences that a server runs at the same time
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
-    # CPU lane: cores of each worker, as in "0|1", a thread on each. Empty shares them out, and
-    # gives the worker of tp=1 a single thread.
+    # CPU lane: cores of each worker, such as "0|1", one thread per core. If empty, the cores are
+    # split among the workers, and the worker of tp=1 gets one thread.
     cores: str = ""
 
 
 @dataclass
 class DataConfig:
     train_file: str = ""  # parquet with the prompt column and the answer column
-    test_file: str = ""  # the same, held out: asked before and after training
+    test_file: str = ""  # the same, for evaluation before and after training
     prompt_column: str = "messages"  # chat messages: list of {role, content}
-    answer_column: str = "answer"  # ground truth, handed to the reward
-    max_prompt_tokens: int = 1024  # after the chat template; a longer prompt is refused
+    answer_column: str = "answer"  # ground truth, passed to the reward
+    max_prompt_tokens: int = 1024  # with the chat template applied; a longer prompt is refused
 
 
 @dataclass
 class RewardConfig:
     name: str = "final_number"  # a name in the reward registry, or an import path
-    settings: dict[str, Any] = field(default_factory=dict)  # of that reward
-    shuffle: bool = (
-        False  # control experiment: permute the rewards of a batch, so that they teach nothing
-    )
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of that reward
+    shuffle: bool = False  # control experiment: permute the rewards of a batch at random
 
 
 @dataclass(frozen=True)
 class GRPOSettings:
-    """Of `algorithm.advantage=grpo`."""
+    """Settings of `algorithm.advantage=grpo`."""
 
     normalize_by_std: bool = True  # divide group advantages by their standard deviation
 
 
 @dataclass(frozen=True)
 class PPOClipSettings:
-    """Of `algorithm.loss=ppo_clip`."""
+    """Settings of `algorithm.loss=ppo_clip`."""
 
     clip_ratio_low: float = 0.2  # ratios are clipped at 1 - clip_ratio_low
     clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
@@ -170,48 +169,49 @@ class PPOClipSettings:
 
 @dataclass
 class AlgorithmConfig:
-    """Functions are named by a name, or by the import path of one outside the package.
+    """A function is a built-in name or the import path of your own function.
 
-    An import path is `module:function` or `path/to/file.py:function`; a function's own settings
-    stand beside its name. docs/algorithms.md has how they are written.
+    An import path is `module:function` or `path/to/file.py:function`. docs/algorithms.md explains
+    how to write one.
     """
 
-    advantage: str = "grpo"  # how rewards become advantages
-    advantage_settings: dict[str, Any] = field(default_factory=dict)  # of that function
-    group_size: int = 8  # responses a prompt
-    drop_uniform_groups: bool = False  # leave groups whose rewards are all equal out of the update
-    num_mini_batches: int = 1  # optimizer steps a trainer step
-    loss: str = "ppo_clip"  # of each token, before KL and entropy
-    loss_settings: dict[str, Any] = field(default_factory=dict)  # of that function
-    loss_aggregation: str = "token_mean"  # how token losses become one loss
-    loss_aggregation_settings: dict[str, Any] = field(default_factory=dict)  # of that function
-    entropy_coef: float = 0.0  # weight of the entropy, which is then kept up; 0 leaves it out
+    advantage: str = "grpo"  # function that computes advantages from rewards
+    advantage_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    group_size: int = 8  # responses per prompt
+    drop_uniform_groups: bool = False  # drop groups whose rewards are all equal from the update
+    num_mini_batches: int = 1  # optimizer steps per trainer step
+    loss: str = "ppo_clip"  # loss of each token, without KL and entropy
+    loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    loss_aggregation: str = "token_mean"  # how token losses are averaged
+    # Settings of that function.
+    loss_aggregation_settings: dict[str, Any] = field(default_factory=dict)
+    entropy_coef: float = 0.0  # weight of the entropy bonus; 0 disables it
     kl_coef: float = 0.0  # weight of the KL to the reference model; 0 loads no reference
-    kl_estimator: str = "k3"  # how the KL is estimated from one sample
-    kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # of that function
+    kl_estimator: str = "k3"  # estimator of the KL from one sample
+    kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
 
 
 @dataclass
 class WeightSyncConfig:
-    # "colocated" and "disaggregated" move to each worker of a server the shards that it needs: from
-    # a training rank on the same device, or from ranks elsewhere. "full_export" writes a checkpoint
-    # under output_dir that every server loads.
+    # "colocated" and "disaggregated" send each worker of a server the shards that it needs: from
+    # a training rank on the same device, or from ranks on other devices. "full_export" writes a
+    # checkpoint under output_dir that every server loads.
     method: str = "colocated"
-    # Of "disaggregated". "process_group": gloo, or NCCL with GPUs. "nixl": NVIDIA's NIXL, where it
-    # is installed.
+    # Transport of "disaggregated". "process_group": gloo, or NCCL with GPUs. "nixl": NVIDIA's NIXL,
+    # if it is installed.
     transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
-    bucket_bytes: int = 64 << 20  # a rank stages twice as much of weights on their way
-    # Where rank 0 of the trainer listens, where it does. "auto": the address of its Ray node.
+    bucket_bytes: int = 64 << 20  # size of a message bucket; a rank stages twice as much
+    # Address on which rank 0 of the trainer listens for servers. "auto": that of its Ray node.
     bind_address: str = "auto"
-    timeout_s: float = 600.0  # of a push to all servers, and of joining both sides before the first
+    timeout_s: float = 600.0  # for a push to all servers, and for the rendezvous before the first
 
 
 @dataclass
 class TimeoutsConfig:
     """How long all ranks of a model, or all servers, may take before the run ends with an error.
 
-    It tells which rank did not answer, and what that was doing.
+    The error says which rank did not answer, and what it was doing.
     """
 
     start_s: float = 600.0  # to start processes, load the model and join the process groups
@@ -220,41 +220,42 @@ class TimeoutsConfig:
 
 @dataclass
 class TrainerConfig:
-    num_steps: int = 100  # each: generate, score, update, push the weights
-    prompts_per_step: int = 64  # times algorithm.group_size: samples of a step
-    # Stop when log-probs of trainer and rollout differ by more, in nats, at a token or on average.
-    # Rounding gives 1e-4 and 1e-6 in float32, about 1 and 0.02 in bfloat16; where it tips a router
-    # from one expert to another a token may differ by more, so the mean is the sharper test.
-    # None: 0.5 and 1e-4 in float32, 2 and 0.1 in bfloat16.
+    num_steps: int = 100  # each: generate, compute log-probs, update, push the weights
+    prompts_per_step: int = 64  # a step has this times algorithm.group_size samples
+    # Stop if log-probs of trainer and rollout differ by more than this at a token, in nats.
+    # Rounding gives 1e-4 in float32 and about 1 in bfloat16, and more if a router near a tie
+    # chooses another expert. Default: 0.5 in float32, 2 in bfloat16.
     max_logprob_gap: float | None = None
-    mean_logprob_gap: float | None = None  # the bound on the average
-    eval_samples: int = 0  # held-out prompts of an evaluation; 0 takes all
+    # Stop if they differ by more than this on average, which is the more sensitive test. Rounding
+    # gives 1e-6 in float32 and 0.02 in bfloat16. Default: 1e-4 in float32, 0.1 in bfloat16.
+    mean_logprob_gap: float | None = None
+    eval_samples: int = 0  # held-out prompts per evaluation; 0 uses all
     # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
     save_every: int = 0
 
 
 @dataclass
 class CheckpointConfig:
-    """Training checkpoints, output_dir/checkpoints/step_NNNNNN, which a run goes on from."""
+    """Training checkpoints, output_dir/checkpoints/step_NNNNNN, from which a run can be resumed."""
 
     keep: int = 2  # the last ones; older ones are removed
     # Metric of metrics.jsonl, such as "reward": the checkpoint with the highest is kept as well.
-    # "-NAME": the lowest. Empty keeps none for that.
+    # "-NAME": the lowest. Empty: none.
     keep_best: str = ""
     hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN, all kept; 0 writes none
-    # Train on while a checkpoint is written: a step waits until it has been copied to the host,
-    # which then holds it twice.
+    # Train while a checkpoint is written: a step waits until it has been copied to the host,
+    # which then has it twice.
     async_save: bool = False
 
 
 @dataclass
 class WarmStartConfig:
-    """Supervised training before reinforcement learning; off when num_steps is 0."""
+    """Supervised training before reinforcement learning; disabled if num_steps is 0."""
 
     num_steps: int = 0  # optimizer steps
-    batch_size: int = 96  # samples an optimizer step
+    batch_size: int = 96  # samples per optimizer step
     train_file: str = ""  # parquet with the prompt column and the response column
-    response_column: str = "response"  # text to imitate
+    response_column: str = "response"  # target text
     moe_aux_loss_coef: float = 0.0  # load-balancing loss of the router
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -262,32 +263,32 @@ class WarmStartConfig:
 
 @dataclass
 class PlacementConfig:
-    """On which pool of devices each role runs: "own" is one that no other role uses.
+    """The pool of devices of each role; "own" is a pool that no other role uses.
 
-    Roles on a pool of one name take turns on its devices. Servers that sleep and a trainer that is
-    away free what they have there.
+    Roles on the same pool take turns on its devices: sleeping servers and an offloaded trainer free
+    their memory there.
     """
 
     actor: str = "shared"  # the trainer
-    reference: str = "shared"  # the frozen model of the KL, where there is one
+    reference: str = "shared"  # the frozen model of the KL, if there is one
     # The generation servers. "auto": "own" with weight_sync.method="disaggregated", else "shared".
     rollout: str = "auto"
 
 
 @dataclass
 class TaskConfig:
-    """A synthetic task that makes its own tokenizer, model and data; off when the name is empty."""
+    """A synthetic task that creates its own tokenizer, model and data; off if the name is empty."""
 
     name: str = ""  # "" or "last_digit"
-    worked_share: float = 0.35  # warm-start answers that show their work
+    worked_share: float = 0.35  # share of warm-start answers that show their work
 
 
 @dataclass
 class RLConfig:
     seed: int = 0  # of data order, initial weights of a task's model, sampling; up to 4294967295
-    output_dir: str = "outputs/rl"  # new or empty unless resumed; everything that a run leaves
-    # never, auto (the newest whole training checkpoint in output_dir; without one it starts anew),
-    # or the folder of a training checkpoint, in this or in another output_dir.
+    output_dir: str = "outputs/rl"  # folder of all outputs; new or empty, unless resumed
+    # never, auto (the newest complete training checkpoint in output_dir; a new run if there is
+    # none), or the folder of a training checkpoint, in this or in another output_dir.
     resume: str = "never"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -305,9 +306,9 @@ class RLConfig:
 
     @property
     def inner_timeout_s(self) -> float:
-        """Of every wait inside a rank or a server: it outlasts those of the driver.
+        """Time-out of waits inside ranks and servers, longer than those of the driver.
 
-        So the driver, which sees all ranks, is the one that tells who is stuck.
+        So the driver, which sees all ranks, times out first and can say which rank is stuck.
         """
         driver = self.timeouts.start_s, self.timeouts.call_s, self.weight_sync.timeout_s
         return max(driver) + 60.0

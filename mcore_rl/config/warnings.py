@@ -1,4 +1,4 @@
-"""Settings that can work and that hardly anybody means."""
+"""Settings that are valid but probably a mistake."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from mcore_rl.config.schema import OptimizerConfig, RLConfig
 
 
 def warnings_of(config: RLConfig) -> Iterator[str]:
-    """A line for each doubtful setting, naming it. The config need not have been resolved."""
+    """A line for each doubtful setting, naming it. The config may be unresolved."""
     data, warm, trainer = config.data, config.warm_start, config.trainer
     if data.train_file and data.train_file == data.test_file:
         yield (
-            f"data.test_file={data.test_file!r} is data.train_file: what is measured before and "
-            "after training is not held out"
+            f"data.test_file={data.test_file!r} is data.train_file: accuracy before and "
+            "after training is measured on training data"
         )
     if warm.train_file and not warm.num_steps:
         yield (
             f"warm_start.train_file={warm.train_file!r} is not read: warm_start.num_steps=0 "
-            "leaves supervised training out"
+            "disables supervised training"
         )
     if config.reward.shuffle:
-        yield "reward.shuffle=true: a control experiment, in which rewards teach nothing"
+        yield "reward.shuffle=true: a control experiment, in which rewards have no signal"
+    if not trainer.save_every:
+        found: dict[str, object] = {
+            "checkpoint.keep_best": config.checkpoint.keep_best,
+            "checkpoint.async_save": config.checkpoint.async_save,
+            "resume": config.resume if config.resume == "auto" else "",
+        }
+        for key, value in found.items():
+            if value:
+                yield f"{key}={value!r}: trainer.save_every=0 writes no training checkpoints"
     steps = trainer.num_steps * config.algorithm.num_mini_batches
     yield from _of_optimizer("actor.optimizer", config.actor.optimizer, steps)
     if warm.num_steps:
@@ -31,8 +40,8 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
 def _of_optimizer(key: str, config: OptimizerConfig, num_steps: int) -> Iterator[str]:
     if config.warmup_steps >= num_steps > 0:
         yield (
-            f"{key}.warmup_steps={config.warmup_steps}: of {num_steps} optimizer steps none is "
-            f"left to train with the whole {key}.lr={config.lr}"
+            f"{key}.warmup_steps={config.warmup_steps}: all {num_steps} steps are warm-up "
+            f"to {key}.lr={config.lr}"
         )
     if config.schedule == "constant" and config.min_lr:
-        yield f"{key}.min_lr={config.min_lr} has no part in {key}.schedule='constant'"
+        yield f"{key}.min_lr={config.min_lr} has no effect with {key}.schedule='constant'"

@@ -1,6 +1,6 @@
-"""How one call on a group of workers becomes one call a rank, and one result again. Pure: no Ray.
+"""One call on a group of workers becomes one call per rank, and one result. Pure: no Ray.
 
-A worker method carries its mode; `scatter` splits the arguments and `gather` joins the results.
+A worker method has a mode; `scatter` splits the arguments and `gather` joins the results.
 
     class ModelWorker:
         @register(dispatch_mode=Dispatch.DP_COMPUTE)
@@ -25,7 +25,7 @@ _ATTRIBUTE = "_mcore_rl_registration"
 
 
 class Dispatch(StrEnum):
-    """Who is called, with what, and what comes back."""
+    """Which ranks are called, with what, and what is returned."""
 
     ONE_TO_ALL = "one_to_all"  # every rank, the same arguments; a list of results by rank
     RANK_ZERO = "rank_zero"  # world rank 0 only; its result
@@ -57,7 +57,7 @@ def register(
 
 
 def registered_methods(worker_class: type) -> dict[str, Registration]:
-    """The marked methods of a class, inherited ones included. An override inherits the mark."""
+    """The registered methods of a class, also inherited ones. An override inherits the mark."""
     marks = [
         {n: getattr(m, _ATTRIBUTE) for n, m in vars(base).items() if hasattr(m, _ATTRIBUTE)}
         for base in reversed(worker_class.__mro__)
@@ -142,7 +142,7 @@ def _row_costs(batches: Sequence[Batch]) -> Sequence[float]:
 
 
 def _in_caller_order(parts: Sequence[CallPart], outputs: Sequence[Batch]) -> Batch:
-    # Empty parts are left out: what a worker returns for no rows need not have the right dtypes.
+    # Empty parts are left out: what a worker returns for no rows may have wrong dtypes.
     filled = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.rows]
     if not filled:
         return outputs[0]

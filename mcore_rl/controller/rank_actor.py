@@ -20,7 +20,6 @@ import ray
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.controller.node import NODE, print_to
-from mcore_rl.observability.garbage import long_lived
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
@@ -122,9 +121,8 @@ class RankActor:
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None
-            with long_lived():
-                worker_class, args, kwargs = ray.cloudpickle.loads(recipe)
-                self._worker = worker_class(*args, **kwargs)
+            worker_class, args, kwargs = ray.cloudpickle.loads(recipe)
+            self._worker = worker_class(*args, **kwargs)
 
         return _guarded(make)
 

@@ -1,9 +1,9 @@
 """A small process that outlives the driver just long enough to clean up after it.
 
 A driver that is killed with SIGKILL cannot clean up. Ray's own processes then share its fate, some
-at once and some after seconds; processes that workers started, shared memory and Ray's folder stay.
-The reaper remembers which processes descend from the driver and which shared-memory files they
-map: it looks twice a second, and when a file has been made. When the driver goes, or ends the
+immediately and some after seconds; processes that workers started, shared memory and Ray's folder
+stay. The reaper remembers which processes descend from the driver and which shared-memory files
+they map: it looks twice a second, and when a file has been made. When the driver goes, or ends the
 session by a word on the reaper's stdin, it kills every one of them that is not a descendant of a
 living driver. Then it keeps what Ray has logged, and removes those files, the scratch folder, and
 from the run's own folders what was still being written: everything in this project is written under
@@ -14,7 +14,7 @@ both, and a note of what to look for; the next one to start on the machine sweep
 nobody has locked (`sweep_abandoned`).
 
 Runs as a script (`python -I -S reaper.py DRIVER_PID MARKER SCRATCH LOGS [FOLDER...]`, LOGS empty
-where Ray's are not wanted) with the standard library only, in a session of its own, so that a
+where Ray's are not wanted) with the standard library only, in a separate session, so that a
 signal to the driver's process group does not reach it. Linux only.
 """
 
@@ -54,7 +54,7 @@ def processes() -> Processes:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                # "pid (command) state parent ..."; the command may hold blanks and brackets
+                # "pid (command) state parent ..."; the command may contain blanks and brackets
                 fields = file.read().rpartition(")")[2].split()
                 if fields[0] not in "ZX":
                     found[int(name)] = (int(fields[1]), fields[19])
@@ -148,7 +148,7 @@ def remove_partials(folder: str) -> None:
 
 
 def keep_logs(scratch: str, folder: str) -> None:
-    """Copies the logs of Ray's session, as far as there is room."""
+    """Copies the logs of Ray's session, as far as there is disk space."""
     for logs in glob.glob(os.path.join(glob.escape(scratch), RAY_DIR, "session_2*", "logs")):
         with contextlib.suppress(OSError):  # shutil.Error is one, after all files were tried
             shutil.copytree(logs, folder, symlinks=True, dirs_exist_ok=True)
@@ -218,7 +218,7 @@ class Reaper:
         self.driver = driver
         self.marker = marker.encode()
         self.scratch = scratch
-        self.folders = folders  # of the run, which may hold something half-written
+        self.folders = folders  # of the run, which may contain unfinished files
         self.logs = logs  # where Ray's are kept
         self.known: dict[int, str] = {}  # pid -> start time; a pid may be used again
         self.files: SharedMemory = {}  # of the session
@@ -294,7 +294,7 @@ class Reaper:
             remove_partials(folder)
 
     def watch(self, words: int = 0) -> None:
-        """Returns when the driver has sent a word, or at once when it is gone.
+        """Returns when the driver has sent a word, or immediately when it is gone.
 
         `words` is the descriptor that they come by.
 

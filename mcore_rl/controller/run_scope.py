@@ -1,4 +1,4 @@
-"""A watch over this process: when it ends, nothing of what it started is left. No Ray here."""
+"""Clean-up: when this process ends, nothing that it started is left. No Ray here."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.observability.stacks import Look, in_full, in_short, look_at
 
 _LOOK_S = 60.0  # how long the looks may take, on all nodes together
-_MOST_NAMED = 4  # ranks of which the first line tells what they do
+_MOST_NAMED = 4  # ranks whose state is in the first line
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Silent:
 
 
 def report(silent: Sequence[Silent], limit: str) -> str:
-    """One line on who has not answered in time and what they do; then their stacks.
+    """One line on the ranks that have not answered in time and what they do; then their stacks.
 
     The first is the rank that is likeliest to hold up the others: it is gone, or stopped, or runs
     while they wait. `limit` is how long was waited, and the setting that says so.

@@ -21,18 +21,29 @@ class RunStopped(Exception):
 class StopSignals:
     """`requested` is the name of the signal that asks the run to end, "" before there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, go_on: str = "") -> None:
+        """`go_on` says how to go on after it."""
+        self._go_on = go_on
         self.requested = ""
         self._is_in_step = False
 
     @contextmanager
     def heeded_after_a_step(self) -> Iterator[None]:
-        """Inside, somebody looks at `requested`; elsewhere a signal ends the run at once."""
+        """Inside, somebody looks at `requested`; elsewhere a signal ends the run at once.
+
+        Raises:
+            RunStopped: nobody has looked since one came.
+        """
         self._is_in_step = True
         try:
             yield
         finally:
             self._is_in_step = False
+        if self.requested:
+            raise self.stopped()
+
+    def stopped(self) -> RunStopped:
+        return RunStopped(f"{self.requested}: the run was in no step; {self._go_on}")
 
     def receive(self, signum: int) -> bool:
         """Whether the run has to end at once."""
@@ -47,12 +58,10 @@ class StopSignals:
 def stop_signals(go_on: str) -> Iterator[StopSignals]:
     """The first of SIGTERM, SIGUSR1 and SIGINT is a request; the next does what it did before.
 
-    `go_on` says how to go on after it.
-
     Raises:
         RunStopped: the run was not in a step, and has ended at once.
     """
-    stop = StopSignals()
+    stop = StopSignals(go_on)
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may set handlers
         return
@@ -82,4 +91,4 @@ def stop_signals(go_on: str) -> Iterator[StopSignals]:
     finally:
         restore()
         if ended_at_once:  # a call into Ray that was interrupted forgets the exit code
-            raise RunStopped(f"{stop.requested}: the run was in no step; {go_on}")
+            raise stop.stopped()

@@ -1,12 +1,12 @@
-"""One worker a rank, called as one object: WorkerGroup -> Ray actor -> worker.
+"""One worker per rank, called as one object: WorkerGroup -> Ray actor -> worker.
 
     group = WorkerGroup(ModelWorker, layout=layout, pool=pool, timeouts=config.timeouts)
     batch = group.compute_log_probs(batch, temperature=1.0)  # fans out, waits, gathers
-    pending = group.update.submit(batch)                     # returns at once
+    pending = group.update.submit(batch)                     # returns immediately
     metrics = pending.result()
 
 A worker class is a plain class; methods marked with `register` become attributes of the group. A
-worker finds its place in RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
+worker reads its rank from RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
 parallel/store.py reads. The columns of a batch are views of shared memory in a worker, so they are
 read-only there.
 """
@@ -31,7 +31,7 @@ from mcore_rl.parallel.mesh import Mesh
 
 
 class Method:
-    """A registered method of a group: call it, or `submit` it and go on."""
+    """A registered method of a group: call it, or `submit` it and continue."""
 
     def __init__(self, group: WorkerGroup, name: str, registration: Registration) -> None:
         self._group, self._name, self._registration = group, name, registration
@@ -66,8 +66,9 @@ class WorkerGroup:
     ) -> None:
         """Starts the ranks and builds every worker, in parallel; returns when all are built.
 
-        Without `wait` it returns at once. Methods may be submitted then, and are called on workers
-        that have been built; `wait_until_built` has to come before the first result is asked for.
+        Without `wait` it returns immediately. Methods may be submitted then, and are called on
+        workers that have been built; `wait_until_built` has to come before the first result is
+        asked for.
 
         `share` is the part of each bundle of the pool that the group takes; a rank starts in the
         first of its `bundles_per_rank` and may use them all. `max_concurrency` above
@@ -110,7 +111,7 @@ class WorkerGroup:
     def rebuild(self, name: str, layout: Layout, *init_args: Any) -> None:
         """New workers of the same class in the same processes, under another name and layout.
 
-        A worker's `close` lets go of what it has; process groups stay. Returns at once, as the
+        A worker's `close` frees what it has; process groups stay. Returns immediately, as the
         constructor without `wait` does. Raises ConfigError when the layout has more or fewer ranks.
         """
         if self.ended:
@@ -126,7 +127,7 @@ class WorkerGroup:
         self._build((self._worker_class, init_args, {}))
 
     def close(self, reason: str = "") -> None:
-        """Ends the workers at once. May be called twice."""
+        """Ends the workers immediately. May be called twice."""
         if self.ended:
             return
         self.ended = reason or "the group has been closed"
@@ -184,7 +185,7 @@ class WorkerGroup:
         )
 
     def _build(self, recipe: Recipe) -> None:
-        """Lets the workers be built, which meet on the node of rank 0, and waits for nothing."""
+        """Starts building the workers, whose rendezvous is on the node of rank 0; does not wait."""
         born = {actor.info.remote(): rank for rank, actor in enumerate(self._actors)}
         rendezvous = self._actors[0].open_rendezvous.remote()
         stored = ray.put(ray.cloudpickle.dumps(recipe))

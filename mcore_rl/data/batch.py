@@ -1,7 +1,7 @@
-"""The one batch type: named columns, one row a sample, rows of a column as long as they are.
+"""The one batch type: named columns, one row per sample, rows of different lengths.
 
 A column is either a `Jagged` array (one variable-length row a sample) or a plain numpy array (one
-value a sample). Nothing is padded; a batch carries data, never settings. numpy, so that Ray moves
+value a sample). Nothing is padded; a batch contains data, never settings. numpy, so that Ray moves
 columns without a copy.
 """
 
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Jagged:
-    """Variable-length rows stored end to end: row i is values[offsets[i]:offsets[i + 1]].
+    """Variable-length rows, concatenated: row i is values[offsets[i]:offsets[i + 1]].
 
     >>> Jagged.of([[1, 2], [3]], np.int64).lengths.tolist()
     [2, 1]
@@ -51,7 +51,7 @@ class Jagged:
         return np.diff(self.offsets)
 
     def with_values(self, values: Array) -> Jagged:
-        """The same row lengths over other values."""
+        """Other values with the same row lengths."""
         if len(values) != len(self.values):
             raise ValueError(f"{len(values)} values for rows of {len(self.values)} in all")
         return Jagged(values, self.offsets)
@@ -68,7 +68,7 @@ Column = Jagged | Array
 class Batch:
     """Rows of samples as named columns of equal length. Immutable: each change is a new batch.
 
-    Standard columns (jagged, one entry a response token unless said otherwise): prompt_ids (one a
+    Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
     reference_log_probs, entropy, advantages, loss_weights; routed_experts: [MoE layers, experts a
     token] a prompt or response token; one value a sample: rewards, reward/<part>, group_ids,
@@ -118,13 +118,13 @@ class Batch:
     def jagged(self, name: str) -> Jagged:
         column = self[name]
         if not isinstance(column, Jagged):
-            raise TypeError(f"column {name!r} holds one value a sample, not a row a sample")
+            raise TypeError(f"column {name!r} has one value per sample, not one row per sample")
         return column
 
     def array(self, name: str) -> Array:
         column = self[name]
         if isinstance(column, Jagged):
-            raise TypeError(f"column {name!r} holds a row a sample, not one value a sample")
+            raise TypeError(f"column {name!r} has one row per sample, not one value per sample")
         return column
 
     @property

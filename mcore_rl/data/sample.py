@@ -1,4 +1,4 @@
-"""One trajectory: what the policy was asked, what it chose, and what that was worth."""
+"""One trajectory: a prompt, a response and its reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 class Sample:
     """A prompt and one response to it.
 
-    `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a response token.
+    `response_mask`, `rollout_log_probs` and `weight_versions` have one entry per response token.
     """
 
     prompt_ids: list[int]

@@ -1,4 +1,4 @@
-"""Which rows come next: a seeded shuffle without end that can be stopped and resumed."""
+"""Which rows come next: an endless seeded shuffle that can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class IndexSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state` was taken; ConfigError when it is of other data or another seed."""
+        """Continue from `state`; ConfigError when it is of other data or another seed."""
         for name, value in (("num_rows", self._num_rows), ("seed", self._seed)):
             if state[name] != value:
                 raise ConfigError(

@@ -36,7 +36,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether the folder holds a tokenizer's words."""
+    """Whether the folder contains a tokenizer's words."""
     return any(Path(path, name).is_file() for name in _FILES)
 
 

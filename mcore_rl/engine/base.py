@@ -1,4 +1,4 @@
-"""What a training engine is, and how one is found."""
+"""The interface of a training engine, and how a backend is chosen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Place = Literal["host", "device"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is built from. A `total_steps` of 0 builds no optimizer: inference only."""
+    """The inputs of an engine. A `total_steps` of 0 builds no optimizer: inference only."""
 
     model: ModelConfig
     engine: EngineConfig
@@ -41,7 +41,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Memory that a rank's model and optimizer hold between two calls; no activations."""
+    """Memory of a rank's model and optimizer between two calls; no activations."""
 
     parameters_bytes: int  # weights and buffers of the model, on the device or on the host
     gradients_bytes: int  # 0 after engine.to("host", grad=True)
@@ -66,10 +66,10 @@ class PendingSave(Protocol):
 
 
 class BaseEngine(ABC):
-    """One model laid over ranks. Every rank of the layout makes the same calls in the same order.
+    """One model sharded over ranks. All ranks of a layout make the same calls in the same order.
 
-    Batches hold the rows of this rank's data-parallel share. Results are those of the last pipeline
-    stage, where all ranks of a data-parallel share return the same rows in the same order.
+    Batches contain the rows of this rank's data-parallel share. Results are those of the last
+    pipeline stage, where all ranks of a data-parallel share return the same rows in the same order.
     """
 
     # Known once it is initialized.
@@ -97,19 +97,19 @@ class BaseEngine(ABC):
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True
     ) -> Batch | None:
-        """Adds "log_probs" and "entropy": one float32 a response token, in nats.
+        """Adds "log_probs" and "entropy": one float32 per response token, in nats.
 
         They are those of softmax(logits / temperature), with the temperature of the sampling that
         they refer to, above 0. Value models have no logits and do not read it, here and below.
 
-        With spec.num_top_log_probs = k also "top_log_probs" and "top_ids", k a response token, the
-        likeliest first. A value model adds "values" instead: one float32 a response token, the
-        value of the state before it.
+        With spec.num_top_log_probs = k also "top_log_probs" and "top_ids", k per response token,
+        the likeliest first. A value model adds "values" instead: one float32 per response token,
+        the value of the state before it.
 
         With engine.moe.router_replay = "record" also "routed_experts", which train_batch then
         needs; "rollout" needs that column here, too (engine/megatron/router_replay.py).
 
-        Without `adapters`, of the model that a LoRA engine began with; other engines have none.
+        Without `adapters`, of the base model of a LoRA engine; other engines have none.
 
         None on pipeline stages other than the last.
         """
@@ -121,8 +121,8 @@ class BaseEngine(ABC):
         """One optimizer step on a mini-batch; its loss is the sum of loss_weights * loss.
 
         The sum is over the tokens of all ranks. The loss function reads scores at `temperature`, as
-        infer_batch gives them. Its metrics come back as means over the trained tokens of all ranks:
-        those whose loss weight is not 0.
+        infer_batch gives them. Its metrics are returned as means over the trained tokens of all
+        ranks: those whose loss weight is not 0.
 
         They, and those of the load of experts ("moe/..."), come from the last pipeline stage; the
         others return "grad_norm" and "lr" only.
@@ -156,11 +156,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream the weights as whole Hugging Face tensors; on the main rank only, others help."""
+        """Stream the weights as full Hugging Face tensors, on the main rank; others send theirs."""
 
     @abstractmethod
     def local_weights(self) -> LocalWeights:
-        """What this rank has of the weights, as the rules of the family lay it out."""
+        """This rank's shards of the weights, in the layout of the family's rules."""
 
     @abstractmethod
     def to(
@@ -168,9 +168,9 @@ class BaseEngine(ABC):
     ) -> None:
         """Move parameters, optimizer state and gradients to the "host" or to the "device".
 
-        Gradients are dropped on the way out and are zero when they are back. A call that needs what
-        is away raises StateError. On the CPU lane device and host are one: gradients are freed all
-        the same, the others stay where they are and are away nevertheless.
+        Gradients are dropped when moved out and are zero after they return. A call that needs what
+        is offloaded raises StateError. On the CPU lane device and host are the same: gradients are
+        freed, the others stay in place but count as offloaded.
         """
 
     @abstractmethod
@@ -178,7 +178,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the model and its memory. The engine cannot be used afterwards."""
+        """Free the model and its memory. The engine cannot be used afterwards."""
 
     @abstractmethod
     def save_checkpoint(self, path: Path) -> None:
@@ -200,7 +200,7 @@ class BaseEngine(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A kind of engine: what `mcore_rl/engine/NAME/backend.py` gives as BACKEND."""
+    """An engine implementation: BACKEND in `mcore_rl/engine/NAME/backend.py`."""
 
     engines: Mapping[str, Callable[[EngineSpec], BaseEngine]]  # by model type
     # Variables that the process of a rank must be started with.

@@ -1,4 +1,4 @@
-"""Which lane this machine is in, before any engine is."""
+"""Which lane this machine is in, before any engine exists."""
 
 from __future__ import annotations
 

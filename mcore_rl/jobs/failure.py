@@ -1,4 +1,4 @@
-"""How a job that had started says why it stopped."""
+"""How a started job reports why it failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class RunFailed(RuntimeError):
-    """A run stopped for a reason that one line tells; the traces lie in a file that it names."""
+    """A run failed; the message is one line that names the file with the traceback."""
 
 
 @contextmanager
@@ -25,5 +25,5 @@ def summarize_failure(trace_file: Path, *kinds: type[Exception]) -> Iterator[Non
             aside.write_text("".join(traceback.format_exception(error)))
             aside.replace(trace_file)
         except OSError as full:
-            raise RunFailed(f"{reason} (no room for the whole story: {full})") from error
-        raise RunFailed(f"{reason} (the whole story: {trace_file})") from error
+            raise RunFailed(f"{reason} (no disk space for the traceback: {full})") from error
+        raise RunFailed(f"{reason} (traceback: {trace_file})") from error

@@ -23,11 +23,12 @@ from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.sinks import METRICS, MetricsSinks, read_rows
 from mcore_rl.observability.versions import versions
 
-_STARTED = "config.json"  # the first thing that a run writes
+_STARTED = "config.json"  # the first thing that a run writes, when it has been checked
 # Says who has the folder. After a SIGKILL the scope of the run removes it, by this name.
 _LOCK = ".lock.partial"
 LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
 ATTEMPT = "MCORE_RL_ATTEMPT"  # which start of the run this is, where a launch script counts them
+_BEFORE_STARTED = {LOGS, "task"}  # what may be there before it, of a run that was killed
 CHECKPOINT = "checkpoint"  # the folder with the weights of the end
 SUMMARY = "summary.json"  # the last thing
 
@@ -86,14 +87,15 @@ def exclusive_run_dir(output_dir: str, resume: str = "never") -> Iterator[Claim]
 
 def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -> None:
     """Raise ConfigError when a run may not begin, or go on, in a folder that holds this."""
-    is_inside = folder.absolute() in Path(resume).absolute().parents
-    if not held or is_inside:
+    is_path = resume not in ("never", "auto")
+    if not held or (is_path and folder.absolute() in Path(resume).absolute().parents):
         return
     told = f"output_dir={output_dir!r} is not empty"
     if resume != "auto":
         hint = ", or resume='auto' to go on with the run in it" if "checkpoints" in held else ""
         raise ConfigError(f"{told}; allowed: a new folder{hint}")
-    if _STARTED not in held and held - {LOGS}:
+    others = {name for name in held if not name.endswith(".partial")} - _BEFORE_STARTED
+    if _STARTED not in held and others:
         raise ConfigError(f"{told} and holds no run: it has no {_STARTED}; allowed: a new folder")
     if "checkpoints" not in held and held & {CHECKPOINT, SUMMARY}:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which pool of devices each role of a run is on: what `placement` says, as Ray is asked for it."""
+"""Which pool of devices each role of a run is on: `placement` as requests to Ray."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class PoolPlan:
 def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     """By name; a role's own pool has the role's name. Only roles that the run has.
 
-    A pool is as large as the largest of its roles. Servers of their own have a bundle each, so that
-    Ray keeps their workers on one node; on a shared pool each takes as many bundles as workers.
+    A pool is as large as the largest of its roles. Servers on separate devices have one bundle
+    each, so that Ray keeps their workers on one node; on a shared pool each takes as many bundles
+    as workers.
     """
     rollout, sizes = config.rollout, {"actor": config.actor.layout.world_size}
     if config.warm_start.num_steps:  # on the actor's devices, before it
@@ -60,7 +61,7 @@ def places(groups: Sequence[WorkerGroup]) -> list[str]:
 
 
 def needs_reference(config: RLConfig) -> bool:
-    """Whether a model of its own gives the reference log-probs; a LoRA actor gives them itself."""
+    """Whether there is a separate reference model; a LoRA actor is its own reference."""
     return bool(config.algorithm.kl_coef) and not config.actor.lora.rank
 
 

@@ -1,4 +1,4 @@
-"""Everything a run reads, read and checked before a process group or a server is started."""
+"""All inputs of a run, read and checked before a process group or a server is started."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _read_data(config: RLConfig) -> Inputs:
 
 
 def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
-    """Refuse to draw more rows at once than a file has: some would come twice."""
+    """Refuse to draw more rows at a time than a file has: some would come twice."""
     drawn: list[tuple[str, int, str, Sized | None]] = [
         (
             "trainer.prompts_per_step",
@@ -171,7 +171,7 @@ def _opened(config: RLConfig) -> CheckpointReader:
 
 
 def check_layouts(config: RLConfig) -> HFConfig:
-    """Check all that config.json alone tells about; returns what it holds."""
+    """Check all that depends on config.json alone; returns its contents."""
     found = read_config(config.model.path)
     family = family_of(found)
     if found.get("quantization_config"):

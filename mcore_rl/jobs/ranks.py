@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
+from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals, in_full, in_short, look_at
 from mcore_rl.parallel.rendezvous import RendezvousServer
 
@@ -62,7 +62,7 @@ def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> 
 
 
 def run_in_process(job: Job, name: str, log_dir: Path, timeout_s: float) -> Result:
-    """What `job` returns in a process of its own; `name` stands in its error.
+    """What `job` returns in a separate process; `name` is in its error.
 
     Raises as `run_on_ranks`.
     """
@@ -141,7 +141,7 @@ def _failure(name: str, answer: tuple[str, str], log: Path) -> ProcessFailed:
 
 
 def _root_cause(reason: str, printed: str) -> str:
-    """The reason, or that of a process of its own which it only refers to, as vLLM does."""
+    """The reason, or that of a child process to which it only refers, as in vLLM."""
     if "root cause" not in reason:
         return reason
     found = [match[0] for match in _REASON.finditer(printed) if "root cause" not in match[0]]
@@ -156,8 +156,7 @@ def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connectio
     answer_signals()
     leave_garbage_at_exit()
     try:
-        with long_lived():
-            run = pickle.loads(job)
+        run = pickle.loads(job)
         answer: tuple[str, Any] = _DONE, _packed(run())
     except ConfigError as error:
         answer = _BAD_INPUT, str(error)

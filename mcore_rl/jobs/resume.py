@@ -17,9 +17,9 @@ from mcore_rl.checkpoint.run_checkpoints import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.output import LOGS, SUMMARY
+from mcore_rl.jobs.output import SUMMARY
 from mcore_rl.jobs.preflight import prepare_task
-from mcore_rl.workers.checkpointer import CHECKPOINTS
+from mcore_rl.workers.checkpointer import CHECKPOINTS, HF
 
 WARM_START = "warm_start"  # the folder with the weights that it ends with
 # What makes a run the same one: the first weights, and which prompts come in which order.
@@ -67,23 +67,16 @@ def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLCo
 
 
 def clear(folder: Path) -> None:
-    """Remove what a run has left that ended before its first checkpoint, but for its logs."""
-    for entry in folder.iterdir():
-        if entry.is_dir() and entry.name != LOGS:
-            shutil.rmtree(entry)
-        elif entry.is_file() and not entry.name.startswith("."):  # the lock stays
-            entry.unlink()
+    """Remove what a run has left before its first checkpoint and another one does not replace."""
+    for name in (WARM_START, HF):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def has_ended(config: RLConfig, found: RunCheckpoint | None, folder: Path) -> bool:
     """Whether nothing is left to do."""
-    is_own = found is not None and found.run == folder.absolute()
-    return (
-        found is not None
-        and is_own
-        and found.step >= config.trainer.num_steps
-        and (folder / SUMMARY).exists()
-    )
+    if found is None or found.run != folder.absolute():
+        return False
+    return found.step >= config.trainer.num_steps and (folder / SUMMARY).exists()
 
 
 def _check_settings(config: RLConfig, found: RunCheckpoint) -> None:

@@ -1,4 +1,4 @@
-"""What each role of a run holds on its ranks, from config.json and settings alone. Pure."""
+"""Layers and memory of each role on its ranks, from config.json and settings alone. Pure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FLOAT32 = 4  # bytes of a gradient, of a main parameter, of each of Adam's two 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Ranks of a role that hold the same numbers of everything."""
+    """Ranks of a role with the same numbers of everything."""
 
     ranks: tuple[int, ...]  # world ranks of the role, or workers of its servers
-    layers: str  # which decoder layers, and what stands around them
+    layers: str  # which decoder layers, and what is before and after them
     parameters: int  # of one rank, padding of the vocabulary included
     weight_bytes: int  # of one rank, as are the others
     gradient_bytes: int
@@ -118,7 +118,7 @@ def _trainer(
 
 
 def _optimizer_bytes(held: _Held, engine: EngineConfig, mesh: Mesh, itemsize: int) -> int:
-    """Adam's two moments and, beside weights in bfloat16, a copy in float32; all of it sharded
+    """Adam's two moments and, for weights in bfloat16, a copy in float32; all of it sharded
     over data-parallel ranks by the distributed optimizer."""
     dense, expert = held.dense, held.expert
     if engine.optimizer.distributed:
@@ -128,7 +128,7 @@ def _optimizer_bytes(held: _Held, engine: EngineConfig, mesh: Mesh, itemsize: in
 
 
 def _servers(config: RLConfig, model: HFConfig) -> Role:
-    """vLLM's workers: all servers are alike."""
+    """vLLM's workers: all servers are equal."""
     rollout, sizes = config.rollout, model_sizes(model)
     layout = generation_layout(rollout)
     held = _held(

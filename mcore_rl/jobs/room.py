@@ -1,4 +1,4 @@
-"""Room on disk for the weights of a run: asked for before it starts, found elsewhere if need be."""
+"""Disk space for the weights of a run: checked before it starts, found elsewhere if needed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def weight_bytes(config: RLConfig) -> int:
 
 
 def check_room(config: RLConfig, folder: Path) -> None:
-    """Raise ConfigError when the disk under `folder` lacks room for what a run writes for sure."""
+    """Raise ConfigError when the disk under `folder` has too little space for a run."""
     copies = {"the checkpoint": 1}
     if config.warm_start.num_steps:
         copies["the warm start's"] = 1
     if config.weight_sync.method == "full_export":
-        copies["weights on their way to the servers"] = 1
+        copies["weights exported for the servers"] = 1
     size, free = weight_bytes(config), shutil.disk_usage(folder).free
     sizes = {name: size * n for name, n in copies.items()}
     if config.trainer.save_every:
@@ -83,7 +83,7 @@ def export(model: Any, path: Path, num_bytes: int) -> None:
 
 
 def kept(model: Any, path: Path, num_bytes: int) -> tuple[Path | None, str]:
-    """Write weights to `path` or, if that fails, where there is room: where, and how to say it."""
+    """Write weights to `path`, else where there is space; returns the path and a message."""
     aside = f"{path.parent.name}-{secrets.token_hex(4)}"
     reasons: list[str] = []
     for place in (path, *(Path(folder, aside, path.name) for folder in _ELSEWHERE)):

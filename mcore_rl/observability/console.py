@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live bar on a terminal, one plain line a step elsewhere."""
+"""What a run shows: a live bar on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StepProgress:
 
 @contextmanager
 def waiting(for_what: str, console: Console | None = None) -> Iterator[None]:
-    """A spinner on a terminal while something without steps goes on; nothing elsewhere."""
+    """A spinner on a terminal while something without steps runs; nothing elsewhere."""
     console = console or Console()
     if not console.is_terminal:
         yield

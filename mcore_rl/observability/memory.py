@@ -1,4 +1,4 @@
-"""How much memory a run takes, all its processes together."""
+"""Memory of a run, over all its processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def process_memory_bytes(process: psutil.Process) -> int:
-    """Memory of one process, in bytes: proportional (PSS) where Linux tells, else resident (RSS).
+    """Memory of one process, in bytes: proportional (PSS) if Linux reports it, else resident (RSS).
 
     PSS splits a shared page between the processes that map it. Summed RSS would count the object
     store and weights in shared memory once for every process that has them mapped.

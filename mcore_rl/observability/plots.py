@@ -14,7 +14,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-_BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"  # told apart by colour-blind eyes too
+_BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"  # distinct for colour-blind people too
 
 
 def plot_reward_curve(

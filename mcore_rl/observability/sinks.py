@@ -20,7 +20,7 @@ Row = Mapping[str, float | None]  # of metrics.jsonl
 class MetricsSinks:
     """Writes `metrics.jsonl` and `tensorboard/` in `output_dir`, replacing those of an earlier run.
 
-    Both hold every step as soon as `write` returns, so a run that is killed loses nothing.
+    Both contain every step as soon as `write` returns, so a run that is killed loses nothing.
     """
 
     def __init__(self, output_dir: Path, earlier: Sequence[Row] = ()) -> None:

@@ -49,7 +49,7 @@ class Look:
 
     @property
     def urgency(self) -> int:
-        """Lowest is the likeliest to hold up the others."""
+        """The lowest most likely blocks the others."""
         return _URGENCY.index(self.state)
 
 
@@ -124,7 +124,7 @@ def _by_py_spy(pid: int) -> str:
 
 
 def _by_itself(pid: int, state: str) -> str:
-    """Asks by a signal. A process that is stopped goes on for it; it writes first of all."""
+    """Asks by a signal. A stopped process continues for it; it writes first of all."""
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     if caught is None or not int(caught[1], 16) >> (_SIGNAL - 1) & 1:
         raise RuntimeError("it does not heed SIGUSR2")

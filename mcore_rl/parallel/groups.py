@@ -41,13 +41,13 @@ def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float 
 
 @contextmanager
 def groups_of_one() -> Iterator[None]:
-    """Inside, this process is the only rank of a world of its own; no launcher, no network.
+    """Inside, this process is the only rank of a separate world; no launcher, no network.
 
     Raises:
         RuntimeError: the process belongs to a world already.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process is a rank already and cannot be a world of its own")
+        raise RuntimeError("this process is already a rank and cannot form a separate world")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -60,9 +60,9 @@ def groups_of_one() -> Iterator[None]:
 
 def leave_groups() -> None:
     """End Megatron's groups: each gloo group has threads that wait until it ends."""
-    gc.collect()  # engines of the earlier layout hold on to its groups in cycles
+    gc.collect()  # engines of the earlier layout refer to its groups in cycles
     for group in parallel_state._global_process_group_list or ():
-        if group is not None:  # None stands for the default group
+        if group is not None:  # None is the default group
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 

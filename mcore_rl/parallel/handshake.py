@@ -1,11 +1,11 @@
-"""How both sides of a connection know each other: by a token that neither of them sends.
+"""Authentication of both sides of a connection, by a token that is never sent.
 
     listening:   a nonce of 32 bytes
     connecting:  a nonce of 32 bytes, and the HMAC-SHA256 of both nonces under the token
     listening:   its own HMAC of both, or 32 zero bytes, which refuse
 
 Nothing else is read from a connection before that. A side has one deadline for all of it, so that
-who sends a byte now and then is out as soon as who sends nothing.
+a client that sends a byte now and then is closed as soon as one that sends nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 
-TIMEOUT_S = 10.0  # what a listener gives who connects
+TIMEOUT_S = 10.0  # time that a listener gives a client
 ANSWER_BYTES = 64
 _NONCE_BYTES = _PROOF_BYTES = 32
 _REFUSED = bytes(_PROOF_BYTES)

@@ -1,4 +1,4 @@
-"""Where each rank stands: world rank <-> coordinate on the dense and on the expert mesh.
+"""Rank coordinates: world rank <-> coordinate on the dense and on the expert mesh.
 
 The order is Megatron-core's "tp-cp-ep-dp-pp": the first axis varies fastest. Dense weights are laid
 out as tp, cp, dp, pp; expert weights as etp, ep, edp, pp over the same ranks. Pure: no torch, no
@@ -82,12 +82,12 @@ class Mesh:
     def groups(self, *axes: str) -> list[list[int]]:
         """Ranks that differ only on these axes, as Megatron groups them: groups("tp", "dp").
 
-        The axes must lie on one mesh; pp alone is the same on both. Groups and the ranks in
+        The axes must be in one mesh; pp alone is the same on both. Groups and the ranks in
         them are in ascending order.
         """
         mesh = next((m for m in (DENSE_AXES, EXPERT_AXES) if axes and set(axes) <= set(m)), None)
         if mesh is None:
-            raise TypeError(f"axes {axes} do not lie on one of {DENSE_AXES} and {EXPERT_AXES}")
+            raise TypeError(f"axes {axes} are not all in one of {DENSE_AXES} and {EXPERT_AXES}")
         fixed = _names([axis for axis in mesh if axis not in axes])
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinate in enumerate(self._coordinates):

@@ -1,7 +1,7 @@
-"""Where ranks meet: keys and values on one address, behind a token.
+"""The rendezvous of ranks: a key-value store on one address, behind a token.
 
 A rank connects as parallel/handshake.py has it. From then on it sends requests and reads an answer
-to each. Either is a frame: its length (4 bytes, big endian), then fields, each behind its own
+to each. Both are frames: the length (4 bytes, big endian), then fields, each after its own
 length. A request is the name of an operation and its arguments; an answer begins with one of
 OK, LATE and BAD. parallel/rendezvous_client.py is the other side.
 """
@@ -57,7 +57,7 @@ class RendezvousEndpoint:
 
 
 def of_rank(*names: str) -> list[str]:
-    """What the environment tells a rank; raises ConfigError with what is missing."""
+    """The endpoint in a rank's environment; raises ConfigError with what is missing."""
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -73,6 +73,30 @@ def interface_of(address: str) -> str:
         if address in (one.address.partition("%")[0] for one in found):
             return str(name)
     raise ConfigError(f"{address} is not an address of this machine")
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface of this machine; "" is that of the default route.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not interface:
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as sock:
+            sock.connect(("203.0.113.1", 9))  # nobody's, by RFC 5737, and nothing is sent
+            return str(sock.getsockname()[0])
+        raise ConfigError(
+            "no interface is named, and this machine has no default route that would say by which "
+            "address others reach it"
+        )
+    found = {
+        name: [one.address for one in addresses if one.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    if not found.get(interface):
+        allowed = ", ".join(sorted(name for name, addresses in found.items() if addresses))
+        raise ConfigError(f"interface {interface!r} has no IPv4 address; allowed: {allowed}")
+    return str(found[interface][0])
 
 
 def frame(*fields: bytes) -> bytes:
@@ -107,7 +131,7 @@ class _Peer:
 
 
 class RendezvousServer:
-    """Serves from a thread of its own until `close`, or until the process ends.
+    """Serves from its own thread until `close`, or until the process ends.
 
     Strangers take no time from ranks: each has one deadline, and there are never more than
     _MAX_STRANGERS; the oldest has to go.
@@ -128,7 +152,7 @@ class RendezvousServer:
         self.endpoint = RendezvousEndpoint(host, port, secrets.token_hex(32))
         self._values: dict[bytes, bytes] = {}
         self._peers: dict[int, _Peer] = {}  # by file descriptor, the oldest first
-        self._waiting: dict[bytes, list[_Peer]] = {}  # by a key that is not there
+        self._waiting: dict[bytes, list[_Peer]] = {}  # by a missing key
         self._ranks_seen: set[int] = set()
         self._next_deadline = math.inf
         self._operations: dict[bytes, Callable[..., None]] = {
@@ -325,7 +349,7 @@ class RendezvousServer:
         self._send(peer, frame(OK))
 
     def _compare_set(self, peer: _Peer, key: bytes, expected: bytes, desired: bytes) -> None:
-        """As torch's TCPStore: a key that is not there is set when nothing was expected."""
+        """As torch's TCPStore: a missing key is set when nothing was expected."""
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
         self._send(peer, frame(OK, self._values.get(key, expected)))

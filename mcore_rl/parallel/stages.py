@@ -1,4 +1,4 @@
-"""Which part of the model each pipeline rank holds. Pure: no torch, no process group."""
+"""Which part of the model is on each pipeline rank. Pure: no torch, no process group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_rl.config.schema import Layout
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of decoder layers that one pipeline rank holds, and what stands around them."""
+    """Consecutive decoder layers on one pipeline rank, and what is before and after them."""
 
     pp_rank: int
     vpp_rank: int  # place among the chunks of its rank
@@ -30,7 +30,7 @@ class Chunk:
 def split_into_chunks(layout: Layout, num_layers: int, num_mtp_layers: int = 0) -> list[Chunk]:
     """The pp * vpp chunks of a model in the order of its layers.
 
-    Chunk i stands on pipeline rank i % pp. Multi-token prediction stands with the output head.
+    Chunk i is on pipeline rank i % pp. Multi-token prediction is with the output head.
 
     >>> [list(c.layers) for c in split_into_chunks(Layout(pp=2, first_stage_layers=1), 4)]
     [[0], [1, 2, 3]]

@@ -1,4 +1,4 @@
-"""torch's view of a RendezvousServer: what process groups find each other by."""
+"""A RendezvousServer as a torch.distributed store, for process groups."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
         self._client.close()
 
     def clone(self) -> RendezvousStore:
-        """With a connection of its own: a wait keeps others from using one."""
+        """With its own connection: a wait keeps others from using it."""
         timeout_s = self.timeout.total_seconds()
         return RendezvousStore(self._endpoint, self._rank, self._world_size, timeout_s)
 

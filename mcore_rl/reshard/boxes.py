@@ -1,4 +1,4 @@
-"""Boxes: rectangular pieces of logical tensors, and where they stand in a local tensor. Pure."""
+"""Boxes: rectangular pieces of logical tensors, and their place in a local tensor. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class LogicalTensor(NamedTuple):  # a large model has tens of thousands
-    """A tensor of a checkpoint as Hugging Face names it, whole.
+    """A full tensor of a Hugging Face checkpoint.
 
-    `also` are further names under which the checkpoint holds the same tensor again: read by none,
+    `also` are further names under which the checkpoint repeats the same tensor: never read,
     written by an export.
     """
 

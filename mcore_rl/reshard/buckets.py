@@ -1,15 +1,15 @@
 """Buckets: a plan as messages of bounded bytes, and the order in which devices exchange them. Pure.
 
-All that a generation rank takes is one stream of bytes, parameter by parameter in vLLM's order, and
-bucket k is the k-th run of `bucket_bytes` of it. Where a tensor stands in a stream follows from
-running sums over the plan's kinds. So a sender finds the messages of its own tensors without
-expanding what others send, and both ends arrive at the same messages without a word.
+A generation rank receives one stream of bytes, parameter by parameter in vLLM's order, and
+bucket k is the k-th `bucket_bytes` of it. Offsets in a stream are prefix sums over the tensor
+groups of the plan. So a sender finds the messages of its own tensors without
+expanding what others send, and both sides compute the same messages without communication.
 
-Receivers do not take the model in the same order. Each begins at another layer, and in a layer at
-another expert, and wraps around. If all began at the first, all would draw on the same few ranks
-at a time: DeepSeek-V3 from PP16xEP16 to TP32 would take 84 times as long as its receivers need at
-full speed, and takes 2.9 times as long like this (busiest sender of each round, 128 MiB buckets).
-A layer comes in one piece, but for its place in the order, and so do the experts of a layer.
+Receivers take the model in different orders. Each starts at another layer, and in a layer at
+another expert, and wraps around. If all started at the first, all would receive from the same few
+ranks at a time: DeepSeek-V3 from PP16xEP16 to TP32 would take 84 times as long as its receivers
+need at full speed; this way it takes 2.9 times (busiest sender of each round, 128 MiB buckets).
+The tensors of a layer stay together, and so do the experts of a layer.
 """
 
 from __future__ import annotations
@@ -126,10 +126,6 @@ class Streams:
                 size = _aligned(cut.box.numel * kind.itemsize)
                 self._sizes[number, list(cut.source_of)] += size
 
-    def num_buckets(self, generation_rank: int) -> int:
-        sizes = self._sizes[self._kind_of_place, generation_rank]
-        return -(-int(sizes.sum()) // self.bucket_bytes)
-
     def messages_from(self, training_rank: int) -> list[Message]:
         """All that the rank sends, to its own device too."""
         return self._messages(self._cuts(source=training_rank))
@@ -155,7 +151,7 @@ class Streams:
         sizes = self._sizes[self._kind_of_place, generation_rank]
         ends = np.cumsum(sizes)
         starts = ends - sizes
-        # The experts of a layer, which stand in [begins, begins + lengths), turned around.
+        # The experts of a layer, which are in [begins, begins + lengths), turned around.
         begins = starts[self._firsts]
         lengths = ends[self._firsts + self._run_lengths - 1] - begins
         turn = generation_rank * _GOLDEN_RATIO % 1
@@ -214,7 +210,7 @@ class _PlacedCut(NamedTuple):
 
 # A box of a member: (minus the size of an element, byte in the stream, cut, member, offset in the
 # cut or None for all of it, sizes). In a message they are sorted: wider elements first, so that all
-# stand aligned to their size.
+# are aligned to their size.
 _Piece = tuple[int, int, TransferOp, Member, Offset | None, tuple[int, ...]]
 
 

@@ -1,7 +1,7 @@
-"""Executing a plan: pack, exchange and hand over buckets, in memory that does not grow.
+"""Executing a plan: pack, exchange and pass on buckets, in bounded memory.
 
-A device that trains and a device that generates run the same loop, and one that does both runs it
-once. It needs no collective. While a bucket is with its consumer, the next one is on its way.
+Training devices and generation devices run the same loop; a device that does both runs it
+once. It needs no collective. While a bucket is consumed, the next one is exchanged.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ReceivedSlice:
     offset: tuple[int, ...]
     data: torch.Tensor  # a view into the bucket
     source_rank: int  # training rank
-    crc32: int | None = None  # of the box where it stood before; None: not asked for
+    crc32: int | None = None  # of the box at its source; None: not requested
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Boxes to be placed at once: the memory is overwritten after the next step of the iterator.
+    """Boxes to copy immediately: the next step of the iterator overwrites the memory.
 
     Over all buckets each element of a parameter comes exactly once, but for padding of the
     vocabulary: rows that no box covers are the consumer's to set to zero.
@@ -82,7 +82,7 @@ class Bucket:
 class Exchange:
     """One device's share of a plan, to be run once a version.
 
-    Memory: two buckets that are filled in turn, and as much again for messages on their way out.
+    Memory: two buckets that are filled in turn, and as much again for outgoing messages.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Exchange:
         """
         Args:
             rounds: of buckets.schedule, with the same `bucket_bytes`.
-            dtype: of weights on their way. Those kept in float32 travel in that.
+            dtype: in which weights are sent. Those kept in float32 are sent in float32.
             allocate: called at the beginning of each run for the outbox, unless there is nothing to
                 send.
         """
@@ -152,7 +152,7 @@ class Exchange:
     def _begin(
         self, current: Round, bucket: Bucket, outbox: _Outbox, weights: LocalWeights
     ) -> list[Pending]:
-        """Begin all transfers of a round; the messages into its bucket that are on their way."""
+        """Begin all transfers of a round; the incoming messages of its bucket."""
         arriving: list[Pending] = []
         receives = [self._receive(step, bucket) for step in current.steps]
         if not self._transport.is_ordered:  # peers need not wait until we have sent
@@ -242,7 +242,7 @@ def crc32_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 class _Outbox:
-    """Memory for messages on their way out, used in a ring: the oldest makes room."""
+    """A ring buffer for outgoing messages: the oldest is reused."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -259,7 +259,7 @@ class _Outbox:
         return self._memory[start:stop]
 
     def leaving(self, transfer: Transfer, pending: Pending) -> None:
-        start, end = 0, 0  # of checksums, which have memory of their own
+        start, end = 0, 0  # of checksums, which use separate memory
         if not transfer.is_checksums:
             start = transfer.data.data_ptr() - self._memory.data_ptr()
             end = start + transfer.data.numel()

@@ -1,7 +1,7 @@
 """Layouts: which rank holds which shard of which parameter. Pure.
 
-A training layout follows from the mesh and the split into pipeline chunks, a generation layout from
-the sizes that vLLM is started with. Both answer the same questions about a Weight.
+A training layout depends on the mesh and the split into pipeline chunks, a generation layout on
+the sizes that vLLM is started with. Both have the same methods for a Weight.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import Chunk
 from mcore_rl.reshard.rules import Stage, Weight
 
-Holders = tuple[tuple[int, ...], ...]  # for each shard, the ranks that hold it, ascending
+Holders = tuple[tuple[int, ...], ...]  # for each shard, the ranks that have it, ascending
 
 
 class Ranks(Protocol):
-    """All ranks of an engine, and where its parameters stand on them."""
+    """All ranks of an engine, and where its parameters are on them."""
 
     @property
     def world_size(self) -> int: ...
@@ -31,7 +31,7 @@ class Ranks(Protocol):
         ...
 
     def local_name(self, weight: Weight) -> str:
-        """The parameter's name on the ranks that hold it."""
+        """The parameter's name on the ranks that have it."""
         ...
 
 
@@ -92,11 +92,11 @@ def _has(chunk: Chunk, stage: Stage | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GenerationLayout:
-    """How vLLM serves: `dp` engines side by side, each over pp * tp ranks.
+    """How vLLM serves: `dp` engines with consecutive ranks, each over pp * tp ranks.
 
-    With `ep` above 1 experts are whole and dealt to groups of ep ranks: the tp ranks of one engine,
-    or of ep / tp engines that run as one data-parallel deployment. With ep at 1 their columns are
-    split over tp, like those of dense layers.
+    With `ep` above 1 experts are unsplit and distributed over groups of ep ranks: the tp ranks of
+    one engine, or of ep / tp engines that run as one data-parallel deployment. With ep at 1 their
+    columns are split over tp, like those of dense layers.
     """
 
     tp: int = 1

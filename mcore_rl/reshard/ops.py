@@ -1,8 +1,8 @@
 """Copies, casts and float8 quantisation of many boxes at once, on the CPU or a GPU.
 
 All boxes of a bucket go in one launch for each pair of dtypes, however large or small they are:
-csrc/reshard/ cuts their bytes into equal tiles. Beside each operation stands the same in plain
-torch (`reference_*`), bit-equal: it says what the operation means, and tests compare the two.
+csrc/reshard/ splits their bytes into equal tiles. Each operation has a reference in plain
+torch (`reference_*`), bit-equal: it defines the operation, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from mcore_rl import _csrc
 
 BLOCK = 128  # rows and columns that share a scale
-_LARGEST = 448.0  # of float8 e4m3
-_SMALLEST = 2.0**-110  # blocks without a larger magnitude have scale 1
 _CASTS = {(torch.float32, torch.bfloat16): 1, (torch.bfloat16, torch.float32): 2}
 _QUANTIZATIONS = {torch.float32: 3, torch.bfloat16: 4}  # the Kind of csrc/reshard/box.h
 
@@ -39,9 +37,9 @@ class Quantized(NamedTuple):
 class BoxCopy:
     """Copies of boxes, checked and laid out once, run as often as wanted.
 
-    It keeps the tensors alive and reads what they hold when it runs. Dtypes are equal, or float32
-    and bfloat16 either way: to bfloat16 it rounds to the nearest, ties to even, and a NaN becomes
-    0x7fc0.
+    It keeps references to the tensors and reads their values when it runs. Dtypes are equal, or
+    float32 and bfloat16 either way: to bfloat16 it rounds to the nearest, ties to even, and a NaN
+    becomes 0x7fc0.
 
     Args:
         pairs: (source, target) views of equal shape, all on one device. They may have any strides;
@@ -60,13 +58,13 @@ class BoxCopy:
         ]
 
     def run(self, num_threads: int | None = None) -> None:
-        """Copy: on the CPU at once, on up to num_threads; on a GPU in the current stream."""
+        """Copy: on the CPU now, on up to num_threads; on a GPU in the current stream."""
         for table in self._tables:
             table.run(num_threads)
 
 
 class BoxLayout:
-    """Copies of boxes of tensors that may stand elsewhere each time they run.
+    """Copies of boxes of tensors whose addresses may change between runs.
 
     What goes where is the same for every version of the weights, and to work it out box by box
     takes as long as to copy boxes of a few hundred kilobytes. No tensor is kept alive.
@@ -104,7 +102,7 @@ class BoxLayout:
         for number, (tensor, like) in enumerate(zip(tensors, self._like, strict=True)):
             if _likeness(tensor) != like:
                 raise ValueError(
-                    f"tensor {number} is {_likeness(tensor)}; allowed: {like}, as it was laid out"
+                    f"tensor {number} is {_likeness(tensor)}; allowed: {like}, as it was at first"
                 )
         starts = [tensor.data_ptr() for tensor in tensors]
         if starts != self._starts:
@@ -122,7 +120,7 @@ class BoxLayout:
 
 
 class BoxQuantize:
-    """Weights to float8 with a scale for each block of 128 x 128, from where they stand.
+    """Weights to float8 with a scale for each block of 128 x 128, without copying them first.
 
     Bit-equal to checkpoint/fp8.py's quantize_blocks. A source must begin and end at a block of
     the weight whose scales are wanted. The scale of a block that holds a NaN, an infinity or a
@@ -145,16 +143,16 @@ class BoxQuantize:
         self._tables = [_Table(kind, found, device) for kind, found in rows.items()]
 
     def run(self, num_threads: int | None = None) -> None:
-        """Quantise: on the CPU at once, on up to num_threads; on a GPU in the current stream."""
+        """Quantise: on the CPU now, on up to num_threads; on a GPU in the current stream."""
         for table in self._tables:
             table.run(num_threads)
 
     def check(self) -> None:
-        """Wait, and raise ValueError if a weight holds what float8 blocks cannot."""
+        """Wait, and raise ValueError if a weight has values that float8 blocks cannot."""
         for number, (_, into) in enumerate(self._pairs):
             if not into.scales.isfinite().all():
                 raise ValueError(
-                    f"weight {number} holds NaN, infinity or values too large for bfloat16"
+                    f"weight {number} has NaN, infinity or values too large for bfloat16"
                 )
 
 
@@ -198,27 +196,6 @@ def empty_quantized(source: torch.Tensor) -> Quantized:
         torch.empty(source.shape, dtype=torch.float8_e4m3fn, device=source.device),
         torch.empty(blocks, dtype=torch.float32, device=source.device),
     )
-
-
-def reference_copy(pairs: Iterable[Pair]) -> None:
-    """What BoxCopy does. Torch's own NaN in bfloat16 depends on the instructions it runs on."""
-    for source, target in pairs:
-        target.copy_(source)
-        if source.dtype != target.dtype and target.dtype is torch.bfloat16:
-            target.masked_fill_(source.isnan(), torch.nan)
-
-
-def reference_quantize(pairs: Iterable[tuple[torch.Tensor, Quantized]]) -> None:
-    """What BoxQuantize does."""
-    for source, into in pairs:
-        for row, column in itertools.product(*(range(0, n, BLOCK) for n in source.shape)):
-            here = slice(row, row + BLOCK), slice(column, column + BLOCK)
-            block = source[here].float()
-            largest = block.abs().amax().bfloat16().float()
-            scale = torch.where(largest < _SMALLEST, 1.0, largest / _LARGEST)
-            scale = torch.where(largest.isfinite(), scale, torch.nan)
-            into.values[here] = (block / scale).to(torch.float8_e4m3fn)
-            into.scales[row // BLOCK, column // BLOCK] = scale
 
 
 class _Table:

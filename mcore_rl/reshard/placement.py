@@ -85,7 +85,7 @@ def most_overlap(
 
 
 def _assignment(gain: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[rows]: a column of its own for each, so that the sum of their gains is the largest.
+    """[rows]: a distinct column for each, so that the sum of their gains is maximal.
 
     Not by scipy: where it is installed, transformers and vLLM import much of it, a tenth of what a
     server's processes import.

@@ -1,9 +1,9 @@
 """Reshard plans: which bytes go from which training rank into which parameter of vLLM. Pure.
 
-Tensors that stand in the same way on both sides (the experts of a layer that one rank holds, say)
-make a *kind*: their boxes are cut once for all of them, and their sources are chosen once. So the
-plan of a large model is small, is made from the layouts alone, and is the same on every rank; a
-rank expands only what it sends or receives.
+Tensors that both sides shard in the same way (such as the experts of a layer on one rank) form a
+group: their boxes are intersected once, and their sources are chosen once. So the plan of a large
+model is small. It is made from the layouts alone, and is the same on every rank. A rank expands
+only what it sends or receives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TransferOp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Logical tensors that stand alike on both sides."""
+    """Logical tensors that both sides shard in the same way."""
 
     members: tuple[Member, ...]
     itemsize: int
@@ -141,13 +141,13 @@ def _copy(kind: TensorGroup, member: Member, cut: TransferOp, source: int, targe
 
 
 class TransferRequirements:
-    """What the generation side needs, cut against what the training side holds.
+    """The boxes that the generation side needs, intersected with those of the training side.
 
     The largest part of making a plan, and the part that does not ask where ranks run.
     """
 
     def __init__(self, training: Side, generation: Side, itemsize: int) -> None:
-        """`itemsize` is that of an element on its way, in bytes.
+        """`itemsize` is that of an element as it is sent, in bytes.
 
         Weights that are kept in float32 travel in it.
 
@@ -174,7 +174,7 @@ class TransferRequirements:
         return found
 
     def overlap(self) -> IntArray:
-        """[generation ranks, training ranks]: bytes that the one needs and the other holds."""
+        """[generation ranks, training ranks]: bytes that the one needs and the other has."""
         # By identity, which is hashed faster than the ranks.
         targets: dict[int, tuple[int, ...]] = {}
         sources: dict[int, Mapping[int, int]] = {}
@@ -208,7 +208,7 @@ class TransferRequirements:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """A box that a shard of a target needs, and where it stands on both sides, whoever has it."""
+    """A box that a shard of a target needs, and its place on both sides, on any rank."""
 
     box: Box
     target: tuple[int, int, tuple[int, ...]]  # parameter, shard, offset in it
@@ -294,7 +294,7 @@ def _fits(kind: ShardingGroup) -> Iterator[_Fit]:
 
 
 class _SourceChooser:
-    """Own device first, then own node, then whoever has sent the least so far."""
+    """Own device first, then own node, then the rank that has sent the least so far."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
@@ -351,5 +351,5 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _moved(offset: tuple[int, ...], whole: Box, part: Box) -> tuple[int, ...]:
-    """Where a part of a box stands when the box stands at `offset`."""
+    """The offset of a part of a box when the box is at `offset`."""
     return tuple(at + p - w for at, p, w in zip(offset, part.offsets, whole.offsets, strict=True))

@@ -1,7 +1,7 @@
-"""The rule algebra: what does a rank hold of a parameter? Pure data, invertible.
+"""Sharding rules: which part of a parameter a rank has. Pure data, invertible.
 
-A rule answers for one parameter of an engine with the blocks of logical (Hugging Face) tensors that
-stand in the local tensor of one shard. Loading, export and resharding only read that answer.
+The rule of one parameter of an engine lists the blocks of logical (Hugging Face) tensors that
+are in the local tensor of one shard. Loading, export and resharding only read the rules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 from mcore_rl.reshard.boxes import Block, Box, LogicalTensor, rows
 
 Axis = Literal["tp", "etp"]
-# Where a parameter outside the decoder layers stands: with the chunk of the model that has it.
+# Where a parameter outside the decoder layers is: with the chunk of the model that has it.
 Stage = Literal["embedding", "final_norm", "head", "mtp"]
 
 
@@ -84,7 +84,7 @@ class Split:
         shape = self.local_shape(shard)
         start = shard.index * shape[self.dim]
         size = min(shape[self.dim], self.tensor.shape[self.dim] - start)
-        if size <= 0:  # the shard holds padding only
+        if size <= 0:  # the shard has padding only
             return ()
         zeros = (0,) * len(shape)
         offsets = tuple(start if d == self.dim else 0 for d in range(len(shape)))
@@ -146,7 +146,7 @@ class InterleavedQKV:
 class StackedQKV:
     """vLLM's qkv_proj: a shard's [q heads; k heads; v heads].
 
-    With fewer key/value heads than shards, each head stands on several of them
+    With fewer key/value heads than shards, each head is on several of them
     (model_executor/layers/linear.py:1053 of vLLM 0.32).
     """
 
@@ -160,7 +160,7 @@ class StackedQKV:
         return (self.q, self.k, self.v)
 
     def _runs(self, shard: Shard) -> tuple[tuple[LogicalTensor, int, int], ...]:
-        """(tensor, first row, rows), in the order in which they stand."""
+        """(tensor, first row, rows), in their order."""
         q_rows = _part(self.q.shape[0], shard, self.q.name)
         head = self.k.shape[0] // self.num_groups
         if self.num_groups < shard.count:
@@ -221,7 +221,7 @@ class Weight(NamedTuple):
     layer: int | None = None  # decoder layer, placed by the pipeline axis
     expert: int | None = None  # placed by the expert axis
     stage: Stage | None = None  # for what is outside the decoder layers
-    # A second copy of tensors of another weight, which a pipeline needs when the first stands on
+    # A second copy of tensors of another weight, which a pipeline needs when the first is on
     # another chunk (tied embeddings, multi-token prediction): loaded, never exported.
     replica: bool = False
     float32: bool = False  # kept in float32 whatever the dtype of the model
@@ -260,7 +260,7 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
             for block in weight.rule.blocks(Shard(index, count if weight.axis else 1)):
                 if (block.tensor.name, block.box) in boxes:
                     raise ValueError(
-                        f"{weight.name}: {block.box} of {block.tensor.name} stands twice"
+                        f"{weight.name}: {block.box} of {block.tensor.name} occurs twice"
                     )
                 boxes.add((block.tensor.name, block.box))
                 covered[block.tensor.name] = covered.get(block.tensor.name, 0) + block.box.numel

@@ -20,7 +20,7 @@ Side = tuple[Ranks, Sequence[Weight]]  # an engine's ranks, and the rules of its
 
 
 class Member(NamedTuple):
-    """One logical tensor of a kind, and the parameters that hold it, by their place in the kind."""
+    """One logical tensor of a group, and the parameters that contain it, by index in the group."""
 
     tensor: str
     order: int  # place of its parameter among the rules of the generation side
@@ -29,7 +29,7 @@ class Member(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """Where one parameter holds a logical tensor, apart from the names of both."""
+    """Where one parameter contains a logical tensor, apart from the names of both."""
 
     rule: Rule
     position: int  # of the tensor among those of the rule
@@ -38,11 +38,11 @@ class Sharding(NamedTuple):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Equal for places that are cut alike, whoever holds them."""
+        """Equal for places that are sharded in the same way, on any ranks."""
         return (*_signature(self.rule), self.position, len(self.holders), self.float32)
 
     def blocks(self) -> Iterator[tuple[int, Block]]:
-        """Each block of the tensor, with the shard that it stands in."""
+        """Each block of the tensor, with the shard that it is in."""
         tensor = self.rule.tensors[self.position]
         for index in range(len(self.holders)):
             for block in self.rule.blocks(Shard(index, len(self.holders))):
@@ -51,7 +51,7 @@ class Sharding(NamedTuple):
 
 
 class ShardingGroup(NamedTuple):
-    """Tensors that are sharded alike, and where the first of them is in each of its parameters."""
+    """Tensors sharded in the same way, and where the first of them is in each of its parameters."""
 
     sources: tuple[Sharding, ...]
     targets: tuple[Sharding, ...]
@@ -59,8 +59,8 @@ class ShardingGroup(NamedTuple):
 
 
 def group_by_sharding(training: Side, generation: Side) -> list[ShardingGroup]:
-    """The tensors of the generation side, those together that both sides shard alike."""
-    sources, targets = _Standings(*training), _Standings(*generation)
+    """The tensors of the generation side, grouped by how both sides shard them."""
+    sources, targets = _Locations(*training), _Locations(*generation)
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Member]] = defaultdict(list)
     for name, target in targets.of_tensor.items():
         source = sources.of_tensor.get(name)
@@ -74,19 +74,19 @@ def group_by_sharding(training: Side, generation: Side) -> list[ShardingGroup]:
     ]
 
 
-class _Standing(NamedTuple):
-    """Where a side holds a logical tensor: in one parameter, or in a few."""
+class _Location(NamedTuple):
+    """Where a side has a logical tensor: in one parameter, or in a few."""
 
     order: int  # of the first of them among the rules
-    places: tuple[int, ...]  # numbers, the same for those that are sharded alike
+    places: tuple[int, ...]  # numbers, the same for those that are sharded in the same way
     names: tuple[str, ...]
 
 
-class _Standings:
-    """Where a side holds each logical tensor."""
+class _Locations:
+    """Where a side has each logical tensor."""
 
     def __init__(self, ranks: Ranks, weights: Sequence[Weight]) -> None:
-        self.of_tensor: dict[str, _Standing] = {}
+        self.of_tensor: dict[str, _Location] = {}
         self._places: list[Sharding] = []
         numbers: dict[object, range] = {}
         for order, weight in enumerate(weights):
@@ -99,9 +99,9 @@ class _Standings:
                 found = numbers[how] = self._new_places(weight, holders)
             names = (ranks.local_name(weight),)
             for number, tensor in zip(found, weight.rule.tensors, strict=True):
-                at = _Standing(order, (number,), names)
+                at = _Location(order, (number,), names)
                 if (first := self.of_tensor.get(tensor.name)) is not None:
-                    at = _Standing(first.order, first.places + at.places, first.names + names)
+                    at = _Location(first.order, first.places + at.places, first.names + names)
                 self.of_tensor[tensor.name] = at
 
     def places_of(self, numbers: tuple[int, ...]) -> tuple[Sharding, ...]:

@@ -1,4 +1,4 @@
-"""How messages of a reshard cross devices: point to point in a torch process group."""
+"""Messages of a reshard between devices: point to point in a torch process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Transfer:
 
 
 class Pending(Protocol):
-    """A transfer under way; its memory belongs to it until wait() has returned."""
+    """A transfer in progress; its memory belongs to it until wait() has returned."""
 
     def wait(self) -> None:
         """Raises ReshardError when the peer is gone or makes no move."""
@@ -47,7 +47,7 @@ class Transport(Protocol):
     received_bytes: int
 
     def start(self, transfers: Sequence[Transfer]) -> Sequence[Pending]:
-        """Begin transfers that must go on side by side."""
+        """Begin transfers that must run in parallel."""
 
 
 Group = Any  # a dist.ProcessGroup, or a bare ProcessGroupGloo or ProcessGroupNCCL

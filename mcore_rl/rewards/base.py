@@ -1,7 +1,7 @@
 """Rewards by name, or by import path.
 
 A reward reads the text of a response, the fields of its prompt and why generation ended, and
-returns its total under "reward" and whatever parts are worth watching under other names. All are
+returns its total under "reward" and other metrics under other names. All are
 finite numbers, and the names are the same for every response.
 """
 
@@ -23,7 +23,7 @@ class Reward(Protocol):
 
 
 class RewardError(RuntimeError):
-    """A reward raised, or returned something else than it must."""
+    """A reward raised, or returned an invalid result."""
 
 
 _SHOWN = 200  # characters of a response or of its fields in an error
@@ -82,7 +82,7 @@ class Judge:
 
 
 def _fault(found: object) -> str:
-    """What is wrong with an answer of a reward by itself, or nothing."""
+    """Why a reward's result is invalid; empty if it is valid."""
     if not isinstance(found, Mapping):
         return f"{_shown(found)}, which is no dict but {type(found).__name__}"
     if "reward" not in found:

@@ -1,4 +1,4 @@
-"""From a prompt to finished samples: generate, judge, record."""
+"""From a prompt to finished samples: generate and compute rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reward = Callable[[str, dict[str, Any], str, str], Mapping[str, float]]
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that a loop needs."""
+    """The methods of a Hugging Face tokenizer that a loop uses."""
 
     def decode(self, token_ids: list[int]) -> str: ...
 

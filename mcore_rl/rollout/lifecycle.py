@@ -3,8 +3,8 @@
          start           sleep          wake weights         update          wake kv_cache
     new -------> serving -------> asleep ------------> empty -------> loaded -------------> serving
 
-A serving server takes updates, too. After one that failed it is torn, or empty as before: it serves
-nothing until a complete one succeeds. Requests run beside each other; all else runs alone.
+A serving server takes updates, too. After a failed one it is torn, or empty as before: it serves
+nothing until a complete one succeeds. Requests run in parallel; everything else runs alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a generation server is: tokens in, tokens and their log-probs out."""
+"""The interface of a generation server: tokens in, tokens and their log-probs out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response; the lists have one entry a token, the end-of-sequence token included."""
+    """One response; the lists have one entry per token, including the end-of-sequence token."""
 
     token_ids: list[int]
     log_probs: list[float]  # nats, under the distribution sampled from (temperature, top_p applied)
@@ -33,7 +33,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Some more of one response, as they come."""
+    """The next tokens of one response, when they are ready."""
 
     index: int  # of the response among the request's n
     token_ids: list[int]
@@ -43,7 +43,7 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What a model says of tokens, each given all before it; the lists have one entry a token."""
+    """Scores of tokens, each given all before it; the lists have one entry per token."""
 
     token_ids: list[int]
     log_probs: list[float]  # nats, at temperature 1
@@ -52,7 +52,7 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Bytes that the workers of a server keep, all together; 0 of what is asleep."""
+    """Bytes of all workers of a server; 0 for what is asleep."""
 
     weights_bytes: int
     kv_cache_bytes: int
@@ -64,18 +64,18 @@ class Generator(Protocol):
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        """`sampling.n` completions of one prompt, when they are whole.
+        """`sampling.n` completions of one prompt, when they are complete.
 
-        `request_id` is for `abort`; of requests that run at a time each has another.
+        `request_id` is for `abort`, and unique among running requests.
         """
 
     def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> AsyncIterator[NewTokens]:
-        """The same tokens as they come."""
+        """The same, token by token."""
 
     async def abort(self, request_id: str) -> None:
-        """End a request: what it has so far comes back with the finish reason "abort"."""
+        """End a request: its tokens so far are returned with the finish reason "abort"."""
 
 
 class GenerationServer(Generator, Protocol):
@@ -89,7 +89,7 @@ class GenerationServer(Generator, Protocol):
         """Version of the weights it generates with; the checkpoint it started from is 0."""
 
     def prepare(self) -> None:
-        """Import what `start` needs. It may be left out."""
+        """Import what `start` needs. Optional."""
 
     async def start(self) -> None:
         """Load the checkpoint; returns when it serves."""
@@ -97,26 +97,26 @@ class GenerationServer(Generator, Protocol):
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
-        """Join all ranks of `spec`: this server's workers are generation ranks from `first_rank`.
+        """Join all ranks of `spec`; this server's workers are generation ranks from `first_rank`.
 
-        Raises RuntimeError with the reason of every worker that could not.
+        Raises RuntimeError with the reason of every worker that failed.
         """
 
     async def update(self, version: int) -> None:
-        """Take a version of the weights by the way that `connect_weights` made.
+        """Receive a version of the weights over the connection that `connect_weights` made.
 
-        Raises RuntimeError with every worker's reason when one of them did not get a complete set:
+        Raises RuntimeError with every worker's reason if one of them did not receive everything:
         a PeerError when all of them blame the trainer.
         """
 
     async def load_checkpoint(self, path: str, version: int) -> None:
-        """Take a version from a Hugging Face folder. Raises ConfigError when it lacks tensors."""
+        """Load a version from a Hugging Face folder. Raises ConfigError if tensors are missing."""
 
     async def sleep(self) -> None:
-        """Free weights and KV cache. The weights are given up: the next have to be sent."""
+        """Free weights and KV cache. The weights are discarded: new ones must be sent."""
 
     async def wake(self, tag: SleepTag) -> None:
-        """Memory for the weights, which are then to be updated, or for the KV cache after that."""
+        """Allocate the weights, which then need an update, or after that the KV cache."""
 
     async def memory(self) -> ServerMemory: ...
 

@@ -1,4 +1,4 @@
-"""Compiled operators that vLLM has for the CPU and leaves unused there, or uses wrongly.
+"""Compiled operators that vLLM has for the CPU but does not use there, or uses wrongly.
 
 In plain torch, the norms and rotary embeddings of a small model take longer than its products of
 matrices. Importing this makes vLLM of this process use the compiled ones, where engine arguments

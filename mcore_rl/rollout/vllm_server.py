@@ -60,7 +60,7 @@ _SCORING: dict[str, Any] = {
 class VLLMServer:
     """A GenerationServer.
 
-    Waits for requests, updates and answers of workers have no limit here; who calls sets one.
+    Waits for requests, updates and answers of workers have no limit here; the caller sets one.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class VLLMServer:
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
-        self._running: dict[str, str] = {}  # our names of requests under way, and vLLM's
+        self._running: dict[str, str] = {}  # our names of running requests, and vLLM's
         self._version = 0
         self._lifecycle = Lifecycle()
 
@@ -136,7 +136,7 @@ class VLLMServer:
         )
         config = arguments.create_engine_config()
         vllm_worker.check_heads(config.model_config)
-        # Workers that crash leave their memory behind, and nobody may come to close the server.
+        # Workers that crash leave their memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
 
         def launch() -> AsyncLLM:
@@ -307,7 +307,7 @@ class VLLMServer:
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
                 raise ConfigError(
-                    f"{path}: {name} is {found.get(name, 'not there')}; the checkpoint that the "
+                    f"{path}: {name} is {found.get(name, 'missing')}; the checkpoint that the "
                     f"server started from has {expected.get(name, 'no such tensor')}"
                 )
         async with self._replacing(version):
@@ -395,6 +395,6 @@ async def _traced(engine: AsyncLLM, name: str, shape: list[int]) -> torch.Tensor
 
 def _check(model_path: str, dtype: str, config: RolloutConfig) -> None:
     if not Path(model_path, "config.json").is_file():
-        raise ConfigError(f"model.path {model_path!r} holds no config.json of a checkpoint")
+        raise ConfigError(f"model.path {model_path!r} has no config.json of a checkpoint")
     if dtype not in _DTYPES:
         raise ConfigError(f"model.dtype {dtype!r} is not one of {', '.join(_DTYPES)}")

@@ -1,8 +1,8 @@
 """Sleep on the CPU lane: vLLM's own is a no-op there (v1/worker/cpu_worker.py:179 of vLLM 0.32).
 
-The storage of weights and KV cache is freed and made again, so that every tensor that refers to it
-stays what it is. What it held is given up, as in vLLM's sleep of level 2 on a GPU. Reading it while
-it is freed would end the process: the server lets nothing run (rollout/lifecycle.py).
+The storage of weights and KV cache is freed and allocated again, so that every tensor that refers
+to it stays what it is. The values are discarded, as in vLLM's sleep level 2 on a GPU. Reading it
+while it is freed would end the process: the server then runs nothing (rollout/lifecycle.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _wake_up(worker: Any, tags: list[str] | None = None) -> None:
     for tag in tags or list(worker._asleep):
         for storage, num_bytes in worker._asleep.pop(tag):
             storage.resize_(num_bytes)
-            if tag == "kv_cache":  # as it is when it is new
+            if tag == "kv_cache":  # as for a new one
                 torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 

@@ -1,6 +1,6 @@
-"""What the modules of a vLLM worker put out in one request, under Hugging Face's names.
+"""The outputs of a vLLM worker's modules in one request, under Hugging Face's names.
 
-Modules are hooked for the length of a trace. Hooks see nothing inside a compiled graph, so that the
+Modules are hooked during a trace. Hooks do not work inside a compiled graph, so the
 engine must run eagerly. Upstream lines are those of vLLM 0.32.
 """
 
@@ -69,7 +69,7 @@ class TraceTaker:
 
 
 class Trace:
-    """Hooks, and copies of what they saw: one for each step that a prompt was cut into."""
+    """Hooks, and copies of what they saw: one for each chunk of a prompt."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[torch.Tensor]] = defaultdict(list)

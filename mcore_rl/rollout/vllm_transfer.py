@@ -1,6 +1,6 @@
 """The trainer's shards as one of vLLM's weight transfer engines, under the name "mcore_rl".
 
-Any vLLM server of this version can be fed, not only ours: one that is started with
+Any vLLM server of this version can be updated, not only ours: one that is started with
 `--weight-transfer-config '{"backend": "mcore_rl"}'` finds it by the plugin of this package
 (pyproject.toml, vllm.general_plugins). vLLM's four phases are init (join all ranks), start, update
 (take a version) and finish; their fields are those of the classes below.
@@ -52,7 +52,7 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     _transport: WeightTransport | None = None
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Returns when all training ranks and all workers of servers are in reach of each other.
+        """Returns when all training ranks and all workers of servers are connected.
 
         Raises ConfigError where vLLM lays this worker's parameters out in another way than the
         rules of the model's family, else as `connect`.

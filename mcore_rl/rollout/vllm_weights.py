@@ -1,9 +1,9 @@
 """Weights written into a vLLM model as the rank's own shards.
 
 Through vLLM's layerwise reload (model_executor/model_loader/reload of vLLM 0.32): a module gets its
-parameters in their raw layout, then vLLM redoes what it derives from them (packs of the CPU,
+parameters in their raw layout, then vLLM recomputes what it derives from them (packs of the CPU,
 absorbed MLA projections, quantisation) and copies the result into the live storage, which graphs
-refer to. Shards are written where they belong, so that no full tensor is ever formed, and one
+refer to. Shards are copied into place, so that no full tensor is ever assembled, and one
 module at a time is in memory twice.
 """
 
@@ -148,7 +148,7 @@ class ShardWriter:
         info = get_layerwise_info(layer)
         is_counted = name not in SKIP_LOAD_TENSORS
         if is_counted and not info.can_load():
-            raise ValueError(f"{piece.target}: more elements came than its module holds")
+            raise ValueError(f"{piece.target}: received more elements than its module has")
         if is_counted and info.load_numel == 0:
             materialize_layer(layer, info)
             info.load_numel = _zero_padding(layer)
@@ -167,7 +167,7 @@ class ShardWriter:
                 _layerwise_process(layer, info)
 
     def _check(self, piece: ReceivedSlice, box: torch.Tensor) -> None:
-        """What stands in the parameter, against what the trainer had."""
+        """Compares the values in the parameter with the trainer's."""
         if piece.crc32 is None:
             return
         found = crc32_of(box, box.dtype)

@@ -1,4 +1,4 @@
-"""Settings of a lane, corrections of vLLM, the watchdog: how processes of vLLM become ours.
+"""Settings of a lane, patches of vLLM, the watchdog.
 
 The server process takes its settings from here. Engine and worker processes enter through
 `ServerName` as they are spawned, or through `owned_processes` as they are forked; workers get
@@ -8,6 +8,7 @@ Upstream lines are those of vLLM 0.32.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -29,6 +30,8 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.utils import system_utils
 from vllm.utils.cpu_resource_utils import parse_id_list
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
@@ -41,6 +44,7 @@ from mcore_rl.rollout.vllm_weights import make_reloadable, repack_output_heads
 
 BACKEND = "mcore_rl"  # the name of our engine in vLLM's registry of weight transfer engines
 START_METHOD = {"cpu": "fork", "cuda": "spawn"}  # of engine and worker processes
+_LOOK_S = 1.0  # how often a call looks whether its engine lives
 
 
 class ServerName(str):
@@ -92,7 +96,8 @@ def owned_processes(server: ServerName) -> Iterator[None]:
     # processes may find Ray (utils/system_utils.py:130): ours have no business there.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = START_METHOD[current_platform.device_type]
     system_utils.is_in_ray_actor = lambda: False
-    fork = _Fork(server)  # multiprocessing holds no reference of its own
+    _end_calls_with_their_engine()
+    fork = _Fork(server)  # multiprocessing keeps no reference
     try:
         yield
     finally:
@@ -107,8 +112,9 @@ def lane_arguments(
     Also sets the environment that engine and worker processes inherit; it stays, for a server owns
     its process.
     """
-    # Workers are on this machine and meet in a file (v1/executor/multiproc_executor.py:143), but
-    # their gloo groups would listen where the host name points (distributed/parallel_state.py:509).
+    # Workers are on this machine and their rendezvous is a file
+    # (v1/executor/multiproc_executor.py:143), but their gloo groups would listen where the host
+    # name points (distributed/parallel_state.py:509).
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1"))
     arguments: dict[str, Any] = {
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
@@ -121,7 +127,7 @@ def lane_arguments(
         return arguments | {"gpu_memory_utilization": 0.01}
     # Scheduler and worker in one process: half the start-up and 8 times the speed of two.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tp == 1 else "1"
-    # Else a process imports vLLM anew, for each architecture that is new to this machine
+    # Else a process imports vLLM again, for each architecture that is new to this machine
     # (model_executor/models/registry.py:1079).
     registry._run_in_subprocess = _inspect_here
     # Compiling a few small functions takes longer than a small run gains by it, and a C++ compiler.
@@ -141,7 +147,7 @@ def lane_arguments(
         # Of tokens that prompts share only whole blocks are computed once. vLLM's own 128 tokens
         # are more than many a prompt has; latent attention has 16, whatever is asked.
         "block_size": 32,
-        # A seeded request whose prompt is cut in chunks rewinds its generator, which one on the CPU
+        # A seeded request with a chunked prompt rewinds its generator, which one on the CPU
         # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, max_model_tokens),
@@ -179,7 +185,7 @@ def check_heads(model: ModelConfig) -> None:
 
 
 def _cores_shared_out(num_workers: int) -> str:
-    """This process's cores, dealt to the workers: vLLM itself wants a NUMA node for each."""
+    """This process's cores, split among the workers: vLLM itself wants a NUMA node for each."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[worker::num_workers] or cores for worker in range(num_workers)]
     return "|".join(",".join(map(str, share)) for share in shares)
@@ -200,6 +206,27 @@ def _take_place() -> None:
         cores = [int(core) for core in place.strip("{}").split(",")]
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
+
+
+@functools.cache
+def _end_calls_with_their_engine() -> None:
+    """A call of all but `generate` waits for ever when the engine dies of it, or meanwhile.
+
+    (v1/engine/core_client.py:1291: nobody fails its future.) It raises EngineDeadError instead.
+    """
+    upstream = AsyncMPClient._call_utility_async
+
+    async def call(client: AsyncMPClient, *args: Any, **kwargs: Any) -> Any:
+        answer = asyncio.ensure_future(upstream(client, *args, **kwargs))
+        try:
+            while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
+                if client.resources.engine_dead:
+                    raise EngineDeadError
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    AsyncMPClient._call_utility_async = call
 
 
 def remove_shared_memory(server: ServerName) -> None:
@@ -338,7 +365,7 @@ def _enter_process(name: str) -> ServerName:
     return server
 
 
-@functools.cache  # what an engine has corrected stands so in a worker that it forks
+@functools.cache  # what an engine has patched is patched in a worker that it forks
 def _correct(server: ServerName) -> None:
     leave_garbage_at_exit()
     register()

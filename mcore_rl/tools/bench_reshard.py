@@ -1,10 +1,10 @@
-"""Weight exchanges against what else there is, on ranks of this machine over gloo.
+"""Weight exchange compared with alternatives, on ranks of this machine over gloo.
 
 Two comparisons, of a model with random weights: into vLLM's layout, against gathering every tensor
 whole on every rank and slicing it, one tensor at a time and in buckets; and between two layouts of
-Megatron, against Megatron's own resharding. Candidates take turns, so that whatever else the
-machine does falls on all. Every rank checks that all of them leave the same bits, and counts what
-arrives at its sockets.
+Megatron, against Megatron's own resharding. Candidates alternate, so that other load of the machine
+affects all. Every rank checks that all of them give the same bits, and counts the bytes that arrive
+at its sockets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a reshard would cost: the plan's bytes, its bound, and what gather-then-slice would move.
+"""The cost of a reshard: the plan's bytes, the lower bound, and the bytes of gather-then-slice.
 
 Needs a config.json and two layouts; no weights, no GPU, no process group.
 """
@@ -23,7 +23,6 @@ from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size, read_config
 from mcore_rl.models.fields import check_fields
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
@@ -95,7 +94,7 @@ def plan_reshard(
 ) -> tuple[PlanReport, Traffic]:
     """The report, and the traffic [generation ranks, training ranks] in bytes.
 
-    `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight on its way.
+    `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight as it is sent.
 
     Raises:
         ConfigError: a layout does not fit the model, or the ranks do not fit the cluster.
@@ -104,10 +103,9 @@ def plan_reshard(
     config = _read(model)
     _check(config, train, generate)
     start = time.perf_counter()
-    with uncollected():
-        demand = _demand(config, train, generate, itemsize)
-        devices = _devices(mode, demand.overlap(), cluster)
-        plan = demand.plan(devices)
+    demand = _demand(config, train, generate, itemsize)
+    devices = _devices(mode, demand.overlap(), cluster)
+    plan = demand.plan(devices)
     plan_s = time.perf_counter() - start
     traffic = _traffic(plan)
     # A single generation rank needs the whole model, and overlaps with all that a device holds.
@@ -155,7 +153,7 @@ def _read(model: Path) -> HFConfig:
     else:
         config = read_json_object(model)
         check_fields(config)
-    # Blocks of fp8 are read as the tensors that they stand for.
+    # Blocks of fp8 are dequantised.
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
@@ -213,7 +211,7 @@ def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
 
 
 def _on_device(held: Traffic, devices: Devices) -> Traffic:
-    """For each generation rank, what the training rank on its device holds of `held`; else 0.
+    """For each generation rank, the part of `held` on the training rank of its device; else 0.
 
     `held` is [training ranks] in bytes.
     """
@@ -228,7 +226,7 @@ def _links(devices: Devices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
-    """The time of the busiest link, each of them at its rate in both directions at once."""
+    """The time of the busiest link, each at its rate in both directions at the same time."""
     same_device, same_node = _links(devices)
     slowest = 0.0
     for part, gbps in (

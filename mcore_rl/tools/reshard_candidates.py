@@ -1,4 +1,4 @@
-"""What `bench reshard` lets run against each other, as one rank of each."""
+"""The candidates of `bench reshard`, as one rank of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard import ops
@@ -43,14 +42,13 @@ class PlannedExchange:
         """`is_placed`: generation ranks go where most bytes stay, not where they are numbered."""
         start = time.perf_counter()
         device = dist.get_rank()
-        with uncollected():
-            demand = TransferRequirements(training, target, DTYPE.itemsize)
-            world = training[0].world_size
-            hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
-            plan = demand.plan(Devices.colocated(hosts, world, world))
-            # Two buckets' worth of memory in all: two halves on their way in, two on the way out.
-            half = bucket_bytes // 2
-            rounds = schedule(plan, device, half)
+        demand = TransferRequirements(training, target, DTYPE.itemsize)
+        world = training[0].world_size
+        hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
+        plan = demand.plan(Devices.colocated(hosts, world, world))
+        # Two buckets' worth of memory in all: two halves on their way in, two on the way out.
+        half = bucket_bytes // 2
+        rounds = schedule(plan, device, half)
         self.schedule_s = time.perf_counter() - start
         self.rank = hosts.index(device)  # of this device, on the target side
         # By the plan: what the network carries is measured apart, and is a little more.
@@ -79,12 +77,12 @@ def _allocate(num_bytes: int) -> torch.Tensor:
 
 
 class GatherThenSlice:
-    """Every parameter whole on every rank, then cut: what most systems do.
+    """Every parameter gathered on every rank, then sliced: what most systems do.
 
     As verl does from Megatron (utils/megatron_utils.py, per_tensor_generator): a shard goes from
     its pipeline stage to the others, shards of a parameter are gathered over tensor-parallel
     ranks, and experts over expert-parallel ranks. verl does it for one parameter at a time;
-    `bucket_bytes` above 0 sends as many at once as fit, in flat buffers: the stronger baseline.
+    `bucket_bytes` above 0 sends as many together as fit, in flat buffers: the stronger baseline.
     """
 
     def __init__(
@@ -239,7 +237,7 @@ def _empty(side: Side, rank: int) -> Parameters:
 
 
 def _random(side: Side, rank: int) -> Parameters:
-    """Ranks that hold the same shard hold the same numbers."""
+    """Ranks with the same shard have the same numbers."""
     ranks, weights = side
     found = {}
     for number, (weight, shard) in enumerate(held(ranks, weights, rank)):

@@ -1,4 +1,4 @@
-"""Which tensors of an update are compared, bit for bit, with what the trainer had. Pure."""
+"""Which tensors of an update are compared, bit for bit, with the trainer's. Pure."""
 
 from __future__ import annotations
 

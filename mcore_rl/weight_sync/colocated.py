@@ -1,6 +1,6 @@
 """Shards for the vLLM worker on the same device, through two buckets that both processes map.
 
-The training ranks exchange what they lack in their own process group; then each hands its buckets
+The training ranks exchange missing shards in their own process group; then each sends its buckets
 to the generation rank that shares its device. After the handshake of connection.py, over a unix
 socket:
 
@@ -9,7 +9,7 @@ socket:
     ...
     sender:   end (count, version)                    receiver: done
 
-The socket's name is an abstract one, and who connects must run as the same user.
+The socket has an abstract name, and a client must run as the same user.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import torch
 import torch.distributed
 
 from mcore_rl.models.base import HFConfig
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
@@ -59,7 +58,7 @@ def shared_memory_end(
     rank: int,
     device: torch.device,
 ) -> WeightTransport:
-    """Ranks tell each other where they are, and hosts tell their guests how to reach them."""
+    """Ranks exchange where they run, and hosts tell their guests how to reach them."""
     timeout_s, dtype = spec.settings.timeout_s, getattr(torch, spec.dtype)
     guest = rank - spec.num_training
     try:
@@ -78,7 +77,7 @@ def shared_memory_end(
             store.set(f"host-of-{sender.endpoint.generation_rank}", told)
         return _Host(spec, plan, device, sender)
     except RuntimeError as error:
-        raise StreamError(f"rank {rank} of the weights' way: {error}") from error
+        raise StreamError(f"rank {rank} of the weight transport: {error}") from error
 
 
 class _Host(WeightTransport):
@@ -90,8 +89,7 @@ class _Host(WeightTransport):
         self._verify, self._device, self._sender = spec.settings.verify, device, sender
         half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
         transport = GroupTransport(torch.distributed.group.WORLD, spec.settings.timeout_s)
-        with uncollected():
-            rounds = schedule(plan, transport.rank, half)
+        rounds = schedule(plan, transport.rank, half)
         dtype = getattr(torch, spec.dtype)
         self._exchange = Exchange(rounds, half, dtype, transport, self._allocate)
 
@@ -137,7 +135,7 @@ class ShardEndpoint:
 
 
 class ShardSender:
-    """The trainer's end, for one generation rank. Binds at once; each `send` takes a connection."""
+    """The trainer's side, for one generation rank. Binds now; each `send` takes a connection."""
 
     def __init__(self, generation_rank: int, timeout_s: float) -> None:
         name = f"mcore_rl-weights-{secrets.token_hex(16)}"
@@ -147,7 +145,7 @@ class ShardSender:
         self.endpoint = ShardEndpoint(name, secrets.token_hex(32), timeout_s, generation_rank)
 
     def send(self, buckets: Iterator[Bucket], memory: SharedBuckets, update: WeightUpdate) -> None:
-        """Hand over every bucket; `memory` is what they are allocated in.
+        """Send every bucket; `memory` is what they are allocated in.
 
         When the receiver fails the other buckets are still taken, since other ranks' exchanges
         depend on it. Raises StreamError after that.
@@ -225,8 +223,8 @@ def receive_shards(
 ) -> Generator[list[ReceivedSlice], None, None]:
     """Yield the slices of one bucket after the other, in memory of `device`.
 
-    They must have been copied before the generator goes on: the memory is written again then. Ends
-    normally only if every bucket of the update has come. Raises StreamError otherwise.
+    They must have been copied before the generator continues: the memory is written again then.
+    Ends normally only if every bucket of the update has come. Raises StreamError otherwise.
     """
     connection, version = _connect(endpoint), update.version
     complete = False

@@ -2,7 +2,7 @@
 
 A frame is a length (4 bytes, big endian) and a JSON header; a header may announce raw bytes that
 follow. Nothing is pickled, so a peer can send wrong numbers but never code. Every update begins
-with the handshake of parallel/handshake.py, and goes on with
+with the handshake of parallel/handshake.py, and continues with
 
     receiver: hello (the update)    sender: welcome    receiver: ready
 
@@ -129,8 +129,8 @@ def admit(
 ) -> bool:
     """The sender's part of the handshake.
 
-    Whether the peer holds the token, wants this update and is still there. Otherwise the
-    connection is closed, and a peer that holds the token has been told why.
+    Whether the peer has the token, wants this update and is still there. Otherwise the
+    connection is closed, and a peer that has the token has been told why.
     """
     deadline = time.monotonic() + min(handshake.TIMEOUT_S, timeout_s)
     try:

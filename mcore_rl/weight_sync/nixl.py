@@ -1,10 +1,10 @@
 """A WeightTransport over NIXL: a receiver reads its messages out of the sender's memory.
 
-NIXL takes the way that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU memory
-too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the sender
-when that is done. Checksums travel in the notification. Each rank finds at a rendezvous
-how to reach the others. NIXL itself asks nobody for a token: it belongs into a network
-that can be trusted, as NCCL does.
+NIXL uses the fastest link that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU
+memory too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the
+sender when that is done. Checksums travel in the notification. Each rank finds at a rendezvous how
+to reach the others. NIXL does not authenticate: use it only in a network that can be trusted, as
+NCCL does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NixlTransport(ExchangeTransport):
         rank: int,
         device: torch.device,
     ) -> None:
-        """Returns when all ranks have told how to reach them."""
+        """Returns when all ranks have published how to reach them."""
         super().__init__(spec, model, rank, device)
         api = nixl_api()
         self._timeout_s = spec.settings.timeout_s
@@ -57,7 +57,7 @@ class NixlTransport(ExchangeTransport):
             self._agent.register_memory(self._staging)
             self._meet(keys, spec.world_size)
         except RuntimeError as error:
-            raise StreamError(f"rank {rank} of the weights' way: {error}") from error
+            raise StreamError(f"rank {rank} of the weight transport: {error}") from error
         self._used = 0  # of the staging memory, by the current version
         self._notices: Notices = {}
 
@@ -93,7 +93,7 @@ def nixl_api() -> Any:
 
 
 def _stay_on_loopback(own_address: str) -> None:
-    """UCX listens on every network device; where ranks share a machine it need not."""
+    """UCX listens on every network device; if all ranks are on one machine, only on loopback."""
     if ip_address(own_address).is_loopback:
         os.environ.setdefault("UCX_NET_DEVICES", interface_of(own_address))
 
@@ -152,7 +152,7 @@ class _NixlMessages:
                 others = {version for version, name, _ in self._notices if name == peer}
                 at = f"; it is at version {max(others)}" if others else ""
                 raise StreamError(
-                    f"version {self._version}, bucket {bucket}: rank {peer} of the weights' way "
+                    f"version {self._version}, bucket {bucket}: rank {peer} of the transport "
                     f"made no move for {self._timeout_s:g} s{at}"
                 )
             time.sleep(_POLL_S)
@@ -162,7 +162,7 @@ class _NixlMessages:
         remote = [(notice["address"], data.numel(), notice["device"])]
         kind = "DRAM" if data.device.type == "cpu" else "VRAM"
         done = json.dumps({"version": self._version, "bucket": bucket}).encode()
-        _finish_work_on(data.device)  # on what the memory held before
+        _finish_work_on(data.device)  # on what was in the memory before
         agent = self._agent
         handle = agent.initialize_xfer(
             "READ", agent.get_xfer_descs(data), agent.get_xfer_descs(remote, kind), str(peer), done

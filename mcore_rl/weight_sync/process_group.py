@@ -1,6 +1,6 @@
 """A WeightTransport over a process group of training ranks and vLLM workers.
 
-The group is one of its own beside those of Megatron and vLLM.
+The group is separate from those of Megatron and vLLM.
 """
 
 from __future__ import annotations

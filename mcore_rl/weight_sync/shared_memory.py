@@ -1,6 +1,6 @@
-"""Memory that a trainer's rank and a vLLM worker on the same device both map.
+"""Memory that a training rank and a vLLM worker on the same device both map.
 
-On a CPU anonymous files (memfd): nothing stands in /dev/shm, and nothing is left when both
+On a CPU anonymous files (memfd): nothing is in /dev/shm, and nothing is left when both
 processes are gone, however they went. On a GPU torch's own sharing of CUDA memory (IPC).
 """
 
@@ -36,7 +36,7 @@ class SharedBuckets(Protocol):
         ...
 
     def describe(self) -> list[dict[str, Any]]:
-        """For each allocation, in order, what `map_buckets` needs, as JSON can hold it."""
+        """For each allocation, in order, what `map_buckets` needs, as JSON."""
         ...
 
     @property
@@ -95,7 +95,7 @@ class _FileBuckets:
         return [{"num_bytes": num_bytes} for num_bytes in self._sizes]
 
     def finish_writes(self) -> None:
-        """Nothing is under way: copies on a CPU are done when they return."""
+        """Nothing is in progress: copies on a CPU are done when they return."""
 
     def close(self) -> None:
         while self.descriptors:

@@ -1,4 +1,4 @@
-"""What all ranks of both sides make the same transfer plan from."""
+"""The inputs from which all ranks of both sides make the same transfer plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
@@ -22,12 +21,12 @@ from mcore_rl.reshard.tensor_groups import Side
 
 @dataclass(frozen=True, slots=True)
 class TransferSpec:
-    """With the model's config.json, all that a transfer plan depends on but where ranks run."""
+    """With the model's config.json, all inputs of a transfer plan except where ranks run."""
 
     training: Layout
     num_mtp_layers: int
     generation: GenerationLayout
-    dtype: str  # "bfloat16": of weights on their way
+    dtype: str  # "bfloat16": in which weights are sent
     settings: WeightSyncConfig
 
     @property
@@ -40,7 +39,7 @@ class TransferSpec:
         return self.training.world_size + self.generation.world_size
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """As JSON values."""
         return asdict(self)
 
     @classmethod
@@ -63,28 +62,25 @@ class Sites:
     ranks_per_node: int  # training ranks of one host
 
 
-@uncollected()
 def training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side:
-    """What an engine of Megatron is to a plan. `config` is that of a CheckpointReader."""
+    """The training side of a plan, for Megatron. `config` is that of a CheckpointReader."""
     sizes = model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp_layers)
     weights = family_of(config).weights(config, padded_vocab_size(config, layout.tp))
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), weights
 
 
-@uncollected()
 def generation_side(config: HFConfig, layout: GenerationLayout) -> tuple[GenerationRanks, Side]:
     sizes = model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
     return ranks, (ranks, family_of(config).vllm_weights(config))
 
 
-@uncollected()
 def plan_transfer(
     spec: TransferSpec, config: HFConfig, itemsize: int, sites: Sites | None = None
 ) -> Plan:
     """With `sites`, each generation rank shares the device of a training rank of its site: of the
-    one that holds most of what it needs. Without, it has a device behind those of all of them.
+    one that has most of what it needs. Without, it has a device after those of all of them.
 
     Raises:
         ConfigError: the layouts do not fit the model, or some site has more generation ranks than

@@ -1,4 +1,4 @@
-"""The way of new weights from a trainer into servers: WeightTransport, and how one is found.
+"""Moving new weights from a trainer into servers: WeightTransport, and how one is chosen.
 
     transport = connect(spec, endpoint, model, rank, device)   on every rank of both sides, together
     transport.send(weights, update)                            on every training rank
@@ -20,7 +20,6 @@ import torch
 
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.models.base import HFConfig
-from mcore_rl.observability.garbage import uncollected
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Bucket, Exchange, LocalWeights, ReceivedSlice
@@ -34,7 +33,7 @@ DENSE = "dense"  # every element of every weight
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What both sides are told of an update."""
+    """What both sides know of an update."""
 
     version: int
     format: str = DENSE
@@ -47,10 +46,10 @@ class WeightUpdate:
 
 
 class WeightTransport(ABC):
-    """A rank's end. All ranks of both sides send and receive an update together.
+    """One rank's side. All ranks of both sides send and receive an update together.
 
     Where the plan lets a training rank host a generation rank, as shared memory does, both are
-    devices of one exchange; else the generation ranks are devices behind the training ranks.
+    devices of one exchange; else the generation ranks are devices after the training ranks.
     """
 
     @abstractmethod
@@ -59,9 +58,9 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
-        """A generation rank's: its slices, a bucket at a time, to be copied before the next.
+        """A generation rank's part: its slices, one bucket at a time, to be copied before the next.
 
-        Ends normally only if the whole update has come. Raises ReshardError, StreamError.
+        Ends normally only if the update is complete. Raises ReshardError, StreamError.
         """
 
 
@@ -74,8 +73,7 @@ class ExchangeTransport(WeightTransport):
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
         plan = plan_transfer(spec, model, self._dtype.itemsize)
-        with uncollected():
-            self._rounds = schedule(plan, rank, self._half)
+        self._rounds = schedule(plan, rank, self._half)
         self._verify, self._rank, self._device = spec.settings.verify, rank, device
 
     def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
@@ -101,7 +99,7 @@ class ExchangeTransport(WeightTransport):
 
     @abstractmethod
     def _messages(self, version: int) -> AbstractContextManager[Transport]:
-        """What carries the messages of a version."""
+        """The transport of the messages of a version."""
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -128,14 +126,14 @@ def connect(
     rank: int,
     device: torch.device,
 ) -> WeightTransport:
-    """One rank's end. All ranks of both sides connect together, at the rendezvous `endpoint`.
+    """One rank's side. All ranks of both sides connect together, at the rendezvous `endpoint`.
 
     `model` is the config.json that both sides started from.
 
     Raises:
         ConfigError: the layouts do not fit the model, buckets are too small, generation ranks find
             no training rank to share a device with, or the transport's package is not installed.
-        StreamError: not all ranks came in time.
+        StreamError: not all ranks connected in time.
     """
     module, name = _TRANSPORTS[transport_name(spec.settings)].split(":")
     make = getattr(importlib.import_module(f"mcore_rl.weight_sync.{module}"), name)

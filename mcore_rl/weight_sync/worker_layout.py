@@ -1,7 +1,7 @@
-"""What a vLLM worker's parameters are, compared with the rules that plans are made from.
+"""Compares a vLLM worker's parameters with the rules that plans are made from.
 
 A plan trusts the rules for the names, shapes and dtypes that vLLM has. Each worker compares them as
-it connects, so that a version that lays weights out in another way is refused by name. Pure.
+it connects, so that a version with another layout of weights is refused by name. Pure.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _compare(
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             raise ConfigError(
-                f"{who}: {what} of {name} are {found.get(name, 'not there')}, but the rules of the "
-                f"model's family say {expected.get(name, 'that it is not there')}; "
+                f"{who}: {what} of {name} are {found.get(name, 'missing')}, but the rules of the "
+                f"model's family say {expected.get(name, 'that it does not exist')}; "
                 "weight_sync.method=full_export does without these rules"
             )

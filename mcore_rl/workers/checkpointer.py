@@ -97,7 +97,8 @@ class Checkpointer:
         Raises:
             RunStopped: a signal has asked for it; the step is saved.
         """
-        if self._stop.requested and self._is_checkpoint_due(step) and self._saving != step:
+        is_asked = bool(self._stop.requested)  # from here on, a signal is for the next step
+        if is_asked and self._saving != step:
             self._turns.stop_serving()
             self._turns.begin_training()
             self._begin(step)
@@ -105,9 +106,9 @@ class Checkpointer:
             self._state = self._state_of(step, metrics)
         if self._saving is not None:
             is_last = step == self._config.trainer.num_steps
-            if is_last or self._stop.requested or all(self._turns.actor.is_saved()):
+            if is_last or is_asked or all(self._turns.actor.is_saved()):
                 self._finish()
-        if self._stop.requested:
+        if is_asked:
             self._raise_stopped(step)
 
     def _is_checkpoint_due(self, step: int) -> bool:

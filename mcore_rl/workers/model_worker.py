@@ -1,4 +1,4 @@
-"""One rank of a training engine as an actor: what a controller may ask of a model."""
+"""One rank of a training engine as an actor: the methods that a controller calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModelWorker:
         self._saving: PendingSave | None = None
 
     def close(self) -> None:
-        """Let go of the model and its memory: the process goes on with another one."""
+        """Free the model and its memory: the process continues with another one."""
         self._transport = None
         self._engine.close()
         gc.collect()  # modules and their hooks lead to each other
@@ -64,21 +64,16 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
-        """The same of the model that a LoRA actor began with: of itself without its adapters."""
+        """The same for the base model of a LoRA actor: the actor without its adapters."""
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(
         self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> MemoryReport:
-        """See BaseEngine.to; what each rank has afterwards."""
+        """See BaseEngine.to; returns the memory report of each rank."""
         self._engine.to(place, model=model, optimizer=optimizer, grad=grad)
         return self._engine.memory_report()
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def compute_values(self, batch: Batch) -> Batch | None:
-        """Adds the column values; of a value model."""
-        return self._engine.infer_batch(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def update(self, batch: Batch, *, temperature: float = 1.0) -> Metrics:
@@ -94,7 +89,7 @@ class ModelWorker:
     def open_weights(
         self, generation: GenerationLayout, settings: WeightSyncConfig
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
-        """What both sides connect with; the rendezvous stays open."""
+        """The endpoint for both sides; the rendezvous stays open."""
         engine, dtype = self._engine, self._spec.model.dtype
         address = settings.bind_address
         if address == "auto":  # this rank's, where the ranks of the actor have met
@@ -105,7 +100,7 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are in reach of each other."""
+        """Returns when all training ranks and all workers of servers are connected."""
         engine = self._engine
         self._transport = connect(
             spec, endpoint, engine.hf_config, engine.world_rank, engine.device
@@ -138,7 +133,7 @@ class ModelWorker:
                     config_changes=self._engine.config_changes,
                 )
         except OSError as error:
-            for _ in tensors:  # the other ranks go on sending
+            for _ in tensors:  # the other ranks continue to send
                 pass
             return f"{error.strerror}: {error.filename or path}"
         return ""

@@ -1,4 +1,4 @@
-"""The loss of a policy update, put together from the algorithms and their settings."""
+"""The loss of a policy update, composed from the algorithms and their settings."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_functions(config: AlgorithmConfig) -> None:
     """Find all functions of an algorithm and fill in their settings, before a run starts.
 
     Raises:
-        ConfigError: one is not there, its settings do not fit it, or it needs what a run with
+        ConfigError: one does not exist, its settings do not fit it, or it needs what a run with
             these settings does not have.
     """
     LOSSES.bound(config.loss, config.loss_settings)

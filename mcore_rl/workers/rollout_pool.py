@@ -21,7 +21,7 @@ class RolloutPool:
     seed: int
 
     def generate(self, prompts: Batch, n: int) -> Batch:
-        """`n` samples a prompt; the prompts of one call are spread over the servers.
+        """`n` samples per prompt; the prompts of one call are spread over the servers.
 
         A response depends on the run's seed, its group id, its number in the group, `n` and the
         weights, not on the server.
@@ -31,7 +31,7 @@ class RolloutPool:
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             max_tokens=self.config.max_response_tokens,
-            seed=first_seed(self.seed),  # agent loops go on from here by the group id
+            seed=first_seed(self.seed),  # agent loops count from here by the group id
         )
         return Batch.concat([samples for (samples,) in self.servers.generate(prompts, sampling)])
 
@@ -43,9 +43,9 @@ def first_seed(run_seed: int) -> int:
     samples of a run share a seed, but those of evaluations that ask the same prompt again. Their
     lower 32 bits differ too, up to 2**32 samples: torch's CPU generator reads no more.
 
-    Runs with other seeds begin at a place of their own, drawn by np.random.SeedSequence. They share
+    Runs with other seeds start at a place drawn by np.random.SeedSequence. They share
     seeds by chance only: two runs of N samples with probability 2N / 2**32 on the CPU, else
-    2N / 2**61. All seeds lie in [2**62 - 2**32, 2**63), which torch and vLLM take.
+    2N / 2**61. All seeds are in [2**62 - 2**32, 2**63), which torch and vLLM take.
     """
     (drawn,) = np.random.SeedSequence(run_seed).generate_state(1, np.uint64)
     return 2**62 + int(drawn >> np.uint64(3))

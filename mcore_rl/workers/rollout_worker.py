@@ -38,7 +38,7 @@ class RolloutSpec:
 
 
 class RolloutWorker:
-    """Owns one server and the event loop that it lives on."""
+    """Runs one server and its event loop."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
@@ -73,7 +73,7 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def prepare(self) -> None:
-        """Import what `start` needs, which takes longer than all else and no memory of a device."""
+        """Import what `start` needs: the slowest part of it, and without device memory."""
         self._server.prepare()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
@@ -82,7 +82,7 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
-        """`sampling.n` samples a prompt, in one batch.
+        """`sampling.n` samples per prompt, in one batch.
 
         `prompts` has prompt_ids, group_ids, fields (JSON) and rows (of their file).
         """
@@ -100,7 +100,7 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are in reach of each other."""
+        """Returns when all training ranks and all workers of servers are connected."""
         # Each rank of this group is a server; their workers are the generation ranks in a row.
         first_rank = int(os.environ["RANK"]) * self._spec.rollout.tp
         self._wait(self._server.connect_weights(endpoint, spec, first_rank))

@@ -1,4 +1,4 @@
-"""The steps that loops of reinforcement learning are made of: functions of a batch."""
+"""The steps of reinforcement-learning loops: functions of a batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mcore_rl.observability.metrics import merge
 
 
 class PolicyMismatchError(RuntimeError):
-    """The servers do not run the trainer's policy: what is learned would be wrong."""
+    """The servers do not run the trainer's policy, so training would be wrong."""
 
 
 def check_versions(batch: Batch, expected: int) -> None:
-    """Every token of an on-policy step comes from the weights of the step before.
+    """Checks that every token of an on-policy step has the version of the step before.
 
     Raises:
         PolicyMismatchError: some do not.
@@ -47,7 +47,7 @@ def logprob_gaps(batch: Batch) -> dict[str, float]:
 
 
 def checked_gaps(batch: Batch, bounds: TrainerConfig, step: int) -> dict[str, float]:
-    """The same, within trainer.max_logprob_gap and mean_logprob_gap.
+    """The same, checked against trainer.max_logprob_gap and mean_logprob_gap.
 
     Raises:
         PolicyMismatchError: one is beyond its bound.
@@ -64,13 +64,13 @@ def checked_gaps(batch: Batch, bounds: TrainerConfig, step: int) -> dict[str, fl
 
 
 def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:
-    """The same rewards at other samples: they teach nothing."""
+    """The same rewards, permuted over the samples: no signal is left."""
     rewards = np.random.default_rng(seed).permutation(batch.array("rewards"))
     return batch.with_columns(rewards=rewards)
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Adds the column advantages; leaves uniform groups out where that is asked for."""
+    """Adds the column advantages; drops uniform groups if so configured."""
     found = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
     batch = batch.with_columns(advantages=found)
     if algorithm.drop_uniform_groups:
@@ -80,7 +80,7 @@ def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
 
 
 def mini_batches(batch: Batch, num: int, seed: Sequence[int]) -> list[Batch]:
-    """Whole groups dealt at random into at most `num` mini-batches; none is empty."""
+    """Full groups, distributed at random over at most `num` mini-batches; none is empty."""
     groups = np.random.default_rng(seed).permutation(np.unique(batch.array("group_ids")))
     parts = [part for part in np.array_split(groups, num) if len(part)]
     return [
@@ -107,7 +107,7 @@ def update(
     temperature: float,
     seed: Sequence[int],
 ) -> dict[str, float]:
-    """One optimizer step a mini-batch; none where no group is left to learn from."""
+    """One optimizer step per mini-batch; none if no group is left."""
     found = [
         # Every data-parallel rank reports what is true of all of them.
         actor.update(with_loss_weights(part, algorithm), temperature=temperature)[0]

@@ -1,10 +1,10 @@
-"""Whose turn it is, where roles share devices. A step goes
+"""Turns of roles that share devices. The order of a step:
 
     generate -> servers sleep -> (reference on device -> its log-probs -> off)
              -> actor on device -> log-probs, update -> gradients and optimizer off
              -> weights awake -> push -> actor off -> KV cache awake
 
-Roles with devices of their own stay where they are.
+Roles with their own devices stay on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_rl.workers.weight_sync import WeightSync
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`reference` is None where there is none, or where the actor stands in for it."""
+    """`reference` is None if there is none, or if the actor is also the reference."""
 
     placement: PlacementConfig
     actor: WorkerGroup
@@ -30,12 +30,12 @@ class Turns:
     weight_sync: WeightSync
 
     def stop_serving(self) -> None:
-        """The servers have generated what the step needs."""
+        """Call when the servers have generated all samples of the step."""
         if servers_sleep(self.placement, self.reference is not None):
             self.servers.sleep()
 
     def with_reference_log_probs(self, batch: Batch, temperature: float) -> Batch:
-        """Before the actor begins to train, unless it is the reference itself: without adapters."""
+        """Adds reference log-probs, of the reference model or of the actor without adapters."""
         if self.reference is None:
             self.begin_training()
             score = self.actor.compute_reference_log_probs
@@ -53,7 +53,7 @@ class Turns:
             self.actor.to("device")
 
     def serve(self, version: int) -> None:
-        """The actor has been updated: every server generates with `version` when this returns."""
+        """Push the updated actor: every server generates with `version` when this returns."""
         actor_moves = model_moves(self.placement, "actor", self.reference is not None)
         servers_slept = servers_sleep(self.placement, self.reference is not None)
         if actor_moves:
@@ -73,6 +73,6 @@ def servers_sleep(placement: PlacementConfig, has_reference: bool) -> bool:
 
 
 def model_moves(placement: PlacementConfig, role: str, has_reference: bool) -> bool:
-    """Whether a training engine leaves its devices to others: `role` is actor or reference."""
+    """Whether a training engine is offloaded for other roles: `role` is actor or reference."""
     mates = {"actor", "reference", "rollout"} if has_reference else {"actor", "rollout"}
     return any(takes_turns(placement, role, mate) for mate in mates - {role})

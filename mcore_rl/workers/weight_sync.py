@@ -21,14 +21,14 @@ class WeightSync(Protocol):
     def push(self, version: int) -> None:
         """Return when every server generates with this version.
 
-        Waits for both sides together and raises what went wrong first, on either: WorkerError, or
+        Waits for both sides together and raises the first failure on either: WorkerError, or
         ConfigError, as `gathered` does.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TransportSync:
-    """To each worker of every server its shards, by a WeightTransport of all ranks."""
+    """Sends each worker of every server its shards, by a WeightTransport of all ranks."""
 
     actor: WorkerGroup
     servers: WorkerGroup
@@ -42,9 +42,9 @@ class TransportSync:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSync:
-    """A Hugging Face folder that servers load by vLLM's own reload.
+    """Writes a Hugging Face folder that servers load with vLLM's own reload.
 
-    Slow for large models, right for every layout, and the oracle of the transports.
+    Slow for large models, works for every layout, and is the reference for tests of the transports.
     """
 
     actor: WorkerGroup
@@ -68,7 +68,7 @@ class CheckpointSync:
 def connect(
     config: RLConfig, actor: WorkerGroup, servers: WorkerGroup, num_bytes: int
 ) -> WeightSync:
-    """The way that config.weight_sync names, made once between all ranks of both sides.
+    """The connection that config.weight_sync names, made once between all ranks of both sides.
 
     `actor` and `servers` are worker groups of ModelWorker and RolloutWorker; `num_bytes` is what
     the weights take.
@@ -76,8 +76,8 @@ def connect(
     Raises:
         ConfigError: there are more workers of servers than training ranks to share their devices
             with.
-        WorkerError: a rank of either side failed; vLLM lays the model out in another way than the
-            rules say.
+        WorkerError: a rank of either side failed; vLLM's layout of the model differs from the
+            rules.
     """
     limit = Limit(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
@@ -92,7 +92,7 @@ def connect(
 
 
 def generation_layout(rollout: RolloutConfig) -> GenerationLayout:
-    """Servers are engines side by side; with `ep` each deals its experts to its own workers."""
+    """Each server is one engine; with `ep` it splits its experts over its workers."""
     return GenerationLayout(
         tp=rollout.tp, dp=rollout.num_servers, ep=rollout.tp if rollout.ep else 1
     )

@@ -220,7 +220,7 @@ BAD: dict[str, tuple[Callable[[Place], object], str, list[str]]] = {
     "cut checkpoint": (
         lambda at: at.cut(f"checkpoint/{shards(at)[-1]}", 1000),
         TO_HF,
-        ["cut short"],
+        ["truncated"],
     ),
     "missing file of a checkpoint": (
         lambda at: (at.folder / "checkpoint" / shards(at)[0]).unlink(),

@@ -100,9 +100,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     batch = tiny_models.make_batch()
     todo: dict[int, dict[str, ranks.Job]] = {1: {}, 2: {}, 4: {}}
     needs = dict.fromkeys(("inference", "other rate"), "save/moe/tp2ep2")
-    needs |= dict.fromkeys(
-        ("refused/optimizer", "refused/dtype", "refused/model"), "save/moe/tp2ep2"
-    )
+    needs |= dict.fromkeys(("refused/dtype", "refused/model"), "save/moe/tp2ep2")
     needs |= {"refused/layers": "save/mixed/pp2", "refused/weights": "weights"}
 
     def add(case: str, function: Any, model: str, layout: str, *args: Any, **settings: Any) -> None:
@@ -140,7 +138,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         wsd_decay_steps=1)  # fmt: skip
     weights = folder / "weights"
     todo[1]["weights"] = jobs.partial(jobs.weights_only, models["moe"], weights)
-    add("refused/optimizer", jobs.refused, "moe", "dp2", source, distributed=True)
     add("refused/dtype", jobs.refused, "moe", "dp2", source, dtype="bfloat16")
     add("refused/model", jobs.refused, "mixed", "pp2", source)
     add("refused/layers", jobs.refused, "four", "dp2", folder / "mixed-pp2")
@@ -224,7 +221,6 @@ def test_an_engine_for_inference_reads_the_weights_of_a_training_checkpoint(runs
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("optimizer", ["optimizer.distributed=true", "was written with false"]),
         ("dtype", ["model.dtype='bfloat16'", "was written with 'float32'"]),
         ("model", ["checkpoint of another model", "decoder.layers"]),
         ("layers", ["checkpoint of another model", "decoder.layers"]),

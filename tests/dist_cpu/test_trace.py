@@ -13,8 +13,8 @@ import torch
 
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.jobs.parity import by_megatron, by_transformers
-from mcore_rl.jobs.parity.modules import THRESHOLDS, differences, module_names
+from mcore_rl.jobs.parity import engines
+from mcore_rl.jobs.parity.compare import THRESHOLDS, differences, module_names
 
 LAYOUTS = {
     "tp2": Layout(tp=2),
@@ -55,12 +55,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         config.rms_norm_eps = 1e-6  # what transformers has in norms of latents, whatever the config
         model = tiny_models.build_from(config)
         path = tiny_families.save(model, tmp_path_factory.mktemp("models") / name)
-        found[name] = by_transformers.trace(str(path), "float32", SEQUENCES)
+        found[name] = engines.hf_traces(str(path), "float32", SEQUENCES)
         for key in layouts:
-            case = ranks.job(by_megatron.trace, spec(path, LAYOUTS[key]), "", SEQUENCES)
+            case = ranks.job(engines.megatron_traces, spec(path, LAYOUTS[key]), "", SEQUENCES)
             jobs[LAYOUTS[key].world_size][f"{name}/{key}"] = case
     for world, cases in jobs.items():
-        found |= {n: by_megatron.joined(by) for n, by in ranks.spawn(world, cases).items()}
+        found |= {n: engines.joined(by) for n, by in ranks.spawn(world, cases).items()}
     return found
 
 

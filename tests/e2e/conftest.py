@@ -39,11 +39,13 @@ class Job:
 
     Temporary files go to a folder of the job's own, so that what it leaves can be told from what
     others make at the same time. With `disk`, a size such as "24m", `output` is a file system of
-    its own that only the job sees.
+    its own that only the job sees. `output` is elsewhere where several jobs are to have one.
     """
 
-    def __init__(self, folder: Path, *settings: str, disk: str = "") -> None:
-        self.output = folder / "out"
+    def __init__(
+        self, folder: Path, *settings: str, disk: str = "", output: Path | None = None
+    ) -> None:
+        self.output = output or folder / "out"
         self.temp = Path(tempfile.mkdtemp(prefix="job", dir="/tmp"))  # sockets need short paths
         self._streams = {name: folder / name for name in ("stdout", "stderr")}
         job = [Path(sys.executable).with_name("mcore-rl"), "rl", "recipe=quickstart"]
@@ -172,8 +174,8 @@ def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     """start_job(*settings) runs the quickstart recipe with these overrides; see Job."""
     with contextlib.ExitStack() as jobs:
 
-        def start(*settings: str, disk: str = "") -> Job:
-            job = Job(tmp_path_factory.mktemp("job"), *settings, disk=disk)
+        def start(*settings: str, disk: str = "", output: Path | None = None) -> Job:
+            job = Job(tmp_path_factory.mktemp("job"), *settings, disk=disk, output=output)
             jobs.callback(job.close)
             return job
 

@@ -280,7 +280,7 @@ BAD_FILES: dict[str, tuple[Callable[[Place], object], list[str]]] = {
     ),
     "extra tensor": (
         lambda at: at.tensors(lambda t: t.update({"model.extra.weight": t[NORM].clone()})),
-        ["checkpoint model holds unexpected", "model.extra.weight"],
+        ["checkpoint model has unexpected", "model.extra.weight"],
     ),
     "misshapen tensor": (
         lambda at: at.tensors(lambda t: t.update({NORM: t[NORM][:100].contiguous()})),

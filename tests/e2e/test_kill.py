@@ -158,7 +158,7 @@ def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(
     trace_file = job.output / "logs" / "error.txt"
     who = f"rank 0 (host {socket.gethostname()}, pid {rank.pid})"
     assert job.stderr.startswith(f"mcore-rl rl: warm_start.update: {who} died.")
-    assert job.stderr.endswith(f" (the whole story: {trace_file})\n")
+    assert job.stderr.endswith(f" (traceback: {trace_file})\n")
     assert job.stderr.count("\n") == 1
     assert "WorkerError" in trace_file.read_text()
 
@@ -181,7 +181,7 @@ def test_a_rank_that_is_stopped_ends_the_job_within_the_limit_with_its_stack(
         "stopped by a signal, in "
     )
     trace_file = job.output / "logs" / "error.txt"
-    assert job.stderr.endswith(f" (the whole story: {trace_file})\n")
+    assert job.stderr.endswith(f" (traceback: {trace_file})\n")
     assert job.stderr.count("\n") == 1
     story = trace_file.read_text()
     assert "ModelWorker.update (" in story

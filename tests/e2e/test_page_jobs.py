@@ -23,6 +23,8 @@ SHORT = (
     "trainer.num_steps=2", "trainer.prompts_per_step=8", "trainer.eval_samples=8",
     "actor.optimizer.warmup_steps=0", "algorithm.drop_uniform_groups=false",
 )  # fmt: skip
+# Of a model that has not learned to stop.
+SHORT_RESPONSES = ("rollout.max_response_tokens=32",)
 SHORT_START = ("warm_start.num_steps=2", "warm_start.optimizer.warmup_steps=0")
 
 
@@ -45,9 +47,10 @@ def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypa
         write_recipes(page.read_text(), tmp_path)
     for name in ("train", "test"):
         Path("here", f"{name}.parquet").symlink_to(given[f"data.{name}_file"])
-    asked = [s.replace("/models/Qwen3-0.6B", given["model.path"]) for s in settings]
+    model = str(_longer(given["model.path"]))
+    asked = [s.replace("/models/Qwen3-0.6B", model) for s in settings]
     is_of_recipe = any(setting.startswith("recipe=") for setting in asked)
-    short = SHORT + SHORT_START if is_of_recipe else SHORT
+    short = SHORT + (SHORT_START if is_of_recipe else SHORT_RESPONSES)
     names = {setting.partition("=")[0] for setting in short}
     kept = [setting for setting in asked if setting.partition("=")[0] not in names]
     done = subprocess.run(
@@ -60,6 +63,14 @@ def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypa
     rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert len([row for row in rows if "reward" in row]) == 2
     assert Path("out/checkpoint/model.safetensors").exists()
+
+
+def _longer(model: str) -> Path:
+    """A copy that takes prompts as long as those that pages allow."""
+    copy = Path(shutil.copytree(model, "model"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    return copy.absolute()
 
 
 @pytest.fixture(scope="module")

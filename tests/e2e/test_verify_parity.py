@@ -32,11 +32,16 @@ import tiny_models
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RolloutConfig
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
-from mcore_rl.jobs.parity.compare import Gap, Scores, compare
-from mcore_rl.jobs.parity.modules import THRESHOLDS, differences, first_different
-from mcore_rl.jobs.parity.prompts import drawn_prompts
-from mcore_rl.jobs.parity.settings import TOLERANCES
+from mcore_rl.jobs.parity import engines
+from mcore_rl.jobs.parity.compare import (
+    THRESHOLDS,
+    Gap,
+    Scores,
+    compare,
+    differences,
+    first_different,
+)
+from mcore_rl.jobs.parity.settings import TOLERANCES, drawn_prompts
 from mcore_rl.rollout.vllm_server import VLLMServer
 from tests.e2e.hosting import hosting
 from tests.nightly import all_but
@@ -159,11 +164,11 @@ def reference(path: Path) -> Reference:
     served, vllm_trace = asyncio.run(under_vllm(path))
     sequences = served["sequences"]
     scores = {
-        "hf": Scores(**by_transformers.score(str(path), "float32", sequences)),
+        "hf": Scores(**engines.hf_scores(str(path), "float32", sequences)),
         "vllm_prefill": Scores(**served["prefill"]),
         "vllm_decode": Scores(**served["decode"]),
     }
-    [hf_trace] = by_transformers.trace(str(path), "float32", sequences[-1:])
+    [hf_trace] = engines.hf_traces(str(path), "float32", sequences[-1:])
     traces = {"hf": hf_trace, "vllm_prefill": vllm_trace, "vllm_decode": vllm_trace}
     return Reference(path, sequences, scores, traces)
 
@@ -173,7 +178,7 @@ async def under_vllm(path: Path) -> tuple[dict[str, Any], Tensors]:
     server = VLLMServer(str(path), "float32", 256, config, seed=0)
     try:
         await server.start()
-        served = await by_vllm.scored(server, PROMPTS, num_tokens=16)
+        served = await engines.scored(server, PROMPTS, num_tokens=16)
         return served, await server.trace(served["sequences"][-1])
     finally:
         await server.close()
@@ -226,11 +231,11 @@ class Runs:
             path = faulty(fault, self.reference(family).path, self._folder)
         wanted = self.reference(family)
         arguments = (spec(path, layout), checkpoint)
-        score = ranks.job(*planted, by_megatron.score, *arguments, wanted.sequences)
-        trace = ranks.job(*planted, by_megatron.trace, *arguments, wanted.sequences[-1:])
+        score = ranks.job(*planted, engines.megatron_scores, *arguments, wanted.sequences)
+        trace = ranks.job(*planted, engines.megatron_traces, *arguments, wanted.sequences[-1:])
         found = ranks.spawn(2, {"score": score, "trace": trace})
-        [traced] = by_megatron.joined(found["trace"])
-        return Run(by_megatron.gathered(found["score"]), traced, wanted)
+        [traced] = engines.joined(found["trace"])
+        return Run(engines.gathered(found["score"]), traced, wanted)
 
 
 @pytest.fixture(scope="module")

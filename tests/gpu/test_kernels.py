@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from mcore_rl import _csrc
-from mcore_rl.engine.megatron.logprob_ops import LossGradients, Sums, add_tile, grad_tile_
 from mcore_rl.reshard.ops import BoxCopy, BoxQuantize, Quantized, copy_boxes, empty_quantized
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -158,57 +157,5 @@ def test_a_block_with_an_infinity_is_marked() -> None:
     quantize = BoxQuantize([(weight, into := empty_quantized(weight))])
     quantize.run()
     assert into.scales.isnan().tolist() == [[False, False], [True, False]]
-    with pytest.raises(ValueError, match="weight 0 holds NaN, infinity"):
+    with pytest.raises(ValueError, match="weight 0 has NaN, infinity"):
         quantize.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ids", "width"), [(1, 1), (1000, 1000), (5001, 1001), (152_064, 40_000)])
-def test_log_probs_and_gradients_are_those_of_the_cpu(
-    dtype: torch.dtype, ids: int, width: int
-) -> None:
-    tokens, generator = 67, torch.Generator().manual_seed(ids)
-    logits = (3 * torch.randn(tokens, ids, generator=generator)).to(dtype)
-    logits[3, ::2] = -torch.inf if ids > 1 else 0.0
-    targets = torch.randint(0, ids, (tokens,), generator=generator) | 1
-    of_loss = torch.randn(2, tokens, generator=generator)
-    found = []
-    for device in ("cpu", "cuda"):
-        sums = Sums.empty(tokens, device, with_entropy=True)
-        mine, its = logits.to(device, copy=True), targets.to(device)
-        for start in range(0, ids, width):
-            add_tile(mine[:, start : start + width], its, start, sums, temperature=0.8)
-        scores = torch.stack([sums.log_probs(), sums.entropy()])
-        of = LossGradients(
-            sums.top,
-            sums.total,
-            of_loss[0].to(device),
-            scores[1].contiguous(),
-            of_loss[1].to(device),
-        )
-        for start in range(0, ids, width):
-            grad_tile_(mine[:, start : start + width], its, start, of, temperature=0.8)
-        found.append((scores.cpu(), mine.float().cpu()))
-    torch.testing.assert_close(found[1][0], found[0][0], atol=2e-5, rtol=2e-6)
-    rtol = 1e-5 if dtype is torch.float32 else 2**-7
-    torch.testing.assert_close(found[1][1], found[0][1], atol=2e-6, rtol=rtol)
-
-
-def test_what_is_no_number_shows() -> None:
-    logits = torch.zeros(3, 4000, device="cuda")
-    logits[1, 3333] = torch.nan
-    sums = Sums.empty(3, "cuda", with_entropy=True)
-    add_tile(logits, torch.zeros(3, dtype=torch.int64, device="cuda"), 0, sums)
-    assert sums.log_probs().isnan().tolist() == [False, True, False]
-    assert sums.entropy().isnan().tolist() == [False, True, False]
-
-
-def test_no_memory_is_taken_beyond_the_sums() -> None:
-    logits = torch.randn(512, 32_000, device="cuda")
-    targets = torch.zeros(512, dtype=torch.int64, device="cuda")
-    sums = Sums.empty(512, "cuda", with_entropy=True)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    add_tile(logits, targets, 0, sums)
-    grad_tile_(logits, targets, 0, LossGradients(sums.top, sums.total, sums.top))
-    assert torch.cuda.max_memory_allocated() == before

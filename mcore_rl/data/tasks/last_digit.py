@@ -3,7 +3,7 @@
 Every question has two styles of answer: *direct* (`#### 3`), at which the tiny model stays near
 chance, and *worked* (three short equations first), which it learns quickly. Supervised training on
 a mixture of both leaves a model that mostly answers directly; reinforcement learning with nothing
-but an exact-match reward finds out that showing the work pays.
+but an exact-match reward learns to show the work.
 
     Start with 5. Add 2. Add 5. Add 4. What is the last digit?
     5+2=7 / 7+5=12 / 2+4=6 / #### 6
@@ -47,7 +47,7 @@ _SUPERVISED_SCHEMA = pa.schema([("messages", _MESSAGES), ("response", pa.string(
 
 @dataclass(frozen=True, slots=True)
 class PreparedTask:
-    """Where the pieces of a prepared task lie."""
+    """The paths of a prepared task."""
 
     model_dir: Path  # a Hugging Face checkpoint with its tokenizer
     train_file: Path  # parquet: messages, answer
@@ -60,7 +60,7 @@ def prepare(directory: Path, seed: int, worked_share: float) -> PreparedTask:
 
     `worked_share` in [0, 1] is the share of warm-start answers that show their work. The held-out
     problems are the same for every seed. Everything is written aside and renamed to `directory`,
-    replacing what an earlier call made there; ConfigError when something else lies there.
+    replacing the files of an earlier call; ConfigError if other files are there.
     """
     _refuse_foreign(directory)
     aside = directory.with_name(f".{directory.name}.partial")

@@ -25,9 +25,9 @@ _CHATML = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with ChatML markers, in which every digit is a token of its own.
+    """A byte-level BPE tokenizer with ChatML markers, in which every digit is a separate token.
 
-    Digits stand alone so that an answer is one token and arithmetic is a table over tokens.
+    Digits are separate so that an answer is one token and arithmetic is a table over tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -24,7 +24,7 @@ class PackedAttention(MegatronModule):
     Queries may share keys (GQA), and values may differ from keys in size (MLA). Neighbouring
     sequences of like length are attended to together, padded to the longest of them where that
     costs less than another call; there is never a mask over a whole pack, and without context
-    parallelism there is none at all. Padding stands behind the tokens of a sequence, where a causal
+    parallelism there is none at all. Padding comes after the tokens of a sequence, where a causal
     query never looks.
 
     Under context parallelism the query stays where it is, in its two chunks of every sequence (see
@@ -193,7 +193,7 @@ def _runs(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def _padded(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """[pieces, longest, ...] from pieces of these lengths, end to end along dim 0."""
+    """[pieces, longest, ...] from pieces of these lengths, concatenated along dim 0."""
     longest = max(lengths)
     if len(x) != len(lengths) * longest:
         spread = x.new_zeros(len(lengths) * longest, *x.shape[1:])
@@ -202,7 +202,7 @@ def _padded(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _unpadded(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The pieces end to end again, from [pieces, longest, ...]."""
+    """The pieces, concatenated again, from [pieces, longest, ...]."""
     flat = x.flatten(0, 1)
     if len(flat) == sum(lengths):
         return flat

@@ -1,7 +1,7 @@
 """Conversion by NVIDIA's Megatron-Bridge, for model families that only it knows. GPU lane.
 
 It builds the whole model on the GPUs and writes a checkpoint of its own kind, which this engine
-does not load: no family of ours says what stands in it (megatron/bridge/models/conversion/
+does not load: no family of ours says what it contains (megatron/bridge/models/conversion/
 auto_bridge.py of 0.6.2: import_ckpt, from_auto_config, export_ckpt).
 """
 
@@ -21,7 +21,7 @@ def import_hf(model: Path, output: Path) -> None:
     """A Hugging Face folder as a checkpoint of Megatron-Bridge, in a new folder.
 
     Raises:
-        ConfigError: Megatron-Bridge or a GPU is not there, or `output` exists.
+        ConfigError: Megatron-Bridge or a GPU is missing, or `output` exists.
     """
     bridge = _auto_bridge()
     with atomic_dir(output) as folder:
@@ -29,10 +29,10 @@ def import_hf(model: Path, output: Path) -> None:
 
 
 def export_hf(checkpoint: Path, reference: Path, output: Path) -> None:
-    """The way back; `reference` is a Hugging Face folder of the same model.
+    """The other direction; `reference` is a Hugging Face folder of the same model.
 
     Raises:
-        ConfigError: Megatron-Bridge or a GPU is not there, or `output` exists.
+        ConfigError: Megatron-Bridge or a GPU is missing, or `output` exists.
     """
     bridge = _auto_bridge().from_auto_config(str(checkpoint), str(reference))
     with atomic_dir(output) as folder:
@@ -44,8 +44,8 @@ def _auto_bridge() -> Any:
     if not installed or not torch.cuda.is_available():
         missing = "a GPU" if installed else "the package megatron-bridge"
         raise ConfigError(
-            f"--bridge=megatron-bridge: {missing} is not there; it needs GPUs and, in an "
-            'environment of its own, pip install "mcore-rl[bridge]"'
+            f"--bridge=megatron-bridge: {missing} is not installed; it needs GPUs and, in a "
+            'separate environment, pip install "mcore-rl[bridge]"'
         )
     from megatron.bridge import AutoBridge
 

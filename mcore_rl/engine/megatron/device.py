@@ -1,8 +1,8 @@
 """Which device Megatron runs on, with whose modules, and all that makes it run on a CPU.
 
-The CPU lane runs real Megatron-core over gloo. Megatron spells "cuda" in hundreds of places, so
-code here and there is written CUDA-style (`torch.cuda.current_device()`), and without a GPU
-`install()` lets those spellings mean the CPU. Every patch names the upstream file:line
+The CPU lane runs real Megatron-core over gloo. Megatron names "cuda" in hundreds of places, so
+engine code is written for CUDA (`torch.cuda.current_device()`), and without a GPU
+`install()` makes them use the CPU. Every patch names the upstream file:line
 (megatron/core of 0.16.1) that it corrects, and asserts that the symbol it replaces is still there.
 """
 
@@ -119,7 +119,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
 
 
 def _import_transformer_engine() -> None:
-    """Megatron itself goes on without one that does not import, and fails much later."""
+    """Megatron itself continues without one that does not import, and fails much later."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
@@ -195,7 +195,7 @@ def _made_here(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 class _NullStream:
-    """Stands for a CUDA stream or event where all work is synchronous."""
+    """Replaces a CUDA stream or event where all work is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs

@@ -41,6 +41,7 @@ class MegatronEngine(BaseEngine):
         self.spec = spec
         self.layout = spec.engine.layout
         self.mesh = Mesh(self.layout)
+        self._host_copies: dict[Any, torch.Tensor] = {}  # of saves in the background
         self._away: set[str] = set()  # of "parameters", "optimizer state", "gradients"
 
     @property
@@ -90,7 +91,7 @@ class MegatronEngine(BaseEngine):
                 self.wrapped, settings.optimizer, dtype, self.spec.total_steps
             )
 
-    # What a value model does in another way: see value_engine.py.
+    # What a value model does differently: see value_engine.py.
 
     def _model_config(self) -> HFConfig:
         return CheckpointReader(self.spec.model.path).config()
@@ -251,17 +252,17 @@ class MegatronEngine(BaseEngine):
         return memory_report(self.wrapped, self.optimizer, self._away)
 
     def save_checkpoint(self, path: Path) -> None:
-        self._save(path, in_background=False).finish()
+        self._save(path, None).finish()
 
     def begin_save(self, path: Path) -> PendingSave:
-        return self._save(path, in_background=True)
+        return self._save(path, self._host_copies)
 
-    def _save(self, path: Path, *, in_background: bool) -> PendingSave:
+    def _save(self, path: Path, copies: dict[Any, torch.Tensor] | None) -> PendingSave:
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weights()
         self._require("optimizer state")
-        return training_state.save(path, **self._training_state, in_background=in_background)
+        return training_state.save(path, **self._training_state, copies=copies)
 
     def load_checkpoint(self, path: Path) -> None:
         from mcore_rl.engine.megatron import training_state
@@ -281,7 +282,7 @@ class MegatronEngine(BaseEngine):
         }
 
     def _finish_weights(self) -> None:
-        """With optimizer.overlap, weights may still be under way after a step.
+        """With optimizer.overlap, weights may still be in transfer after a step.
 
         Raises StateError when they are away.
         """

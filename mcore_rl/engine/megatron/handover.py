@@ -25,10 +25,10 @@ def local_weights(
     placement: WeightPlacement,
     at: Coordinate,
 ) -> LocalWeights:
-    """What the rank holds, as the model computes with it: layers with adapters are merged.
+    """The rank's shards, as the model computes with them: layers with adapters are merged.
 
     Merged weights are made when they are asked for. The others are the live parameters, which must
-    stay as they are while they are read.
+    not change while they are read.
     """
     tensors = [local_tensors(chunk) for chunk in chunks]
     found = LocalWeights({}, {})

@@ -1,4 +1,4 @@
-"""What is read off the last hidden states: scores of response tokens, in every layout."""
+"""Heads on the last hidden states: scores of response tokens, in every layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LanguageModelHead:
 
     vocab_size: int
     temperature: float
-    chunk_bytes: int  # logits and probabilities alive at once
+    chunk_bytes: int  # logits and probabilities in memory at a time
     with_entropy: bool
     num_top: int = 0
 

@@ -1,8 +1,8 @@
 """Plain torch modules under Transformer Engine's parameter names, for a machine without it.
 
-Megatron's Transformer Engine layer spec fuses norms into the linears that follow and keeps one
-weight an expert. These modules hold the same parameters under the same names, so that weight rules
-and checkpoints are the same whatever a rank is made of, a CPU's or a GPU's.
+Megatron's Transformer Engine layer spec fuses norms into the next linear layers and has one
+weight per expert. These modules have the same parameters under the same names, so that weight rules
+and checkpoints are the same on a CPU and on a GPU.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The head projection is part of the operation. Logits exist for one tile at a time, some tokens by
 some vocabulary ids, and the softmax runs over the tiles of a token (online softmax: Milakov and
-Gimelshein 2018, arXiv:1805.02867, algorithm 3). The backward pass makes the logits again. So
-nothing of the size of tokens x vocabulary ever exists, with or without the entropy: what is called
-entropy checkpointing elsewhere has nothing left to save here, and there is no switch for it.
+Gimelshein 2018, arXiv:1805.02867, algorithm 3). The backward pass recomputes the logits. So
+nothing of the size of tokens x vocabulary ever exists, with or without the entropy. So there is
+no setting for entropy checkpointing, as in other frameworks: nothing is left to save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LogProbs(NamedTuple):
 
 
 class VocabShard(NamedTuple):
-    """The rows of the head that this rank holds, and the group that holds the others."""
+    """The rows of the head on this rank, and the group that has the others."""
 
     start: int  # first vocabulary id of the shard
     vocab_size: int  # ids of the whole vocabulary, without padding
@@ -36,7 +36,7 @@ class VocabShard(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The most tokens and the most vocabulary ids whose logits are alive at once."""
+    """The most tokens and the most vocabulary ids whose logits are in memory at the same time."""
 
     tokens: int
     ids: int
@@ -78,7 +78,7 @@ def token_scores(
             part of the sum over the vocabulary; the caller reduces it over the group.
         head: [rows of this shard, hidden]; rows beyond the vocabulary are padding and are ignored.
         targets: [tokens] vocabulary ids.
-        chunk_bytes: bound on the logits and probabilities alive at once, see tile_within.
+        chunk_bytes: limit on logits and probabilities in memory at a time, see tile_within.
         num_top: how many of the largest log-probs to return.
 
     Raises:

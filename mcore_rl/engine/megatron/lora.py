@@ -1,11 +1,11 @@
-"""Low-rank adapters on linear layers, in weight space (LoRA: Hu et al. 2021, arXiv:2106.09685).
+"""Low-rank adapters on linear layers, as merged weights (LoRA: Hu et al. 2021, arXiv:2106.09685).
 
 A linear with an adapter runs its own forward on W + alpha / rank * B @ A (their eq. 3), formed in
-each call. Hence one piece of code for every kind of linear and every layout, and the trainer
-computes with the very weights that an export hands out, bit for bit. The weights W are frozen:
+each call. So the same code works for every kind of linear and every layout, and the trainer
+computes with the exported weights, bit for bit. The weights W are frozen:
 gradient buffers and optimizer state exist for the factors A and B only.
 
-What is formed is not kept for the backward pass, which forms it again.
+Merged weights are not kept for the backward pass, which merges again.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class FactorPlace:
-    """Where the factors of a rank stand in those of the whole weight [out, in]."""
+    """Where the factors of a rank are in those of the full weight [out, in]."""
 
     name: str  # of the weight, with global numbers of layer and expert
     rows: tuple[Rows, ...]  # what the local rows are, in their order
     num_inputs: int  # columns of the whole weight
-    first_input: int  # the first of them that this rank holds
-    is_split: tuple[bool, bool]  # whether other ranks of the weight's axis hold other rows, columns
+    first_input: int  # the first of them that this rank has
+    is_split: tuple[bool, bool]  # whether other ranks of the weight's axis have other rows, columns
     axis_rank: int  # index of this rank on the weight's axis
-    data_rank: int  # and among the ranks that hold the same shard
+    data_rank: int  # and among the ranks that have the same shard
 
     @classmethod
     def of(cls, weight: Weight, shard: Shard, at: Coordinate, cp: int) -> FactorPlace:
@@ -109,7 +109,7 @@ class Adapter(torch.nn.Module):
     ) -> ShardedStateDict:
         """Shards in terms of whole Hugging Face tensors, which any layout can read.
 
-        Keys on disk carry global numbers already, so the offsets of the callers are not needed.
+        Keys on disk already have global numbers, so the offsets of the callers are not needed.
         """
         del sharded_offsets, metadata
         place, columns = self.place, self.A.shape[1]
@@ -171,7 +171,7 @@ class Adapters(torch.nn.ModuleDict):
 
 
 def _key(parameter: str) -> str:
-    return parameter.replace(".", "/")  # a module's name may not hold a dot
+    return parameter.replace(".", "/")  # a module's name may not contain a dot
 
 
 def attach(
@@ -217,7 +217,7 @@ def attach(
 
 def _chunk_of(weight: Weight, placement: WeightPlacement) -> Chunk:
     chunk = placement.chunk(weight)
-    assert chunk is not None  # a decoder layer stands on a chunk
+    assert chunk is not None  # a decoder layer is on a chunk
     return chunk
 
 
@@ -237,7 +237,7 @@ def _mark(adapter: Adapter, weight: Weight, frozen: torch.Tensor) -> None:
         marks: dict[str, Any] = {"tensor_model_parallel": is_split}
         if weight.expert is not None:
             # The norm counts what is marked as split, and on tp_rank 0 the rest. But ranks of tp
-            # hold no copies of an expert: all are marked, and copies over etp are "shared".
+            # have no copies of an expert: all are marked, and copies over etp are "shared".
             is_copy = not is_split and adapter.place.axis_rank > 0
             marks = {"allreduce": False, "tensor_model_parallel": True, "shared": is_copy}
             marks["is_partial"] = not is_split
@@ -294,7 +294,7 @@ def _forward(
 def _forgotten(
     weights: Mapping[str, torch.Tensor], formed: Callable[[str], torch.Tensor]
 ) -> AbstractContextManager[Any]:
-    """Inside, autograd does not keep these weights, nor views of them, but forms them again."""
+    """Inside, autograd keeps neither these weights nor views of them, but recomputes them."""
     if not torch.is_grad_enabled():
         return nullcontext()
     names = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""Where each parameter of a model stands in a distributed checkpoint, asked of Megatron itself.
+"""Where each parameter of a model is in a distributed checkpoint, according to Megatron itself.
 
 The whole model is built as a single rank has it, on torch's meta device: full-size models take
 seconds, no memory and no GPU. Always with torch's modules, whose parameters are those of
@@ -63,7 +63,7 @@ class MetaModel:
 
 
 def other_form(location: StorageLocation, num_layers: int) -> StorageLocation | None:
-    """A parameter of a decoder layer stacked where it stands apart, or apart where it is stacked.
+    """A parameter of a decoder layer stacked if it is separate, or separate if it is stacked.
 
     None for a parameter outside the decoder layers.
 
@@ -155,7 +155,7 @@ def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]
 
 
 def storage_location(name: str, entry: Any) -> StorageLocation:
-    """Where an entry of a sharded state dict stands.
+    """Where an entry of a sharded state dict is stored.
 
     Raises:
         RuntimeError: its pieces are not the whole parameter, from its first row to its last.

@@ -153,7 +153,7 @@ def _transformer_config(
         bf16=dtype is torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Packs differ in length, so stages tell each other the shapes.
+        # Packs differ in length, so stages exchange the shapes.
         variable_seq_lengths=layout.pp > 1,
         # With interleaved chunks the batched exchange gives wrong losses without an error
         # (pipeline_parallel/p2p_communication.py:353); the overlapped one is right.

@@ -1,7 +1,7 @@
-"""Routers of packed batches, what they balance, and how even the load of the experts is.
+"""Routers of packed batches, load balancing, and the load of the experts.
 
 Every MoE layer of every chunk has a `PackedRouter`. Padding is routed like any token, since its
-rows are there, but it never counts: not in a load-balancing loss, not in the update of a selection
+rows exist, but it never counts: not in a load-balancing loss, not in the update of a selection
 bias, not in the reported load.
 """
 
@@ -75,7 +75,7 @@ class ReplaySlot(RouterReplay):
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's top-k router, for packs that differ in tokens and ranks that hold parts of them.
+    """Megatron's top-k router, for packs that differ in tokens and ranks that have parts of them.
 
     The load-balancing loss of a layer (arXiv:2101.03961, equations 4 to 6) is here a sum over
     tokens: token x adds coef * E * sum_i f_i * p_i(x), where p_i(x) is the router's score of expert

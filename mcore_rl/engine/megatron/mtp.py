@@ -2,10 +2,10 @@
 
 DeepSeek-V3 (arXiv:2412.19437, section 2.2): prediction layer k takes the state of token i at depth
 k - 1 and the embedding of token i + k, and predicts token i + k + 1 with the model's own embedding
-and head. The layers are built only when the loss is asked for, and run in training passes only, so
+and head. The layers are built only if the loss is enabled, and run in training passes only, so
 that log-probs are those of a model without them, bit for bit.
 
-Megatron runs the layers and no more: its own loss of them is wrong over context-parallel ranks in
+Megatron only runs the layers: its own loss of them is wrong over context-parallel ranks in
 0.19.2 (transformer/multi_token_prediction.py:838 counts the tokens of one rank, :851 those of all).
 """
 
@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
 from mcore_rl.engine.megatron.packing import MicroBatch
 
-# What Megatron hands to the layers (models/gpt/gpt_model.py:593).
+# What Megatron passes to the layers (models/gpt/gpt_model.py:593).
 _INPUTS = (
     "input_ids", "position_ids", "attention_mask", "inference_params", "rotary_pos_emb",
     "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params", "sequence_len_offset",

@@ -1,7 +1,8 @@
-"""A training engine's memory: what there is of it, and moving it to the host and back."""
+"""A training engine's memory: its size, and moving it to the host and back."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -51,8 +52,8 @@ def move(
         _move(device, (t for t in _optimizer_tensors(chunks, optimizer) if t.dim() > 0))
     if has_device:
         torch.cuda.synchronize()
-        if to_host:
-            torch.cuda.empty_cache()
+    if to_host:
+        _give_back(has_device)
 
 
 def memory_report(
@@ -80,6 +81,14 @@ def memory_report(
             if part not in away
         ),
     )
+
+
+def _give_back(has_device: bool) -> None:
+    """To others on the device: what has been freed here and is kept for the next allocation."""
+    if has_device:
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+        trim(0)
 
 
 def _buffers(chunks: Sequence[Any]) -> list[Any]:

@@ -40,7 +40,7 @@ def check(settings: OptimizerConfig, total_steps: int) -> None:
         # that is nothing, and its gradients then have no copy to go to
         # (optimizer/cpu_offloading/hybrid_optimizer.py:273 and :101).
         raise ConfigError(
-            "optimizer.cpu_offload=true: without a GPU the optimizer is on the CPU as it is; "
+            "optimizer.cpu_offload=true: without a GPU the optimizer is already on the CPU; "
             "allowed: false"
         )
     resolve_schedule("optimizer", settings, total_steps)
@@ -76,8 +76,8 @@ def wrap_for_training(
 def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
     """Let go of models that train no more: nothing else would free their memory.
 
-    Dispatchers keep their last tensors, whose graph holds DDP by its hooks, and DDP the model: a
-    cycle inside autograd, where no collector looks. Config and modules lead into it, too.
+    Dispatchers keep their last tensors, whose graph refers to DDP by its hooks, and DDP the model:
+    a cycle inside autograd, where no collector looks. Config and modules lead into it, too.
     """
     for chunk in wrapped:
         if chunk.remove_forward_pre_hook_handles:

@@ -1,10 +1,10 @@
-"""Micro-batches: samples of a batch laid end to end (THD), and their share on a rank.
+"""Micro-batches: samples of a batch, concatenated (THD), and their share on a rank.
 
-A response token is scored by the hidden state of the token before it, so a micro-batch carries, for
+A response token is scored by the hidden state of the token before it, so a micro-batch has, for
 each response token, the row of that hidden state.
 
-Context parallelism cuts each sequence into 2 * cp chunks of equal length. CP rank r holds the
-chunks r and 2 * cp - 1 - r, so that under a causal mask every rank has as many pairs to look at as
+Context parallelism splits each sequence into 2 * cp chunks of equal length. CP rank r has the
+chunks r and 2 * cp - 1 - r, so that under a causal mask every rank has as many query-key pairs as
 the others. That is what Megatron's rotary embedding (models/common/embeddings/rope_utils.py:115)
 and Transformer Engine expect of packed sequences.
 """
@@ -34,7 +34,7 @@ _OTHER_COLUMNS = ("prompt_ids", "response_ids", "routed_experts")
 class PackSplit:
     """How the tokens of a pack are split over ranks, and which part is this rank's."""
 
-    tp: int = 1  # sequence parallelism: equal shares of what the CP rank holds
+    tp: int = 1  # sequence parallelism: equal shares of what the CP rank has
     cp: int = 1
     cp_rank: int = 0
 
@@ -61,7 +61,7 @@ class PackSplit:
         return length + -length % self.sequence_multiple
 
     def budget(self, max_tokens: int) -> int:
-        """Tokens of a pack over all CP ranks when one rank may hold `max_tokens`.
+        """Tokens of a pack over all CP ranks when one rank may have `max_tokens`.
 
         A whole number of pack multiples, so that a pack within it stays within it when padded.
         """
@@ -85,7 +85,7 @@ class MicroBatch:
     position_ids: torch.Tensor  # [1, tokens]
     packed: PackedSeqParams  # of all context-parallel ranks
     num_tokens: int  # of samples, on this context-parallel rank, without padding
-    # [tokens] Which token of the batch each is (prompt and response, rows end to end), -1: padding.
+    # [tokens] Index in the batch's tokens (prompt and response, rows concatenated), -1: padding.
     tokens: torch.Tensor
     # Response tokens are scored on the context-parallel rank that has the state before them.
     num_response_tokens: int  # of all context-parallel ranks
@@ -131,7 +131,7 @@ def pack_sizes(batch: Batch, parts: Parts, split: PackSplit) -> list[int]:
 
 
 def zigzag_rows(lengths: Sequence[int], cp: int, cp_rank: int) -> Rows:
-    """Rows of a pack that a CP rank holds, for sequences of these (padded) lengths.
+    """Rows of a pack that a CP rank has, for sequences of these (padded) lengths.
 
     >>> zigzag_rows([4, 8], cp=2, cp_rank=0).tolist()
     [0, 3, 4, 5, 10, 11]
@@ -210,7 +210,7 @@ def _pack(
 def _padded_lengths(lengths: Sequence[int], split: PackSplit, size: int) -> list[int]:
     """Each sequence padded to its multiple, and the last one on to the size of the pack.
 
-    Padding stands behind the tokens of a sequence, where a causal model never looks.
+    Padding comes after the tokens of a sequence, where a causal model never looks.
     """
     padded = [split.padded(length) for length in lengths] or [0]
     padded[-1] += size - sum(padded)
@@ -223,7 +223,7 @@ def _packed_seq_params(
     """Starts and lengths with padding, over all CP ranks: Megatron and TE divide them by cp.
 
     Padding counts as tokens. Transformer Engine wants the padded starts named as such under CP;
-    equal to the others they say that nothing lies between sequences, which its flash kernel needs.
+    equal to the others they say that nothing is between sequences, which its flash kernel needs.
     """
     cu_seqlens = torch.as_tensor(starts.astype(np.int32)).to(device)
     padded = cu_seqlens if split.cp > 1 else None

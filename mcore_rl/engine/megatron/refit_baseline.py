@@ -1,6 +1,6 @@
 """Megatron's own resharding between two layouts on the same ranks: what ours is measured against.
 
-Both models have no weights worth the name. Their process groups live side by side.
+Neither model has meaningful weights. Their process groups exist at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcore_rl.parallel.stages import split_into_chunks
 
 
 class MegatronRefit:
-    """Two models of one config, one chunk a rank, and the way from the first to the second.
+    """Two models of one config, one chunk per rank, and the transfer from the first to the second.
 
     To be made once a process, after device.install, by all ranks of the default group together.
     """

@@ -1,13 +1,14 @@
-"""Router replay: the experts of each token and layer, recorded in one pass and taken in another.
+"""Router replay: the experts of each token and layer, recorded in one pass and used in another.
 
-Two passes over the same tokens with the same weights can differ in experts where a router is nearly
-undecided: training and rollout have other kernels, and other packs round otherwise. Log-probs of
-such a token then jump, and its importance ratio is noise (Ma et al. 2025, arXiv:2510.11370). Replay
-takes the experts of an earlier pass; their weights are computed anew, with gradients.
+Two passes over the same tokens with the same weights can choose different experts where a router is
+nearly tied: training and rollout use different kernels, and other packs round differently.
+Log-probs of such a token then change, and its importance ratio is noise (Ma et al. 2025,
+arXiv:2510.11370). Replay takes the experts of an earlier pass; their weights are computed again,
+with gradients.
 
-The column "routed_experts" of a batch holds, for each sample, integers [prompt and response tokens,
+The column "routed_experts" of a batch has, for each sample, integers [prompt and response tokens,
 MoE layers, experts a token]: rows in the order of the tokens, layers in the order of the model. The
-last token of a sample is read by no score, so any experts will do there; a server, which never runs
+last token of a sample is not scored, so any experts are allowed there; a server, which never runs
 it, may repeat the row before.
 
 A pass wraps every forward call of a chunk. Megatron's RouterReplay keeps, for each router, the
@@ -206,12 +207,12 @@ def checked_column(
         return np.empty((0, num_layers, topk), dtype=np.int16)
     if values.shape[1:] != (num_layers, topk) or not np.issubdtype(values.dtype, np.integer):
         raise RuntimeError(
-            f"router replay: column {COLUMN!r} holds {values.dtype} {values.shape[1:]} a token; "
-            f"the model needs integers [MoE layers, experts a token] = {(num_layers, topk)}"
+            f"router replay: column {COLUMN!r} has {values.dtype} {values.shape[1:]} per token; "
+            f"the model needs integers [MoE layers, experts per token] = {(num_layers, topk)}"
         )
     if values.min() < 0 or values.max() >= num_experts:
         raise RuntimeError(
-            f"router replay: column {COLUMN!r} holds experts {values.min()} to {values.max()}; "
+            f"router replay: column {COLUMN!r} has experts {values.min()} to {values.max()}; "
             f"allowed: 0 to {num_experts - 1}"
         )
     if (np.diff(np.sort(values, axis=-1), axis=-1) == 0).any():

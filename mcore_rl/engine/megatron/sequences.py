@@ -1,4 +1,4 @@
-"""What a loss function is given of a micro-batch, with sums over sequences split over CP ranks."""
+"""The inputs of a loss function for a micro-batch, with sums over sequences split over CP ranks."""
 
 from __future__ import annotations
 

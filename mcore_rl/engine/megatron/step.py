@@ -127,7 +127,7 @@ def run_micro_batches(
         data_iterator=[iter(micros) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(micros),
-        # Without a pipeline nobody reads it, and with one the stages tell each other the shapes.
+        # Without a pipeline it is unused, and with one the stages exchange the shapes.
         seq_length=max(micro.input_ids.shape[1] for micro in micros),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -168,8 +168,8 @@ def training(
     micro-batch gives the sum over its trained tokens, divided by those of all.
 
     Megatron divides gradients by the number of tokens of all ranks and micro-batches, which is what
-    its router losses need. Our weights already hold every mean, so the loss is multiplied by that
-    number first.
+    its router losses need. Our weights already contain every mean, so the loss is multiplied by
+    that number first.
     """
     return partial(_loss_closure, head, loss_function, counts, mtp_loss_coef)
 

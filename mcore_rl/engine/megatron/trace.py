@@ -1,12 +1,12 @@
-"""What the modules of a model put out in one forward pass, under Hugging Face's names.
+"""The outputs of a model's modules in one forward pass, under Hugging Face's names.
 
-The names are those that every engine has, so that a difference between two engines can be brought
-down to a module: embed_tokens; of each layer input_layernorm, self_attn, post_attention_layernorm,
+All engines use these names, so that a difference between two engines can be traced
+to a module: embed_tokens; of each layer input_layernorm, self_attn, post_attention_layernorm,
 mlp.gate (the router) and mlp; norm and lm_head. A value is float32 [tokens of the batch, dim],
-whole after all reductions: of a router the weight that each expert gets, 0 where not chosen; of the
+complete after all reductions: of a router the weight of each expert, 0 if not chosen; of the
 head the logits.
 
-Megatron fuses a norm into the linear behind it. Its output is made here, from the input of that
+Megatron fuses a norm into the next linear. Its output is computed here, from the input of that
 linear, with the linear's own weight and epsilon.
 """
 

@@ -1,9 +1,9 @@
-"""What a checkpoint holds of a training engine: weights, Adam's moments, counts of steps.
+"""What a checkpoint of a training engine contains: weights, Adam's moments, counts of steps.
 
 Settings are not in it. A run that resumes keeps the learning rate, betas, weight decay and length
-of its own settings, and takes only the number of steps from the checkpoint.
+of its own settings, and uses only the number of steps from the checkpoint.
 
-Megatron keeps the number of Adam's steps in three ways, and where torch's AdamW stands in for
+Megatron keeps the number of Adam's steps in three ways, and where torch's AdamW replaces
 FusedAdam none of them survives a resume of the distributed optimizer
 (optimizer/distrib_optimizer.py of 0.16.1):
 
@@ -42,6 +42,7 @@ from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
+from mcore_rl.engine.megatron.optimizer_kinds import shards_of_other_kind, with_loaded
 from mcore_rl.engine.megatron.shards import load_shards, shards_to_load, shards_to_save
 
 State = dict[str, Any]
@@ -57,11 +58,12 @@ def save(
     optimizer: ChainedOptimizer | None,
     schedule: OptimizerParamScheduler | None,
     *,
-    in_background: bool,
-) -> dist_checkpoint.PendingSave:
+    copies: dict[Any, torch.Tensor] | None = None,
+) -> dist_checkpoint.DistSave:
     """Copy to the host what a checkpoint holds, and begin to write it. Collective over all ranks.
 
-    Not `in_background`, it has been written on return; `finish` is to be called all the same.
+    Without `copies` (see DistSave) it has been written on return; `finish` is to be called all the
+    same.
 
     Raises:
         ConfigError: `path` exists.
@@ -71,9 +73,7 @@ def save(
         state = _sharded(chunks, optimizer, is_loading=False)
         if schedule is not None:
             state |= {"optimizer_steps": steps, "schedule_steps": schedule.num_steps}
-        return dist_checkpoint.PendingSave(
-            state, path, _facts(spec, vocab_size), in_background=in_background
-        )
+        return dist_checkpoint.DistSave(state, path, _facts(spec, vocab_size), copies)
 
 
 def load(
@@ -89,22 +89,31 @@ def load(
     Without an optimizer it may be one of Megatron-LM, which has no checkpoint info.
 
     Raises:
-        ConfigError: it is incomplete, of another model, or its optimizer state is of another kind.
-            The weights are then as they were.
+        ConfigError: it is incomplete, of another model, or has no optimizer state. The weights are
+            then as they were.
     """
+    info: dict[str, Any] = {}
+    mine = _facts(spec, vocab_size)
     is_foreign = dist_checkpoint.is_checkpoint(path) and not (path / INFO_FILE).exists()
     if optimizer is not None or not is_foreign:
-        _check(read_checkpoint_info(path), path, _facts(spec, vocab_size))
+        info = read_checkpoint_info(path)
+        _check(info, path, mine)
     stored = dist_checkpoint.tensor_shapes(path)
     if is_foreign:
         _check_rows(stored, path, vocab_size)
     is_stacked = dist_checkpoint.are_layers_stacked(stored)
     with _without_steps(optimizer):
         asked = _sharded(chunks, optimizer, is_loading=True, is_stacked=is_stacked)
+        is_other_kind = optimizer is not None and info["optimizer"] != mine["optimizer"]
+        if is_other_kind:
+            of_optimizer = asked.pop("optimizer")
+            asked["shards"] = shards_of_other_kind(of_optimizer, stored)
         state = dist_checkpoint.load(asked, path, stored)
         for index, chunk in enumerate(chunks):
             load_shards(chunk, state[f"model{index}"])
         if optimizer is not None:
+            if is_other_kind:
+                state["optimizer"] = with_loaded(of_optimizer, state["shards"], optimizer)
             _load_moments(optimizer, state["optimizer"])
     if optimizer is not None and schedule is not None:
         _set_steps(optimizer, state["optimizer_steps"])
@@ -148,15 +157,8 @@ def _check(info: Mapping[str, Any], path: Path, mine: Mapping[str, Any]) -> None
             f"lora: {path} was written with {found['lora'] or 'no adapters'}, this run has "
             f"{mine['lora'] or 'none'}; allowed: the same"
         )
-    if mine["optimizer"] is None or mine["optimizer"] == found["optimizer"]:
-        return
-    if found["optimizer"] is None:
+    if mine["optimizer"] is not None and found["optimizer"] is None:
         raise ConfigError(f"{path} has weights but no optimizer state to resume from")
-    distributed = mine["optimizer"] == "sharded"
-    raise ConfigError(
-        f"optimizer.distributed={str(distributed).lower()}: {path} was written with "
-        f"{str(not distributed).lower()}; allowed: the same"
-    )
 
 
 def _check_rows(stored: Mapping[str, tuple[int, ...]], path: Path, vocab_size: int) -> None:
@@ -218,7 +220,7 @@ def _without_bucket_padding(optimizer: ChainedOptimizer) -> Iterator[None]:
 
 
 def _unpadded_index(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    """By parameter: (first element, end, bucket) in the buffer's buckets laid end to end."""
+    """By parameter: (first element, end, bucket) in the concatenated buckets of the buffer."""
     starts = list(accumulate((b.numel_unpadded for b in buffer.buckets), initial=0))
     shifts = [start - b.offset for start, b in zip(starts, buffer.buckets, strict=False)]
     return {

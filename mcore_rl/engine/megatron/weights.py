@@ -46,7 +46,7 @@ class WeightPlacement:
         return parameter_of(self.ranks.local_name(weight))[1]
 
     def owners(self, weight: Weight) -> list[tuple[int, Shard]]:
-        """For each shard, the lowest world rank that holds it; in shard order."""
+        """For each shard, the lowest world rank that has it; in shard order."""
         holders = self.ranks.holders(weight)
         return [(ranks[0], Shard(index, len(holders))) for index, ranks in enumerate(holders)]
 
@@ -127,8 +127,8 @@ def export_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream whole Hugging Face tensors (on the CPU) out of world rank 0, in rule order.
 
-    Each shard travels once, from the lowest rank that holds it. Other ranks yield nothing but must
-    exhaust the iterator. In memory at once: the logical tensors of one parameter.
+    Each shard is sent once, from the lowest rank that has it. Other ranks yield nothing but must
+    exhaust the iterator. In memory at a time: the logical tensors of one parameter.
     """
     tensors = [local_tensors(chunk) for chunk in chunks]
     like = next(iter(tensors[0].values()))

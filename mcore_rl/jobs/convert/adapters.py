@@ -1,4 +1,4 @@
-"""Low-rank adapters of a checkpoint in PEFT's format, beside the weights that they adapt.
+"""Low-rank adapters of a checkpoint in PEFT's format, next to the weights that they adapt.
 
 PEFT (https://github.com/huggingface/peft, src/peft/utils/save_and_load.py) reads a folder with
 adapter_config.json and adapter_model.safetensors, whose tensors are called

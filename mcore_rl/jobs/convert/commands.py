@@ -56,7 +56,7 @@ def _asks_for_bridge(options: Mapping[str, Any]) -> bool:
     for name, value in options.items():
         if value and name != "bridge":
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} with --bridge={options['bridge']}, which goes its own way")
+            raise ConfigError(f"{option} with --bridge={options['bridge']}, which does not use it")
     return True
 
 

@@ -93,7 +93,7 @@ def _megatron(path: Path) -> _Found:
 def _tensor(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, files: list[str]
 ) -> dict[str, Any]:
-    """One tensor that stands in pieces in `files`."""
+    """One tensor that is stored in pieces in `files`."""
     return {
         "name": name,
         "shape": shape,

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint as a model: its config, and where each of its parameters stands."""
+"""A Megatron checkpoint as a model: its config, and where each of its parameters is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MegatronFolder:
     path: Path
     companions: Path  # folder with config.json, tokenizer files and perhaps weights
     weights: tuple[Weight, ...]  # the rules of the model as it is to be written
-    parameters: tuple[Parameter, ...]  # what the checkpoint holds of them
+    parameters: tuple[Parameter, ...]  # what the checkpoint contains of them
     info: Mapping[str, Any]  # empty for a checkpoint of Megatron-LM
     reader: DistReader
     config_changes: HFConfig  # fields of config.json that differ from the companions'
@@ -146,7 +146,7 @@ def _check(
     extra = sorted(key for key in tensors.keys() - used if not _NOT_THE_MODEL.match(key))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise ConfigError(f"checkpoint {path} holds unexpected tensor {extra[0]}{more}")
+        raise ConfigError(f"checkpoint {path} has unexpected tensor {extra[0]}{more}")
 
 
 def _has_predictions(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a conversion may use, as a user says it, and what it takes, told before it starts."""
+"""Limits on memory and processes of a conversion, and its needs, reported before it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 # Measured: a process that has imported torch and our readers, and what an allocator keeps.
 _WORKER_BYTES = 288 << 20
-_TRACKER_BYTES = 16 << 20  # the process that multiprocessing keeps beside its workers
+_TRACKER_BYTES = 16 << 20  # the extra process that multiprocessing keeps for its workers
 _SLACK_BYTES = 32 << 20
 # Measured, with 60,000 of each: a tensor or chunk that the index of a folder names, to a reader of
 # it, and one chunk of a checkpoint while its index is written.

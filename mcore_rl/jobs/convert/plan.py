@@ -1,4 +1,4 @@
-"""What a conversion is made of, worked out before anything is written."""
+"""The plan of a conversion, made before anything is written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlannedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of Megatron's: what it is made of, where it stands, and how it is stored."""
+    """A parameter of Megatron's: what it is made of, where it is, and how it is stored."""
 
     weight: Weight
     location: StorageLocation
@@ -70,7 +70,7 @@ class Buffer:
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> torch.Tensor:
         """A tensor in the bytes from `start` on. Its storage is these bytes and no others.
 
-        Where they are more than there were, what stood in them is lost.
+        Where they are more than there were, their contents are lost.
         """
         end = start + math.prod(shape) * dtype.itemsize
         if end > len(self._memory):
@@ -111,7 +111,7 @@ def fingerprint(
 ) -> dict[str, object]:
     """All that decides about the bytes of a conversion; of the files in `folders` size and time.
 
-    Folders in them that are hidden are left out: what is being written may stand in one.
+    Hidden folders in them are left out: one may contain what is being written.
     """
     found: dict[str, object] = {"command": command, **options}
     found |= {name: metadata.version(name) for name in ("mcore-rl", "megatron-core", "torch")}

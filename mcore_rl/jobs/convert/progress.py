@@ -1,4 +1,4 @@
-"""How far a command has come: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of a command: a live bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 

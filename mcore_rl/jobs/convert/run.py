@@ -1,11 +1,11 @@
-"""A conversion from its plan to a folder: resumable, bounded in memory, whole or not there.
+"""A conversion from its plan to a folder: resumable, bounded in memory, atomic.
 
 The output NAME is written as `.NAME.partial`, with a journal in it, `.conversion.jsonl`: what is
-converted and how, the fingerprint, and then a line for each file that is whole. A file gets its
-name when it is whole, and its line after that. So a run that was killed goes on where it stopped,
+converted and how, the fingerprint, and then a line for each complete file. A file gets its
+name when it is complete, and its line after that. So a killed run continues where it stopped,
 to the same bytes. The journal goes when the folder has its name.
 
-Nothing is flushed to the disk here, as nothing is when files are copied: a killed process loses
+Nothing is flushed to the disk, as when files are copied: a killed process loses
 none of what it wrote, and a flush would take as long as the rest. A machine that loses its power
 may lose the last seconds of writes. A file whose end is lost is then shorter than the journal
 says, and is written again.
@@ -34,7 +34,7 @@ from mcore_rl.jobs.convert.workers import Unit, writer
 from mcore_rl.jobs.failure import RunFailed
 
 _JOURNAL = ".conversion.jsonl"
-_GOES_ON = "the same command goes on where this one stopped"
+_CONTINUE = "run the same command again to continue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
 
     Raises:
         ConfigError: the output folder is not empty, too little memory or disk space is allowed or
-            left, the rest is of another conversion, a source is damaged. Nothing stands on disk.
+            left, the rest is of another conversion, a source is damaged. Nothing is on disk.
         RunFailed: the disk is full, a worker died. What is finished stays for the same command.
     """
     output = conversion.output
@@ -111,7 +111,7 @@ def _finished(work: Path, conversion: Conversion) -> dict[str, Any]:
     for name in sorted(theirs.keys() | fingerprint.keys()):
         if theirs.get(name) != fingerprint.get(name):
             raise ConfigError(
-                f"{work} holds the first part of another conversion: {name} is "
+                f"{work} contains the first part of another conversion: {name} is "
                 f"{json.dumps(theirs.get(name))} there and {json.dumps(fingerprint.get(name))} "
                 "here; remove that folder to start over"
             )
@@ -123,7 +123,7 @@ def _finished(work: Path, conversion: Conversion) -> dict[str, Any]:
 
 
 def _read_journal(folder: Path) -> list[Any]:
-    """Its lines, but for one that the end of a run has cut."""
+    """Its lines, except one that a killed run has truncated."""
     lines = []
     with suppress(OSError):
         for line in (folder / _JOURNAL).read_text().splitlines():
@@ -133,7 +133,7 @@ def _read_journal(folder: Path) -> list[Any]:
 
 
 def _append(journal: IO[str], value: Any) -> None:
-    journal.write(f"\n{json.dumps(value)}")  # whatever is cut ends here
+    journal.write(f"\n{json.dumps(value)}")  # a truncated line ends here
     journal.flush()
 
 
@@ -185,13 +185,13 @@ def _told_in_one_line(work: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; {_GOES_ON}") from None
+        raise KeyboardInterrupt(f"interrupted; {_CONTINUE}") from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = f"no space left in {work.absolute().parent}" if full else str(error)
-        raise RunFailed(f"{reason}; {_GOES_ON}") from error
+        raise RunFailed(f"{reason}; {_CONTINUE}") from error
     except RunFailed as error:
-        raise RunFailed(f"{error}; {_GOES_ON}") from error
+        raise RunFailed(f"{error}; {_CONTINUE}") from error
     finally:
         signal.signal(signal.SIGTERM, before)
 

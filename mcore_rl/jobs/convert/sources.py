@@ -16,7 +16,7 @@ from mcore_rl.reshard.rules import Shard
 class MegatronTensors:
     """Reads tensors one after the other; those of one parameter should be read in a row.
 
-    A tensor stays as it is until the next parameter is read into the same buffer.
+    A tensor is valid until the next parameter is read into the same buffer.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MegatronTensors:
         tensors: dict[str, torch.Tensor] = {}
         for tensor in rule.tensors:
             blocks = [block for block in rule.blocks(WHOLE) if block.tensor == tensor]
-            if len(blocks) == 1:  # its rows stand together
+            if len(blocks) == 1:  # its rows are contiguous
                 tensors[tensor.name] = whole[blocks[0].local_slices]
                 continue
             tensors[tensor.name] = found = whole.new_empty(tensor.shape)

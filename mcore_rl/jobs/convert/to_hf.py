@@ -44,7 +44,7 @@ def convert(
     lora: str,
     resources: Resources,
 ) -> None:
-    """Write the weights of a checkpoint as Hugging Face has them, config and tokenizer beside them.
+    """Write the weights of a checkpoint in Hugging Face's format, with config and tokenizer.
 
     Raises:
         ConfigError, RunFailed: see plan and run.run.

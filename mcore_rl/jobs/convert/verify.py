@@ -1,4 +1,4 @@
-"""mcore-rl convert verify: whether two folders, of either kind, hold the same weights."""
+"""mcore-rl convert verify: whether two folders, of either format, contain the same weights."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def verify(a: Path, b: Path, *, as_json: bool) -> bool:
     Raises:
         ConfigError: one of the two is no checkpoint, or is damaged.
     """
-    # The bar stands on a terminal only, apart from the report.
+    # The bar is shown on a terminal only, apart from the report.
     found = compare(a, b, Console(stderr=True, quiet=not sys.stderr.isatty()))
     if as_json:
         print(json.dumps({"equal": found.equal, **asdict(found)}, indent=1))

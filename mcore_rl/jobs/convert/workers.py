@@ -1,7 +1,7 @@
 """Units of work, done in this process or by a pool of others.
 
 A worker process imports what a unit needs and no Megatron. It ends with its parent, however that
-ends, and takes no interrupt from the terminal: the parent does, and ends it.
+ends, and ignores interrupts from the terminal: the parent handles them, and ends it.
 """
 
 from __future__ import annotations

@@ -1,30 +1,160 @@
-"""The comparison: each engine in processes of its own, one engine after the other."""
+"""The comparison: each engine in processes of its own, one after the other; and its outcome."""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
+from mcore_rl.config.schema import Layout
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.data.tokenizer import has_tokenizer, read_tokenizer
 from mcore_rl.jobs.failure import summarize_failure
-from mcore_rl.jobs.parity import by_megatron, by_transformers, by_vllm
-from mcore_rl.jobs.parity.compare import Gap, Scores, compare
-from mcore_rl.jobs.parity.modules import Trace, differences, first_different
-from mcore_rl.jobs.parity.report import Pair, ParityReport
+from mcore_rl.jobs.parity import engines
+from mcore_rl.jobs.parity.compare import (
+    THRESHOLDS,
+    Gap,
+    Scores,
+    Trace,
+    WorstToken,
+    compare,
+    differences,
+    first_different,
+)
 from mcore_rl.jobs.parity.settings import CONTINUATION, HF, VLLM, ParityPlan, Request, checked
 from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.versions import versions
 
 WITH_HF, WITH_PREFILL, WITH_DECODE = "megatron~hf", "megatron~vllm_prefill", "megatron~vllm_decode"
-_MEGATRON = "megatron"
+_NUM_SHOWN = 3  # of the worst tokens of a pair
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Megatron and one other engine. The last two fields are for a pair that did not pass."""
+
+    passed: bool
+    gap: Gap
+    first_differing_module: str | None = None
+    module_differences: dict[str, float] | None = None  # relative, in the model's order
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    tolerance: float
+    mean_tolerance: float | None
+    layout: Layout
+    dtype: str
+    versions: dict[str, str]
+    pairs: dict[str, Pair]
+    texts: dict[int, str]  # of the tokens in the report, by id; empty without a tokenizer
+
+    @property
+    def passed(self) -> bool:
+        return all(pair.passed for pair in self.pairs.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """What json.dumps takes with allow_nan=False: null stands for what is infinite."""
+        return {
+            "passed": self.passed,
+            "tolerance": self.tolerance,
+            "mean_tolerance": self.mean_tolerance,
+            "layout": asdict(self.layout),
+            "dtype": self.dtype,
+            "versions": self.versions,
+            "pairs": {name: self._pair_as_json(pair) for name, pair in self.pairs.items()},
+        }
+
+    def _pair_as_json(self, pair: Pair) -> dict[str, Any]:
+        found = {"passed": pair.passed, **asdict(pair.gap)}
+        for token, entry in zip(pair.gap.worst, found["worst"], strict=True):
+            entry["text"] = self._text(token)
+        if not pair.passed:
+            found["first_differing_module"] = pair.first_differing_module
+            found["module_differences"] = pair.module_differences
+        return _without_infinities(found)
+
+    def _text(self, token: WorstToken) -> str | None:
+        """The tokens before it, and it in brackets."""
+        if not self.texts:
+            return None
+        before = "".join(self.texts[i] for i in token.before_ids)
+        return f"{before}[{self.texts[token.token_id]}]"
+
+    def print(self, console: Console) -> None:
+        """A table of the pairs, one of their worst tokens, and what missed pairs come down to."""
+        bounds = f"max {self.tolerance:g}"
+        if self.mean_tolerance is not None:
+            bounds += f", mean {self.mean_tolerance:g}"
+        title = f"Differences of log-probs in nats, {self.dtype}; allowed: {bounds}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for heading in ("", "tokens", "max", "mean", "p99", "argmax", ""):
+            table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+        for name, pair in self.pairs.items():
+            gap = pair.gap
+            sizes = (gap.max_abs, gap.mean_abs, gap.p99_abs)
+            table.add_row(
+                name,
+                str(gap.num_tokens),
+                *(f"{size:.1e}" for size in sizes),
+                f"{gap.argmax_agreement:.1%}",
+                "passed" if pair.passed else "FAILED",
+            )
+        console.print(table)
+        console.print(self._worst_tokens())
+        for name, pair in self.pairs.items():
+            if not pair.passed:
+                console.print(f"{name}: {self._finding(pair)}", markup=False, highlight=False)
+
+    def _worst_tokens(self) -> Table:
+        table = Table(title="The worst tokens", title_justify="left", box=box.SIMPLE_HEAD)
+        for heading in ("", "prompt", "position", "token", "Megatron", "the other", "context"):
+            table.add_column(heading, justify="left" if heading in ("", "context") else "right")
+        for name, pair in self.pairs.items():
+            for token in pair.gap.worst[:_NUM_SHOWN]:
+                context = self._text(token) or " ".join(map(str, token.before_ids))
+                table.add_row(
+                    name,
+                    str(token.prompt),
+                    str(token.position),
+                    str(token.token_id),
+                    f"{token.log_prob:.6f}",
+                    f"{token.reference_log_prob:.6f}",
+                    context.replace("[", r"\["),
+                )
+        return table
+
+    def _finding(self, pair: Pair) -> str:
+        first, found = pair.first_differing_module, pair.module_differences or {}
+        if first is not None:
+            named = (
+                f"the first module that differs is {first} (by {found[first]:.1e} of its output)"
+            )
+            doubt = "; in bfloat16 rounding may do that to a router, --dtype float32 would tell"
+            return named + (doubt if self.dtype == "bfloat16" else "")
+        limit, largest = THRESHOLDS[self.dtype], max(found.values(), default=math.nan)
+        return (
+            f"no module differs by more than {limit:g} of its output (the most is {largest:.1e}): "
+            "small differences add up"
+        )
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_infinities(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_infinities(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def run(request: Request) -> ParityReport:
@@ -37,14 +167,10 @@ def run(request: Request) -> ParityReport:
     plan = checked(request)
     trace_file = Path(tempfile.gettempdir(), f"mcore_rl_verify_{os.getpid()}.txt")
     with run_scope() as scratch, summarize_failure(trace_file, ProcessFailed):
-        sequences, scores = _score(plan, scratch)
-        gaps = {
-            pair: compare(sequences, scores[_MEGATRON], reference)
-            for pair, reference in scores.items()
-            if pair != _MEGATRON
-        }
+        processes = _Processes(plan, scratch)
+        sequences, gaps = _score(plan, processes)
         missed = {pair: gap for pair, gap in gaps.items() if not _passes(gap, plan)}
-        parts = _bisect(plan, sequences, missed, scratch) if missed else {}
+        parts = _bisect(plan, processes, sequences, missed) if missed else {}
     pairs = {pair: _judged(gap, parts.get(pair), request.dtype) for pair, gap in gaps.items()}
     return ParityReport(
         tolerance=plan.tolerance,
@@ -57,26 +183,45 @@ def run(request: Request) -> ParityReport:
     )
 
 
-def _score(plan: ParityPlan, logs: Path) -> tuple[list[list[int]], dict[str, Scores]]:
-    """The sequences, and everybody's scores of them: by pair, Megatron's own by its name."""
-    sequences, scores, request = plan.prompts, {}, plan.request
+@dataclass(frozen=True, slots=True)
+class _Processes:
+    """Runs functions of engines.py; what they print goes to files in `logs`."""
+
+    plan: ParityPlan
+    logs: Path
+
+    def megatron(self, doing: str, job: Callable[..., Any], tokens: list[list[int]]) -> list[Any]:
+        request = self.plan.request
+        on_rank = partial(job, self.plan.engine, request.checkpoint, tokens)
+        with waiting(doing, Console(stderr=True)):
+            return run_on_ranks(on_rank, request.layout.world_size, self.logs, request.timeout_s)
+
+    def hf(self, doing: str, job: Callable[..., Any], tokens: list[list[int]]) -> Any:
+        of_model = partial(job, self.plan.reference, self.plan.request.dtype, tokens)
+        return self._alone(doing, "transformers", of_model)
+
+    def vllm(self, doing: str, job: Callable[..., Any], *given: Any) -> Any:
+        return self._alone(doing, VLLM, partial(job, self.plan.server, *given))
+
+    def _alone(self, doing: str, name: str, job: Callable[[], Any]) -> Any:
+        with waiting(doing, Console(stderr=True)):
+            return run_in_process(job, name, self.logs, self.plan.request.timeout_s)
+
+
+def _score(plan: ParityPlan, processes: _Processes) -> tuple[list[list[int]], dict[str, Gap]]:
+    """The sequences that are scored, and by pair how far Megatron is from the other."""
+    sequences, others = plan.prompts, {}
     if plan.server is not None:
-        with _waiting("vLLM continues and scores the prompts"):
-            job = partial(by_vllm.score, plan.server, plan.prompts, CONTINUATION)
-            answer = run_in_process(job, VLLM, logs, plan.request.timeout_s)
+        doing = "vLLM continues and scores the prompts"
+        answer = processes.vllm(doing, engines.vllm_scores, plan.prompts, CONTINUATION)
         sequences = answer["sequences"]
-        scores[WITH_PREFILL] = Scores(**answer["prefill"])
-        scores[WITH_DECODE] = Scores(**answer["decode"])
-    if HF in request.against:
-        with _waiting("transformers scores them"):
-            job = partial(by_transformers.score, plan.reference, request.dtype, sequences)
-            answer = run_in_process(job, "transformers", logs, request.timeout_s)
-        scores = {WITH_HF: Scores(**answer), **scores}
-    with _waiting("Megatron scores them"):
-        job = partial(by_megatron.score, plan.engine, request.checkpoint, sequences)
-        by_rank = run_on_ranks(job, request.layout.world_size, logs, request.timeout_s)
-    scores[_MEGATRON] = by_megatron.gathered(by_rank)
-    return sequences, scores
+        others = {WITH_PREFILL: answer["prefill"], WITH_DECODE: answer["decode"]}
+    if HF in plan.request.against:
+        answer = processes.hf("transformers scores them", engines.hf_scores, sequences)
+        others = {WITH_HF: answer, **others}
+    by_rank = processes.megatron("Megatron scores them", engines.megatron_scores, sequences)
+    mine = engines.gathered(by_rank)
+    return sequences, {p: compare(sequences, mine, Scores(**their)) for p, their in others.items()}
 
 
 def _passes(gap: Gap, plan: ParityPlan) -> bool:
@@ -85,40 +230,24 @@ def _passes(gap: Gap, plan: ParityPlan) -> bool:
 
 
 def _bisect(
-    plan: ParityPlan, sequences: list[list[int]], missed: Mapping[str, Gap], logs: Path
+    plan: ParityPlan, processes: _Processes, sequences: list[list[int]], missed: Mapping[str, Gap]
 ) -> dict[str, dict[str, float]]:
     """By missed pair, how far each module is apart on the sequence up to the worst token."""
     worst = {pair: gap.worst[0] for pair, gap in missed.items()}
     tokens = {pair: sequences[at.prompt][: at.position + 1] for pair, at in worst.items()}
-    theirs = _traces_of_others(plan, tokens, logs)
-    with _waiting("tracing Megatron"):
-        job = partial(
-            by_megatron.trace, plan.engine, plan.request.checkpoint, list(tokens.values())
-        )
-        world_size, timeout_s = plan.request.layout.world_size, plan.request.timeout_s
-        mine = by_megatron.joined(run_on_ranks(job, world_size, logs, timeout_s))
-    return {
-        pair: differences(trace, theirs[pair], plan.num_layers)
-        for pair, trace in zip(tokens, mine, strict=True)
-    }
-
-
-def _traces_of_others(
-    plan: ParityPlan, tokens: Mapping[str, list[int]], logs: Path
-) -> dict[str, Trace]:
-    found: dict[str, Trace] = {}
-    of_vllm = [pair for pair in tokens if pair != WITH_HF]
-    if of_vllm and plan.server is not None:
-        with _waiting("tracing vLLM"):
-            job = partial(by_vllm.trace, plan.server, [tokens[pair] for pair in of_vllm])
-            traces = run_in_process(job, VLLM, logs, plan.request.timeout_s)
-        found |= zip(of_vllm, traces, strict=True)
+    theirs: dict[str, Trace] = {}
+    if of_vllm := {pair: ids for pair, ids in tokens.items() if pair != WITH_HF}:
+        traces = processes.vllm("tracing vLLM", engines.vllm_traces, list(of_vllm.values()))
+        theirs |= zip(of_vllm, traces, strict=True)
     if WITH_HF in tokens:
-        with _waiting("tracing transformers"):
-            dtype = plan.request.dtype
-            job = partial(by_transformers.trace, plan.reference, dtype, [tokens[WITH_HF]])
-            [found[WITH_HF]] = run_in_process(job, "transformers", logs, plan.request.timeout_s)
-    return found
+        [theirs[WITH_HF]] = processes.hf(
+            "tracing transformers", engines.hf_traces, [tokens[WITH_HF]]
+        )
+    by_rank = processes.megatron("tracing Megatron", engines.megatron_traces, list(tokens.values()))
+    return {
+        pair: differences(mine, theirs[pair], plan.num_layers)
+        for pair, mine in zip(tokens, engines.joined(by_rank), strict=True)
+    }
 
 
 def _judged(gap: Gap, parts: dict[str, float] | None, dtype: str) -> Pair:
@@ -135,7 +264,3 @@ def _texts(model: str, gaps: Iterable[Gap]) -> dict[int, str]:
     ids = {i for token in worst for i in (*token.before_ids, token.token_id)}
     tokenizer = read_tokenizer(model)
     return {i: tokenizer.decode([i]) for i in ids}
-
-
-def _waiting(for_what: str) -> AbstractContextManager[None]:
-    return waiting(for_what, Console(stderr=True))

@@ -19,7 +19,8 @@ def compare_facts(
 ) -> Iterator[Finding]:
     """Nodes that differ from most others; where there is no majority, from the first."""
     for name in dict.fromkeys(name for report in reports for name in report.facts):
-        facts = {report.name: report.facts.get(name) for report in reports}
+        told = [report for report in reports if not _could_not_tell(report, name)]
+        facts = {report.name: report.facts.get(name) for report in told}
         values = {node: fact.value if fact else _MISSING for node, fact in facts.items()}
         most = Counter(values.values()).most_common(1)[0][0]
         alike = [node for node, value in values.items() if value == most]
@@ -32,6 +33,11 @@ def compare_facts(
                 yield _compare_with_pin(name, node, Fact(value), pins.get(name))
 
 
+def _could_not_tell(report: NodeReport, name: str) -> bool:
+    """That is a finding of its own."""
+    return name not in report.facts and any(found.check == name for found in report.findings)
+
+
 def _compare_with_pin(name: str, node: str, fact: Fact, pin: Requirement | None) -> Finding:
     """A version that is not what this project is tested with can work."""
     if pin is None or pin.specifier.contains(fact.value, prereleases=True):
@@ -41,23 +47,27 @@ def _compare_with_pin(name: str, node: str, fact: Fact, pin: Requirement | None)
 
 
 def compare_clocks(reports: Sequence[NodeReport], max_skew_s: float) -> Iterator[Finding]:
-    """Each clock against that of the node in the middle; what may be an error of measure is ok."""
+    """Each clock against the one in the middle, of all nodes and of this machine.
+
+    What may be an error of the measurement is no fault.
+    """
     if len(reports) < 2:
         return
-    middle_s = statistics.median_low(report.clock_s for report in reports)
-    middle = next(report for report in reports if report.clock_s == middle_s)
-    for report in reports:
-        behind_s = report.clock_s - middle.clock_s
-        bound_s = report.clock_bound_s + middle.clock_bound_s if report is not middle else 0.0
+    clocks = [("the node that asks", 0.0, 0.0)]
+    clocks += [(report.name, report.clock_s, report.clock_bound_s) for report in reports]
+    middle = sorted(clocks, key=lambda clock: clock[1])[(len(clocks) - 1) // 2]
+    for name, clock_s, bound_s in clocks[1:]:
+        behind_s = clock_s - middle[1]
+        bound_s = bound_s + middle[2] if name != middle[0] else 0.0
         if abs(behind_s) - bound_s <= max_skew_s:
             at_most_ms = math.ceil((abs(behind_s) + bound_s) * 1e3)
-            value = f"within {at_most_ms / 1e3:.3f} s of {middle.name}"
-            yield Finding("clock", report.name, "ok", value, f"within {max_skew_s:g} s")
+            value = f"within {at_most_ms / 1e3:.3f} s of {middle[0]}"
+            yield Finding("clock", name, "ok", value, f"within {max_skew_s:g} s")
             continue
         word = "behind" if behind_s > 0 else "ahead of"
-        value = f"{abs(behind_s):.3f} s {word} {middle.name} (give or take {bound_s:.3f} s)"
+        value = f"{abs(behind_s):.3f} s {word} {middle[0]} (give or take {bound_s:.3f} s)"
         remedy = "synchronise the clocks: chronyc tracking, timedatectl"
-        yield Finding("clock", report.name, "fail", value, f"within {max_skew_s:g} s", remedy)
+        yield Finding("clock", name, "fail", value, f"within {max_skew_s:g} s", remedy)
 
 
 def slow_pairs(bandwidth: Bandwidth) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DoctorRequest:
     """The same for every node; a size is in gigabytes (10^9 bytes), a time in seconds."""
 
     output_dir: str  # absolute

@@ -5,7 +5,6 @@ For Ray it is controller/each_node.py.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, address_of
 from mcore_rl.tools.doctor import node
 
 _ASK_S = 20.0  # for an answer of SLURM's controller
@@ -49,7 +48,8 @@ class Launcher(Protocol):
 
 class ThisNode:
     def __init__(self) -> None:
-        self.nodes, self.address = [socket.gethostname()], "127.0.0.1"
+        self.nodes = [os.environ.get("SLURMD_NODENAME") or socket.gethostname()]
+        self.address = "127.0.0.1"
         self._thread: threading.Thread | None = None
 
     def start(self, endpoint: RendezvousEndpoint) -> None:
@@ -83,7 +83,7 @@ class SlurmNodes:
                 "once, without srun, or with --on=this"
             )
         self.nodes = _asked("scontrol", "show", "hostnames", listed).split()
-        self.address = node.address_of(interface) or _outward_address()
+        self.address = address_of(interface)
         self._srun: subprocess.Popen[bytes] | None = None
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this)
 
@@ -132,14 +132,3 @@ def _asked(*command: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", "") or error).strip()
         raise ConfigError(f"{' '.join(command)}: {reason}") from error
-
-
-def _outward_address() -> str:
-    """Of the interface with the default route; nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as sock:
-        sock.connect(("203.0.113.1", 9))  # nobody's, by RFC 5737
-        return str(sock.getsockname()[0])
-    raise ConfigError(
-        "this machine has no default route, so nothing says by which address nodes reach it; "
-        "name the network by --interface"
-    )

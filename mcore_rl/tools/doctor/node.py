@@ -22,13 +22,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, address_of
 from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
 from mcore_rl.tools.doctor import devices, software, system
-from mcore_rl.tools.doctor.findings import NodeReport, Request
+from mcore_rl.tools.doctor.findings import DoctorRequest, NodeReport
 
 _CONNECT_S = 5.0  # for one connection between two nodes
 _NUM_CLOCK_READINGS = 10  # the one with the shortest round trip counts
@@ -49,7 +47,7 @@ def examine(endpoint: RendezvousEndpoint, number: int, name: str = "") -> None:
     client = RendezvousClient(endpoint, number, number + 1, _CONNECT_S * 2)
     with contextlib.closing(client):
         told = json.loads(client.get(["request"], _CONNECT_S * 2)[0])
-        request = Request(**told["request"])
+        request = DoctorRequest(**told["request"])
         node = _Node(client, request, number, told["nodes"], name or told["nodes"][number])
         report = node.look()
         client.set(f"report/{number}", json.dumps(asdict(report)).encode())
@@ -59,7 +57,7 @@ class _Node:
     def __init__(
         self,
         client: RendezvousClient,
-        request: Request,
+        request: DoctorRequest,
         number: int,
         nodes: Sequence[str],
         name: str,
@@ -118,7 +116,7 @@ class _Node:
         with contextlib.ExitStack() as stack:
             mine: dict[str, Any] = {"name": self._report.name, "endpoint": None, "file": ""}
             try:
-                address = address_of(self._request.interface) or self._client.own_address
+                address = self._own_address()
                 server = stack.enter_context(RendezvousServer(address))
                 mine["endpoint"] = asdict(server.endpoint)
             except ConfigError as error:
@@ -136,6 +134,11 @@ class _Node:
             self._doing("waiting for the other nodes")
             self._client.set(f"seen/{self._number}", b"")
             self._those_that_come("seen")  # until then they look at what is published here
+
+    def _own_address(self) -> str:
+        """Without an interface, by which it reached the one that asks."""
+        interface = self._request.interface
+        return address_of(interface) if interface else self._client.own_address
 
     def _look_at_others(self) -> None:
         self._doing("waiting for the other nodes")
@@ -172,7 +175,7 @@ class _Node:
                 value = f"cannot reach {one['name']} at {host}: {reason}"
                 self._report.add("network", "fail", value, "a connection", remedy)
         if len(others) == len(self._nodes) - 1 and not any(reasons):
-            self._report.add("network", "ok", f"reaches {len(reachable)} other nodes")
+            self._report.add("network", "ok", f"reaches all others ({len(reachable)})")
 
     def _connect(self, other: Mapping[str, Any]) -> str:
         """Why that does not work; empty when it does."""
@@ -201,24 +204,6 @@ def _reads(other: Mapping[str, Any]) -> bool:
         return Path(other["file"]).read_text() == str(other["name"])
     except OSError:
         return False
-
-
-def address_of(interface: str) -> str:
-    """The IPv4 address of an interface of this machine; empty for no interface.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if not interface:
-        return ""
-    found = {
-        name: [one.address for one in addresses if one.family.name == "AF_INET"]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
-    if not found.get(interface):
-        allowed = ", ".join(sorted(name for name, addresses in found.items() if addresses))
-        raise ConfigError(f"--interface={interface!r} has no IPv4 address; allowed: {allowed}")
-    return str(found[interface][0])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.parallel.rendezvous_client import LateError, RendezvousClient
 from mcore_rl.tools.doctor import compare, software
-from mcore_rl.tools.doctor.findings import Finding, NodeReport, Report, Request
+from mcore_rl.tools.doctor.findings import DoctorRequest, Finding, NodeReport, Report
 from mcore_rl.tools.doctor.launchers import Launcher
 
 _LOOK_S = 0.5  # between two looks at whether the nodes still run
@@ -18,7 +18,7 @@ _ANSWER_S = 10.0  # of our own rendezvous
 _END_S = 10.0  # what nodes may take that have told all
 
 
-def examine(request: Request, launcher: Launcher) -> Report:
+def examine(request: DoctorRequest, launcher: Launcher) -> Report:
     """A node that does not answer is a finding, with what it was doing.
 
     Raises ConfigError when this machine cannot listen on the launcher's address.
@@ -36,6 +36,7 @@ def examine(request: Request, launcher: Launcher) -> Report:
         stack.callback(launcher.stop)
         launcher.start(server.endpoint)
         reports = _gather(client, launcher, start + request.timeout_s)
+        _let_end(launcher, _END_S if len(reports) == len(nodes) else 0.0)
         silent = {
             number: _doing(client, number) for number in set(range(len(nodes))) - set(reports)
         }
@@ -85,11 +86,9 @@ def _doing(client: RendezvousClient, number: int) -> str:
 
 
 def _silence(name: str, doing: str, waited_s: float, launcher: Launcher) -> Finding:
-    value = (
-        f"no answer in {waited_s:.0f} s, while {doing}"
-        if doing
-        else (f"did not come in {waited_s:.0f} s")
-    )
+    value = f"did not come in {waited_s:.0f} s"
+    if doing:
+        value = f"no answer in {waited_s:.0f} s, while {doing}"
     if why := launcher.why(name):
         value += f": {why}"
     remedy = "see whether the node is up and has this Python at the same path; exclude it"

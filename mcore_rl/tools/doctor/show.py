@@ -52,7 +52,7 @@ def _table(report: Report) -> Table:
             values = list(dict.fromkeys(finding.value for finding in good))
             more = f" and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
             value = "; ".join(values[:_MOST_VALUES]) + more
-            table.add_row(_mark("ok"), check, _nodes(good, report.nodes), value)
+            table.add_row(_mark("ok"), check, _nodes(good, report.nodes), Text(value))
         for finding in found:
             if finding.status != "ok":
                 table.add_row(_mark(finding.status), check, finding.node, Text(finding.value))

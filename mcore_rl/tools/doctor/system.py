@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from mcore_rl.tools.doctor import devices
-from mcore_rl.tools.doctor.findings import Fact, NodeReport, Request, Status
+from mcore_rl.tools.doctor.findings import DoctorRequest, Fact, NodeReport, Status
 
 MIN_OPEN_FILES = 8192  # Ray warns below; a trainer of many ranks has a socket for each
 MIN_INODES = 10_000
@@ -45,7 +45,7 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def look_at_shared_memory(report: NodeReport, request: Request) -> None:
+def look_at_shared_memory(report: NodeReport, request: DoctorRequest) -> None:
     try:
         found = os.statvfs(_SHM)
     except OSError as error:
@@ -106,7 +106,7 @@ def _write_probe(folder: Path) -> str:
     return ""
 
 
-def look_at_model(report: NodeReport, request: Request) -> int:
+def look_at_model(report: NodeReport, request: DoctorRequest) -> int:
     """Bytes of its files; the same files should be on all nodes."""
     folder = Path(request.model_path)
     config = folder / "config.json"
@@ -123,7 +123,7 @@ def look_at_model(report: NodeReport, request: Request) -> int:
     return sum(sizes)
 
 
-def look_at_ports(report: NodeReport, request: Request) -> None:
+def look_at_ports(report: NodeReport, request: DoctorRequest) -> None:
     """Those that were named can be bound to; else there is a range outside of the ephemeral one."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     if not request.ports:

@@ -38,7 +38,7 @@ def test_what_a_newer_version_wrote_is_refused(tmp_path, version):
     ("text", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "holds a JSON list"),
+        ("[]", "is a JSON list"),
         ('{"megatron_core": 3}', "does not say"),
     ],
 )

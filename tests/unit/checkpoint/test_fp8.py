@@ -194,15 +194,13 @@ def test_a_box_is_read_between_other_elements():
 def test_values_that_are_not_finite_are_refused_by_place(value):
     whole = weight(200, 300)
     whole[150, 299] = value
-    with pytest.raises(
-        ConfigError, match=rf"tensor w is damaged: it holds {value} at \[150, 299\]"
-    ):
+    with pytest.raises(ConfigError, match=rf"tensor w is damaged: it has {value} at \[150, 299\]"):
         quantize_blocks(whole, "w")
 
 
 def test_values_that_bfloat16_cannot_hold_are_refused():
     whole = torch.full((1, 1), torch.finfo(torch.float32).max)
-    with pytest.raises(ConfigError, match="tensor w holds values that are too large for bfloat16"):
+    with pytest.raises(ConfigError, match="tensor w has values that are too large for bfloat16"):
         quantize_blocks(whole, "w")
 
 

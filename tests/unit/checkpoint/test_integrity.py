@@ -19,7 +19,7 @@ def test_the_first_value_that_is_not_finite_is_named(dtype, value, place):
     tensor[place] = tensor[63, 256] = value
     with pytest.raises(ConfigError) as caught:
         require_finite("w", tensor)
-    assert str(caught.value) == f"tensor w is damaged: it holds {value} at {list(place)}"
+    assert str(caught.value) == f"tensor w is damaged: it has {value} at {list(place)}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

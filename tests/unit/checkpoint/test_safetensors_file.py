@@ -207,7 +207,7 @@ def rename(header: dict) -> None:
             "cannot be read as safetensors",
         ),
         (set_checksums("{"), "mcore_rl.crc32 is not valid JSON"),
-        (set_checksums("[]"), "mcore_rl.crc32 holds a JSON list, not an object"),
+        (set_checksums("[]"), "mcore_rl.crc32 is a JSON list, not an object"),
         (set_checksums(checksums("1")), "mcore_rl.crc32 of tensor scalar is '1', not a CRC32"),
         (set_checksums(checksums(1)), "mcore_rl.crc32 of tensor scalar is 1, not a CRC32"),
         (set_checksums(checksums("0000000G")), "is '0000000G', not a CRC32"),

@@ -86,7 +86,7 @@ def test_usage_names_every_command(monkeypatch, capsys, argument, status):
 def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path):
     trace_file = tmp_path / "logs" / "error.txt"
     with (
-        pytest.raises(RunFailed, match=rf"^step 3 \(the whole story: {trace_file}\)$"),
+        pytest.raises(RunFailed, match=rf"^step 3 \(traceback: {trace_file}\)$"),
         summarize_failure(trace_file, RuntimeError),
     ):
         raise RuntimeError("step 3\n\nTraceback of a rank")

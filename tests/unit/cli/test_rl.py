@@ -68,7 +68,10 @@ def test_help_lists_every_setting_with_its_default_and_meaning(monkeypatch, caps
     ):
         assert part in out
     assert [name for name in setting_names(RLConfig) if f"\n  {name}=" not in out] == []
-    assert "trainer.prompts_per_step=64\n      times algorithm.group_size: samples of a step" in out
+    assert (
+        "trainer.prompts_per_step=64\n      a step has this times algorithm.group_size samples"
+        in out
+    )
 
 
 def test_every_setting_has_a_meaning():
@@ -154,9 +157,11 @@ DOUBTFUL = {
     "data.train_file=a data.test_file=a": "data.test_file='a' is data.train_file",
     "warm_start.train_file=a": "warm_start.train_file='a' is not read",
     "reward.shuffle=true": "reward.shuffle=true: a control",
-    "trainer.num_steps=4 actor.optimizer.warmup_steps=4": "actor.optimizer.warmup_steps=4: of 4",
+    "trainer.num_steps=4 actor.optimizer.warmup_steps=4": "actor.optimizer.warmup_steps=4: all 4",
     "warm_start.num_steps=3 warm_start.optimizer.warmup_steps=9": "warm_start.optimizer.warmup_st",
-    "actor.optimizer.min_lr=1e-7": "actor.optimizer.min_lr=1e-07 has no part in",
+    "checkpoint.async_save=true": "checkpoint.async_save=True: trainer.save_every=0 writes no",
+    "resume=auto": "resume='auto': trainer.save_every=0 writes no training checkpoints",
+    "actor.optimizer.min_lr=1e-7": "actor.optimizer.min_lr=1e-07 has no effect with",
 }
 
 

@@ -19,7 +19,7 @@ def test_an_object_is_read(tmp_path):
     [
         (b"", "is not valid JSON: Expecting value"),
         (b'{"a": 1', "is not valid JSON"),
-        (b"[1]", "holds a JSON list, not an object"),
+        (b"[1]", "is a JSON list, not an object"),
         (b"\xff", "is not valid JSON: .*utf-8.* can't decode"),
         (b"[" * 100_000, "is not valid JSON: it is nested too deep"),
         (b'{"a":' * 100_000, "is not valid JSON: it is nested too deep"),
@@ -41,7 +41,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 def test_a_file_without_end_is_not_read_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(json_file, "_MAX_BYTES", 10)
     (tmp_path / "a.json").write_text('{"a": 1234}')
-    with pytest.raises(ConfigError, match="holds more than 10 bytes"):
+    with pytest.raises(ConfigError, match="has more than 10 bytes"):
         read_json_object(tmp_path / "a.json")
 
 

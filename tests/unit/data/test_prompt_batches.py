@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
 
@@ -15,6 +16,21 @@ def test_prompts_of_training_count_up_over_epochs():
     batches = list(itertools.islice(PromptBatches(DATASET, 3, seed=0), 4))
     ids = [group for batch in batches for group in batch.array("group_ids").tolist()]
     assert ids == list(range(12))
+
+
+def test_a_run_that_goes_on_draws_what_would_have_come_and_new_group_ids():
+    whole = [prompts_of(batch) for batch in itertools.islice(PromptBatches(DATASET, 3, seed=0), 6)]
+    first = PromptBatches(DATASET, 3, seed=0)
+    begun = [prompts_of(next(first)) for _ in range(2)]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = PromptBatches(DATASET, 3, seed=0)
+    next(second)
+    second.load_state_dict(state)
+    assert begun + [prompts_of(batch) for batch in itertools.islice(second, 4)] == whole
+
+
+def prompts_of(batch: Batch) -> list[tuple[int, int]]:
+    return list(zip(batch.array("group_ids").tolist(), batch.array("rows").tolist(), strict=True))
 
 
 def test_held_out_prompts_count_down_from_minus_one():

@@ -122,11 +122,11 @@ def test_a_rank_without_samples_has_an_empty_column():
 @pytest.mark.parametrize(
     ("values", "lengths", "message"),
     [
-        (valid()[:, :2], (3, 2), r"int16 \(2, 2\) a token; the model needs .* = \(3, 2\)"),
-        (valid()[..., 0], (3, 2), r"int16 \(3,\) a token"),
+        (valid()[:, :2], (3, 2), r"int16 \(2, 2\) per token; the model needs .* = \(3, 2\)"),
+        (valid()[..., 0], (3, 2), r"int16 \(3,\) per token"),
         (valid().astype(np.float32), (3, 2), "float32"),
-        (valid() + 1, (3, 2), "holds experts 1 to 8; allowed: 0 to 7"),
-        (valid() - 1, (3, 2), "holds experts -1 to 6; allowed: 0 to 7"),
+        (valid() + 1, (3, 2), "has experts 1 to 8; allowed: 0 to 7"),
+        (valid() - 1, (3, 2), "has experts -1 to 6; allowed: 0 to 7"),
         (np.zeros((5, 3, 2), np.int16), (3, 2), "names an expert of a token twice"),
         (valid()[:3], (2, 1), "does not run along prompt and response tokens"),
     ],

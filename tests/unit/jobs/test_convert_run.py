@@ -22,6 +22,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.convert.options import Resources
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.failure import RunFailed
+from tests.small_disk import on_small_disk
 
 # A module that processes can import by name; with importlib mode this file is none.
 UNITS = """
@@ -137,7 +138,7 @@ def test_a_conversion_is_there_whole_and_nothing_beside_it(make, tmp_path, worke
     ("how", "workers"), [("full", 1), ("full, told by a writer", 2), ("killed", 2)]
 )
 def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers):
-    with pytest.raises(RunFailed, match="the same command goes on where this one stopped"):
+    with pytest.raises(RunFailed, match="run the same command again to continue"):
         go(make(d=how), workers)
     work = tmp_path / "new" / ".out.partial"
     finished = finished_in(work)
@@ -151,12 +152,12 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
 
 
 def test_a_worker_that_died_is_named_by_its_file(make):
-    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; the same"):
+    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; run the same"):
         go(make(d="killed"), workers=2)
 
 
 def test_a_full_disk_is_said_to_be_full(make):
-    with pytest.raises(RunFailed, match=r"^no space left in .*new; the same command goes on"):
+    with pytest.raises(RunFailed, match=r"^no space left in .*new; run the same command again"):
         go(make(c="full"))
 
 
@@ -258,7 +259,6 @@ def test_a_disk_without_room_is_found_out_before_anything_is_written(make, tmp_p
 
 def test_a_disk_that_turns_out_full_leaves_what_is_finished(units, tmp_path):
     """A real file system, with room for bytes and none for files."""
-    mount = f"mount -t tmpfs -o size=8m,nr_inodes=7 none {tmp_path}/disk"
     script = f"""
 import os, pickle, sys
 sys.path.insert(0, {str(tmp_path / "lib")!r})
@@ -276,20 +276,16 @@ os.system("mount -o remount,nr_inodes=100 {tmp_path}/disk")
 run(conversion, Resources(1), Console(quiet=True))
 print(finished, sorted(os.listdir({str(tmp_path / "disk/out")!r})))
 """
-    (tmp_path / "disk").mkdir()
+    disk = tmp_path / "disk"
+    disk.mkdir()
     found = tuple(units.Unit(name) for name in ALL)
-    plan = Conversion(tmp_path / "disk" / "out", {}, found, units.finish)
+    plan = Conversion(disk / "out", {}, found, units.finish)
     (tmp_path / "plan").write_bytes(pickle.dumps(plan))
     (tmp_path / "script.py").write_text(script)
-    inside = f"{mount} && {sys.executable} {tmp_path}/script.py"
-    done = subprocess.run(["unshare", "-Urm", "sh", "-c", inside], capture_output=True, text=True)
-    if "unshare" in done.stderr or "mount" in done.stderr:
-        pytest.skip("this machine lets nobody mount a file system")
+    command = on_small_disk(disk, "8m,nr_inodes=7", [sys.executable, tmp_path / "script.py"])
+    done = subprocess.run(command, capture_output=True, text=True)
     first, second = done.stdout.splitlines()
-    assert (
-        first
-        == f"no space left in {tmp_path}/disk; the same command goes on where this one stopped"
-    )
+    assert first == f"no space left in {disk}; run the same command again to continue"
     finished, files = second.split(" ", 1)
     assert 0 < int(finished) < 6
     assert files == str(WHOLE)
@@ -342,4 +338,4 @@ def test_workers_end_with_their_parent(make, tmp_path, number):
     assert process.returncode != 0
     wait_for(lambda: not any(worker.is_running() for worker in workers))
     if number == signal.SIGINT:
-        assert "interrupted; the same command goes on where this one stopped" in told
+        assert "interrupted; run the same command again to continue" in told

@@ -142,7 +142,7 @@ def test_a_full_disk_is_told_and_not_a_traceback(tmp_path: Path):
     *_, metrics, cause = done.stdout.splitlines()
     assert metrics.startswith("training, step ")
     assert "metrics cannot be written: [Errno 28] No space left on device" in metrics
-    assert cause.startswith("'the cause' (no room for the whole story: [Errno 28]")
+    assert cause.startswith("'the cause' (no disk space for the traceback: [Errno 28]")
 
 
 def test_a_summary_that_cannot_be_written_says_where_the_weights_are(tmp_path: Path):
@@ -159,7 +159,7 @@ def test_bad_input_that_shows_when_a_run_has_started_ends_it_with_a_story(tmp_pa
     from mcore_rl.jobs.rl import _told
 
     with (
-        pytest.raises(RunFailed, match=r"^rank 1: seed is odd \(the whole story: "),
+        pytest.raises(RunFailed, match=r"^rank 1: seed is odd \(traceback: "),
         _told(tmp_path / "logs" / "error.txt"),
     ):
         raise ConfigError("rank 1: seed is odd")

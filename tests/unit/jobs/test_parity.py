@@ -17,9 +17,8 @@ from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, LoRAConfig
-from mcore_rl.jobs.parity.compare import Scores, compare
-from mcore_rl.jobs.parity.modules import differences, first_different, module_names
-from mcore_rl.jobs.parity.report import Pair, ParityReport
+from mcore_rl.jobs.parity.compare import Scores, compare, differences, first_different, module_names
+from mcore_rl.jobs.parity.run import Pair, ParityReport
 from mcore_rl.jobs.parity.settings import CONTINUATION, Request, checked
 
 SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]

@@ -11,7 +11,7 @@ from mcore_rl.cli.main import main
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.parity import run
 from mcore_rl.jobs.parity.compare import Scores, compare
-from mcore_rl.jobs.parity.report import Pair, ParityReport
+from mcore_rl.jobs.parity.run import Pair, ParityReport
 from mcore_rl.jobs.parity.settings import Request
 
 GOOD = ["--model", "here", "--layout", "tp=2,pp=2,last_stage_layers=1", "--against", "hf,vllm"]

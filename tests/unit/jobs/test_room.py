@@ -38,6 +38,11 @@ def with_warm_start(config: RLConfig) -> None:
     config.warm_start.num_steps = 1
 
 
+def with_training_checkpoints(config: RLConfig) -> None:
+    """Two that stay and one on the way: of 2 bytes 2, 4 in float32 and 8 of Adam."""
+    config.trainer.save_every = 5
+
+
 def with_files_on_the_way(config: RLConfig) -> None:
     config.weight_sync.method = "full_export"
 
@@ -47,7 +52,8 @@ def with_files_on_the_way(config: RLConfig) -> None:
     [
         (lambda config: None, 1, "the checkpoint)"),
         (with_warm_start, 2, "the warm start's)"),
-        (with_files_on_the_way, 2, "weights on their way to the servers)"),
+        (with_training_checkpoints, 1 + 3 * 7, "training checkpoints)"),
+        (with_files_on_the_way, 2, "weights exported for the servers)"),
     ],
 )
 def test_a_run_needs_room_for_all_that_it_writes_at_a_time(

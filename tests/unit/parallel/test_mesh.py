@@ -121,7 +121,7 @@ def test_wrong_axis_coordinate_or_rank_is_refused():
         mesh.ranks(tp_rank=2)
     with pytest.raises(IndexError, match="world rank 2"):
         mesh.coordinate(2)
-    with pytest.raises(TypeError, match="do not lie on one"):
+    with pytest.raises(TypeError, match="are not all in one"):
         mesh.groups("tp", "ep")
-    with pytest.raises(TypeError, match="do not lie on one"):
+    with pytest.raises(TypeError, match="are not all in one"):
         mesh.groups()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +19,13 @@ import torch.distributed
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.parallel import handshake, store
 from mcore_rl.parallel.handshake import Challenge
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, interface_of
+from mcore_rl.parallel.rendezvous import (
+    RendezvousEndpoint,
+    RendezvousServer,
+    address_of,
+    interface_of,
+)
+from mcore_rl.parallel.rendezvous_client import RendezvousClient
 from mcore_rl.parallel.store import RendezvousStore
 from tests import attacks
 
@@ -102,6 +110,14 @@ def test_a_wait_that_ends_names_its_key_and_the_ranks_that_are_missing(server):
         rank_0.wait(["there", "key"], timedelta(seconds=0.1))
 
 
+def test_the_clock_of_this_machine_is_right_within_the_error_that_is_told(server):
+    client = RendezvousClient(server.endpoint, 0, 1, 20.0)
+    for _ in range(10):
+        ahead_s, bound_s = client.clock()
+        assert 0 < bound_s < 1 and abs(ahead_s) < bound_s + 1e-3
+    client.close()
+
+
 def test_many_ranks_count_right(server):
     def count(rank: int) -> None:
         mine = RendezvousStore(server.endpoint, rank, 16, 20.0)
@@ -136,6 +152,23 @@ def test_an_address_that_is_not_of_this_machine_is_refused():
         RendezvousServer("192.0.2.77")
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77 is not an address of this machine"):
         interface_of("192.0.2.77")
+
+
+def test_the_address_of_an_interface_is_the_one_that_it_is_found_by():
+    assert address_of("lo") == "127.0.0.1"
+    outward = address_of("")
+    assert address_of(interface_of(outward)) == outward
+    with pytest.raises(ConfigError, match=r"^interface 'typo' has no IPv4 address; allowed: .*lo"):
+        address_of("typo")
+
+
+def test_without_a_default_route_an_interface_has_to_be_named():
+    alone = "from mcore_rl.parallel.rendezvous import address_of as f; print(f('')) "
+    command = ["unshare", "-Urn", sys.executable, "-c", alone]
+    if subprocess.run([*command[:2], "true"], capture_output=True).returncode:
+        pytest.skip("a network of one's own is not allowed here")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "no interface is named, and this machine has no default route" in done.stderr
 
 
 def test_a_process_that_is_no_rank_is_told_what_is_missing(monkeypatch):

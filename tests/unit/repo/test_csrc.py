@@ -59,7 +59,7 @@ def test_a_failed_compile_ends_the_build_with_the_compilers_message(tmp_path: Pa
     root = a_copy(tmp_path / "root", "no_cuda.cpp", "cuda.h")  # without the headers it names
     result = build(root, tmp_path, MCORE_RL_CUDA="0")
     assert result.returncode != 0
-    assert "logprob/logprob.h: No such file" in result.stderr
+    assert "reshard/box.h: No such file" in result.stderr
 
 
 def test_cuda_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ def test_kernels_compile_for_gpus_without_spills_and_load_without_any(
     result = build(ROOT, tmp_path, **flags, **variables)
     assert result.returncode == 0, result.stderr
     for architecture in architectures:
-        assert result.stdout.count(f"for 'sm_{architecture}'") >= 9, result.stdout
+        assert result.stdout.count(f"for 'sm_{architecture}'") >= 5, result.stdout
     kernels = [found for found in KERNEL.findall(result.stdout) if "kernel" in found[0]]
-    # Copies and casts, quantisations, log-probs.
-    assert len(kernels) == len(architectures) * (3 + 2 + 4)
+    # Copies and casts, quantisations.
+    assert len(kernels) == len(architectures) * (3 + 2)
     assert {frame for _, frame, _ in kernels} == {"0"}
     assert {spills for _, _, spills in kernels} == {"0 bytes spill stores, 0 bytes spill loads"}
 
@@ -167,7 +167,7 @@ def test_an_editable_install_puts_the_module_into_the_tree(tmp_path: Path) -> No
 
 def test_the_benchmark_of_the_page_compares_every_kernel():
     [command] = of_kind("kernels")
-    smaller = ["--device", "cpu", "--megabytes", "1", "--tokens", "4", "--vocab", "64"]
+    smaller = ["--device", "cpu", "--megabytes", "1"]
     done = subprocess.run(
         [sys.executable, *command.text.split()[1:], *smaller],
         cwd=ROOT,
@@ -177,6 +177,4 @@ def test_the_benchmark_of_the_page_compares_every_kernel():
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout)["cases"]
     assert all(case["s"] > 0 for case in cases)
-    assert {case["case"].split()[0] for case in cases} == {
-        "copy", "quantize", "logprob", "logprob_backward"
-    }  # fmt: skip
+    assert {case["case"].split()[0] for case in cases} == {"copy", "quantize"}

@@ -1,4 +1,4 @@
-"""The tree keeps the rules of the house that no linter knows."""
+"""The tree keeps the project rules that no linter knows."""
 
 import ast
 import os

@@ -7,8 +7,10 @@ import pytest
 
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.schema import RLConfig, TrainerConfig
+from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.sync import SyncTrainer
+from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.turns import Turns
 
 
@@ -75,7 +77,7 @@ def answered() -> Batch:
 
 
 @pytest.fixture
-def one_step():
+def one_step(tmp_path):
     """The actor, the reference and the batch of the only update, after one step."""
     bounds = {"max_logprob_gap": 9.0, "mean_logprob_gap": 9.0}
     config = RLConfig(trainer=TrainerConfig(num_steps=1, **bounds))
@@ -84,7 +86,8 @@ def one_step():
     config.algorithm.loss_aggregation = "sequence_mean_token_sum"
     actor, reference, servers = Model(-1.0625), Model(-3.5), Servers(answered())
     turns = Turns(placement_of(config), actor, reference, servers, servers)
-    trained = SyncTrainer(config, turns, servers)
+    checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
+    trained = SyncTrainer(config, turns, servers, checkpointer)
     trained.train(iter([None]), lambda step, metrics: None)
     assert servers.versions == [1]
     [update] = actor.updates

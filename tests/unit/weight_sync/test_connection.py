@@ -90,7 +90,7 @@ def test_who_has_the_token_has_no_more_time(listener, admitting, monkeypatch):
         (attacks.framed(b"[" * 60_000 + b"]" * 60_000), "a header of peer .* nested too deep"),
         (b"\xff\xff\xff\xff", "peer: a header of 4294967295 bytes is not part of this protocol"),
         (attacks.framed(b'{"kind": ' + b"9" * 5000 + b"}"), "a header of peer is not valid JSON"),
-        (attacks.framed(b"[1]"), "a header of peer holds a JSON list, not an object"),
+        (attacks.framed(b"[1]"), "a header of peer is a JSON list, not an object"),
         (attacks.framed(b'{"version": 1}'), "peer: not a header of this protocol"),
     ],
 )

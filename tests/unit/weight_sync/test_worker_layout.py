@@ -50,8 +50,8 @@ def test_shapes_are_those_of_a_ranks_shard():
     [
         ({"model.norm.weight": ((65,), "bfloat16")}, "model.norm.weight are .*65.* rules .*64"),
         ({"model.norm.weight": ((64,), "float32")}, "model.norm.weight are .*float32"),
-        ({"model.extra": ((64,), "bfloat16")}, "model.extra are .* say that it is not there"),
-        ({"model.norm.weight": None}, "model.norm.weight are not there"),
+        ({"model.extra": ((64,), "bfloat16")}, "model.extra are .* say that it does not exist"),
+        ({"model.norm.weight": None}, "model.norm.weight are missing"),
     ],
 )
 def test_a_difference_is_named(change, message):

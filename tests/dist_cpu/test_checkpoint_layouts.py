@@ -1,0 +1,281 @@
+"""Training state from any layout into any other: the same bits, and the same steps afterwards.
+
+A checkpoint keeps every parameter, and each of Adam's moments, whole. So what one layout has saved
+and another has loaded and saved again is compared tensor by tensor, by a reader that knows no
+layout.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optimizer_jobs as jobs
+import pytest
+import ranks
+import tiny_models
+import torch
+import torch.distributed as dist
+
+from mcore_rl.checkpoint.checkpoint_info import check_checkpoint
+from mcore_rl.checkpoint.torch_dist import COMMON_FILE, DistReader
+from mcore_rl.config.schema import Layout
+from mcore_rl.data.batch import Batch
+from mcore_rl.reshard.boxes import Box
+from tests.nightly import all_but
+
+LAYOUTS = {
+    "tp1": Layout(),
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "vpp2": Layout(pp=2, vpp=2),
+    "cp2": Layout(cp=2),
+    "dp2": Layout(dp=2),
+    "ep2": Layout(dp=2, ep=2),
+    "etp2": Layout(tp=2, etp=2),
+    "tp2ep2": Layout(tp=2, ep=2),
+    "tp2cp2": Layout(tp=2, cp=2),
+    "tp2pp2ep2": Layout(tp=2, pp=2, ep=2),
+    "vpp2dp2": Layout(pp=2, vpp=2, dp=2),
+    "etp2dp2ep2": Layout(tp=2, dp=2, ep=2, etp=2),
+}
+# (optimizer.distributed, from, to)
+PAIRS = [
+    *((False, *pair.split(">")) for pair in (
+        "tp1>tp2", "tp2>tp1", "tp2>pp2", "pp2>vpp2", "vpp2>cp2", "cp2>etp2", "etp2>ep2",
+        "ep2>tp2ep2", "tp2ep2>tp2cp2", "tp2cp2>tp2pp2ep2", "tp2pp2ep2>vpp2dp2", "vpp2dp2>tp1",
+        "etp2dp2ep2>dp2", "dp2>etp2dp2ep2", "etp2dp2ep2>vpp2",
+    )),
+    *((True, *pair.split(">")) for pair in (
+        "dp2>tp1", "tp1>dp2", "dp2>cp2", "cp2>ep2", "ep2>tp2", "ep2>pp2", "pp2>etp2",
+        "etp2>tp2ep2", "tp2ep2>vpp2dp2", "vpp2dp2>tp2cp2", "tp2cp2>etp2dp2ep2",
+        "etp2dp2ep2>tp2pp2ep2", "tp2pp2ep2>ep2", "vpp2>dp2", "vpp2dp2>vpp2",
+    )),
+]  # fmt: skip
+CASES = all_but(
+    [(False, "cp2", "etp2"), (False, "pp2", "vpp2"), (False, "ep2", "tp2ep2"),
+     (True, "dp2", "cp2"), (True, "ep2", "pp2"), (True, "vpp2", "dp2"), (True, "pp2", "etp2")],
+    PAIRS,
+)  # fmt: skip
+# (dtype, optimizer.distributed of the layout that saves, from, to)
+CROSSED = [
+    ("float32", False, "tp2ep2", "dp2"), ("float32", True, "ep2", "vpp2"),
+    ("bfloat16", False, "etp2", "ep2"), ("bfloat16", True, "vpp2dp2", "tp2"),
+    ("float32", False, "pp2", "tp1"), ("float32", True, "dp2", "tp1"),
+]  # fmt: skip
+CROSSED_CASES = all_but([CROSSED[0], CROSSED[1], CROSSED[3]], CROSSED)
+SHARDED, REPLICATED = "optimizer.state.param.", "optimizer.state.fp32_param."
+VOCAB = 131  # rows behind it are padding, as many as the layout needs
+
+
+@ranks.on_ranks()
+def saved(
+    path: Path, layout: Layout, batch: Batch, to: Path, distributed: bool, dtype: str = "float32"
+) -> ranks.Result:
+    """Two steps, a checkpoint, two steps more."""
+    engine = jobs.engine_of(path, layout, dtype, distributed=distributed)
+    share = jobs.mine(engine, batch)
+    before = random_states()
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
+    engine.save_checkpoint(to)
+    steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
+    return {"steps": steps, "has_drawn": random_states() != before}
+
+
+def random_states() -> list[Any]:
+    """Of all generators of a rank: Python's, numpy's, torch's and Megatron's."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracked = get_cuda_rng_tracker().get_states()
+    return [
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+        {name: torch.as_tensor(state).tolist() for name, state in tracked.items()},
+    ]
+
+
+def test_training_draws_no_random_numbers(folder, model, batch):
+    """So a checkpoint has no random states."""
+    written = saved(model, LAYOUTS["ep2"], batch, folder / "ep2-True", True)
+    assert [result["has_drawn"] for result in written] == [False, False]
+
+
+@ranks.on_ranks()
+def loaded(
+    path: Path,
+    layout: Layout,
+    batch: Batch,
+    source: Path,
+    to: Path,
+    distributed: bool,
+    dtype: str = "float32",
+) -> ranks.Result:
+    """The state of `source`, saved again; two steps, and two of what was saved again."""
+    engine = jobs.engine_of(path, layout, dtype, distributed=distributed)
+    share = jobs.mine(engine, batch)
+    engine.train_batch(share, ranks.LOSS)  # is forgotten
+    found: dict[str, Any] = {"steps": [], "trained": []}
+    for checkpoint in (source, to):
+        engine.load_checkpoint(checkpoint)
+        if checkpoint == source:
+            engine.save_checkpoint(to)
+        found["steps"].append([engine.train_batch(share, ranks.LOSS) for _ in range(2)])
+        found["trained"].append(dict(engine.get_per_tensor_param()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """Four layers, the first of them dense, and tied embeddings."""
+    return jobs.save_model(folder)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return tiny_models.make_batch()
+
+
+@pytest.mark.parametrize(("distributed", "source", "target"), CASES)
+def test_the_state_is_the_same_in_another_layout_and_so_are_the_steps_after_it(
+    folder, model, batch, distributed, source, target
+):
+    first = folder / f"{source}-{distributed}"
+    written = saved(model, LAYOUTS[source], batch, first, distributed)
+    again = folder / f"{source}-{target}-{distributed}"
+    found = loaded(model, LAYOUTS[target], batch, first, again, distributed)
+
+    assert_same_state(first, again)
+    assert_same_steps(written, found, loss=1e-6, grad_norm=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "distributed", "source", "target"), CROSSED_CASES)
+def test_a_sharded_optimizer_goes_on_from_a_replicated_one_and_the_other_way_round(
+    folder, model, batch, dtype, distributed, source, target
+):
+    first = folder / f"{source}-{distributed}-{dtype}"
+    written = saved(model, LAYOUTS[source], batch, first, distributed, dtype)
+    again = folder / f"{source}-{target}-{not distributed}-{dtype}"
+    found = loaded(model, LAYOUTS[target], batch, first, again, not distributed, dtype)
+    assert_same_state(first, again)
+    loss, grad_norm = (1e-6, 1e-4) if dtype == "float32" else (0.02, 0.02)
+    assert_same_steps(written, found, loss, grad_norm)
+
+
+def assert_same_steps(
+    written: Sequence[Any], found: Sequence[Any], loss: float, grad_norm: float
+) -> None:
+    for result in found:
+        ours, theirs = result["steps"]
+        assert ours == theirs
+        for name, tensor in result["trained"][0].items():
+            assert torch.equal(tensor, result["trained"][1][name]), name
+    for step, reference in zip(steps_of(found, 0), steps_of(written)[2:], strict=True):
+        assert step["loss"] == pytest.approx(reference["loss"], rel=loss)
+        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=grad_norm)
+        assert step["lr"] == reference["lr"]
+
+
+@ranks.on_ranks()
+def refused_by_the_disk(
+    path: Path, layout: Layout, batch: Batch, to: Path, rank: int, when: str
+) -> ranks.Result:
+    """A save whose files on one rank may not grow, from its start on or when the data are written.
+
+    Then what is left of it, a save without that, and the same bits as those that were saved.
+    """
+    engine = jobs.engine_of(path, layout, distributed=True)
+    share = jobs.mine(engine, batch)
+    engine.train_batch(share, ranks.LOSS)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = ""
+    try:
+        if when == "start" and engine.world_rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        saving = engine.begin_save(to)
+        while not saving.is_written:
+            time.sleep(0.01)
+        dist.barrier()
+        if when == "end" and engine.world_rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        saving.finish()
+    except OSError as error:
+        message = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    dist.barrier()
+    left = [entry.name for entry in to.parent.iterdir()]
+    dist.barrier()
+    before = dict(engine.get_per_tensor_param())
+    saving = engine.begin_save(to)
+    engine.train_batch(share, ranks.LOSS)  # what was copied does not change with it
+    saving.finish()
+    engine.load_checkpoint(to)
+    after = dict(engine.get_per_tensor_param())
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return {"message": message, "left": left, "same": same}
+
+
+@pytest.mark.parametrize(("rank", "when"), [(1, "start"), (0, "start"), (0, "end")])
+def test_a_disk_that_refuses_one_rank_is_told_on_all_and_the_next_save_is_whole(
+    folder, model, batch, rank, when
+):
+    to = folder / f"refused-{rank}-{when}" / "checkpoint"
+    found = refused_by_the_disk(model, LAYOUTS["tp2"], batch, to, rank, when)
+    assert len({result["message"] for result in found}) == 1
+    told = found[0]["message"]
+    assert told.startswith(f"{to} cannot be written: ") and "File too large" in told
+    for result in found:
+        assert (result["left"], result["same"]) == ([], True)
+    check_checkpoint(to)
+
+
+def steps_of(results: Sequence[Any], index: int | None = None) -> list[dict[str, float]]:
+    """Of a rank of the last pipeline stage, which knows the loss."""
+    steps = [r["steps"] if index is None else r["steps"][index] for r in results]
+    return next(of_rank for of_rank in steps if "loss" in of_rank[0])
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Float32 weights have another name in a sharded optimizer, or are the model's."""
+    states = [state_in(path) for path in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for key, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][key]), key
+        assert tensor.count_nonzero() or "norm" in key, key
+    counts = [
+        torch.load(path / COMMON_FILE, weights_only=True)["optimizer_steps"]
+        for path in (one, other)
+    ]
+    assert counts == [2, 2]
+
+
+def state_in(path: Path) -> dict[str, torch.Tensor]:
+    reader, found = DistReader(path), {}
+    for key, tensor in reader.tensors.items():
+        found[key] = reader.read(key, whole(key, tensor.shape))
+    for sharded in [key for key in found if key.startswith(SHARDED)]:
+        tensor, name = found.pop(sharded), sharded.removeprefix(SHARDED)
+        if found[name].dtype == torch.float32:
+            assert torch.equal(tensor, found[name]), name
+        else:
+            found[REPLICATED + name] = tensor
+    kinds = {key.split("decoder.")[0] for key in found}
+    assert {"optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", ""} <= kinds
+    return found
+
+
+def whole(key: str, shape: tuple[int, ...]) -> Box:
+    is_padded = "word_embeddings" in key or "output_layer" in key
+    rows = VOCAB if is_padded else shape[0]
+    return Box((0,) * len(shape), (rows, *shape[1:]))

@@ -1,0 +1,161 @@
+"""A run that is ended at any moment and goes on is the run that was not: the same, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mcore_rl.checkpoint.run_checkpoints import steps_in
+from tests.e2e.test_kill import assert_whole, metrics, steps
+
+pytestmark = pytest.mark.job
+
+SETTINGS = (
+    "warm_start.num_steps=4", "warm_start.optimizer.warmup_steps=0", "trainer.eval_samples=8",
+    "trainer.prompts_per_step=8", "actor.optimizer.warmup_steps=1",
+    "actor.optimizer.schedule=cosine", "algorithm.drop_uniform_groups=false",
+    "reward.name=tests/e2e/own_functions.py:fingerprint", "data.max_prompt_tokens=64",
+)  # fmt: skip
+ONE_RANK = ("actor.layout.tp=1", "actor.layout.ep=1", "warm_start.layout.dp=1")  # else two
+CLOCKS = ("time/", "tokens_per_s", "wall_time_s")
+NUM_STEPS = 6
+
+
+def settings(num_steps: int, save_every: int) -> tuple[str, ...]:
+    return (*SETTINGS, f"trainer.num_steps={num_steps}", f"trainer.save_every={save_every}")
+
+
+@pytest.fixture(scope="module")
+def disturb(start_job, tmp_path_factory):
+    """disturb(*settings) is a job that goes on, in one folder for all that it is called for."""
+    folder = tmp_path_factory.mktemp("disturbed") / "run"
+
+    def start(*settings: str, resume: str = "auto"):
+        job = start_job(*settings, f"resume={resume}", output=folder)
+        return job
+
+    return start
+
+
+def ended(job) -> Path:
+    assert job.process.wait(300) == 0, job.stderr
+    return job.output
+
+
+def kill(job) -> None:
+    job.process.kill()
+    job.process.wait()
+
+
+def assert_the_same_run(found: Path, wanted: Path, num_steps: int) -> None:
+    """Samples, metrics, weights and picture; all but clocks."""
+
+    def timeless(folder: Path) -> list[dict[str, float]]:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{n: v for n, v in row.items() if not n.startswith(CLOCKS)} for row in rows]
+
+    assert timeless(found) == timeless(wanted)
+    trained = [row for row in timeless(found) if "reward" in row]
+    assert [row["step"] for row in trained] == list(range(1, num_steps + 1))
+    assert len({row["reward/fingerprint"] for row in trained}) == num_steps
+    assert all(row["actor/grad_norm"] > 0 for row in trained)
+    for file in ("checkpoint/model.safetensors", "reward_curve.png"):
+        assert (found / file).read_bytes() == (wanted / file).read_bytes(), file
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (found, wanted)]
+    for name in ("accuracy_warm_start", "accuracy_grpo", "max_logprob_gap"):
+        assert summaries[0][name] == summaries[1][name], name
+    events = EventAccumulator(str(found / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward")] == list(range(1, num_steps + 1))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start_job, own_model_and_data) -> Path:
+    return ended(start_job(*own_model_and_data, *settings(NUM_STEPS, 0), *ONE_RANK))
+
+
+def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
+    disturb, own_model_and_data, undisturbed
+):
+    """Saved in the background; by the last checkpoint, and by one that a signal asks for."""
+    asked = (*own_model_and_data, *settings(NUM_STEPS, 3), *ONE_RANK)
+    asked += ("checkpoint.async_save=true",)
+    killed = disturb(*asked)
+    checkpoints = killed.output / "checkpoints"
+    killed.wait_until((checkpoints / "step_000003").exists, "the first checkpoint")
+    kill(killed)
+
+    stopped = disturb(*asked)
+    stopped.wait_until(lambda: "training 4/" in stopped.stdout, "a step after it")
+    assert "going on after step 3, from " in stopped.stdout
+    stopped.process.send_signal(signal.SIGUSR1)
+    assert stopped.process.wait(120) == 75
+    assert stopped.left() == []
+    assert_whole(stopped)
+    last = max(row["step"] for row in steps(stopped))
+    told, word = stopped.stderr.splitlines()
+    assert told.startswith("SIGUSR1: the run ends after this step")
+    assert word == (
+        f"mcore-rl rl: SIGUSR1: step {last} is saved; to go on: the same command with resume=auto "
+        f"output_dir={stopped.output}"
+    )
+    assert 4 <= last < NUM_STEPS and (checkpoints / f"step_{last:06d}").exists()
+
+    output = ended(disturb(*asked))
+    assert_the_same_run(output, undisturbed, NUM_STEPS)
+    assert not list(output.rglob(".*partial"))
+
+    again = disturb(*asked)
+    ended(again)
+    assert f"has ended after step {NUM_STEPS}" in again.stdout
+    assert_the_same_run(output, undisturbed, NUM_STEPS)
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_killed_at_each_step_in_turn_trains_every_sample_once(
+    start_job, disturb, own_model_and_data
+):
+    num_steps, moments = 12, random.Random(0)
+    asked = (*own_model_and_data, *settings(num_steps, 1))
+    undisturbed = ended(start_job(*asked))
+    for step in range(num_steps):
+        job = disturb(*asked)
+        if step:
+            job.wait_until(lambda job=job, step=step: len(steps(job)) >= step, f"step {step}")
+        else:
+            job.wait_until(lambda job=job: len(metrics(job)) >= 4, "the end of the warm start")
+        time.sleep(moments.uniform(0, 2))
+        kill(job)
+    assert_the_same_run(ended(disturb(*asked)), undisturbed, num_steps)
+
+
+@pytest.mark.nightly
+def test_a_disk_without_room_costs_checkpoints_and_an_interrupted_run_saves_when_there_is_some(
+    start_job, own_model_and_data
+):
+    """Ctrl-C goes to all processes in the foreground."""
+    job = start_job(*own_model_and_data, *settings(1000, 1), "checkpoint.keep=1", disk="160m")
+    inside = Path(f"/proc/{job.process.pid}/root{job.output}")
+    checkpoints = inside / "checkpoints"
+    job.wait_until(lambda: checkpoints.exists() and steps_in(checkpoints) != [], "a checkpoint")
+    filler = inside / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(inside).free - (1 << 20)))
+    job.wait_until(lambda: "No space left on device" in job.stderr, "a save that fails")
+    [held] = steps_in(checkpoints)
+    assert f"no checkpoint: {job.output}" in job.stderr
+    assert f"that of step {held} stays, and the run goes on" in job.stderr
+    before = len(steps(job, inside))
+    job.wait_until(lambda: len(steps(job, inside)) > before, "another step")
+    filler.unlink()
+    job.wait_until(lambda: steps_in(checkpoints) != [held], "another checkpoint")
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.process.wait(120) == 75
+    assert "mcore-rl rl: SIGINT: step " in job.stderr
+    assert job.left() == []

@@ -1,0 +1,132 @@
+"""A training checkpoint is whole or refused, by the name of the file that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
+from mcore_rl.checkpoint.manifest import manifest_of
+from mcore_rl.checkpoint.run_checkpoints import (
+    ACTOR,
+    RunCheckpoints,
+    newest_checkpoint,
+    read_checkpoint,
+    steps_in,
+)
+from mcore_rl.config.errors import ConfigError
+
+
+def saved(checkpoints: RunCheckpoints, step: int) -> Path:
+    """What an engine leaves stands in for its files: bytes, listed in its info."""
+    engine = checkpoints.begin(step) / ACTOR
+    engine.mkdir()
+    (engine / "__0_0.distcp").write_bytes(os.urandom(5000))
+    (engine / ".metadata").write_bytes(os.urandom(100))
+    write_checkpoint_info(engine, {"dtype": "float32"}, manifest_of(engine.iterdir()))
+    return checkpoints.publish(step, {"weight_version": step})
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> RunCheckpoints:
+    return RunCheckpoints(tmp_path / "checkpoints")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def swap_digits(file: Path) -> None:
+    """Of another checksum, in text that can still be read."""
+    data = file.read_text()
+    at = max(index for index, letter in enumerate(data) if letter.isdigit())
+    file.write_text(data[:at] + str((int(data[at]) + 1) % 10) + data[at + 1 :])
+
+
+DATA, STATE = f"{ACTOR}/__0_0.distcp", "state.json"
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "data cut": (DATA, lambda file: os.truncate(file, 4999), "has 4999 bytes instead of 5000"),
+    "data flipped": (DATA, flip, "is damaged: its checksum differs"),
+    "data missing": (DATA, Path.unlink, "is missing"),
+    "metadata missing": (f"{ACTOR}/.metadata", Path.unlink, "is missing"),
+    "foreign in the engine's": (f"{ACTOR}/__1_0.distcp", Path.touch, "does not belong to it"),
+    "foreign": ("notes.txt", Path.touch, "does not belong to it"),
+    "state cut": (STATE, lambda file: os.truncate(file, 9), "has 9 bytes instead of"),
+    "state flipped": (STATE, flip, "is damaged"),
+    "state missing": (STATE, Path.unlink, "is missing"),
+    "info changed": (f"{ACTOR}/mcore_rl.json", swap_digits, "is damaged"),
+    "info missing": (f"{ACTOR}/mcore_rl.json", Path.unlink, "is missing"),
+    "manifest changed": ("manifest.json", swap_digits, "is damaged"),
+    "manifest cut": ("manifest.json", lambda file: os.truncate(file, 5), "is not valid JSON"),
+    "manifest missing": ("manifest.json", Path.unlink, "has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_told_by_the_file_and_the_one_before_is_taken(checkpoints, damage):
+    name, harm, message = DAMAGES[damage]
+    saved(checkpoints, 3)
+    path = saved(checkpoints, 12)
+    assert read_checkpoint(path).state["weight_version"] == 12
+    harm(path / name)
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_checkpoint(path)
+    wrong = path / (STATE if name == "manifest.json" and message == "is damaged" else name)
+    assert str(wrong) in str(raised.value) or message == "has no manifest.json"
+    warnings: list[str] = []
+    found = newest_checkpoint(checkpoints.folder, warnings.append)
+    assert found is not None
+    assert (found.step, found.state["weight_version"]) == (3, 3)
+    assert warnings == [f"{path} is left out: {raised.value}"]
+
+
+def test_where_all_are_damaged_nothing_begins_anew(checkpoints):
+    path = saved(checkpoints, 3)
+    flip(path / DATA)
+    with pytest.raises(ConfigError, match=r"no training checkpoint in .* is whole: .*distcp"):
+        newest_checkpoint(checkpoints.folder, lambda warning: None)
+
+
+def test_without_any_there_is_none(checkpoints):
+    assert newest_checkpoint(checkpoints.folder, pytest.fail) is None
+    checkpoints.begin(3)
+    assert newest_checkpoint(checkpoints.folder, pytest.fail) is None
+
+
+def test_a_list_that_names_files_elsewhere_is_refused(checkpoints, tmp_path):
+    path = saved(checkpoints, 3)
+    (path / "manifest.json").write_text(json.dumps({"../../secret": [0, 0]}))
+    with pytest.raises(ConfigError, match="names one elsewhere"):
+        read_checkpoint(path)
+
+
+def test_the_last_ones_stay_and_the_best(checkpoints):
+    for step in (1, 2, 3, 1_000_000):
+        saved(checkpoints, step)
+    checkpoints.prune(2, besides=[1])
+    assert steps_in(checkpoints.folder) == [1, 3, 1_000_000]
+    checkpoints.prune(1)
+    assert steps_in(checkpoints.folder) == [1_000_000]
+    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step_1000000"]
+
+
+def test_one_of_the_same_step_is_replaced(checkpoints):
+    path = saved(checkpoints, 2)
+    before = (path / DATA).read_bytes()
+    flip(path / DATA)
+    saved(checkpoints, 2)
+    assert read_checkpoint(path).step == 2
+    assert (path / DATA).read_bytes() != before
+    assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step_000002"]
+
+
+def test_what_cannot_become_a_checkpoint_leaves_nothing(checkpoints):
+    checkpoints.begin(2)
+    checkpoints.discard(2)
+    assert list(checkpoints.folder.iterdir()) == []

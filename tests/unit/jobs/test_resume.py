@@ -1,0 +1,158 @@
+"""Which checkpoint a run goes on from, and which folders it may go on in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
+from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpoints
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
+from mcore_rl.jobs.resume import checkpoint_to_resume, clear, has_ended, prepare
+from mcore_rl.observability.sinks import read_rows
+
+
+def saved(config: RLConfig, folder: Path, step: int) -> Path:
+    checkpoints = RunCheckpoints(folder / "checkpoints")
+    engine = checkpoints.begin(step) / ACTOR
+    engine.mkdir()
+    write_checkpoint_info(engine, {}, {})
+    results = {"accuracy_warm_start": 0.25}
+    return checkpoints.publish(step, {"settings": asdict(config), "results": results})
+
+
+def config(folder: Path, resume: str = "auto", **changes) -> RLConfig:
+    made = RLConfig(output_dir=str(folder), resume=resume, seed=3)
+    return replace(made, **changes)
+
+
+def test_never_takes_none_and_auto_the_newest(tmp_path):
+    asked = config(tmp_path)
+    saved(asked, tmp_path, 2)
+    newest = saved(asked, tmp_path, 4)
+    assert checkpoint_to_resume(config(tmp_path, "never"), tmp_path) is None
+    found = checkpoint_to_resume(asked, tmp_path)
+    assert found is not None and (found.path, found.step, found.run) == (newest, 4, tmp_path)
+
+
+def test_a_path_is_taken_from_another_run_and_of_this_one_only_the_newest(tmp_path):
+    asked = config(tmp_path)
+    older = saved(asked, tmp_path, 2)
+    newest = saved(asked, tmp_path, 4)
+    for path, folder in ((older, tmp_path / "other"), (newest, tmp_path)):
+        found = checkpoint_to_resume(config(folder, str(path)), folder)
+        assert found is not None and found.path == path
+    with pytest.raises(ConfigError, match="output_dir has a newer one, of step 4; allowed: 'auto'"):
+        checkpoint_to_resume(config(tmp_path, str(older)), tmp_path)
+    with pytest.raises(ConfigError, match="nowhere is no training checkpoint"):
+        checkpoint_to_resume(config(tmp_path, str(tmp_path / "nowhere")), tmp_path)
+
+
+def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_path, capsys):
+    asked = config(tmp_path)
+    saved(asked, tmp_path, 2)
+    other = config(tmp_path, seed=4, task=replace(asked.task, name="last_digit"))
+    with pytest.raises(ConfigError) as raised:
+        checkpoint_to_resume(other, tmp_path)
+    told = "seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
+    assert str(raised.value).endswith(told)
+    longer = config(tmp_path, trainer=replace(asked.trainer, num_steps=7))
+    checkpoint_to_resume(longer, tmp_path)
+    assert "settings that differ: trainer.num_steps=7 (was 100)\n" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_has_the_weights_of_its_warm_start_and_makes_none(tmp_path):
+    asked = config(tmp_path, warm_start=replace(RLConfig().warm_start, num_steps=5))
+    found = RunCheckpoint(saved(asked, tmp_path, 2), 2, {})
+    with pytest.raises(ConfigError, match="warm_start is missing"):
+        prepare(asked, tmp_path, found)
+    (tmp_path / "warm_start").mkdir()
+    prepared = prepare(asked, tmp_path, found)
+    assert prepared.model.path == str(tmp_path / "warm_start")
+    assert prepared.warm_start.num_steps == 0
+
+
+def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp_path):
+    asked = config(tmp_path)
+    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
+    assert not has_ended(asked, found, tmp_path)
+    (tmp_path / "summary.json").touch()
+    assert has_ended(asked, found, tmp_path)
+    assert not has_ended(config(tmp_path, trainer=replace(asked.trainer, num_steps=101)), found,
+                         tmp_path)  # fmt: skip
+    assert not has_ended(asked, found, tmp_path / "other")
+    assert not has_ended(asked, None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("held", "resume", "message"),
+    [
+        (["config.json", "checkpoints"], "never", "not empty; allowed: a new folder, or resume='a"),
+        (["mine"], "auto", "holds no run: it has no config.json"),
+        (["config.json", "checkpoint"], "auto", "that has left no training checkpoints"),
+        (["config.json", "checkpoints"], "auto", ""),
+        (["config.json", "logs", "warm_start"], "auto", ""),
+        (["logs", "task", ".task.partial"], "auto", ""),  # killed before it had started
+        (["checkpoints"], "{}/checkpoints/step_000002", ""),
+        (["config.json"], "/elsewhere/checkpoints/step_000002", "not empty"),
+    ],
+)
+def test_a_folder_that_holds_something_is_for_a_run_that_goes_on_in_it(
+    tmp_path, held, resume, message
+):
+    for name in held:
+        (tmp_path / name).mkdir()
+    resume = resume.format(tmp_path)
+    if message:
+        with pytest.raises(ConfigError) as raised, exclusive_run_dir(str(tmp_path), resume):
+            pass
+        assert message in str(raised.value)
+    else:
+        with pytest.raises(ConfigError, match="later"), exclusive_run_dir(str(tmp_path), resume):
+            raise ConfigError("later")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(held)
+
+
+def test_what_a_run_left_before_its_first_checkpoint_is_replaced_or_goes(tmp_path):
+    for name in ("logs", "task", "warm_start", "hf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes").touch()
+    clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "notes", "task"]
+
+
+def test_an_output_dir_that_one_stands_in_is_no_exception(tmp_path, monkeypatch):
+    (tmp_path / "mine").touch()
+    monkeypatch.chdir(tmp_path)
+    for resume in ("never", "auto"):
+        with pytest.raises(ConfigError, match="is not empty"), exclusive_run_dir(".", resume):
+            pass
+
+
+def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
+    asked = config(tmp_path)
+    first = RunOutput(tmp_path, asked)
+    with first.progress("warm start", 9, "warm_start/") as report:
+        report(9, {"loss": 1.0})
+    with first.progress("training", 9) as report:
+        for step in (1, 2, 3):
+            report(step, METRICS | {"reward": step / 4, "max_logprob_gap": step / 4})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # a disk that was full
+    state = {"results": {"max_logprob_gap": 0.5}}
+    found = RunCheckpoint(saved(asked, tmp_path, 2), 2, state)
+    second = RunOutput(tmp_path, asked, found)
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
+    assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
+
+
+METRICS = dict.fromkeys(
+    ("response_tokens", "time/generate_s", "time/log_probs_s", "time/update_s",
+     "time/weight_sync_s", "tokens_per_s"),
+    1.0,
+)  # fmt: skip

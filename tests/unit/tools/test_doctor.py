@@ -1,0 +1,306 @@
+"""The doctor finds what is planted on one of two nodes, and compares nodes as worked by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from mcore_rl.cli import doctor
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.tools.doctor import compare, devices, run
+from mcore_rl.tools.doctor.bandwidth import rounds, rounds_of_ranks
+from mcore_rl.tools.doctor.findings import Bandwidth, DoctorRequest, Fact, Finding, NodeReport
+from tests.pages import of_kind
+from tests.planted import FAULTS, NODE, NODES, ProcessNodes, World, plant
+
+
+def faults(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.status != "ok"]
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> DoctorRequest:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    paths = str(tmp_path / "out"), "run", str(tmp_path / "model")
+    return DoctorRequest(*paths, min_disk_gb=0.01, timeout_s=20.0)
+
+
+def test_two_nodes_that_are_well_have_no_fault_and_keep_no_file(tmp_path, request_):
+    report = run.examine(request_, ProcessNodes(plant(tmp_path, World())))
+    assert faults(report.findings) == []
+    assert {f.check for f in report.findings} >= {"network", "shared path", "clock", "model"}
+    assert {f.node for f in report.findings} == {*NODES}
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_one_node_is_found_there_and_nowhere_else(tmp_path, request_, name):
+    fault = FAULTS[name]
+    report = run.examine(request_, ProcessNodes(plant(tmp_path, fault.world)))
+    found = [f for f in faults(report.findings) if f.node == NODE and f.check == fault.check]
+    assert len(found) == 1, report.findings
+    assert re.search(fault.value, found[0].value), found
+    assert re.search(fault.remedy, found[0].remedy), found
+    assert report.status == "fail"
+    # A path that is not shared is told by both sides, whose fault ever it is.
+    assert name == "path not shared" or faults(report.findings) == found
+
+
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [
+        (("false",), "^did not come in"),
+        (("sleep", "60"), "^did not come in"),
+    ],
+)
+def test_a_node_that_does_not_come_is_named_within_the_limit(tmp_path, request_, command, value):
+    limited = DoctorRequest(request_.output_dir, "run", min_disk_gb=0.01, timeout_s=6.0)
+    start = time.monotonic()
+    report = run.examine(limited, ProcessNodes(plant(tmp_path, World(command=command))))
+    assert time.monotonic() - start < 20
+    found = {f.node: f for f in faults(report.findings)}
+    assert re.search(value, found[NODE].value)
+    assert found["n1"].value == "n2 did not come in 3 s"  # who came tells what it found
+    assert {f.check for f in report.findings} > {"open files", "shared memory"}
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_node_that_hangs_is_named_with_what_it_was_doing(tmp_path, request_):
+    """As on a file server that is gone: an open of a pipe that nobody writes to has no end."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "model" / "config.json").unlink()
+    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "fifo")
+    limited = DoctorRequest(request_.output_dir, "run", request_.model_path, timeout_s=3.0)
+    report = run.examine(limited, ProcessNodes(plant(tmp_path, World())))
+    assert {(f.node, re.sub(r"\d+ s", "N s", f.value)) for f in faults(report.findings)} == {
+        (node, f"no answer in N s, while reading {tmp_path / 'model'}") for node in NODES
+    }
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def mcore_rl(*arguments: str, **limits: tuple[int, int]) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        for name, values in limits.items():
+            resource.setrlimit(getattr(resource, name), values)
+
+    command = [Path(sys.executable).with_name("mcore-rl"), *arguments]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "RAY"))}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, preexec_fn=limit, timeout=60
+    )
+
+
+SMALL = ("--min-disk", "0.01", "--min-shm", "0.01")
+
+
+@pytest.mark.parametrize(
+    ("hard", "status", "word"), [(1000, 1, "FAIL"), (20_000, 0, "WARN")], ids=str
+)
+def test_the_command_tells_a_low_limit_by_its_status(tmp_path, hard, status, word):
+    done = mcore_rl("doctor", "--quiet", *SMALL, "--output-dir", str(tmp_path),
+                    RLIMIT_NOFILE=(1000, hard))  # fmt: skip
+    assert done.returncode == status, done.stderr
+    [line, _] = done.stdout.splitlines()
+    assert re.match(rf"{word} .*: open files: 1000; wanted: at least 8192\. To do: ", line)
+
+
+def test_a_busy_port_is_named_and_a_free_one_is_not(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as busy, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports = busy.getsockname()[1], free.getsockname()[1]
+        free.close()
+        given = ",".join(map(str, ports))
+        done = mcore_rl("doctor", "--json", *SMALL, "--output-dir", str(tmp_path), "--ports", given)
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert told["status"] == "fail"
+    found = [one for one in told["findings"] if one["check"] == "ports"]
+    assert [(one["status"], one["value"]) for one in found] == [
+        ("fail", f"{ports[0]}: address already in use"),
+        ("warn", f"{ports[1]} in the ephemeral range 32768-60999"),
+    ]
+
+
+def test_nothing_is_printed_with_quiet_when_all_is_well(tmp_path):
+    done = mcore_rl("doctor", "--quiet", *SMALL, "--output-dir", str(tmp_path / "new"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", of_kind("doctor"), ids=str)
+def test_the_commands_of_the_pages_show_a_table_or_json(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = command.text.split()
+    done = mcore_rl(*arguments)
+    assert program == "mcore-rl"
+    assert done.returncode in (0, 1), done.stderr  # this machine may have faults of its own
+    assert "shared memory" in done.stdout or "--quiet" in arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ports", "70000"), "--ports=70000: '70000'; allowed: numbers and ranges, 1 to 65535"),
+        (("--ports", "9-1"), "--ports=9-1: '9-1'; allowed: numbers and ranges, 1 to 65535"),
+        (("--min-shm", "-1"), "--min-shm=-1.0; allowed: at least 0"),
+        (("--timeout", "0"), "--timeout=0.0; allowed: above 0"),
+        (("--timeout", "nan"), "--timeout=nan; allowed: above 0, finite"),
+        (("--on", "k8s"), "--on='k8s'; allowed: 'auto', 'this', 'slurm', 'ray'"),
+        (("--on", "ray"), "--on=ray: RAY_ADDRESS is not set; allowed: the address of a cluster"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments, message, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError) as error:
+        doctor.main(list(arguments))
+    assert str(error.value) == message
+
+
+# Between nodes.
+
+
+def reports(**values: str) -> list[NodeReport]:
+    return [NodeReport(name, facts={"ray": Fact(value)}) for name, value in values.items()]
+
+
+def test_a_node_that_differs_from_most_is_named_and_with_two_nodes_the_second():
+    found = list(compare.compare_facts(reports(a="1", b="2", c="2", d="2"), {}))
+    assert [(f.node, f.value, f.wanted) for f in faults(found)] == [("a", "1", "2, as on b, c, d")]
+    found = list(compare.compare_facts(reports(a="1", b="2"), {}))
+    assert [(f.node, f.value, f.wanted) for f in faults(found)] == [("b", "2", "1, as on a")]
+
+
+def test_what_a_node_lacks_differs_and_what_only_one_has_is_told_of_that_one():
+    bare = NodeReport("c", facts={"GPUs": Fact("none", "warn")})
+    with_gpus = [NodeReport(n, facts={"GPUs": Fact("8 x H200", "warn")}) for n in ("a", "b")]
+    found = faults(list(compare.compare_facts([*with_gpus, bare], {})))
+    assert [(f.node, f.status, f.value) for f in found] == [("c", "warn", "none")]
+    found = faults(list(compare.compare_facts([*reports(a="1", b="1"), NodeReport("c")], {})))
+    assert [(f.node, f.status, f.value) for f in found] == [("c", "fail", "none")]
+
+
+def test_a_version_that_is_not_pinned_is_a_warning():
+    pins = {"ray": Requirement("ray==2.60.0")}
+    [found] = compare.compare_facts(reports(a="2.59.0"), pins)
+    assert (found.status, found.wanted) == ("warn", "==2.60.0")
+    [found] = compare.compare_facts(reports(a="2.60.0+local"), pins)
+    assert found.status == "ok"
+
+
+def test_a_clock_is_wrong_only_beyond_what_the_measure_may_be_off_by():
+    """By seconds behind the node that asks, these are 0, 1.0 (a, the lower middle), 1.1 and 4.0."""
+    nodes = [NodeReport("a", clock_s=1.0, clock_bound_s=0.1)]
+    nodes += [NodeReport("b", clock_s=4.0, clock_bound_s=0.2), NodeReport("c", clock_s=1.1)]
+    found = list(compare.compare_clocks(nodes, 1.0))
+    assert [(f.node, f.status) for f in found] == [("a", "ok"), ("b", "fail"), ("c", "ok")]
+    assert found[1].value == "3.000 s behind a (give or take 0.300 s)"
+    assert faults(list(compare.compare_clocks(nodes, 2.8))) == []
+    assert list(compare.compare_clocks(nodes[:1], 1.0)) == []
+
+
+def test_pairs_below_half_of_the_median_of_their_kind_are_slow():
+    inside = [("a:0", "a:1", 400e9), ("b:0", "b:1", 100e9), ("c:0", "c:1", 380e9)]
+    between = [
+        ("a:0", "b:0", 50e9),
+        ("a:0", "c:0", 25e9),
+        ("b:0", "c:0", 20e9),
+        ("c:0", "d:0", 12e9),
+    ]
+    found = list(compare.slow_pairs(Bandwidth(6, "nccl", 1.0, inside, between)))
+    # Medians by hand: 380 inside, (20 + 25) / 2 = 22.5 between nodes; 12 is above 11.25.
+    assert [(f.node, f.value) for f in found] == [("b", "b:0 and b:1: 100 GB/s")]
+    between[3] = ("c:0", "d:0", 11e9)
+    found = list(compare.slow_pairs(Bandwidth(6, "nccl", 1.0, [], between)))
+    assert [(f.node, f.status) for f in found] == [("c, d", "warn")]
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_every_pair_meets_once_and_nobody_is_in_two_pairs_of_a_round(count):
+    found = rounds(count)
+    assert sorted(itertools.chain(*found)) == list(itertools.combinations(range(count), 2))
+    assert all(len(set(itertools.chain(*one))) == 2 * len(one) for one in found)
+    assert len(found) <= max(0, count - 1 + count % 2)
+
+
+def test_ranks_meet_all_of_their_node_and_their_number_on_other_nodes():
+    inside, between = rounds_of_ranks([2, 2, 1])
+    assert sorted(itertools.chain(*inside)) == [(0, 1), (2, 3)]
+    assert sorted(itertools.chain(*between)) == [(0, 2), (0, 4), (1, 3), (2, 4)]
+    for one in (*inside, *between):
+        assert len(set(itertools.chain(*one))) == 2 * len(one)
+
+
+# What nvidia-smi prints, as on a node of two H100 with one link down and an error of memory.
+GPUS = """\
+NVIDIA H100 80GB HBM3, 81559, 4, 0, 580.95.05
+NVIDIA H100 80GB HBM3, 81559, 70123, 3, 580.95.05
+"""
+LINKS = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1)
+\t Link 0: 26.562 GB/s
+\t Link 1: <inactive>
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    def install(script: str) -> None:
+        file = tmp_path / "nvidia-smi"
+        file.write_text(f"#!/bin/sh\n{script}")
+        file.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return install
+
+
+def test_gpus_are_told_with_their_faults(nvidia_smi):
+    nvidia_smi(f"if [ $1 = nvlink ]; then printf '{LINKS}'; else printf '{GPUS}'; fi")
+    report = NodeReport("a")
+    devices.look(report)
+    assert report.facts["GPUs"].value == "2 x NVIDIA H100 80GB HBM3, 81559 MiB"
+    assert report.facts["NVIDIA driver"].value == "580.95.05"
+    assert [(f.check, f.status, f.value) for f in report.findings] == [
+        ("ECC errors", "fail", "GPU 1: 3"),
+        ("GPU memory in use", "warn", "GPU 1: 70123 MiB"),
+        ("NVLink", "warn", "GPU 1: 1 links"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'Unable to determine the device handle for GPU0: Unknown Error'; exit 15", "Unable"),
+        ("echo 'NVIDIA H100, [GPU is lost], 0, 0, 580'", "GPU is lost"),
+    ],
+)
+def test_a_driver_in_trouble_is_a_failure(nvidia_smi, script, reason):
+    nvidia_smi(script)
+    report = NodeReport("a")
+    devices.look(report)
+    [found] = report.findings
+    assert found.status == "fail" and reason in found.value
+
+
+def test_only_active_ports_of_infiniband_count(tmp_path):
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN"), ("mlx5_2", "4: ACTIVE")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert list(devices.infiniband(tmp_path)) == ["400 Gb/sec (4X NDR)"] * 2
