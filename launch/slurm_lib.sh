@@ -143,7 +143,8 @@ stop_all() {
         phase 'stop Ray'
         wait_at_most 30 "$ray_pid" || kill -KILL "$ray_pid" 2>/dev/null || true
         wait "$ray_pid" 2>/dev/null || true
-        on_all_nodes "$python" -m mcore_rl.controller.node sweep </dev/null || true
+        on_all_nodes "$python" -m mcore_rl.controller.node sweep </dev/null & # a lost node hangs it
+        wait_at_most 30 $! || phase 'not every node could be swept; the next start on it does'
     fi
     rm -f "$RAY_AUTH_TOKEN_PATH"
 }
