@@ -20,6 +20,7 @@ KINDS = {
     "training": (r"(mcore-rl rl|bash launch/quickstart.sh)\b.*", "e2e/test_page_jobs"),
     "conversion": (r"mcore-rl convert .*|echo \w+ > .*", "dist_cpu/test_convert_docs"),
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
+    "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "tools/test_bench_reshard"),

@@ -95,3 +95,7 @@ def _say(name: str, message: str, status: int) -> int:
     with suppress(OSError):  # a terminal that has hung up
         print(f"mcore-rl {name}: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -62,7 +62,7 @@ def resolve(config: RLConfig) -> None:
     if config.weight_sync.bind_address in ("", "0.0.0.0", "::"):
         raise ConfigError(
             f"weight_sync.bind_address={config.weight_sync.bind_address!r}: servers connect to it; "
-            "allowed: an address of this machine that they reach"
+            "allowed: 'auto', or an address of rank 0's machine that they reach"
         )
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")

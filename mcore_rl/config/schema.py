@@ -202,7 +202,8 @@ class WeightSyncConfig:
     transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
     bucket_bytes: int = 64 << 20  # size of a message bucket; a rank stages twice as much
-    bind_address: str = "127.0.0.1"  # address on which rank 0 of the trainer listens for servers
+    # Address on which rank 0 of the trainer listens for servers. "auto": that of its Ray node.
+    bind_address: str = "auto"
     timeout_s: float = 600.0  # for a push to all servers, and for the rendezvous before the first
 
 

@@ -17,6 +17,7 @@ from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply, WorkerIn
 from mcore_rl.controller.silence import Silent, report
 
 GRACE_S = 2.0  # after a first failure: time for the rank that caused it to be heard too
+NODE_GRACE_S = 12.0  # the same where ranks are on several nodes: Ray takes so long to miss one
 STDERR_LINES = 20
 
 
@@ -131,7 +132,7 @@ def gathered(calls: Sequence[PendingCall], limit: Limit | None = None) -> list[A
     _collect(calls, limit.seconds, until=FailureKind.BLAMED)
     if any(call._failures for call in calls):
         if not any(call._group.ended for call in calls):
-            _collect(calls, GRACE_S, until=FailureKind.DIED)
+            _collect(calls, _grace_s(calls), until=FailureKind.DIED)
         raise _ended_by_failure(calls)
     if any(call._waiting for call in calls):
         raise _ended_by_limit(calls, limit)
@@ -153,6 +154,11 @@ def _collect(calls: Sequence[PendingCall], seconds: float, until: FailureKind) -
             return
         for reference in ready:
             sent[reference]._take(reference)
+
+
+def _grace_s(calls: Sequence[PendingCall]) -> float:
+    nodes = {info.node_id for call in calls for info in call._group.worker_infos.values()}
+    return NODE_GRACE_S if len(nodes) > 1 else GRACE_S
 
 
 def _ended_by_failure(calls: Sequence[PendingCall]) -> Exception:

@@ -5,30 +5,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import secrets
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import ray
 from ray._private import ray_constants, utils
 from ray._private.node import Node
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.node import RAY_CONFIG
 from mcore_rl.controller.reaper import RAY_DIR
 from mcore_rl.controller.run_scope import environment, own_sigterm, run_scope
-
-_RAY_CONFIG = {
-    # Workers kept ready would never be used: each rank has an environment of its own.
-    "prestart_worker_first_driver": False,
-    # Ray would kill Python's resource trackers too, before they unlink shared memory that the
-    # reaper may not have seen yet. What else workers have started is the reaper's to kill.
-    "kill_child_processes_on_worker_exit": False,
-}
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def _start(scratch: Path, **settings: Any) -> Iterator[None]:
                 logging_level="error",
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(ray_dir),
-                _system_config=_RAY_CONFIG,
+                _system_config=RAY_CONFIG,
                 **settings,
             )
         yield
@@ -177,8 +177,7 @@ def _without_idlers(log_to_driver: bool) -> Iterator[None]:
 
     They are the autoscaler's monitor, the server of the dashboard (`include_dashboard=False` leaves
     it without pages only) and, unless the driver is to see what workers print, the log monitor
-    (_private/node.py:1654, :1666 and :1765). The dashboard's agent, which every node must have,
-    comes without its modules (_private/services.py:1910).
+    (_private/node.py:1654, :1666 and :1765). `small_agent` comes on top.
     """
     names = ["start_monitor", "start_api_server"]
     if not log_to_driver:
@@ -186,8 +185,16 @@ def _without_idlers(log_to_driver: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(_replaced(Node, name, lambda *_, **__: None))
-        stack.enter_context(_replaced(utils, "get_dashboard_dependency_error", lambda: "unwanted"))
+        stack.enter_context(small_agent())
         yield
+
+
+def small_agent() -> contextlib.AbstractContextManager[None]:
+    """Inside, the dashboard's agent of a node comes without its modules.
+
+    A node must have one, and gives it 15 s to start (_private/services.py:1910).
+    """
+    return _replaced(utils, "get_dashboard_dependency_error", lambda: "unwanted")
 
 
 class ResourcePool:
@@ -197,6 +204,9 @@ class ResourcePool:
     machine, any custom name. Groups that share a pool each take a share of every bundle
     (`WorkerGroup(..., share=0.5)`). Ranks print to `log_dir`/GROUP-RANK.log on nodes that have that
     folder; elsewhere, and without it, to Ray's own logs.
+
+    `bundles` are the indices of Ray's bundles in the order of ranks: those of a node follow each
+    other, so that ranks of a tensor- or expert-parallel group share one where they fit.
     """
 
     def __init__(
@@ -230,6 +240,14 @@ class ResourcePool:
             message = self._shortage(f"did not find room in {timeout_s:g} s")
             self.close()
             raise ConfigError(message)
+        names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+        table = placement_group_table(self.placement_group)["bundles_to_node_id"]
+        self._nodes = [names[table[index]] for index in range(num_ranks)]
+        self.bundles = by_node(self._nodes)
+
+    def node(self, rank: int) -> str:
+        """The name of the node that has the bundle of a rank."""
+        return self._nodes[self.bundles[rank]]
 
     def reserve(self, share: float, group: str) -> None:
         """Takes a share of every bundle for a group, or raises ConfigError."""
@@ -257,7 +275,7 @@ class ResourcePool:
             ask.options(
                 **options, scheduling_strategy=on(placement_group_bundle_index=index)
             ).remote()
-            for index in range(self.num_ranks)
+            for index in self.bundles
         ]
         return [",".join(ids) for ids in ray.get(found, timeout=timeout_s)]
 
@@ -283,6 +301,25 @@ class ResourcePool:
             f"{self.num_ranks} ranks of {self.resources_per_rank} each {what} ({'; '.join(lines)}; "
             f"{len(ray.nodes())} nodes). Use a smaller layout or a larger cluster"
         )
+
+
+def by_node(nodes: Sequence[str]) -> list[int]:
+    """Indices of bundles, given the node of each: node by node, those with most bundles first.
+
+    Names decide between nodes with as many, so the order is the same in every start; a node that
+    has fewer comes last, and groups stay aligned on the others.
+
+    >>> by_node(["n10", "n2", "n10", "n2", "n1"])
+    [1, 3, 0, 2, 4]
+    """
+    counts = Counter(nodes)
+
+    def key(index: int) -> tuple[int, list[tuple[int, str]], int]:
+        parts = re.findall("[0-9]+|[^0-9]+", nodes[index])
+        number = [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+        return -counts[nodes[index]], number, index
+
+    return sorted(range(len(nodes)), key=key)
 
 
 def _gpu_ids() -> list[str]:

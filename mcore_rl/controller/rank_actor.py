@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, PeerError
+from mcore_rl.controller.node import NODE, print_to
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
@@ -80,15 +81,21 @@ class RankActor:
     def rename(self, group: str) -> None:
         """From now on it is a rank of that group, and prints to its log."""
         self._label = f"{group}[{self._rank}]"
-        if self._log_dir is not None:
-            _print_to(self._log_dir / f"{group}-{self._rank}.log")
+        if self._log_dir is None:
+            return
+        log = self._log_dir / f"{group}-{self._rank}.log"
+        try:
+            print_to(log)
+        except OSError as error:  # another node, without the output folder
+            print(f"{log} cannot be written, so this is the log: {error}", file=sys.stderr)
 
     def info(self) -> Reply:
         """The value is a `WorkerInfo`."""
         answer_signals()
         node = ray.get_runtime_context().get_node_id()
         stderr = os.path.realpath("/proc/self/fd/2")
-        return Reply(WorkerInfo(socket.gethostname(), node, os.getpid(), stderr))
+        host = os.environ.get(NODE) or socket.gethostname()
+        return Reply(WorkerInfo(host, node, os.getpid(), stderr))
 
     def open_rendezvous(self) -> Reply:
         """The value is the endpoint of a server that stays, on the address of this node."""
@@ -160,16 +167,3 @@ def _kind_of(error: Exception) -> FailureKind:
     if isinstance(error, ConfigError):
         return FailureKind.CONFIG
     return FailureKind.BLAMED if isinstance(error, PeerError) else FailureKind.RAISED
-
-
-def _print_to(log: Path) -> None:
-    """Both streams of this process, and of those that it starts, go to the end of a file."""
-    try:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:  # another node, without the output folder
-        print(f"{log} cannot be written, so this is the log: {error}", file=sys.stderr)
-        return
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(file, stream.fileno())
-    os.close(file)

@@ -9,6 +9,10 @@ living driver. Then it keeps what Ray has logged, and removes those files, the s
 from the run's own folders what was still being written: everything in this project is written under
 the name `.<name>.partial` and renamed when it is whole.
 
+A batch system may kill the reaper as well. So the scratch folder holds a lock, which goes with
+both, and a note of what to look for; the next one to start on the machine sweeps folders that
+nobody has locked (`sweep_abandoned`).
+
 Runs as a script (`python -I -S reaper.py DRIVER_PID MARKER SCRATCH LOGS [FOLDER...]`, LOGS empty
 where Ray's are not wanted) with the standard library only, in a separate session, so that a
 signal to the driver's process group does not reach it. Linux only.
@@ -18,7 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import glob
+import json
 import os
 import select
 import shutil
@@ -35,6 +41,9 @@ TRACKER_S = 3.0  # for Python's resource trackers: they unlink what dead process
 SHM = "/dev/shm"
 RAY_DIR = "r"  # of Ray in the scratch folder: short, because sockets are in it
 IN_CREATE = 0x100  # <sys/inotify.h>
+PREFIX = "mcr_"  # of scratch folders
+LOCK, NOTE = "lock", "note.json"  # in them
+UNLOCKED_S = 60.0  # a folder without a lock may be one that is being made
 
 SharedMemory = dict[str, int]  # name -> inode
 Processes = dict[int, tuple[int, str]]  # pid -> (parent pid, start time); zombies left out
@@ -145,6 +154,63 @@ def keep_logs(scratch: str, folder: str) -> None:
             shutil.copytree(logs, folder, symlinks=True, dirs_exist_ok=True)
 
 
+def locked(scratch: str) -> int:
+    """A descriptor that holds the lock of a scratch folder; raises BlockingIOError, OSError."""
+    file = os.open(os.path.join(scratch, LOCK), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def sweep_abandoned(place: str) -> list[str]:
+    """Removes scratch folders of this user's that nobody holds, and what belonged to them.
+
+    Returns their paths. `place` is where scratch folders are made.
+    """
+    swept = []
+    for scratch in glob.glob(os.path.join(glob.escape(place), f"{PREFIX}*")):
+        with contextlib.suppress(OSError):
+            found = os.lstat(scratch)
+            has_lock = os.path.exists(os.path.join(scratch, LOCK))
+            is_new = not has_lock and time.time() - found.st_mtime < UNLOCKED_S
+            if found.st_uid != os.getuid() or os.path.islink(scratch) or is_new:
+                continue
+            file = locked(scratch)
+            try:
+                _sweep_noted(scratch)
+                shutil.rmtree(scratch, ignore_errors=True)
+            finally:
+                os.close(file)
+            swept.append(scratch)
+    return swept
+
+
+def _sweep_noted(scratch: str) -> None:
+    """Ends the processes that a folder's note tells of, and unlinks their shared memory."""
+    try:
+        with open(os.path.join(scratch, NOTE)) as file:
+            note = json.load(file)
+        marker, files = str(note["marker"]).encode(), dict(note["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    start = time.monotonic()
+    while victims := [pid for pid in processes() if marker and carries(pid, marker)]:
+        for pid in victims:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() - start > SWEEP_S:
+            break
+        time.sleep(0.02)
+    for name, inode in files.items():
+        path = os.path.join(SHM, os.path.basename(name))
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_ino == inode:
+                os.unlink(path)
+
+
 class Reaper:
     def __init__(
         self, driver: int, marker: str, scratch: str, folders: list[str], logs: str = ""
@@ -157,6 +223,7 @@ class Reaper:
         self.known: dict[int, str] = {}  # pid -> start time; a pid may be used again
         self.files: SharedMemory = {}  # of the session
         self.looks = dict.fromkeys(shared_memory(), LOOKS)  # how often each file was looked at
+        self.noted: SharedMemory | None = None
 
     def driver_lives(self) -> bool:
         return os.getppid() == self.driver
@@ -180,6 +247,17 @@ class Reaper:
             mapped = mapped_by({*self.known, self.driver})
             self.files |= {name: present[name] for name in fresh if present[name] in mapped}
             self.looks |= {name: self.looks[name] + is_poll for name in fresh}
+        if self.files != self.noted:
+            self.note()
+
+    def note(self) -> None:
+        """Says in the scratch folder what belongs to the session, for who finds it abandoned."""
+        aside = os.path.join(self.scratch, f".{NOTE}.partial")
+        with contextlib.suppress(OSError):
+            with open(aside, "w") as file:
+                json.dump({"marker": self.marker.decode(), "files": self.files}, file)
+            os.replace(aside, os.path.join(self.scratch, NOTE))
+            self.noted = dict(self.files)
 
     def spared(self, table: Processes) -> set[int]:
         """The living driver and what it started that still hangs on it."""
@@ -239,7 +317,8 @@ class Reaper:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # A batch system tells every process of a job, and some of them stop the driver alone.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     reaper = Reaper(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5:], sys.argv[4])
     reaper.watch()

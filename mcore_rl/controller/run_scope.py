@@ -30,16 +30,20 @@ def run_scope(
     However this process ends, even by SIGKILL, what it started meanwhile is gone a moment later:
     processes, shared-memory files, the scratch folder, and in `folders`, which must belong to this
     run, whatever is called `.<name>.partial`. Until then `locks`, descriptors of locked files, stay
-    locked. What Ray has logged in the scratch folder becomes the folder `logs`.
+    locked. What Ray has logged in the scratch folder becomes the folder `logs`. What an earlier
+    scope has left because its reaper was killed, too, is removed first.
 
     SIGTERM raises SystemExit(143) in the main thread, and SIGHUP SystemExit(129), unless it is
     ignored, as under nohup.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="mcr_", dir=_short_temp_dir()))
+    place = short_temp_dir()
+    reaper.sweep_abandoned(place)
+    scratch = Path(tempfile.mkdtemp(prefix=reaper.PREFIX, dir=place))
     session = secrets.token_hex(8)
     with (
         _signals_exit(),
-        _reaper(f"{MARKER}={session}", scratch, folders, logs, locks),
+        _locked(scratch) as lock,
+        _reaper(f"{MARKER}={session}", scratch, folders, logs, [*locks, lock]),
         environment(**{MARKER: session, "TMPDIR": str(scratch)}),
     ):
         yield scratch
@@ -66,6 +70,15 @@ def _reaper(
             process.stdin.write(b"end")  # so a word ends the session, not the end of the file
             process.stdin.close()
         process.wait()
+
+
+@contextlib.contextmanager
+def _locked(scratch: Path) -> Iterator[int]:
+    lock = reaper.locked(str(scratch))
+    try:
+        yield lock
+    finally:
+        os.close(lock)
 
 
 @contextlib.contextmanager
@@ -127,6 +140,6 @@ def own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, ours)
 
 
-def _short_temp_dir() -> str:
+def short_temp_dir() -> str:
     usual = tempfile.gettempdir()
     return usual if len(usual) <= _LONGEST_TEMP_DIR else "/tmp"

@@ -163,11 +163,26 @@ class WorkerGroup:
         host = ray.remote(RankActor)
         for rank in range(self.mesh.world_size):
             options = pool.actor_options(self._share) | {
-                "scheduling_strategy": _on(pool, rank * self._bundles_per_rank),
+                "scheduling_strategy": self._on(pool, rank),
                 "runtime_env": {"env_vars": common | {"RANK": str(rank)} | env},
                 "max_concurrency": max_concurrency,
             }
             self._actors.append(host.options(**options).remote(self.name, rank, pool.log_dir))
+
+    def _on(self, pool: ResourcePool, rank: int) -> PlacementGroupSchedulingStrategy:
+        """The first bundle of a rank, all of whose bundles have to be on one node."""
+        first = rank * self._bundles_per_rank
+        nodes = {pool.node(bundle) for bundle in range(first, first + self._bundles_per_rank)}
+        if len(nodes) > 1:
+            raise ConfigError(
+                f"{self.name}: rank {rank} needs {self._bundles_per_rank} devices of one node; "
+                f"the pool has them on {', '.join(sorted(nodes))}. Servers do not span nodes: "
+                "use a smaller rollout.tp, or nodes with a multiple of it"
+            )
+        index = pool.bundles[first]
+        return PlacementGroupSchedulingStrategy(
+            pool.placement_group, placement_group_bundle_index=index
+        )
 
     def _build(self, recipe: Recipe) -> None:
         """Starts building the workers, whose rendezvous is on the node of rank 0; does not wait."""
@@ -224,9 +239,3 @@ def wait_until_built(groups: Sequence[WorkerGroup]) -> None:
     for group in groups:
         group.worker_infos = group._born.result()
     gathered([group._built for group in groups])
-
-
-def _on(pool: ResourcePool, bundle: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(
-        pool.placement_group, placement_group_bundle_index=bundle
-    )

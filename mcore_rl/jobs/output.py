@@ -27,6 +27,7 @@ _STARTED = "config.json"  # the first thing that a run writes, when it has been 
 # Says who has the folder. After a SIGKILL the scope of the run removes it, by this name.
 _LOCK = ".lock.partial"
 LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
+ATTEMPT = "MCORE_RL_ATTEMPT"  # which start of the run this is, where a launch script counts them
 _BEFORE_STARTED = {LOGS, "task"}  # what may be there before it, of a run that was killed
 CHECKPOINT = "checkpoint"  # the folder with the weights of the end
 SUMMARY = "summary.json"  # the last thing
@@ -103,6 +104,12 @@ def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -
         )
 
 
+def log_dir(folder: Path) -> Path:
+    """Of the run in `folder`; each attempt of a launch script has one of its own."""
+    attempt = os.environ.get(ATTEMPT)
+    return folder / LOGS / f"attempt_{attempt}" if attempt else folder / LOGS
+
+
 @contextmanager
 def _locked(file: int, folder: Path, output_dir: str) -> Iterator[None]:
     """The lock is the kernel's: it goes with the last process that has the file open."""
@@ -148,7 +155,7 @@ class RunOutput:
     ) -> None:
         """With `resumed` it goes on where the run was that has written it."""
         self.folder = folder
-        (folder / LOGS).mkdir(exist_ok=True)
+        log_dir(folder).mkdir(parents=True, exist_ok=True)
         self._config = config
         rows: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}  # for the summary

@@ -49,6 +49,17 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     return plans
 
 
+def places(groups: Sequence[WorkerGroup]) -> list[str]:
+    """A line a group on which node each of its ranks is; none while all are on one node."""
+    hosts = [{rank: info.host for rank, info in group.worker_infos.items()} for group in groups]
+    if len({host for found in hosts for host in found.values()}) < 2:
+        return []
+    return [
+        f"{group.name}: " + ", ".join(f"rank {rank} on {found[rank]}" for rank in sorted(found))
+        for group, found in zip(groups, hosts, strict=True)
+    ]
+
+
 def needs_reference(config: RLConfig) -> bool:
     """Whether there is a separate reference model; a LoRA actor is its own reference."""
     return bool(config.algorithm.kl_coef) and not config.actor.lora.rank

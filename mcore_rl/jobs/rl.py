@@ -26,8 +26,8 @@ from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.output import CHECKPOINT, LOGS, OutputError, RunOutput, exclusive_run_dir
-from mcore_rl.jobs.placement import Pools, needs_reference, num_devices, pool_plans
+from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
+from mcore_rl.jobs.placement import Pools, needs_reference, num_devices, places, pool_plans
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import WARM_START, checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.observability.console import waiting
@@ -59,7 +59,7 @@ def run(config: RLConfig) -> None:
     config = for_lane(config, lane())
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
-        run_scope(claim.folder, logs=claim.folder / LOGS / "ray", locks=[claim.lock]) as scratch,
+        run_scope(claim.folder, logs=log_dir(claim.folder) / "ray", locks=[claim.lock]) as scratch,
         _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
@@ -75,8 +75,8 @@ def run(config: RLConfig) -> None:
             room.check_room(prepared, claim.folder)
         with (
             _session(config, scratch),
-            _told(claim.folder / LOGS / "error.txt"),
-            Pools(config, _resource(), claim.folder / LOGS) as pools,
+            _told(log_dir(claim.folder) / "error.txt"),
+            Pools(config, _resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as kept,
         ):
             output, ranks = RunOutput(claim.folder, config, found), None
@@ -236,6 +236,8 @@ def _started(
         reference = stack.enter_context(_model(pools, "reference", frozen, None, wait=False))
     models = {"actor": actor} | ({"reference": reference} if reference is not None else {})
     wait_until_built([servers, *models.values()])
+    for line in places([*models.values(), servers]):
+        print(line)
     waiting_for = [preparing]
     if not servers_sleep(placement, reference is not None):
         waiting_for.append(servers.start.submit())

@@ -91,7 +91,10 @@ class ModelWorker:
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
         """The endpoint for both sides; the rendezvous stays open."""
         engine, dtype = self._engine, self._spec.model.dtype
-        self._rendezvous = RendezvousServer(settings.bind_address)
+        address = settings.bind_address
+        if address == "auto":  # this rank's, where the ranks of the actor have met
+            address = RendezvousEndpoint.from_environment().host
+        self._rendezvous = RendezvousServer(address)
         spec = TransferSpec(engine.layout, engine.num_mtp_layers, generation, dtype, settings)
         return self._rendezvous.endpoint, spec
 

@@ -1,30 +1,192 @@
-"""Jobs on a real SLURM of two nodes."""
+"""`sbatch launch/run_tiny.sh` on a real SLURM of two nodes."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT, Job
 from tests.e2e.processes import lives
-from tests.slurm_cluster import NODES, SlurmCluster, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, slurm_cluster
+
+SETTINGS = (
+    "warm_start.num_steps=6", "warm_start.batch_size=16", "warm_start.optimizer.warmup_steps=1",
+    "trainer.num_steps=4", "trainer.eval_samples=8", "trainer.prompts_per_step=8",
+    "trainer.save_every=1", "actor.optimizer.warmup_steps=0", "algorithm.num_mini_batches=1",
+    "algorithm.drop_uniform_groups=false",
+)  # fmt: skip
+LAUNCH = {
+    "MCORE_RL_PYTHON": sys.executable,
+    "PYTHONPATH": str(ROOT),
+    "MCORE_RL_DOCTOR": "0",  # tests/e2e/test_doctor.py
+}
+A_JOB_S = 300
 
 
-def test_a_task_runs_on_each_node(slurm: SlurmCluster):
-    done = slurm.run("srun", "-N2", "sh", "-c", "echo $SLURMD_NODENAME")
-    assert sorted(done.stdout.split()) == [*NODES], done.stderr
+class Submitted:
+    """run_tiny.sh as a job of the cluster."""
+
+    def __init__(self, slurm: SlurmCluster, folder: Path, *settings: str, **variables: str) -> None:
+        self.slurm, self.output, self._log = slurm, folder / "out", folder / "slurm.out"
+        self.number = slurm.submit(
+            f"--output={self._log}", str(ROOT / "launch/run_tiny.sh"),
+            f"output_dir={self.output}", *(settings or SETTINGS), **LAUNCH | variables,
+        )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def wait_for_step(self, step: int) -> None:
+        def reached() -> bool:
+            assert not self.state().startswith(("COMPLETED", "FAILED")), self.log
+            return f"training {step}/" in self.log
+
+        self.slurm.wait_until(reached, f"step {step}", A_JOB_S)
+
+    def wait(self, *states: str) -> dict[str, str]:
+        """Returns in one of these states, or fails with the job's log."""
+        try:
+            return self.slurm.wait_for_state(self.number, *states, seconds=A_JOB_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from error
+
+    def state(self) -> str:
+        return self.slurm.job(self.number).get("JobState", "")
+
+    def metrics(self) -> list[dict[str, float]]:
+        return timeless(self.output)
 
 
-def test_a_job_goes_on_after_its_node_was_lost_and_nothing_of_the_cluster_is_left(tmp_path):
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\necho $SLURM_RESTART_COUNT >>$1\nsleep 1000\n")
-    with slurm_cluster() as cluster:
-        out, told = str(tmp_path / "log"), tmp_path / "told"
-        number = cluster.submit("-N1", "-w", "n2", "-o", out, "--requeue", str(script), str(told))
-        cluster.wait_until(told.exists, "the job runs")
-        cluster.kill_node("n2")
-        assert cluster.processes("n2") == set()
-        cluster.wait_for_state(number, "PENDING")
-        cluster.start_node("n2")
-        cluster.wait_until(lambda: told.read_text().split() == ["1"], "it runs again", 120)
-        assert cluster.job(number)["Restarts"] == "1"
-        processes, folder = cluster.processes(), cluster.folder
-    assert len(processes) > 4
-    assert not any(map(lives, processes))
-    assert not folder.exists()
+def timeless(output: Path) -> list[dict[str, float]]:
+    """Metrics of a run but for clocks."""
+    clocks = ("time/", "tokens_per_s", "wall_time_s")
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{n: v for n, v in row.items() if not n.startswith(clocks)} for row in rows]
+
+
+def nothing_is_left(slurm: SlurmCluster, before: set[str]) -> None:
+    def left() -> list[str]:
+        its = slurm.processes()
+        daemons = {"munged", "slurmctld", "slurmd", "slurmstepd"}
+        found = [
+            str(p) for p in its if lives(p) and p.name() not in daemons and "slurms" not in p.name()
+        ]
+        return found + sorted(temporary() - before)
+
+    slurm.wait_until(lambda: not left(), f"{left()} is gone", 30)
+
+
+def temporary() -> set[str]:
+    """What jobs leave when they leave something: folders, shared memory."""
+    return {str(path) for path in [*Path("/tmp").glob("mcr_*"), *Path("/dev/shm").iterdir()]}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start_job: Callable[..., Job]) -> list[dict[str, float]]:
+    """The metrics of the same run on one node."""
+    job = start_job("rollout.num_servers=2", *SETTINGS)
+    assert job.process.wait(A_JOB_S) == 0, job.stderr
+    return timeless(job.output)
+
+
+def test_a_run_over_two_nodes_is_the_run_on_one_node_to_the_digit(slurm, undisturbed, tmp_path):
+    before = temporary()
+    job = Submitted(slurm, tmp_path)
+    found = job.wait("COMPLETED", "FAILED")
+    assert found["ExitCode"] == "0:0", job.log
+    assert {"actor: rank 0 on n1, rank 1 on n2", "rollout: rank 0 on n1, rank 1 on n2"} <= {
+        *job.log.splitlines()
+    }
+    assert job.metrics() == undisturbed
+    assert {"driver.log", "node-n1.log", "node-n2.log", "actor-0.log", "ray-n1"} <= {
+        *os.listdir(job.output / "logs/latest")
+    }
+    assert not (job.output / "logs/attempt_1/.token").exists()
+    nothing_is_left(slurm, before)
+
+
+def test_a_run_that_was_told_to_end_saves_is_queued_again_and_ends_the_same(
+    slurm, undisturbed, tmp_path
+):
+    before = temporary()
+    job = Submitted(slurm, tmp_path)
+    job.wait_for_step(2)
+    assert slurm.run("scancel", "--signal=USR1", job.number).returncode == 0
+    found = job.wait("COMPLETED", "FAILED")
+    assert found["ExitCode"] == "0:0", job.log
+    assert found["Restarts"] == "1"
+    assert "the driver has ended with status 75" in job.log
+    assert job.metrics() == undisturbed
+    nothing_is_left(slurm, before)
+
+
+@pytest.mark.nightly
+def test_a_run_that_loses_a_node_goes_on_when_that_is_back_and_ends_the_same(undisturbed, tmp_path):
+    before = temporary()
+    with slurm_cluster() as slurm:
+        job = Submitted(slurm, tmp_path)
+        job.wait_for_step(2)
+        slurm.kill_node("n2")
+        job.wait("PENDING")
+        slurm.start_node("n2")
+        found = job.wait("COMPLETED", "FAILED")
+        assert found["ExitCode"] == "0:0", job.log
+        assert re.search(r"mcore-rl rl: .*\(host n2, pid .* died", job.log), job.log
+        assert job.metrics() == undisturbed
+        nothing_is_left(slurm, before)
+
+
+def test_what_a_killed_batch_step_leaves_is_swept_by_the_next_start(slurm, tmp_path):
+    before = temporary()
+    job = Submitted(slurm, tmp_path)
+    slurm.wait_until(lambda: "run the driver" in job.log, "Ray runs", A_JOB_S)
+    # Batch script, driver, Ray and the reapers that watch them, all at once.
+    assert slurm.run("scancel", "--full", "--signal=KILL", job.number).returncode == 0
+    job.wait("CANCELLED", "FAILED")
+    slurm.wait_until(lambda: slurm.run("squeue", "-h").stdout == "", "the job is gone")
+    sweep = [sys.executable, "-m", "mcore_rl.controller.node", "sweep"]
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *sweep, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    nothing_is_left(slurm, before)
+
+
+def test_a_busy_port_ends_the_job_with_the_node_the_port_and_the_remedy(slurm, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1] - 70  # n2's, whose first is 64 above n1's
+        job = Submitted(slurm, tmp_path, MCORE_RL_FIRST_PORT=str(port))
+        job.wait("PENDING", "FAILED")
+        slurm.wait_until(lambda: "failed twice" in job.log, "it gives up", A_JOB_S)
+    assert job.wait("FAILED")["Restarts"] == "1"
+    assert re.search(rf"n2: port .*:{port + 70} cannot be had .*MCORE_RL_FIRST_PORT", job.log)
+    assert not (job.output / "config.json").exists()
+
+
+def test_a_node_that_does_not_come_is_named(slurm, tmp_path):
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/bin/sh\n[ "$SLURMD_NODENAME" = n1 ] || case "$*" in *" hold "*) sleep 1000;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    script.chmod(0o755)
+    job = Submitted(slurm, tmp_path, MCORE_RL_PYTHON=str(script), MCORE_RL_NODES_S="40")
+    slurm.wait_until(lambda: "did not join" in job.log, "it says so", A_JOB_S)
+    slurm.run("scancel", job.number)
+    assert re.search(r"node: n2 did not join the Ray of .* in 40 s; alive: n1\.", job.log)
+
+
+def test_a_wrong_path_is_told_at_once(slurm, tmp_path):
+    job = Submitted(slurm, tmp_path, MCORE_RL_PYTHON="/nowhere/python")
+    job.wait("FAILED")
+    assert "/nowhere/python is not there" in job.log
+    assert "MCORE_RL_PYTHON" in job.log
+    assert not job.output.exists()

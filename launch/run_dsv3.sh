@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# GRPO of DeepSeek-V3 671B on 32 nodes of 8 H100.
+#
+#   sbatch launch/run_dsv3.sh model.path=FOLDER data.train_file=FILE data.test_file=FILE [KEY=VALUE ...]
+#   bash launch/run_dsv3.sh --dry-run model.path=FOLDER ...     the commands and the plan; starts nothing
+#
+# docs/cluster.md has the first run step by step. Partition, account and time are your cluster's:
+# sbatch --partition=... --account=... --time=... launch/run_dsv3.sh ...
+#SBATCH --job-name=run_dsv3
+#SBATCH --nodes=32
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=04:00:00
+#SBATCH --signal=B:USR1@1800
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.out
+set -euo pipefail
+here=$(dirname "${BASH_SOURCE[0]}")
+[ -e "$here/slurm_lib.sh" ] || # SLURM runs a copy
+    here=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')")
+# shellcheck source=launch/slurm_lib.sh
+. "$here/slurm_lib.sh"
+
+run_job recipe=dsv3_671b trainer.save_every=5 "$@"

@@ -1,0 +1,307 @@
+# shellcheck shell=bash
+# What every launch script does, from top to bottom: run_job. A launcher has three functions more:
+# find_nodes, on_first_node and on_all_nodes; those of SLURM are here, others in local.sh and hosts.sh.
+#
+#   MCORE_RL_INTERFACE=eth0      the network that nodes meet on; without it, that of the default route
+#   MCORE_RL_FIRST_PORT=20000    the first of 256 ports; without it, derived from the number of the job
+#   MCORE_RL_RANKS_PER_NODE=4    CPU lane: devices that a node stands for; without it, its cores
+#   MCORE_RL_NODES_S=120         how long nodes may take to come; without it, 120 s and 2 s a node
+#   MCORE_RL_IMAGE=FILE          a container with mcore_rl's packages: by pyxis where srun has it, else
+#                                by apptainer; MCORE_RL_MOUNTS=/data,... is mounted, too
+#   MCORE_RL_PYTHON=...          the interpreter; without it, .venv/bin/python, in an image python3
+#   MCORE_RL_DOCTOR=0            do not examine the nodes first
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+SAVED=75 BAD_INPUT=2 # exit statuses of the driver: start it again with resume=auto; do not
+
+run_job() { # run_job [--dry-run] KEY=VALUE...
+    read_settings "$@"
+    if [ -n "$dry_run" ]; then
+        show_job
+        return
+    fi
+    open_logs
+    trap 'note_signal USR1' USR1
+    trap 'note_signal TERM; is_cancelled=1' TERM
+    trap 'note_signal INT; is_cancelled=1' INT
+    check_nodes
+    start_ray
+    run_driver
+    stop_all
+    end_or_requeue
+}
+
+# --- settings -------------------------------------------------------------------------------------
+
+read_settings() {
+    local argument
+    dry_run='' output='' overrides=() has_resume='' is_cancelled='' driver_pid='' ray_pid=''
+    for argument; do
+        case $argument in
+            --dry-run) dry_run=1 ;;
+            output_dir=*) output=${argument#output_dir=} ;;
+            *) overrides+=("$argument") ;;
+        esac
+        case $argument in resume=*) has_resume=1 ;; esac
+    done
+    [ -n "$has_resume" ] || overrides+=(resume=auto)
+    job=${SLURM_JOB_ID:-$$}
+    output=${output:-outputs/$(basename "$0" .sh)-$job}
+    case $output in /*) ;; *) output=$root/$output ;; esac
+    if [ -n "${MCORE_RL_IMAGE:-}" ]; then
+        python=${MCORE_RL_PYTHON:-python3}
+    else
+        python=${MCORE_RL_PYTHON:-$root/.venv/bin/python}
+        [ -x "$python" ] || die "$python is not there; on a machine that shares $root with the" \
+            "nodes run launch/setup_env.sh, or set MCORE_RL_PYTHON or MCORE_RL_IMAGE"
+    fi
+    # Below the ephemeral range, so that no connection has taken one, and apart from other jobs'.
+    port=${MCORE_RL_FIRST_PORT:-$((10000 + 256 * (job % 88)))}
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+    find_nodes
+    find_image
+    limit_s=${MCORE_RL_NODES_S:-$((120 + 2 * ${#nodes[@]}))}
+}
+
+find_image() { # containers: options of srun's, or a command before the command
+    container=() in_image=()
+    [ -n "${MCORE_RL_IMAGE:-}" ] || return 0
+    local folder pairs='' mounts=$root,${output%/*}${MCORE_RL_MOUNTS:+,$MCORE_RL_MOUNTS}
+    for folder in ${mounts//,/ }; do pairs+=,$folder:$folder; done
+    if srun --help 2>/dev/null | grep -q -- --container-image; then
+        container=(--container-image="$MCORE_RL_IMAGE" --container-mounts="${pairs#,}")
+    elif command -v apptainer >/dev/null; then
+        in_image=(apptainer exec --nv --bind "${pairs#,}" "$MCORE_RL_IMAGE")
+    else
+        die "MCORE_RL_IMAGE is '$MCORE_RL_IMAGE', and there is neither pyxis in srun nor apptainer"
+    fi
+}
+
+set_commands() { # what runs on the nodes, once it is known where they meet
+    hold_command=("$python" -m mcore_rl.controller.node hold --head "$head" --logs "$logs")
+    hold_command+=(--interface "${MCORE_RL_INTERFACE:-}" --ranks "${MCORE_RL_RANKS_PER_NODE:--1}")
+    wait_command=("$python" -m mcore_rl.controller.node wait --head "$head" --logs "$logs")
+    wait_command+=(--names "$(joined "${nodes[@]}")" --seconds "$limit_s")
+    driver_command=("$python" -m mcore_rl.cli.main rl "${overrides[@]}" output_dir="$output")
+}
+
+# --- the phases -----------------------------------------------------------------------------------
+
+open_logs() {
+    local number=1
+    while [ -e "$output/logs/attempt_$number" ]; do number=$((number + 1)); done
+    export MCORE_RL_ATTEMPT=$number
+    logs=$output/logs/attempt_$number
+    mkdir -p "$logs" || die "$logs cannot be made; output_dir must be a folder that you may write to"
+    ln -sfn "attempt_$number" "$output/logs/latest"
+    # Every Ray port asks for this token, and only this user can read it.
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/.token
+    (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
+    phase "attempt $number on ${nodes[*]}; to follow it: tail -F $output/logs/latest/*.log"
+    env | grep -E '^(NCCL|UCX|GLOO|FI|OMPI|MCORE_RL)_' | sort || true
+    ulimit -Sn "$(ulimit -Hn)" || true
+}
+
+check_nodes() {
+    phase 'check the nodes'
+    [ "${MCORE_RL_DOCTOR:-1}" = 0 ] || examine_nodes || fail 'the nodes are not fit for a run'
+    head_address=$(on_first_node "$python" -m mcore_rl.controller.node address \
+        --interface "${MCORE_RL_INTERFACE:-}") || fail "${nodes[0]} cannot run $python"
+    head=$head_address:$port
+    set_commands
+}
+
+start_ray() {
+    phase "start Ray at $head"
+    pipe=$(mktemp -u "${TMPDIR:-/tmp}/mcr_pipe_XXXXXX")
+    mkfifo -m 600 "$pipe"
+    on_all_nodes "${hold_command[@]}" <"$pipe" &
+    ray_pid=$!
+    exec 3>"$pipe" # when this script is gone, however it went, so is the writer: Ray ends
+    rm "$pipe"
+    on_first_node "${wait_command[@]}" 3>&- || fail "Ray did not start"
+}
+
+run_driver() {
+    phase 'run the driver'
+    set +e
+    RAY_ADDRESS=$head on_first_node "${driver_command[@]}" \
+        > >(trap '' INT TERM USR1; exec tee -a "$logs/driver.log" 3>&-) 2>&1 3>&- &
+    driver_pid=$!
+    watch_ray 3>&- &
+    watcher_pid=$!
+    wait_for "$driver_pid"
+    driver_pid=''
+    kill "$watcher_pid" 2>/dev/null
+    set -e
+    phase "the driver has ended with status $status"
+}
+
+stop_all() {
+    exec 3>&-
+    if [ -n "$ray_pid" ]; then
+        phase 'stop Ray'
+        wait_at_most 30 "$ray_pid" || kill -KILL "$ray_pid" 2>/dev/null || true
+        wait "$ray_pid" 2>/dev/null || true
+        on_all_nodes "$python" -m mcore_rl.controller.node sweep </dev/null & # a lost node hangs it
+        wait_at_most 30 $! || phase 'not every node could be swept; the next start on it does'
+    fi
+    rm -f "$RAY_AUTH_TOKEN_PATH"
+}
+
+end_or_requeue() {
+    local step attempts=$output/logs/attempts.tsv before_status='' before_step=''
+    step=$(last_step)
+    if [ -e "$attempts" ]; then
+        read -r _ before_status before_step < <(tail -n 1 "$attempts")
+    fi
+    printf '%s\t%s\t%s\n' "$MCORE_RL_ATTEMPT" "$status" "${step:--}" >>"$attempts"
+    if [ -n "$is_cancelled" ] || [ "$status" -gt 128 ]; then exit "$status"; fi
+    case $status in
+        0 | "$BAD_INPUT") ;;
+        "$before_status")
+            if [ "$status" = "$SAVED" ] || [ "${step:--}" != "$before_step" ]; then
+                start_again
+            else
+                phase "failed twice after step ${step:--}; not started again: see $logs"
+            fi ;;
+        *) start_again ;;
+    esac
+    exit "$status"
+}
+
+# --- what the phases are made of ------------------------------------------------------------------
+
+phase() { printf '%s [%4d s] %s\n' "$(date +%FT%T)" "$SECONDS" "$*"; }
+
+die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
+
+fail() { # before the driver: what is wrong with the nodes or their Ray has been told
+    status=1
+    if [ -n "$is_cancelled" ]; then status=143; fi
+    phase "$*"
+    stop_all
+    end_or_requeue
+}
+
+joined() { local IFS=,; echo "$*"; }
+
+note_signal() {
+    was_interrupted=1
+    phase "SIG$1"
+    [ -z "$driver_pid" ] || kill -s "$1" "$driver_pid" 2>/dev/null || true
+}
+
+wait_for() { # PID: sets status; a signal that is passed on does not end the wait
+    status=0
+    while :; do
+        was_interrupted=''
+        wait "$1"
+        status=$?
+        [ -n "$was_interrupted" ] || return 0
+    done
+}
+
+wait_at_most() { # SECONDS PID
+    local end=$((SECONDS + $1))
+    while kill -0 "$2" 2>/dev/null; do
+        [ "$SECONDS" -lt "$end" ] || return 1
+        sleep 0.2
+    done
+}
+
+watch_ray() { # a driver whose Ray is gone tells so itself, or is ended
+    trap - TERM INT USR1
+    while kill -0 "$ray_pid" 2>/dev/null && ! compgen -G "$logs/*.failed" >/dev/null; do sleep 1; done
+    phase "Ray has ended on a node: $(cat "$logs"/*.failed 2>/dev/null || echo "see $logs/node-*.log")"
+    sleep 60
+    kill -TERM "$driver_pid"
+    sleep 60
+    kill -KILL "$driver_pid"
+}
+
+last_step() { # the step that was trained last, as metrics.jsonl has it
+    [ -e "$output/metrics.jsonl" ] || return 0
+    tail -n 1 "$output/metrics.jsonl" | sed -n 's/.*"step": *\([0-9]*\).*/\1/p'
+}
+
+show_job() {
+    logs=$output/logs/attempt_N head=${nodes[0]}:$port
+    set_commands
+    echo "nodes: ${nodes[*]}"
+    if [ "${MCORE_RL_DOCTOR:-1}" != 0 ]; then echo "check: $(examine_nodes)"; fi
+    echo "address: $(on_first_node "$python" -m mcore_rl.controller.node address)"
+    echo "Ray, on each node: $(on_all_nodes "${hold_command[@]}")"
+    echo "driver: RAY_ADDRESS=$head $(on_first_node "${driver_command[@]}")"
+    echo "end: $(on_all_nodes "$python" -m mcore_rl.controller.node sweep)"
+    gpus=$(sed -n 's/^#SBATCH --gpus-per-node=//p' "$0")
+    "${in_image[@]}" "${driver_command[@]}" --dry-run ${gpus:+--gpus-per-node="$gpus"}
+}
+
+run() { # the command, or with --dry-run what it is
+    if [ -n "$dry_run" ]; then printf '%q ' "$@"; echo; else "$@"; fi
+}
+
+# --- SLURM ----------------------------------------------------------------------------------------
+
+find_nodes() {
+    local listed
+    if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+        listed=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || die "scontrol does not answer"
+        mapfile -t nodes <<<"$listed"
+    elif [ -n "$dry_run" ]; then
+        mapfile -t nodes < <(planned_nodes)
+    else
+        die "this is a job of SLURM's: sbatch $0 ...; without SLURM use launch/local.sh or launch/hosts.sh"
+    fi
+}
+
+planned_nodes() { # as many as the script asks for
+    local count
+    count=$(sed -n 's/^#SBATCH --nodes=\([0-9]*\).*/\1/p' "$0")
+    for ((i = 0; i < ${count:-1}; i++)); do echo "node$i"; done
+}
+
+step() { # a step of srun's beside the others, one task a node
+    run srun --overlap --no-kill --mpi=none --export=ALL --ntasks-per-node=1 "${container[@]}" "$@"
+}
+
+on_first_node() {
+    step --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --input=none "${in_image[@]}" "$@"
+}
+
+on_all_nodes() { step --nodes=${#nodes[@]} --ntasks=${#nodes[@]} "${in_image[@]}" "$@"; }
+
+examine_nodes() {
+    local command=("$python" -m mcore_rl.cli.main doctor --quiet --output-dir "$output")
+    command+=(--interface "${MCORE_RL_INTERFACE:-}")
+    if [ -n "${MCORE_RL_IMAGE:-}" ]; then
+        on_all_nodes "${command[@]}" --on=this </dev/null
+    else
+        run "${command[@]}" --on=slurm
+    fi
+}
+
+start_again() { # nodes whose Ray has failed are left out, where the partition has others
+    local bad needed=${#nodes[@]} others
+    bad=$(failed_nodes)
+    trap '' TERM USR1
+    scontrol requeue "$SLURM_JOB_ID"
+    if [ -n "$bad" ]; then
+        others=$(sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --format=%N |
+            grep -vcxF "$(tr , '\n' <<<"$bad")" || true)
+        if [ "$others" -ge "$needed" ]; then
+            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad" && phase "next time without $bad"
+        else
+            phase "$bad is not left out: $others other nodes of the $needed that it takes"
+        fi
+    fi
+}
+
+failed_nodes() {
+    local file names=()
+    for file in "$logs"/*.failed; do
+        if [ -e "$file" ]; then names+=("$(basename "$file" .failed)"); fi
+    done
+    joined "${names[@]}"
+}

@@ -1,0 +1,172 @@
+"""The Ray of a node: what is refused before it starts, and who is missing."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller import node, pending, reaper
+from mcore_rl.controller.pool import by_node
+from mcore_rl.controller.rank_actor import WorkerInfo
+from mcore_rl.controller.worker_group import WorkerGroup
+
+
+def test_a_busy_port_is_named_with_its_node_and_the_remedy(monkeypatch):
+    monkeypatch.setenv(node.NODE, "n7")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        told = rf"n7: port 127\.0\.0\.1:{port} cannot be had .*MCORE_RL_FIRST_PORT"
+        with pytest.raises(ConfigError, match=told):
+            node.check_ports("127.0.0.1", port - 3, is_head=True)
+        with pytest.raises(ConfigError, match=told):
+            node.check_ports("127.0.0.1", port, is_head=True)
+
+
+def test_an_interface_without_an_address_is_refused_with_those_that_have_one():
+    assert node.address_of("lo") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"MCORE_RL_INTERFACE='ib9' has no IPv4 .*allowed: .*lo"):
+        node.address_of("ib9")
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv(node.NODE, "n7")
+    options = argparse.Namespace(logs=str(tmp_path / "logs"), head="127.0.0.1:9", interface="lo")
+    with pytest.raises(ConfigError, match=r"n7 does not see .*/logs.*output_dir must be on a file"):
+        node.hold(options)
+
+
+def test_nodes_that_do_not_come_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"n1, n2 did not join .* in 0\.2 s; alive: none"):
+        node.wait_for_nodes("127.0.0.1:9", ["n1", "n2"], 0.2, str(tmp_path))
+
+
+def test_a_node_that_failed_ends_the_wait_with_its_reason(tmp_path):
+    (tmp_path / "n2.failed").write_text("n2: port 1.2.3.4:5 cannot be had\n")
+    with pytest.raises(ConfigError, match=r"^n2: port 1\.2\.3\.4:5 cannot be had$"):
+        node.wait_for_nodes("127.0.0.1:9", ["n1", "n2"], 600, str(tmp_path))
+
+
+def test_ports_of_a_node_are_its_own_and_below_the_next_ones():
+    firsts = [node.first_port("h:10000", number) for number in range(node.NODES_APART)]
+    assert firsts == [10000, 10064, 10128, 10192]
+    options = argparse.Namespace(ranks=2, cpus=1, object_store_bytes=1 << 20, head="h:10000")
+    command = node.ray_command(options, "n1", "h", 10064, Path("/tmp/x"), is_head=False)
+    ports = [int(word.rpartition("=")[2]) for word in command if "port=" in word]
+    assert len(set(ports)) == len(ports) == 8
+    assert all(10064 < port < 10128 for port in ports)
+
+
+def test_bundles_are_ordered_by_node_whatever_ray_gives():
+    assert by_node(["b", "a", "b", "a"]) == [1, 3, 0, 2]
+    assert by_node(["n10", "n9", "n10", "n9"]) == [1, 3, 0, 2]  # by number
+    assert by_node(["a", "b", "b", "b", "a", "b"]) == [1, 2, 3, 5, 0, 4]  # most bundles first
+
+
+def test_a_server_whose_devices_are_on_two_nodes_is_refused_with_their_names():
+    group = SimpleNamespace(name="rollout", _bundles_per_rank=2)
+    pool = SimpleNamespace(node=lambda rank: "n1" if rank < 3 else "n2", bundles=[0, 1, 2, 3])
+    with pytest.raises(ConfigError, match=r"rollout: rank 1 needs 2 devices .* on n1, n2\."):
+        WorkerGroup._on(group, pool, 1)
+
+
+def test_where_ranks_are_on_several_nodes_a_lost_one_has_time_to_be_missed():
+    infos = [WorkerInfo("h", node_id, 1, "") for node_id in ("a", "b")]
+    call = SimpleNamespace(_group=SimpleNamespace(worker_infos=dict(enumerate(infos))))
+    assert pending._grace_s([call]) == pending.NODE_GRACE_S
+    call._group.worker_infos.pop(1)
+    assert pending._grace_s([call]) == pending.GRACE_S
+
+
+def _abandoned(place: Path, files: dict[str, int], marker: str) -> Path:
+    scratch = place / f"{reaper.PREFIX}gone"
+    scratch.mkdir()
+    (scratch / reaper.LOCK).touch()
+    (scratch / reaper.NOTE).write_text(json.dumps({"marker": marker, "files": files}))
+    return scratch
+
+
+def test_what_a_killed_scope_and_its_killed_reaper_have_left_is_swept(tmp_path):
+    memory = Path("/dev/shm", f"test_sweep_{os.getpid()}")
+    other = Path("/dev/shm", f"test_other_{os.getpid()}")
+    for file in (memory, other):
+        file.touch()
+    marker = f"MCORE_RL_SESSION=test{os.getpid()}"
+    name, value = marker.split("=")
+    child = subprocess.Popen(["sleep", "1000"], env={name: value})
+    # The second file is another's by now: its name was given again.
+    files = {memory.name: memory.stat().st_ino, other.name: other.stat().st_ino + 1}
+    try:
+        scratch = _abandoned(tmp_path, files, marker)
+        assert reaper.sweep_abandoned(str(tmp_path)) == [str(scratch)]
+        assert child.wait(10) == -9
+        assert not memory.exists()
+        assert other.exists()
+        assert not scratch.exists()
+    finally:
+        child.kill()
+        memory.unlink(missing_ok=True)
+        other.unlink()
+
+
+def test_a_scope_that_lives_is_not_swept(tmp_path):
+    scratch = _abandoned(tmp_path, {}, "MCORE_RL_SESSION=none")
+    with (scratch / reaper.LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert reaper.sweep_abandoned(str(tmp_path)) == []
+    assert scratch.exists()
+    new = tmp_path / f"{reaper.PREFIX}new"  # it gets its lock in a moment
+    new.mkdir()
+    assert reaper.sweep_abandoned(str(tmp_path)) == [str(scratch)]
+    assert new.exists()
+
+
+def test_a_scope_whose_reaper_was_killed_with_it_is_swept_by_the_next(tmp_path):
+    script = tmp_path / "scope.py"
+    script.write_text(
+        "import multiprocessing.shared_memory as m, time\n"
+        "from mcore_rl.controller.run_scope import run_scope\n"
+        "with run_scope() as scratch:\n"
+        "    time.sleep(1)\n"  # what was there before the reaper looked is not the scope's
+        "    memory = m.SharedMemory('test_scope_left', create=True, size=8)\n"
+        "    print(scratch, flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    scope = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert scope.stdout is not None
+    scratch = Path(scope.stdout.readline().strip())
+    note = scratch / reaper.NOTE
+    try:
+        _wait(lambda: note.exists() and "test_scope_left" in note.read_text())
+        tree = [*psutil.Process(scope.pid).children(recursive=True), psutil.Process(scope.pid)]
+        for process in tree:
+            process.suspend()
+        for process in tree:
+            process.kill()
+        scope.wait()
+        assert Path("/dev/shm/test_scope_left").exists()
+        _wait(lambda: str(scratch) in reaper.sweep_abandoned(str(scratch.parent)))  # they die
+        assert not Path("/dev/shm/test_scope_left").exists()
+    finally:
+        Path("/dev/shm/test_scope_left").unlink(missing_ok=True)
+
+
+def _wait(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
