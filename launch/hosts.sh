@@ -19,7 +19,8 @@ find_nodes() {
 there() { # NUMBER COMMAND...: with what tells a node who it is, and the variables that are passed on
     local number=$1 name variables=() quoted
     shift
-    for name in $(compgen -e | grep -E '^(RAY|MCORE_RL|NCCL|UCX|GLOO|FI|HF|VLLM|OMP|CUDA)_|^PYTHON'); do
+    for name in $(compgen -e | grep -E '^(RAY|MCORE_RL|NCCL|UCX|GLOO|FI|HF|VLLM|OMP|CUDA)_|^PYTHON' |
+        grep -vE '(TOKEN|KEY|SECRET|PASSWORD)$'); do # argv can be read by everybody
         variables+=("$name=${!name}")
     done
     variables+=("MCORE_RL_NODE=${nodes[$number]}" "MCORE_RL_NODE_NUMBER=$number")

@@ -35,7 +35,8 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
 
 read_settings() {
     local argument
-    dry_run='' output='' overrides=() has_resume='' is_cancelled='' driver_pid='' ray_pid=''
+    dry_run='' output='' overrides=() has_resume='' driver_pid='' ray_pid=''
+    is_cancelled='' was_asked=''
     for argument; do
         case $argument in
             --dry-run) dry_run=1 ;;
@@ -46,7 +47,7 @@ read_settings() {
     done
     [ -n "$has_resume" ] || overrides+=(resume=auto)
     job=${SLURM_JOB_ID:-$$}
-    output=${output:-outputs/$(basename "$0" .sh)-$job}
+    output=${output:-outputs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}-$job} # SLURM runs a copy of $0
     case $output in /*) ;; *) output=$root/$output ;; esac
     if [ -n "${MCORE_RL_IMAGE:-}" ]; then
         python=${MCORE_RL_PYTHON:-python3}
@@ -91,6 +92,7 @@ open_logs() {
     local number=1
     while [ -e "$output/logs/attempt_$number" ]; do number=$((number + 1)); done
     export MCORE_RL_ATTEMPT=$number
+    if [ "$number" -gt 1 ]; then overrides=("${overrides[@]/#resume=*/resume=auto}"); fi
     logs=$output/logs/attempt_$number
     mkdir -p "$logs" || die "$logs cannot be made; output_dir must be a folder that you may write to"
     ln -sfn "attempt_$number" "$output/logs/latest"
@@ -123,6 +125,10 @@ start_ray() {
 }
 
 run_driver() {
+    if [ -n "$was_asked" ]; then # before there was a driver to tell
+        status=$SAVED
+        return
+    fi
     phase 'run the driver'
     set +e
     RAY_ADDRESS=$head on_first_node "${driver_command[@]}" \
@@ -156,14 +162,14 @@ end_or_requeue() {
         read -r _ before_status before_step < <(tail -n 1 "$attempts")
     fi
     printf '%s\t%s\t%s\n' "$MCORE_RL_ATTEMPT" "$status" "${step:--}" >>"$attempts"
-    if [ -n "$is_cancelled" ] || [ "$status" -gt 128 ]; then exit "$status"; fi
+    if [ -n "$is_cancelled" ]; then exit "$status"; fi
     case $status in
         0 | "$BAD_INPUT") ;;
         "$before_status")
-            if [ "$status" = "$SAVED" ] || [ "${step:--}" != "$before_step" ]; then
+            if [ "${step:--}" != "$before_step" ]; then
                 start_again
             else
-                phase "failed twice after step ${step:--}; not started again: see $logs"
+                phase "ended twice after step ${step:--}; not started again: see $logs"
             fi ;;
         *) start_again ;;
     esac
@@ -177,7 +183,7 @@ phase() { printf '%s [%4d s] %s\n' "$(date +%FT%T)" "$SECONDS" "$*"; }
 die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
 
 fail() { # before the driver: what is wrong with the nodes or their Ray has been told
-    status=1
+    status=$?
     if [ -n "$is_cancelled" ]; then status=143; fi
     phase "$*"
     stop_all
@@ -186,10 +192,10 @@ fail() { # before the driver: what is wrong with the nodes or their Ray has been
 
 joined() { local IFS=,; echo "$*"; }
 
-note_signal() {
-    was_interrupted=1
+note_signal() { # the driver saves and ends; srun passes USR1 on, and ends a step for others
+    was_interrupted=1 was_asked=1
     phase "SIG$1"
-    [ -z "$driver_pid" ] || kill -s "$1" "$driver_pid" 2>/dev/null || true
+    [ -z "$driver_pid" ] || kill -s USR1 "$driver_pid" 2>/dev/null || true
 }
 
 wait_for() { # PID: sets status; a signal that is passed on does not end the wait
@@ -239,7 +245,14 @@ show_job() {
 }
 
 run() { # the command, or with --dry-run what it is
-    if [ -n "$dry_run" ]; then printf '%q ' "$@"; echo; else "$@"; fi
+    if [ -n "$dry_run" ]; then
+        printf '%q ' "$@"
+        echo
+    elif [ "$BASHPID" != "$$" ]; then
+        exec "$@" # in a subshell, which so has its pid, and gets the signals that are for it
+    else
+        "$@"
+    fi
 }
 
 # --- SLURM ----------------------------------------------------------------------------------------
@@ -274,7 +287,7 @@ on_all_nodes() { step --nodes=${#nodes[@]} --ntasks=${#nodes[@]} "${in_image[@]}
 
 examine_nodes() {
     local command=("$python" -m mcore_rl.cli.main doctor --quiet --output-dir "$output")
-    command+=(--interface "${MCORE_RL_INTERFACE:-}")
+    command+=(--timeout "$limit_s" --interface "${MCORE_RL_INTERFACE:-}")
     if [ -n "${MCORE_RL_IMAGE:-}" ]; then
         on_all_nodes "${command[@]}" --on=this </dev/null
     else
@@ -284,7 +297,7 @@ examine_nodes() {
 
 start_again() { # nodes whose Ray has failed are left out, where the partition has others
     local bad needed=${#nodes[@]} others
-    bad=$(failed_nodes)
+    bad=$(failed_nodes "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *ExcNodeList=//p')")
     trap '' TERM USR1
     scontrol requeue "$SLURM_JOB_ID"
     if [ -n "$bad" ]; then
@@ -298,8 +311,9 @@ start_again() { # nodes whose Ray has failed are left out, where the partition h
     fi
 }
 
-failed_nodes() {
+failed_nodes() { # and those that are left out already, a list of SLURM's
     local file names=()
+    if [ "$1" != '(null)' ]; then mapfile -t names < <(scontrol show hostnames "$1"); fi
     for file in "$logs"/*.failed; do
         if [ -e "$file" ]; then names+=("$(basename "$file" .failed)"); fi
     done

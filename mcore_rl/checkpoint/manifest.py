@@ -25,7 +25,14 @@ def check_files(folder: Path, listed: object, *, besides: Iterable[str] = ()) ->
     `listed` is a Manifest as JSON gives it back. `besides` are files that it does not list.
     """
     expected = _parsed(folder, listed)
-    found = {entry.name for entry in folder.iterdir()} - set(besides)
+    try:
+        _compare(folder, expected, set(besides))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+
+
+def _compare(folder: Path, expected: Manifest, besides: set[str]) -> None:
+    found = {entry.name for entry in folder.iterdir()} - besides
     for name in sorted(expected.keys() - found):
         raise ConfigError(f"{folder / name} is missing")
     for name in sorted(found - expected.keys()):

@@ -23,6 +23,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
 ACTOR = "actor"
+MADE_IN = "made_in"  # in `state`, where it is not the folder of the run itself
 _STATE, _MANIFEST = "state.json", "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -43,6 +44,11 @@ class RunCheckpoint:
     def run(self) -> Path:
         """The output folder of the run that has written it."""
         return self.path.parents[1]
+
+    @property
+    def made_in(self) -> Path:
+        """The output folder with what was made before the first step: a task, a warm start."""
+        return Path(self.state.get(MADE_IN) or self.run)
 
 
 def read_checkpoint(path: Path) -> RunCheckpoint:
@@ -116,26 +122,31 @@ class RunCheckpoints:
         sums = size_and_checksum(aside / ACTOR / INFO_FILE)
         (aside / _STATE).write_text(json.dumps({"step": step, **state, ACTOR: sums}, indent=1))
         (aside / _MANIFEST).write_text(json.dumps(manifest_of([aside / _STATE])))
-        if path.exists():
-            self._remove(path)
+        old = self._moved_aside(step) if path.exists() else None
         aside.rename(path)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
         return path
 
     def discard(self, step: int) -> None:
         """What `begin` has made, where it cannot become a checkpoint."""
         shutil.rmtree(self._aside(step), ignore_errors=True)
 
-    def prune(self, keep: int, besides: Collection[int] = ()) -> None:
-        """Remove all but the last `keep`, and but those of the steps `besides`."""
-        for step in steps_in(self.folder)[:-keep]:
-            if step not in besides:
-                self._remove(self.folder / name_of(step))
+    def prune(self, step: int, keep: int, besides: Collection[int] = ()) -> None:
+        """Remove all but the last `keep` up to this step, and but those of the steps `besides`.
 
-    def _remove(self, path: Path) -> None:
-        """Never half of it under its name."""
+        Later ones are damaged: a run has gone on from before them.
+        """
+        for old in [s for s in steps_in(self.folder) if s <= step][:-keep]:
+            if old not in besides:
+                shutil.rmtree(self._moved_aside(old))
+
+    def _moved_aside(self, step: int) -> Path:
+        """What is removed is never half there under its name."""
+        path = self.folder / name_of(step)
         aside = path.with_name(f".{path.name}.old.partial")
-        path.rename(aside)
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        return path.rename(aside)
 
     def _aside(self, step: int) -> Path:
         return self.folder / f".{name_of(step)}.partial"

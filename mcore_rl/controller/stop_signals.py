@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOPPED = os.EX_TEMPFAIL  # exit status 75: start it again with resume=auto
@@ -50,7 +50,8 @@ class StopSignals:
         self.requested = signal.Signals(signum).name
         word = "the run ends after this step, when it is saved; a second one ends it now"
         if self._is_in_step:
-            os.write(2, f"{self.requested}: {word}\n".encode())
+            with suppress(OSError):  # nobody may read it any more
+                os.write(2, f"{self.requested}: {word}\n".encode())
         return not self._is_in_step
 
 

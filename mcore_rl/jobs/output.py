@@ -67,6 +67,8 @@ def exclusive_run_dir(output_dir: str, resume: str = "never") -> Iterator[Claim]
     try:
         with _locked(file, folder, output_dir):
             held = {entry.name for entry in folder.iterdir()} - {_LOCK}
+            if ATTEMPT in os.environ:
+                held -= {LOGS}  # of a launch script, which writes there before the run
             _check_content(folder, held, output_dir, resume)
             is_refused = False
             try:

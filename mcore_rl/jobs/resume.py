@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.output import SUMMARY
 from mcore_rl.jobs.preflight import prepare_task
-from mcore_rl.workers.checkpointer import CHECKPOINTS, HF
+from mcore_rl.workers.checkpointer import CHECKPOINTS, HF, tell
 
 WARM_START = "warm_start"  # the folder with the weights that it ends with
 # What makes a run the same one: the first weights, and which prompts come in which order.
@@ -39,7 +38,7 @@ def checkpoint_to_resume(config: RLConfig, folder: Path) -> RunCheckpoint | None
         return None
     own = folder.absolute() / CHECKPOINTS
     if config.resume == "auto":
-        found = newest_checkpoint(own, _warn)
+        found = newest_checkpoint(own, tell)
     else:
         found = read_checkpoint(Path(config.resume))
         if found.path.parent == own and steps_in(own)[-1] > found.step:
@@ -56,9 +55,9 @@ def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLCo
     """Settings with the model and the data of the run: made, or those that it goes on with."""
     if found is None:
         return prepare_task(config, folder)
-    config = prepare_task(config, found.run, is_made=True)
+    config = prepare_task(config, found.made_in, is_made=True)
     if config.warm_start.num_steps:
-        path = found.run / WARM_START
+        path = found.made_in / WARM_START
         if not path.is_dir():
             raise ConfigError(f"{path} is missing: {found.path} goes on with its tokenizer")
         warm = replace(config.warm_start, num_steps=0)
@@ -98,7 +97,3 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", list(value) if isinstance(value, tuple) else value
-
-
-def _warn(warning: str) -> None:
-    print(f"mcore-rl rl: warning: {warning}", file=sys.stderr)

@@ -112,7 +112,7 @@ def _stop_signals(config: RLConfig) -> Iterator[StopSignals]:
 
 def _told(trace_file: Path) -> AbstractContextManager[None]:
     """What stops a run that has started, bad input that shows late too."""
-    kinds = ConfigError, WorkerError, PolicyMismatchError, NotSavedError
+    kinds = ConfigError, WorkerError, PolicyMismatchError, NotSavedError, ExportError
     return summarize_failure(trace_file, *kinds)
 
 

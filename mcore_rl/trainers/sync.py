@@ -60,5 +60,6 @@ class SyncTrainer:
             with clock("weight_sync"):
                 self.turns.serve(version=step)
             metrics["tokens_per_s"] = num_tokens / clock.total_s
-            report(step, metrics | clock.seconds)
+            metrics |= clock.seconds
+            report(step, metrics)
             self.checkpointer.step_ended(step, metrics)

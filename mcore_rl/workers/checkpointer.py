@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpoints, name_of
+from mcore_rl.checkpoint.run_checkpoints import (
+    ACTOR,
+    MADE_IN,
+    RunCheckpoint,
+    RunCheckpoints,
+    name_of,
+)
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.workers.turns import Turns
@@ -59,7 +67,8 @@ class Checkpointer:
         """
         self._config, self._turns, self._parts = config, turns, parts
         self._results, self._stop, self._hf_bytes = results, stop, hf_bytes
-        self._hf_folder = output_dir / HF
+        self._output_dir, self._hf_folder = output_dir.absolute(), output_dir / HF
+        self._made_in: str | None = None  # the run whose task and warm start this one goes on with
         self._written = RunCheckpoints(output_dir / CHECKPOINTS)
         self._saving: int | None = None  # the step whose checkpoint has no name yet
         self._state: dict[str, Any] = {}  # of that step
@@ -79,6 +88,8 @@ class Checkpointer:
         if best is not None and best["metric"] == self._config.checkpoint.keep_best:
             self._best = best
         self._last, self.next_step = checkpoint.step, checkpoint.step + 1
+        if checkpoint.made_in != self._output_dir:
+            self._made_in = str(checkpoint.made_in)
 
     def is_due(self, step: int) -> bool:
         """Whether `save` has to come."""
@@ -145,6 +156,7 @@ class Checkpointer:
             "best": self._best_with(step, metrics),
             "results": dict(self._results()),
             "settings": asdict(self._config),
+            MADE_IN: self._made_in,
         }
 
     def _best_with(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
@@ -153,9 +165,9 @@ class Checkpointer:
         if not name:
             return None
         value = metrics.get(name.removeprefix("-"))
-        if value is None:
-            has = ", ".join(sorted(metrics))
-            _tell(f"checkpoint.keep_best={name!r}: no such metric in step {step}; it has {has}")
+        if value is None or not math.isfinite(value):
+            found = f"it has {', '.join(sorted(metrics))}" if value is None else f"it is {value}"
+            tell(f"checkpoint.keep_best={name!r}: no such metric in step {step}; {found}")
             return best
         sign = -1 if name.startswith("-") else 1
         if best is not None and sign * value <= sign * best["value"]:
@@ -172,12 +184,16 @@ class Checkpointer:
             if reason:
                 raise OSError(reason)
             self._written.publish(step, self._state)
-            self._last, self._best = step, self._state["best"]
-            besides = [self._best["step"]] if self._best is not None else []
-            self._written.prune(self._config.checkpoint.keep, besides)
         except OSError as error:
             self._warn(step, str(error))
             self._written.discard(step)
+            return
+        self._last, self._best = step, self._state["best"]
+        besides = [self._best["step"]] if self._best is not None else []
+        try:
+            self._written.prune(step, self._config.checkpoint.keep, besides)
+        except OSError as error:
+            tell(f"step {step}: an old checkpoint cannot be removed: {error}; the run goes on")
 
     def _export(self, step: int) -> None:
         path = self._hf_folder / name_of(step)
@@ -189,11 +205,11 @@ class Checkpointer:
         except OSError as error:
             reason = str(error)
         if reason:
-            _tell(f"step {step}: no export to {path}: {reason}; the run goes on")
+            tell(f"step {step}: no export to {path}: {reason}; the run goes on")
 
     def _warn(self, step: int, reason: str) -> None:
         held = f"that of step {self._last} stays" if self._last else "there is none yet"
-        _tell(f"step {step}: no checkpoint: {reason}; {held}, and the run goes on")
+        tell(f"step {step}: no checkpoint: {reason}; {held}, and the run goes on")
 
     def _raise_stopped(self, step: int) -> None:
         told, go_on = f"{self._stop.requested}: step {step}", how_to_go_on(self._config)
@@ -206,5 +222,6 @@ def how_to_go_on(config: RLConfig) -> str:
     return f"to go on: the same command with resume=auto output_dir={config.output_dir}"
 
 
-def _tell(warning: str) -> None:
-    print(f"mcore-rl rl: warning: {warning}", file=sys.stderr)
+def tell(warning: str) -> None:
+    with contextlib.suppress(OSError):  # nobody may read it any more
+        print(f"mcore-rl rl: warning: {warning}", file=sys.stderr)

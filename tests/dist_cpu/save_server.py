@@ -73,7 +73,7 @@ def save_for_ever(model: Path, folder: Path, in_background: bool, told: int) -> 
             engine.save_checkpoint(path)
         if is_first:
             checkpoints.publish(step, state)
-            checkpoints.prune(2)
+            checkpoints.prune(step, 2)
         dist.barrier()
 
 

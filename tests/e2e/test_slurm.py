@@ -119,7 +119,8 @@ def test_a_run_that_was_told_to_end_saves_is_queued_again_and_ends_the_same(
     before = temporary()
     job = Submitted(slurm, tmp_path)
     job.wait_for_step(2)
-    assert slurm.run("scancel", "--signal=USR1", job.number).returncode == 0
+    # As before the time limit (#SBATCH --signal=B:USR1): only the batch script is told.
+    assert slurm.run("scancel", "--batch", "--signal=USR1", job.number).returncode == 0
     found = job.wait("COMPLETED", "FAILED")
     assert found["ExitCode"] == "0:0", job.log
     assert found["Restarts"] == "1"
@@ -165,7 +166,7 @@ def test_a_busy_port_ends_the_job_with_the_node_the_port_and_the_remedy(slurm, t
         port = taken.getsockname()[1] - 70  # n2's, whose first is 64 above n1's
         job = Submitted(slurm, tmp_path, MCORE_RL_FIRST_PORT=str(port))
         job.wait("PENDING", "FAILED")
-        slurm.wait_until(lambda: "failed twice" in job.log, "it gives up", A_JOB_S)
+        slurm.wait_until(lambda: "ended twice" in job.log, "it gives up", A_JOB_S)
     assert job.wait("FAILED")["Restarts"] == "1"
     assert re.search(rf"n2: port .*:{port + 70} cannot be had .*MCORE_RL_FIRST_PORT", job.log)
     assert not (job.output / "config.json").exists()

@@ -57,7 +57,8 @@ def _named_there(shard: Any, stored: Collection[str]) -> Any:
         key = _SHARDED + key.removeprefix(_REPLICATED)
     elif key.startswith(_SHARDED):
         key = _REPLICATED + key.removeprefix(_SHARDED)
-        if key not in stored:
+        # LoRA's factors are stored in parts: KEY.NAME.
+        if not any(there == key or there.startswith(f"{key}.") for there in stored):
             return None
     return replace(shard, key=key)
 

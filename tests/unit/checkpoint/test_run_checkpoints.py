@@ -61,6 +61,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "state flipped": (STATE, flip, "is damaged"),
     "state missing": (STATE, Path.unlink, "is missing"),
     "info changed": (f"{ACTOR}/mcore_rl.json", swap_digits, "is damaged"),
+    "state is a folder": (
+        STATE,
+        lambda file: (file.unlink(), file.mkdir()),
+        "cannot be read|bytes",
+    ),
     "info missing": (f"{ACTOR}/mcore_rl.json", Path.unlink, "is missing"),
     "manifest changed": ("manifest.json", swap_digits, "is damaged"),
     "manifest cut": ("manifest.json", lambda file: os.truncate(file, 5), "is not valid JSON"),
@@ -109,11 +114,18 @@ def test_a_list_that_names_files_elsewhere_is_refused(checkpoints, tmp_path):
 def test_the_last_ones_stay_and_the_best(checkpoints):
     for step in (1, 2, 3, 1_000_000):
         saved(checkpoints, step)
-    checkpoints.prune(2, besides=[1])
+    checkpoints.prune(1_000_000, 2, besides=[1])
     assert steps_in(checkpoints.folder) == [1, 3, 1_000_000]
-    checkpoints.prune(1)
+    checkpoints.prune(1_000_000, 1)
     assert steps_in(checkpoints.folder) == [1_000_000]
     assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step_1000000"]
+
+
+def test_later_ones_are_damaged_and_do_not_count(checkpoints):
+    for step in (5, 10, 15, 20):
+        saved(checkpoints, step)
+    checkpoints.prune(15, 1, besides=[10])
+    assert steps_in(checkpoints.folder) == [10, 15, 20]
 
 
 def test_one_of_the_same_step_is_replaced(checkpoints):

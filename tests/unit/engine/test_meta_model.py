@@ -69,11 +69,11 @@ def test_a_process_is_left_as_it_was():
 
 def test_a_rank_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="this process is a rank already"):
+    with pytest.raises(RuntimeError, match="this process is already a rank"):
         meta_model(DENSE, 131)
 
 
-def test_after_a_failure_the_next_blueprint_is_made(monkeypatch):
+def test_after_a_failure_the_next_meta_model_is_made(monkeypatch):
     with monkeypatch.context() as patch:
         change_rules(patch, lambda weights: weights[1:])
         with pytest.raises(RuntimeError):

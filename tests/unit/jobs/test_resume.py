@@ -76,6 +76,27 @@ def test_a_run_that_goes_on_has_the_weights_of_its_warm_start_and_makes_none(tmp
     assert prepared.warm_start.num_steps == 0
 
 
+def test_a_run_that_has_gone_on_from_another_has_the_warm_start_of_that_one(tmp_path):
+    asked = config(tmp_path / "b", warm_start=replace(RLConfig().warm_start, num_steps=5))
+    (tmp_path / "a" / "warm_start").mkdir(parents=True)
+    path = saved(asked, tmp_path / "b", 4)
+    found = RunCheckpoint(path, 4, {"made_in": str(tmp_path / "a")})
+    prepared = prepare(asked, tmp_path / "b", found)
+    assert prepared.model.path == str(tmp_path / "a" / "warm_start")
+
+
+def test_logs_that_a_launch_script_has_begun_are_no_run(tmp_path, monkeypatch):
+    (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
+    with (
+        pytest.raises(ConfigError, match="is not empty"),
+        exclusive_run_dir(str(tmp_path), "never"),
+    ):
+        pass
+    monkeypatch.setenv("MCORE_RL_ATTEMPT", "1")
+    with exclusive_run_dir(str(tmp_path), "never") as claim:
+        assert claim.folder == tmp_path
+
+
 def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp_path):
     asked = config(tmp_path)
     found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})

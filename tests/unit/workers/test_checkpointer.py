@@ -140,6 +140,14 @@ def test_the_best_stays_beside_the_last(tmp_path, name, best):
     assert steps_in(run.folder) == [best, 12]
 
 
+def test_what_is_no_number_is_never_the_best(tmp_path, capsys):
+    run = Run(tmp_path, num_steps=6, keep=1, keep_best="reward")
+    rewards = {2: 0.5, 4: float("nan"), 6: 0.25}
+    run.steps(range(1, 7), lambda step: {"reward": rewards.get(step, 0.0)})
+    assert steps_in(run.folder) == [2, 6]
+    assert "no such metric in step 4; it is nan" in capsys.readouterr().err
+
+
 def test_a_metric_that_there_is_not_is_told_with_those_that_there_are(tmp_path, capsys):
     run = Run(tmp_path, keep_best="rewards")
     run.steps([1, 2], lambda step: {"reward": 1.0})
