@@ -152,6 +152,7 @@ print(json.dumps(run.examine(request, nodes).as_json()))
 """
 
 
+@pytest.mark.nightly
 def test_a_slow_pair_is_named_and_its_speed_is_that_of_the_network(tmp_path):
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing or subprocess.run(["unshare", "-Urn", "true"]).returncode:

@@ -93,6 +93,7 @@ def test_the_ray_of_a_host_ends_with_a_launch_script_that_is_killed(launch, tmp_
     assert gone(before)
 
 
+@pytest.mark.nightly
 def test_a_busy_port_ends_the_start_with_the_host_and_the_remedy(launch, tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))

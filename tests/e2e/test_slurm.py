@@ -172,6 +172,7 @@ def test_a_busy_port_ends_the_job_with_the_node_the_port_and_the_remedy(slurm, t
     assert not (job.output / "config.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_node_that_does_not_come_is_named(slurm, tmp_path):
     script = tmp_path / "python"
     script.write_text(
