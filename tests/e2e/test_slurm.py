@@ -97,6 +97,7 @@ def undisturbed(start_job: Callable[..., Job]) -> list[dict[str, float]]:
     return timeless(job.output)
 
 
+@pytest.mark.nightly
 def test_a_run_over_two_nodes_is_the_run_on_one_node_to_the_digit(slurm, undisturbed, tmp_path):
     before = temporary()
     job = Submitted(slurm, tmp_path)
@@ -125,6 +126,9 @@ def test_a_run_that_was_told_to_end_saves_is_queued_again_and_ends_the_same(
     assert found["ExitCode"] == "0:0", job.log
     assert found["Restarts"] == "1"
     assert "the driver has ended with status 75" in job.log
+    assert {"actor: rank 0 on n1, rank 1 on n2", "rollout: rank 0 on n1, rank 1 on n2"} <= {
+        *job.log.splitlines()
+    }
     assert job.metrics() == undisturbed
     nothing_is_left(slurm, before)
 
@@ -145,6 +149,7 @@ def test_a_run_that_loses_a_node_goes_on_when_that_is_back_and_ends_the_same(und
         nothing_is_left(slurm, before)
 
 
+@pytest.mark.nightly
 def test_what_a_killed_batch_step_leaves_is_swept_by_the_next_start(slurm, tmp_path):
     before = temporary()
     job = Submitted(slurm, tmp_path)
@@ -159,6 +164,7 @@ def test_what_a_killed_batch_step_leaves_is_swept_by_the_next_start(slurm, tmp_p
     nothing_is_left(slurm, before)
 
 
+@pytest.mark.nightly
 def test_a_busy_port_ends_the_job_with_the_node_the_port_and_the_remedy(slurm, tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
