@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.controller import reaper
 from tests.e2e.conftest import ROOT, Job
 from tests.e2e.processes import lives
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
@@ -85,8 +86,18 @@ def nothing_is_left(slurm: SlurmCluster, before: set[str]) -> None:
 
 
 def temporary() -> set[str]:
-    """What jobs leave when they leave something: folders, shared memory."""
-    return {str(path) for path in [*Path("/tmp").glob("mcr_*"), *Path("/dev/shm").iterdir()]}
+    """What jobs leave when they leave something, and no living process uses."""
+    mapped = reaper.mapped_by(set(reaper.processes()))
+    files = {name for name, inode in reaper.shared_memory().items() if inode not in mapped}
+    return files | {str(folder) for folder in Path("/tmp").glob("mcr_*") if _is_unlocked(folder)}
+
+
+def _is_unlocked(scratch: Path) -> bool:
+    try:
+        os.close(reaper.locked(str(scratch)))
+    except OSError:  # locked, or gone meanwhile
+        return False
+    return True
 
 
 @pytest.fixture(scope="module")
