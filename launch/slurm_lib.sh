@@ -183,7 +183,7 @@ phase() { printf '%s [%4d s] %s\n' "$(date +%FT%T)" "$SECONDS" "$*"; }
 die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
 
 fail() { # before the driver: what is wrong with the nodes or their Ray has been told
-    status=$?
+    status=1
     if [ -n "$is_cancelled" ]; then status=143; fi
     phase "$*"
     stop_all
