@@ -11,7 +11,7 @@ find_nodes() { nodes=("$(hostname -s)"); }
 on_first_node() { run env MCORE_RL_NODE="${nodes[0]}" "${in_image[@]}" "$@"; }
 on_all_nodes() { on_first_node "$@"; }
 examine_nodes() {
-    run "$python" -m mcore_rl.cli.main doctor --on=this --quiet --output-dir "$output"
+    on_first_node "$python" -m mcore_rl.cli.main doctor --on=this --quiet --output-dir "$output"
 }
 start_again() { phase "to go on: the same command with output_dir=$output"; }
 

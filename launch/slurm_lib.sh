@@ -69,7 +69,7 @@ find_image() { # containers: options of srun's, or a command before the command
     [ -n "${MCORE_RL_IMAGE:-}" ] || return 0
     local folder pairs='' mounts=$root,${output%/*}${MCORE_RL_MOUNTS:+,$MCORE_RL_MOUNTS}
     for folder in ${mounts//,/ }; do pairs+=,$folder:$folder; done
-    if srun --help 2>/dev/null | grep -q -- --container-image; then
+    if [ -n "${SLURM_JOB_ID:-}" ] && srun --help 2>/dev/null | grep -q -- --container-image; then
         container=(--container-image="$MCORE_RL_IMAGE" --container-mounts="${pairs#,}")
     elif command -v apptainer >/dev/null; then
         in_image=(apptainer exec --nv --bind "${pairs#,}" "$MCORE_RL_IMAGE")
@@ -276,7 +276,7 @@ planned_nodes() { # as many as the script asks for
 }
 
 step() { # a step of srun's beside the others, one task a node
-    run srun --overlap --no-kill --mpi=none --export=ALL --ntasks-per-node=1 "${container[@]}" "$@"
+    run srun --overlap --no-kill --mpi=none --cpu-bind=none --export=ALL --ntasks-per-node=1 "${container[@]}" "$@"
 }
 
 on_first_node() {

@@ -28,11 +28,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.reaper import RAY_DIR, sweep_abandoned
 from mcore_rl.controller.run_scope import MARKER, run_scope, short_temp_dir
+from mcore_rl.parallel.rendezvous import address_of
 
 NODE = "MCORE_RL_NODE"  # in the environment of a node's processes: how messages call it
 NUMBER = "MCORE_RL_NODE_NUMBER"  # 0 has the head
@@ -54,7 +53,7 @@ _OPTIONS = (
     "node-manager-port", "object-manager-port", "dashboard-agent-grpc-port",
     "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port",
 )  # fmt: skip
-NUM_PORTS = 64  # of a node: the head's, those of _OPTIONS, of the client server, of workers
+NUM_PORTS = 64  # of a node: the head's, those of _OPTIONS, of workers
 NODES_APART = 4
 _FIRST_WORKER_PORT = 8
 _MOST_FILES = 65536
@@ -68,7 +67,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "address":
-            print(address_of(options.interface))
+            print(own_address(options.interface))
         elif options.command == "sweep":
             for scratch in sweep_abandoned(short_temp_dir()):
                 print(f"{_here()}: removed what an earlier job has left, {scratch}")
@@ -82,24 +81,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def address_of(interface: str) -> str:
-    """The IPv4 address of an interface; without a name, of the one with the default route."""
-    if interface:
-        found = {
-            name: [one.address for one in addresses if one.family == socket.AF_INET]
-            for name, addresses in psutil.net_if_addrs().items()
-        }
-        if not found.get(interface):
-            allowed = ", ".join(sorted(name for name, addresses in found.items() if addresses))
-            raise ConfigError(
-                f"{_here()}: MCORE_RL_INTERFACE={interface!r} has no IPv4 address here; allowed: "
-                f"{allowed}"
-            )
-        return str(found[interface][0])
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as sock:
-        sock.connect(("203.0.113.1", 9))  # nobody's, by RFC 5737; nothing is sent
-        return str(sock.getsockname()[0])
-    raise ConfigError(f"{_here()} has no default route; set MCORE_RL_INTERFACE to an interface")
+def own_address(interface: str) -> str:
+    """By which other nodes reach this one."""
+    try:
+        return address_of(interface)
+    except ConfigError as error:
+        raise ConfigError(f"{_here()}: {error} (MCORE_RL_INTERFACE={interface!r})") from error
 
 
 def hold(options: argparse.Namespace) -> None:
@@ -114,7 +101,7 @@ def hold(options: argparse.Namespace) -> None:
         _check_logs(logs)
         print_to(logs / f"node-{name}.log")
         number = int(os.environ.get(NUMBER) or os.environ.get("SLURM_NODEID") or 0)
-        address, first = address_of(options.interface), first_port(options.head, number)
+        address, first = own_address(options.interface), first_port(options.head, number)
         check_ports(address, first, is_head=number == 0)
         _raise_file_limit()
         with run_scope(logs=logs / f"ray-{name}") as scratch:
@@ -229,17 +216,17 @@ def ray_command(
     if not is_head:
         return [*command, f"--address={options.head}"]
     config = json.dumps(RAY_CONFIG | HEALTH)
-    command += ["--head", f"--port={first}", f"--ray-client-server-port={first + 7}"]
+    command += ["--head", f"--port={first}"]
     return [*command, "--include-dashboard=false", "--no-monitor", f"--system-config={config}"]
 
 
 def _run_ray(arguments: list[str]) -> int:
     from ray.scripts.scripts import main as ray
 
-    from mcore_rl.controller.pool import small_agent
+    from mcore_rl.controller.pool import lean_node
 
     sys.argv = arguments
-    with small_agent():
+    with lean_node():
         ray()
     return 0
 

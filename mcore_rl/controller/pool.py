@@ -177,7 +177,7 @@ def _without_idlers(log_to_driver: bool) -> Iterator[None]:
 
     They are the autoscaler's monitor, the server of the dashboard (`include_dashboard=False` leaves
     it without pages only) and, unless the driver is to see what workers print, the log monitor
-    (_private/node.py:1654, :1666 and :1765). `small_agent` comes on top.
+    (_private/node.py:1654, :1666 and :1765). `lean_node` comes on top.
     """
     names = ["start_monitor", "start_api_server"]
     if not log_to_driver:
@@ -185,16 +185,21 @@ def _without_idlers(log_to_driver: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(_replaced(Node, name, lambda *_, **__: None))
-        stack.enter_context(small_agent())
+        stack.enter_context(lean_node())
         yield
 
 
-def small_agent() -> contextlib.AbstractContextManager[None]:
-    """Inside, the dashboard's agent of a node comes without its modules.
+@contextlib.contextmanager
+def lean_node() -> Iterator[None]:
+    """Inside, a node starts without Ray's client server, and its agent without modules.
 
-    A node must have one, and gives it 15 s to start (_private/services.py:1910).
+    A node must have the dashboard's agent, and gives it 15 s to start (_private/services.py:1910).
+    `ray start` of a head always starts the client server (_private/node.py:1657).
     """
-    return _replaced(utils, "get_dashboard_dependency_error", lambda: "unwanted")
+    no_client_server = _replaced(Node, "start_ray_client_server", lambda *_, **__: None)
+    no_modules = _replaced(utils, "get_dashboard_dependency_error", lambda: "unwanted")
+    with no_client_server, no_modules:
+        yield
 
 
 class ResourcePool:

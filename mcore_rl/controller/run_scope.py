@@ -127,7 +127,7 @@ def _signals_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Around a call that sets its own SIGTERM handler: ours comes back, and its exit status."""
+    """Around a call that sets its own SIGTERM handler, which exits: ours hears of it, too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -135,6 +135,8 @@ def own_sigterm() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
+        if callable(ours):
+            ours(signal.SIGTERM, None)
         raise SystemExit(128 + signal.SIGTERM) from error
     finally:
         signal.signal(signal.SIGTERM, ours)

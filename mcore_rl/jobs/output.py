@@ -9,11 +9,11 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
+from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, steps_in
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
@@ -23,7 +23,7 @@ from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.sinks import METRICS, MetricsSinks, read_rows
 from mcore_rl.observability.versions import versions
 
-_STARTED = "config.json"  # the first thing that a run writes, when it has been checked
+STARTED = "config.json"  # the first thing that a run writes, when it has been checked
 # Says who has the folder. After a SIGKILL the scope of the run removes it, by this name.
 _LOCK = ".lock.partial"
 LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
@@ -78,7 +78,7 @@ def exclusive_run_dir(output_dir: str, resume: str = "never") -> Iterator[Claim]
                 raise
             finally:
                 has_logs = (folder / LOGS).exists() and not is_refused
-                if not held and not has_logs and not (folder / _STARTED).exists():
+                if not held and not has_logs and not (folder / STARTED).exists():
                     _empty(folder)
     finally:
         os.close(file)
@@ -97,9 +97,9 @@ def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -
         hint = ", or resume='auto' to go on with the run in it" if "checkpoints" in held else ""
         raise ConfigError(f"{told}; allowed: a new folder{hint}")
     others = {name for name in held if not name.endswith(".partial")} - _BEFORE_STARTED
-    if _STARTED not in held and others:
-        raise ConfigError(f"{told} and holds no run: it has no {_STARTED}; allowed: a new folder")
-    if "checkpoints" not in held and held & {CHECKPOINT, SUMMARY}:
+    if STARTED not in held and others:
+        raise ConfigError(f"{told} and holds no run: it has no {STARTED}; allowed: a new folder")
+    if held & {CHECKPOINT, SUMMARY} and not steps_in(folder / "checkpoints"):
         raise ConfigError(
             f"{told}: a run has ended in it that has left no training checkpoints "
             "(trainer.save_every); allowed: a new folder"
@@ -164,9 +164,14 @@ class RunOutput:
         if resumed is not None:
             rows = [row for row in read_rows(resumed.run / METRICS) if _is_kept(row, resumed.step)]
             self.results |= resumed.state["results"]
+            # What the run left when it ended before; it goes on now.
+            (folder / SUMMARY).unlink(missing_ok=True)
+            shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+            if resumed.run != folder.absolute():  # of "auto", after a start that saved nothing
+                config = replace(config, resume=str(resumed.path))
         self._sinks = MetricsSinks(folder, rows)
         self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]
-        write_json(folder / _STARTED, asdict(config))
+        write_json(folder / STARTED, asdict(config))
 
     @contextmanager
     def progress(self, title: str, num_steps: int, prefix: str = "") -> Iterator[Report]:

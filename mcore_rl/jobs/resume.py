@@ -15,10 +15,11 @@ from mcore_rl.checkpoint.run_checkpoints import (
     steps_in,
 )
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.output import SUMMARY
+from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.preflight import prepare_task
-from mcore_rl.workers.checkpointer import CHECKPOINTS, HF, tell
+from mcore_rl.workers.checkpointer import CHECKPOINTS, tell
 
 WARM_START = "warm_start"  # the folder with the weights that it ends with
 # What makes a run the same one: the first weights, and which prompts come in which order.
@@ -38,7 +39,7 @@ def checkpoint_to_resume(config: RLConfig, folder: Path) -> RunCheckpoint | None
         return None
     own = folder.absolute() / CHECKPOINTS
     if config.resume == "auto":
-        found = newest_checkpoint(own, tell)
+        found = newest_checkpoint(own, tell) or _begun_from(folder)
     else:
         found = read_checkpoint(Path(config.resume))
         if found.path.parent == own and steps_in(own)[-1] > found.step:
@@ -49,6 +50,14 @@ def checkpoint_to_resume(config: RLConfig, folder: Path) -> RunCheckpoint | None
     if found is not None:
         _check_settings(config, found)
     return found
+
+
+def _begun_from(folder: Path) -> RunCheckpoint | None:
+    """The checkpoint of another run that the run in `folder` began from and has not saved since."""
+    if not (folder / STARTED).is_file():
+        return None
+    resume = read_json_object(folder / STARTED).get("resume", "never")
+    return None if resume in ("never", "auto") else read_checkpoint(Path(resume))
 
 
 def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLConfig:
@@ -67,8 +76,7 @@ def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLCo
 
 def clear(folder: Path) -> None:
     """Remove what a run has left before its first checkpoint and another one does not replace."""
-    for name in (WARM_START, HF):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / WARM_START, ignore_errors=True)
 
 
 def has_ended(config: RLConfig, found: RunCheckpoint | None, folder: Path) -> bool:
@@ -81,7 +89,8 @@ def has_ended(config: RLConfig, found: RunCheckpoint | None, folder: Path) -> bo
 def _check_settings(config: RLConfig, found: RunCheckpoint) -> None:
     mine, theirs = dict(_flat(asdict(config))), dict(_flat(found.state["settings"]))
     differ = [key for key in mine if mine[key] != theirs.get(key)]
-    refused = [key for key in differ if key.split(".")[0] in _THE_SAME]
+    layout = f"{WARM_START}.layout."  # no ranks start for it any more
+    refused = [k for k in differ if k.split(".")[0] in _THE_SAME and not k.startswith(layout)]
     if refused:
         told = "; ".join(f"{key}={mine[key]!r}, there {theirs.get(key)!r}" for key in refused)
         raise ConfigError(f"{found.path} is of another run: {told}; allowed: the same")

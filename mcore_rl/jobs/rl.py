@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -74,9 +73,9 @@ def run(config: RLConfig) -> None:
             inputs = check_inputs(prepared)
             room.check_room(prepared, claim.folder)
         with (
-            _session(config, scratch),
+            _session(prepared, scratch),
             _told(log_dir(claim.folder) / "error.txt"),
-            Pools(config, _resource(), log_dir(claim.folder)) as pools,
+            Pools(prepared, _resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as kept,
         ):
             output, ranks = RunOutput(claim.folder, config, found), None
@@ -209,8 +208,6 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             after = actor.compute_log_probs(after, temperature=config.rollout.temperature)
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
-            if run.found is not None:  # of a run that ended before
-                shutil.rmtree(checkpoint, ignore_errors=True)
             room.export(actor, checkpoint, num_bytes)
 
 

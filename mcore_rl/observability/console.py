@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,16 @@ class StepReport:
         )
 
 
+class _Console(Console):
+    """Goes on in silence when nobody reads any more, as after Ctrl-C on `... | tee`."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 class StepProgress:
     """Shows each of `num_steps` steps of the phase `title`; use it as a context manager.
 
@@ -43,7 +55,7 @@ class StepProgress:
     def __init__(self, title: str, num_steps: int, console: Console | None = None) -> None:
         self._title = title
         self._num_steps = num_steps
-        self._console = console or Console()
+        self._console = console or _Console()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),
@@ -77,7 +89,7 @@ class StepProgress:
 @contextmanager
 def waiting(for_what: str, console: Console | None = None) -> Iterator[None]:
     """A spinner on a terminal while something without steps runs; nothing elsewhere."""
-    console = console or Console()
+    console = console or _Console()
     if not console.is_terminal:
         yield
         return
@@ -96,4 +108,4 @@ def print_before_after(
     for name, before, after in rows:
         change = f"{100 * (after - before):+.1f} points"
         table.add_row(name, f"{before:.1%}", f"{after:.1%}", change)
-    (console or Console()).print(table)
+    (console or _Console()).print(table)

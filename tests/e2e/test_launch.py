@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from tests.e2e.conftest import ROOT
 
 # As ssh does it: a shell at the other end, to which the end of the connection is that of stdin.
-SSH = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
+SSH = '#!/bin/sh\nshift\necho "$*" >>"$0.commands"\nexec sh -c "$*"\n'
 ENDS_S = 120
 
 
@@ -72,10 +73,14 @@ def gone(before: set[str]) -> bool:
 
 def test_hosts_have_a_ray_together_and_the_driver_tells_the_status(launch, tmp_path):
     before = leftovers()
-    job = launch("hosts.sh", "recipe=tiny_two_nodes", "trainer.num_steps=0", MCORE_RL_HOSTS="a1 a2")
+    job = launch(
+        "hosts.sh", "recipe=tiny_two_nodes", "trainer.num_steps=0",
+        MCORE_RL_HOSTS="a1 a2", MCORE_RL_DOCTOR="1", HF_TOKEN="secret",
+    )  # fmt: skip
     assert job.wait(ENDS_S) == 2, (tmp_path / "told").read_text()
     told = (tmp_path / "told").read_text()
     assert "attempt 1 on a1 a2" in told
+    assert "HF_TOKEN" not in (tmp_path / "ssh.commands").read_text()
     assert "mcore-rl rl: trainer.num_steps=0" in told
     assert {"node-a1.log", "node-a2.log"} <= {*os.listdir(tmp_path / "out/logs/attempt_1")}
     assert gone(before)
@@ -89,6 +94,14 @@ def test_the_ray_of_a_host_ends_with_a_launch_script_that_is_killed(launch, tmp_
         assert time.monotonic() < deadline, told
         time.sleep(0.2)
     assert leftovers() - before
+    (tmp_path / "token").write_text("0" * 64)
+    other = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    head = re.search(r"start Ray at (\S+)", told)
+    waiting = [sys.executable, "-m", "mcore_rl.controller.node", "wait", "--seconds=20"]
+    waiting += [f"--head={head[1]}", "--names=a1", f"--logs={tmp_path}"]
+    refused = subprocess.run(waiting, env=other, cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert f"the Ray at {head[1]} has another token" in refused.stderr
     os.kill(job.pid, signal.SIGKILL)
     assert gone(before)
 

@@ -38,9 +38,9 @@ def test_a_busy_port_is_named_with_its_node_and_the_remedy(monkeypatch):
 
 
 def test_an_interface_without_an_address_is_refused_with_those_that_have_one():
-    assert node.address_of("lo") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"MCORE_RL_INTERFACE='ib9' has no IPv4 .*allowed: .*lo"):
-        node.address_of("ib9")
+    assert node.own_address("lo") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"'ib9' has no IPv4 .*allowed: .*lo.*MCORE_RL_INT"):
+        node.own_address("ib9")
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path, monkeypatch):

@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from mcore_rl.controller.run_scope import own_sigterm
+
 JOB = """
 import sys, time
 from pathlib import Path
@@ -32,6 +36,17 @@ sys.modules["mcore_rl.cli.job"] = ModuleType("job")
 sys.modules["mcore_rl.cli.job"].main = job
 sys.exit(main._run("job", []))
 """
+
+
+def test_a_sigterm_that_another_handler_has_taken_reaches_ours():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *received: heard.append(received))
+    try:
+        with pytest.raises(SystemExit, match="143"), own_sigterm():
+            sys.exit(1)  # as Ray's does
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [(signal.SIGTERM, None)]
 
 
 def wait_for(story: Path) -> None:

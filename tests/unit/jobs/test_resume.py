@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpoints
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
 from mcore_rl.jobs.resume import checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.observability.sinks import read_rows
@@ -97,6 +97,33 @@ def test_logs_that_a_launch_script_has_begun_are_no_run(tmp_path, monkeypatch):
         assert claim.folder == tmp_path
 
 
+def test_a_run_that_began_from_another_and_saved_nothing_yet_begins_from_it_again(tmp_path):
+    path = saved(config(tmp_path / "a"), tmp_path / "a", 4)
+    (tmp_path / "b").mkdir()
+    for resume in (str(path), "auto", "auto"):
+        asked = config(tmp_path / "b", resume)
+        found = checkpoint_to_resume(asked, tmp_path / "b")
+        assert found is not None and found.path == path
+        RunOutput(tmp_path / "b", asked, found)
+
+
+def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path):
+    asked = config(tmp_path)
+    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {"results": {}})
+    (tmp_path / "summary.json").touch()
+    (tmp_path / "checkpoint").mkdir()
+    RunOutput(tmp_path, asked, found)
+    assert not has_ended(asked, found, tmp_path)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_the_layout_of_a_warm_start_that_is_over_may_change(tmp_path):
+    asked = config(tmp_path)
+    saved(asked, tmp_path, 2)
+    warm = replace(asked.warm_start, layout=Layout(dp=2))
+    assert checkpoint_to_resume(config(tmp_path, warm_start=warm), tmp_path) is not None
+
+
 def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp_path):
     asked = config(tmp_path)
     found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
@@ -115,6 +142,7 @@ def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp
         (["config.json", "checkpoints"], "never", "not empty; allowed: a new folder, or resume='a"),
         (["mine"], "auto", "holds no run: it has no config.json"),
         (["config.json", "checkpoint"], "auto", "that has left no training checkpoints"),
+        (["config.json", "checkpoint", "checkpoints"], "auto", "that has left no training check"),
         (["config.json", "checkpoints"], "auto", ""),
         (["config.json", "logs", "warm_start"], "auto", ""),
         (["logs", "task", ".task.partial"], "auto", ""),  # killed before it had started
@@ -143,7 +171,7 @@ def test_what_a_run_left_before_its_first_checkpoint_is_replaced_or_goes(tmp_pat
         (tmp_path / name).mkdir()
     (tmp_path / "notes").touch()
     clear(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "notes", "task"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "logs", "notes", "task"]
 
 
 def test_an_output_dir_that_one_stands_in_is_no_exception(tmp_path, monkeypatch):
