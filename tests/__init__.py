@@ -1,0 +1,1 @@
+"""A regular package: one of the test environment has this name, too."""
