@@ -197,12 +197,19 @@ def _resolve_weight_sync(config: RLConfig) -> None:
 
 
 def _resolve_rollout(config: RolloutConfig) -> None:
-    for name in ("num_servers", "tp", "max_response_tokens", "max_num_seqs", "kv_cache_bytes"):
+    positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
+    for name in (*positive_counts, "max_num_seqs", "kv_cache_bytes"):
         at_least(f"rollout.{name}", getattr(config, name), 1)
-    if config.cores and len(config.cores.split("|")) != config.tp:
+    num_workers, rest = divmod(config.tp, config.nodes_per_server)
+    if rest:
         raise ConfigError(
-            f"rollout.cores={config.cores!r} must list the cores of each of the "
-            f"rollout.tp={config.tp} workers of a server, separated by '|'"
+            f"rollout.nodes_per_server={config.nodes_per_server}; allowed: divisors of "
+            f"rollout.tp={config.tp}, since each node has as many workers"
+        )
+    if config.cores and len(config.cores.split("|")) != num_workers:
+        raise ConfigError(
+            f"rollout.cores={config.cores!r} must list the cores of each of a node's "
+            f"{num_workers} workers of a server, separated by '|'"
         )
     if config.cores and not re.fullmatch(_CORES, config.cores):
         raise ConfigError(

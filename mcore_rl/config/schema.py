@@ -121,6 +121,7 @@ class RolloutConfig:
 
     num_servers: int = 1  # each has a full copy of the model
     tp: int = 1  # tensor parallel inside a server
+    nodes_per_server: int = 1  # nodes that a server spans; each has as many of its tp workers
     ep: bool = False  # expert parallel over the tp ranks of a server
     temperature: float = 1.0  # sampling temperature, in training and evaluation; above 0
     top_p: float = 1.0  # allowed: 1

@@ -110,7 +110,7 @@ BAD = [
     ({"actor__modules": "apex"}, "actor.modules='apex'; allowed: 'auto', 'te', 'torch'"),
     (
         {"rollout__cores": "0|1"},
-        "rollout.cores='0|1' must list the cores of each of the",
+        "rollout.cores='0|1' must list the cores of each of a node's 1 workers of a server",
     ),
     ({"rollout__cores": "a"}, "rollout.cores='a'; allowed: numbers and ranges"),
     ({"output_dir": ""}, "output_dir='' names no folder"),
@@ -128,6 +128,11 @@ BAD = [
     ({"algorithm__entropy_coef": -1.0}, "algorithm.entropy_coef=-1.0; allowed: at least 0"),
     ({"rollout__temperature": 0.0}, "rollout.temperature=0.0; allowed: above 0"),
     ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: training needs log-probs of the whole"),
+    (
+        {"rollout__tp": 4, "rollout__nodes_per_server": 3},
+        "rollout.nodes_per_server=3; allowed: divisors of rollout.tp=4, since each node has as",
+    ),
+    ({"rollout__nodes_per_server": 0}, "rollout.nodes_per_server=0; allowed: at least 1"),
     ({"rollout__num_servers": 0}, "rollout.num_servers=0; allowed: at least 1"),
     ({"algorithm__group_size": 1}, "algorithm.group_size=1; allowed: at least 2"),
     ({"algorithm__num_mini_batches": 3}, "algorithm.num_mini_batches=3 does not divide"),
