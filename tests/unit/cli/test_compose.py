@@ -53,7 +53,7 @@ def test_without_a_recipe_the_defaults_stand():
         ("actor.lora.targets=linear_qkv", r"actor.lora.targets=.*; allowed: a list such as \["),
         (
             "data.train_files=a.jsonl",
-            r"data.train_files='a.jsonl'; allowed: a list such as \[a,b\]",
+            r"train_files='a.jsonl'; allowed: a list such as \[a,b\]",
         ),
         ("data.train_weights=[x]", r"data.train_weights=.*; allowed: a list such as \[1,2.5\]"),
         ("actor.layout=3", "actor.layout is a group of settings; set one of: actor.layout.tp"),
@@ -79,10 +79,8 @@ def test_a_text_is_taken_as_it_stands_in_quotes_or_without(path):
 
 
 def test_files_are_a_list_and_may_be_functions():
-    config = compose_config(
-        RLConfig,
-        ["data.train_files=[/x/a.parquet,b-1.jsonl,my/own.py:rows]", "data.train_weights=[3,.5,1]"],
-    )
+    files = "data.train_files=[/x/a.parquet,b-1.jsonl,my/own.py:rows]"
+    config = compose_config(RLConfig, [files, "data.train_weights=[3,.5,1]"])
     assert config.data.train_files == ["/x/a.parquet", "b-1.jsonl", "my/own.py:rows"]
     assert config.data.train_weights == [3.0, 0.5, 1.0]
 
