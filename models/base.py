@@ -20,7 +20,9 @@ from mcore_rl.models.fields import check_fields
 from mcore_rl.reshard.rules import Weight
 
 HFConfig = dict[str, Any]  # the contents of config.json
-CAUSAL, CLASSIFICATION = "ForCausalLM", "ForTokenClassification"  # how architectures end
+# How architectures end.
+CAUSAL = "ForCausalLM"
+CLASSIFICATION, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ def family_of(config: HFConfig) -> Family:
     """The family that config.json names under "architectures"."""
     architectures = config.get("architectures") or []
     # A value model is the same family with another head (models/heads.py).
-    causal = [name.replace(CLASSIFICATION, CAUSAL) for name in architectures]
+    causal = [
+        name.replace(CLASSIFICATION, CAUSAL).replace(SEQUENCE, CAUSAL) for name in architectures
+    ]
     for architecture in causal:
         if architecture in _FAMILIES:
             return _FAMILIES[architecture]

@@ -1,46 +1,66 @@
 """The value head: one number per token from the last hidden state.
 
-Its Hugging Face form is token classification with one label: `score.weight` [1, hidden] and, unless
-config.json has token_classification_bias=false, `score.bias` [1]
-(transformers/modeling_layers.py, GenericForTokenClassification).
+Its Hugging Face form is a classification with one label. Of tokens, for a critic: `score.weight`
+[1, hidden] and, unless config.json has token_classification_bias=false, `score.bias` [1]
+(transformers/modeling_layers.py, GenericForTokenClassification). Of sequences, for a reward model:
+`score.weight` alone, read at the last token (GenericForSequenceClassification).
 """
 
 from __future__ import annotations
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import CAUSAL, CLASSIFICATION, HFConfig, family_of, field, without_mtp
+from mcore_rl.models.base import (
+    CAUSAL,
+    CLASSIFICATION,
+    SEQUENCE,
+    HFConfig,
+    family_of,
+    field,
+    without_mtp,
+)
 from mcore_rl.reshard.boxes import LogicalTensor
 from mcore_rl.reshard.rules import Weight, Whole
 
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
+def value_head_of(config: HFConfig) -> str:
+    """CLASSIFICATION or SEQUENCE for a checkpoint of a value model, "" for a language model."""
+    architectures = config.get("architectures") or []
+    found = (end for end in (CLASSIFICATION, SEQUENCE) for n in architectures if n.endswith(end))
+    return next(found, "")
+
+
 def has_value_head(config: HFConfig) -> bool:
     """Whether the checkpoint is one of a value model, not of a language model."""
-    return any(name.endswith(CLASSIFICATION) for name in config.get("architectures") or [])
+    return bool(value_head_of(config))
 
 
 def has_value_bias(config: HFConfig) -> bool:
+    if value_head_of(config) == SEQUENCE:
+        return False
     return bool(config.get("token_classification_bias", True))
 
 
-def value_config(config: HFConfig) -> HFConfig:
+def value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig:
     """config.json of the value model that starts from a checkpoint, of either kind.
 
     The decoder is the checkpoint's. A value model has no output embedding to tie, and no layers for
-    multi-token prediction.
+    multi-token prediction. `kind` is how the architecture of one ends that starts from a language
+    model; one that starts from a value model is of the same kind.
 
     Raises:
         ConfigError: the checkpoint classifies into more than one label.
     """
-    if has_value_head(config):
+    if found := value_head_of(config):
+        kind = found
         labels = config.get("id2label") or {"0": "", "1": ""}  # absent: transformers' default, two
         if len(labels) != 1:
             raise ConfigError(
                 f"config.json: {config['architectures']} has {len(labels)} labels (id2label); "
                 "allowed for a value model: 1"
             )
-    architecture = family_of(config).architecture.removesuffix(CAUSAL) + CLASSIFICATION
+    architecture = family_of(config).architecture.removesuffix(CAUSAL) + kind
     named = {"architectures": [architecture], "tie_word_embeddings": False, **_ONE_LABEL}
     return without_mtp(config) | named
 

@@ -78,3 +78,12 @@ def value_clip(inputs: LossInputs, settings: ValueClipSettings) -> LossResult:
 def negative_log_likelihood(inputs: LossInputs) -> LossResult:
     """Of each target token, in nats: the loss of supervised training."""
     return -inputs.log_probs, {}
+
+
+def linear_in_scores(inputs: LossInputs) -> LossResult:
+    """The log-prob or the value of each token.
+
+    With loss_weights that are the derivatives of a loss by them, its gradient is that loss's.
+    """
+    [name] = inputs.scores.keys() & {"log_probs", "values"}
+    return inputs.scores[name], {}

@@ -13,9 +13,10 @@ from dataclasses import fields
 
 from mcore_rl.cli import main as command_line
 from mcore_rl.cli import recipes
+from mcore_rl.cli.job import SCHEMAS
 from mcore_rl.cli.options import Parser, show
 from mcore_rl.config.describe import Setting, groups
-from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
 _BASH = """\
@@ -81,9 +82,9 @@ def _candidates(before: Sequence[str], current: str) -> Iterator[str]:
         yield from (*command_line.COMMANDS, *command_line.OPTIONS)
         return
     name = before[0]
-    if name == "rl" and not current.startswith("-"):
-        yield from _settings(current, is_topic="-h" in before or "--help" in before)
-    if name not in command_line.COMMANDS or (name == "rl" and current[:1] not in ("", "-")):
+    if name in SCHEMAS and not current.startswith("-"):
+        yield from _settings(name, current, is_topic="-h" in before or "--help" in before)
+    if name not in command_line.COMMANDS or (name in SCHEMAS and current[:1] not in ("", "-")):
         return
     found = importlib.import_module(f"mcore_rl.cli.{name}").build_parser()
     for word in before[1:]:
@@ -91,8 +92,8 @@ def _candidates(before: Sequence[str], current: str) -> Iterator[str]:
     yield from _of_parser(found, before[-1], current)
 
 
-def _settings(current: str, *, is_topic: bool) -> Iterator[str]:
-    found = list(groups(RLConfig()))
+def _settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
+    found = list(groups(SCHEMAS[name]()))
     if is_topic:
         yield from (group.key for group in found if group.key)
         return

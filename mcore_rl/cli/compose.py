@@ -222,5 +222,5 @@ def unknown(key: str, known: Sequence[str]) -> str:
     close = close or [name for end in closest(leaf, ends) for name in ends[end]][:3]
     if "." in key:  # the whole key says more than its end
         close = closest(key, known) or close
-    hint = f"did you mean {' or '.join(close)}?" if close else "mcore-rl rl --help lists them all"
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
     return f"unknown setting {key!r}; {hint}"

@@ -15,6 +15,9 @@ from mcore_rl.observability.garbage import leave_garbage_at_exit
 
 COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
+    "sft": "supervised training: mcore-rl sft model.path=DIR data.train_file=FILE ...",
+    "dpo": "training on preference pairs: mcore-rl dpo model.path=DIR data.train_file=FILE ...",
+    "rm": "a reward model from preference pairs: mcore-rl rm model.path=DIR ...",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
     "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",
     "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",

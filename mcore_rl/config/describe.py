@@ -26,6 +26,11 @@ CHOICES: Mapping[str, Sequence[str]] = {
     ),
     "actor.backend": resolve_engine.BACKENDS,
     "actor.modules": resolve_engine.MODULES,
+    "data.long_rows": ("refuse", "drop"),
+    "engine.backend": resolve_engine.BACKENDS,
+    "engine.modules": resolve_engine.MODULES,
+    "loss": ("dpo", "ipo", "orpo", "simpo"),
+    "loss_aggregation": ("sequence_mean_token_mean", "sequence_mean_token_sum", "token_mean"),
     "data.long_prompts": resolve.LONG_PROMPTS,
     "model.dtype": ("auto", *resolve.DTYPES),
     "moe.aux_loss": resolve_engine.AUX_LOSSES,
@@ -37,6 +42,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "placement.rollout": ("auto", "shared", "own"),
     "recompute.granularity": resolve_engine.GRANULARITIES,
     "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
+    "reference.placement": ("shared", "own"),
     "reward.name": ("final_number",),
     "task.name": tuple(name for name in resolve.TASKS if name),
     "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,
@@ -77,7 +83,13 @@ class SettingGroup:
 def groups(part: object, key: str = "") -> Iterator[SettingGroup]:
     """The groups of settings in an instance of a dataclass of settings, outer ones first."""
     kind = type(part)
-    comments = _comments(kind.__module__)
+    comments: dict[tuple[str, str], str] = {}
+    for parent in reversed(kind.__mro__[:-1]):
+        comments |= {
+            (kind.__name__, n): c
+            for (of, n), c in _comments(parent.__module__).items()
+            if of == parent.__name__
+        }
     found, inner = [], []
     for entry in fields(part):  # type: ignore[arg-type]
         value, name = getattr(part, entry.name), f"{key}.{entry.name}".lstrip(".")

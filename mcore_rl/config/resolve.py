@@ -27,6 +27,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     WeightSyncConfig,
 )
+from mcore_rl.config.train_schema import TrainConfig
 
 DTYPES = ("float32", "bfloat16")
 DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
@@ -54,7 +55,7 @@ def resolve(config: RLConfig) -> None:
     at_least("trainer.num_steps", config.trainer.num_steps, 1)
     at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
-    _resolve_checkpoint(config)
+    resolve_checkpoint(config)
     for name in ("max_logprob_gap", "mean_logprob_gap"):
         if (bound := getattr(config.trainer, name)) is not None:
             positive(f"trainer.{name}", bound)
@@ -124,7 +125,7 @@ def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
         raise ConfigError("rollout.ep=true: the model has no experts; allowed: false")
 
 
-def _resolve_checkpoint(config: RLConfig) -> None:
+def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
     at_least("trainer.save_every", config.trainer.save_every, 0)
     at_least("checkpoint.keep", config.checkpoint.keep, 1)
     at_least("checkpoint.hf_every", config.checkpoint.hf_every, 0)

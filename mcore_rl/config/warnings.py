@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mcore_rl.config.resolve_train import data_of
 from mcore_rl.config.schema import OptimizerConfig, RLConfig
+from mcore_rl.config.train_schema import TrainConfig
 
 
 def warnings_of(config: RLConfig) -> Iterator[str]:
@@ -23,19 +25,36 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
         )
     if config.reward.shuffle:
         yield "reward.shuffle=true: a control experiment, in which rewards have no signal"
-    if not trainer.save_every:
-        found: dict[str, object] = {
-            "checkpoint.keep_best": config.checkpoint.keep_best,
-            "checkpoint.async_save": config.checkpoint.async_save,
-            "resume": config.resume if config.resume == "auto" else "",
-        }
-        for key, value in found.items():
-            if value:
-                yield f"{key}={value!r}: trainer.save_every=0 writes no training checkpoints"
+    yield from _of_checkpoints(config)
     steps = trainer.num_steps * config.algorithm.num_mini_batches
     yield from _of_optimizer("actor.optimizer", config.actor.optimizer, steps)
     if warm.num_steps:
         yield from _of_optimizer("warm_start.optimizer", warm.optimizer, warm.num_steps)
+
+
+def warnings_of_training(config: TrainConfig) -> Iterator[str]:
+    """The same for a job that trains on examples."""
+    data, optimizer = data_of(config), config.engine.optimizer
+    if data.train_file and data.train_file == data.test_file:
+        yield (
+            f"data.test_file={data.test_file!r} is data.train_file: what is told of held-out rows "
+            "is of training data"
+        )
+    yield from _of_checkpoints(config)
+    yield from _of_optimizer("engine.optimizer", optimizer, config.trainer.num_steps)
+
+
+def _of_checkpoints(config: RLConfig | TrainConfig) -> Iterator[str]:
+    if config.trainer.save_every:
+        return
+    found: dict[str, object] = {
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "checkpoint.async_save": config.checkpoint.async_save,
+        "resume": config.resume if config.resume == "auto" else "",
+    }
+    for key, value in found.items():
+        if value:
+            yield f"{key}={value!r}: trainer.save_every=0 writes no training checkpoints"
 
 
 def _of_optimizer(key: str, config: OptimizerConfig, num_steps: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -63,6 +63,12 @@ def registered_methods(worker_class: type) -> dict[str, Registration]:
         for base in reversed(worker_class.__mro__)
     ]
     return {name: mark for found in marks for name, mark in found.items()}
+
+
+class Group(Protocol):
+    """The ranks of a model, called as one object: the registered methods of its worker class."""
+
+    def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,7 @@ def backend_of(engine: EngineConfig) -> Backend:
 
 
 def create_engine(model_type: str, spec: EngineSpec) -> BaseEngine:
-    """The engine of spec.engine.backend; "language_model" or "value_model"."""
+    """The engine of spec.engine.backend; "language_model", "value_model" or "reward_model"."""
     engines = backend_of(spec.engine).engines
     if model_type not in engines:
         raise ConfigError(

@@ -58,14 +58,14 @@ def dry_run(
         model = read_config(prepared.model.path)
         found = roles(prepared, model)
         on_nodes = _on_nodes(prepared, model, gpus_per_node) if gpus_per_node else []
-    _say(console, *_inputs(config, inputs, complete))
+    say(console, *_inputs(config, inputs, complete))
     for role in found:
-        _show(role, console)
+        show(role, console)
     _show_turns(turns(prepared, model, found), console)
-    _say(console, *on_nodes, "", *_summary(config, device))
+    say(console, *on_nodes, "", *_summary(config, device))
 
 
-def _say(console: Console, *lines: str) -> None:
+def say(console: Console, *lines: str) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -83,9 +83,9 @@ def _inputs(config: RLConfig, inputs: Inputs | None, complete: bool) -> list[str
     return [*lines, data]
 
 
-def _show(role: Role, console: Console) -> None:
+def show(role: Role, console: Console) -> None:
     """A line on the role, and a table of its ranks."""
-    _say(console, "", f"{role.name}: {_ranks(role)}, {role.layout} ({role.task})")
+    say(console, "", f"{role.name}: {_ranks(role)}, {role.layout} ({role.task})")
     sizes = {
         "weights GB": [stage.weight_bytes for stage in role.stages],
         "gradients GB": [stage.gradient_bytes for stage in role.stages],
@@ -98,7 +98,7 @@ def _show(role: Role, console: Console) -> None:
 
 def _show_turns(found: Sequence[Turn], console: Console) -> None:
     """What the fullest device of each turn has to hold."""
-    _say(console, "", "most on a device, in GB, turn by turn (activations are estimated):")
+    say(console, "", "most on a device, in GB, turn by turn (activations are estimated):")
     sizes = {
         "weights": [turn.weights for turn in found],
         "gradients": [turn.gradients for turn in found],

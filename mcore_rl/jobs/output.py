@@ -15,7 +15,8 @@ from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, steps_in
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
@@ -153,16 +154,18 @@ class RunOutput:
     """The folder of one run: config.json, metrics.jsonl, tensorboard/, a picture, summary.json."""
 
     def __init__(
-        self, folder: Path, config: RLConfig, resumed: RunCheckpoint | None = None
+        self, folder: Path, config: RLConfig | TrainConfig, resumed: RunCheckpoint | None = None
     ) -> None:
         """With `resumed` it goes on where the run was that has written it."""
         self.folder = folder
         log_dir(folder).mkdir(parents=True, exist_ok=True)
-        self._config = config
+        self._config, self._layout = config, _layout(config)
         rows: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}  # for the summary
         if resumed is not None:
-            rows = [row for row in read_rows(resumed.run / METRICS) if _is_kept(row, resumed.step)]
+            rows = [
+                row for row in read_rows(resumed.run / METRICS) if self._is_kept(row, resumed.step)
+            ]
             self.results |= resumed.state["results"]
             # What the run left when it ended before; it goes on now.
             (folder / SUMMARY).unlink(missing_ok=True)
@@ -188,14 +191,21 @@ class RunOutput:
 
             def show(step: int, metrics: dict[str, float]) -> None:
                 self._sinks.write(step, {prefix + name: value for name, value in metrics.items()})
-                if "reward" in metrics:
-                    self._rewards.append(metrics["reward"])
-                    self.compared(metrics)
-                    display.update(step, _step_report(metrics))
-                else:
-                    display.update(step, f"loss {metrics['loss']:.3f}")
+                display.update(step, self._shown(metrics))
 
             yield report
+
+    def _shown(self, metrics: Mapping[str, float]) -> StepReport | str:
+        """What is worth seeing of a step."""
+        if "reward" not in metrics:
+            return f"loss {metrics['loss']:.3f}"
+        self._rewards.append(metrics["reward"])
+        self.compared(metrics)
+        return _step_report(metrics)
+
+    def _is_kept(self, row: Mapping[str, Any], step: int) -> bool:
+        """Whether a row is of the warm start, or of a step up to this one."""
+        return "reward" not in row or bool(row["step"] <= step)
 
     def compared(self, gaps: Mapping[str, float]) -> None:
         """Keep the largest log-prob gap between trainer and rollout of the whole run."""
@@ -235,22 +245,46 @@ class RunOutput:
             accuracy_before=before,
             accuracy_after=after,
         )
+        print_before_after("Held-out accuracy, sampled", [("GRPO", before, after)])
+        self._write_summary(peak_memory_bytes, wall_s)
+
+    def _write_summary(self, peak_memory_bytes: int, wall_s: float) -> None:
+        """The last thing that a run writes and shows."""
         summary = {
             **self.results,
             "peak_memory_bytes": peak_memory_bytes,
             "wall_s": round(wall_s, 1),
             "seed": self._config.seed,
-            "layout": asdict(self._config.actor.layout),
+            "layout": asdict(self._layout),
             "versions": versions(),
         }
         write_json(self.folder / SUMMARY, summary)
-        print_before_after("Held-out accuracy, sampled", [("GRPO", before, after)])
         print(f"{wall_s:.0f} s, peak memory {peak_memory_bytes / 1e9:.1f} GB, in {self.folder}")
 
 
-def _is_kept(row: Mapping[str, Any], step: int) -> bool:
-    """Whether a row is of the warm start, or of a step up to this one."""
-    return "reward" not in row or row["step"] <= step
+class TrainOutput(RunOutput):
+    """Of a run that trains on examples, without rewards."""
+
+    def _shown(self, metrics: Mapping[str, float]) -> str:
+        names = [name for name in ("loss", "accuracy", "margin") if name in metrics]
+        shown = [f"{name} {metrics[name]:.3f}" for name in names]
+        rates = f"lr {metrics['lr']:.2g}  {metrics['tokens_per_s']:,.0f} tok/s"
+        return "  ".join([*shown, f"norm {metrics['grad_norm']:.2f}", rates])
+
+    def _is_kept(self, row: Mapping[str, Any], step: int) -> bool:
+        return bool(row["step"] <= step)
+
+    def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
+        self._sinks.close()
+        before, after = (self.results.get(f"test_{when}", {}) for when in ("before", "after"))
+        for name in ("loss", "accuracy"):
+            if name in before:
+                print(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")
+        self._write_summary(peak_memory_bytes, wall_s)
+
+
+def _layout(config: RLConfig | TrainConfig) -> Layout:
+    return config.engine.layout if isinstance(config, TrainConfig) else config.actor.layout
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

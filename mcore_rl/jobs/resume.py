@@ -17,6 +17,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.preflight import prepare_task
 from mcore_rl.workers.checkpointer import CHECKPOINTS, tell
@@ -27,7 +28,7 @@ _THE_SAME = ("seed", "task", "model", "data", WARM_START)
 _ITS_OWN = ("output_dir", "resume")
 
 
-def checkpoint_to_resume(config: RLConfig, folder: Path) -> RunCheckpoint | None:
+def checkpoint_to_resume(config: RLConfig | TrainConfig, folder: Path) -> RunCheckpoint | None:
     """What config.resume names, with all of its files read; None for a run that starts anew.
 
     `folder` is that of the run, which has it to itself.
@@ -79,14 +80,14 @@ def clear(folder: Path) -> None:
     shutil.rmtree(folder / WARM_START, ignore_errors=True)
 
 
-def has_ended(config: RLConfig, found: RunCheckpoint | None, folder: Path) -> bool:
+def has_ended(config: RLConfig | TrainConfig, found: RunCheckpoint | None, folder: Path) -> bool:
     """Whether nothing is left to do."""
     if found is None or found.run != folder.absolute():
         return False
     return found.step >= config.trainer.num_steps and (folder / SUMMARY).exists()
 
 
-def _check_settings(config: RLConfig, found: RunCheckpoint) -> None:
+def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> None:
     mine, theirs = dict(_flat(asdict(config))), dict(_flat(found.state["settings"]))
     differ = [key for key in mine if mine[key] != theirs.get(key)]
     layout = f"{WARM_START}.layout."  # no ranks start for it any more

@@ -20,6 +20,7 @@ from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
 from mcore_rl.engine.lane import lane
@@ -31,10 +32,11 @@ from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import WARM_START, checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.trainers import sft
+from mcore_rl.trainers import offline
 from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
 from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.workers.objectives import SupervisedObjective
 from mcore_rl.workers.policy_loss import PolicyLoss
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
@@ -141,14 +143,8 @@ def _warm_start(
         model = ended.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
         model.initialize()
         with output.progress("warm start", warm.num_steps, "warm_start/") as report:
-            sft.train(
-                model,
-                examples,
-                num_steps=warm.num_steps,
-                batch_size=warm.batch_size,
-                seed=config.seed,
-                report=report,
-            )
+            batches = ExampleBatches(examples.take, len(examples), warm.batch_size, config.seed)
+            offline.train(SupervisedObjective(model), batches, warm.num_steps, report)
         room.export(model, path, room.weight_bytes(config))
         is_kept = _same_ranks(engine, config.actor)
         if is_kept:

@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass, replace
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
+from mcore_rl.config.train_schema import RMConfig, TrainConfig
 from mcore_rl.engine.lora_targets import adapted_linear
 from mcore_rl.jobs.placement import needs_reference
 from mcore_rl.models.base import (
+    SEQUENCE,
     HFConfig,
     family_of,
     model_sizes,
     padded_vocab_size,
 )
+from mcore_rl.models.heads import model_weights, value_config
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import Chunk, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
@@ -78,11 +81,24 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
     return [*found, _servers(config, model)]
 
 
+def training_roles(config: TrainConfig, model: HFConfig, *, has_reference: bool) -> list[Role]:
+    """Of a job that trains on examples; `has_reference` for a frozen model beside the trained."""
+    if isinstance(config, RMConfig):
+        model = value_config(model, SEQUENCE)
+    found = [_trainer("model", "updates", config.engine, config, model)]
+    if has_reference:
+        plain = replace(config.engine, lora=LoRAConfig())
+        found.append(
+            _trainer("reference", "log-probs for the loss", plain, config, model, trains=False)
+        )
+    return found
+
+
 def _trainer(
     name: str,
     task: str,
     engine: EngineConfig,
-    config: RLConfig,
+    config: RLConfig | TrainConfig,
     model: HFConfig,
     *,
     trains: bool = True,
@@ -94,7 +110,7 @@ def _trainer(
     mesh = Mesh(layout)
     weights = [
         weight
-        for weight in family.weights(model, padded_vocab_size(model, layout.tp))
+        for weight in model_weights(model, padded_vocab_size(model, layout.tp))
         if num_mtp or weight.stage != "mtp"
     ]
     held = _held(TrainingRanks(mesh, chunks, sizes.num_experts), weights, engine.lora)

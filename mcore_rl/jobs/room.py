@@ -7,6 +7,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from mcore_rl.checkpoint.run_checkpoints import steps_in
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import EngineConfig, RLConfig
+from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.jobs.convert.options import format_bytes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import family_of, padded_vocab_size, read_config
@@ -26,7 +28,7 @@ _MEMORY = "/dev/shm"
 _ELSEWHERE = tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp", _MEMORY)))
 
 
-def weight_bytes(config: RLConfig) -> int:
+def weight_bytes(config: RLConfig | TrainConfig) -> int:
     """Of the model's weights in a Hugging Face checkpoint of model.dtype."""
     hf_config = read_config(config.model.path)
     itemsize = getattr(torch, config.model.dtype).itemsize
@@ -45,24 +47,31 @@ def check_room(config: RLConfig, folder: Path) -> None:
         copies["the warm start's"] = 1
     if config.weight_sync.method == "full_export":
         copies["weights exported for the servers"] = 1
-    size, free = weight_bytes(config), shutil.disk_usage(folder).free
+    size = weight_bytes(config)
     sizes = {name: size * n for name, n in copies.items()}
     if config.trainer.save_every:
-        sizes["training checkpoints"] = _training_bytes(config, size, folder)
-    needed = sum(sizes.values())
+        sizes["training checkpoints"] = training_bytes(config, config.actor, size, folder)
+    refuse_more(config.output_dir, folder, sizes)
+
+
+def refuse_more(output_dir: str, folder: Path, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError when the disk under `folder` has less space than these bytes."""
+    free, needed = shutil.disk_usage(folder).free, sum(sizes.values())
     if needed > free:
         parts = ", ".join(f"{format_bytes(n)} {name}" for name, n in sizes.items())
         raise ConfigError(
-            f"output_dir={config.output_dir!r} has {format_bytes(free)} left; needed are "
+            f"output_dir={output_dir!r} has {format_bytes(free)} left; needed are "
             f"{format_bytes(needed)} ({parts})"
         )
 
 
-def _training_bytes(config: RLConfig, weights: int, folder: Path) -> int:
+def training_bytes(
+    config: RLConfig | TrainConfig, engine: EngineConfig, weights: int, folder: Path
+) -> int:
     """Of the training checkpoints that are still to come, as many as are there at once."""
     itemsize = getattr(torch, config.model.dtype).itemsize
-    optimizer = config.actor.optimizer
-    of_adam = 0 if config.actor.lora.rank else 8  # two moments; those of adapters are small
+    optimizer = engine.optimizer
+    of_adam = 0 if engine.lora.rank else 8  # two moments; those of adapters are small
     if of_adam and (optimizer.distributed or itemsize < 4):
         of_adam += 4  # the weights in float32
     written = 1 + (config.trainer.num_steps - 1) // config.trainer.save_every

@@ -19,8 +19,9 @@ from mcore_rl.checkpoint.run_checkpoints import (
     name_of,
 )
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
-from mcore_rl.workers.turns import Turns
+from mcore_rl.workers.turns import OneModel, Turns
 
 CHECKPOINTS, HF = "checkpoints", "hf"  # folders in output_dir
 
@@ -54,9 +55,9 @@ class Checkpointer:
 
     def __init__(
         self,
-        config: RLConfig,
+        config: RLConfig | TrainConfig,
         output_dir: Path,
-        turns: Turns,
+        turns: Turns | OneModel,
         parts: Mapping[str, Stateful],
         results: Callable[[], Mapping[str, Any]],
         stop: StopSignals,
@@ -218,10 +219,10 @@ class Checkpointer:
         raise RunStopped(f"{told} is saved; {go_on}")
 
 
-def how_to_go_on(config: RLConfig) -> str:
+def how_to_go_on(config: RLConfig | TrainConfig) -> str:
     return f"to go on: the same command with resume=auto output_dir={config.output_dir}"
 
 
 def tell(warning: str) -> None:
     with contextlib.suppress(OSError):  # nobody may read it any more
-        print(f"mcore-rl rl: warning: {warning}", file=sys.stderr)
+        print(f"mcore-rl: warning: {warning}", file=sys.stderr)

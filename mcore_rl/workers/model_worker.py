@@ -29,7 +29,7 @@ from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connec
 class ModelWorker:
     """`loss_function` is what `update` minimises; None for a model that only scores.
 
-    `model_type` is "language_model" or "value_model".
+    `model_type` is "language_model", "value_model" or "reward_model".
     """
 
     def __init__(
@@ -66,6 +66,11 @@ class ModelWorker:
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
         """The same for the base model of a LoRA actor: the actor without its adapters."""
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def compute_values(self, batch: Batch) -> Batch | None:
+        """Adds the column values of a value or reward model."""
+        return self._engine.infer_batch(batch)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(

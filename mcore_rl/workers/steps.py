@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from mcore_rl.algorithms.advantages import token_advantages, uniform_groups
 from mcore_rl.algorithms.aggregation import loss_weights
 from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
-from mcore_rl.controller.worker_group import Method, WorkerGroup
+from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.metrics import merge
 
@@ -32,7 +32,9 @@ def check_versions(batch: Batch, expected: int) -> None:
         )
 
 
-def with_reference_log_probs(batch: Batch, score: Method, temperature: float) -> Batch:
+def with_reference_log_probs(
+    batch: Batch, score: Callable[..., Batch], temperature: float
+) -> Batch:
     """`score`: the method of a group that gives log_probs of the reference model."""
     asked = batch.select("prompt_ids", "response_ids")
     scored = score(asked, temperature=temperature)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.resolve import takes_turns
 from mcore_rl.config.schema import PlacementConfig
+from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.workers.steps import with_reference_log_probs
@@ -65,6 +66,19 @@ class Turns:
             self.actor.to("host")
         if servers_slept:
             self.servers.wake("kv_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class OneModel:
+    """The same for a model that has its devices to itself, without servers."""
+
+    actor: Group
+
+    def stop_serving(self) -> None: ...
+
+    def begin_training(self) -> None: ...
+
+    def serve(self, version: int) -> None: ...
 
 
 def servers_sleep(placement: PlacementConfig, has_reference: bool) -> bool:

@@ -138,6 +138,19 @@ def share_of(engine: MegatronEngine, batch: Batch) -> list[int]:
     return list(range(cuts[rank], cuts[rank + 1]))
 
 
+def gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """By Hugging Face name: they are laid out as the weights are, and so is their export."""
+    parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)
+        found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+        for parameter, weight in zip(parameters, before, strict=True):
+            parameter.copy_(weight)
+    return found
+
+
 @on_ranks()
 def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> Result:
     """Scores, logits, export, and two optimizer steps with the weights after them."""

@@ -72,22 +72,9 @@ def trained(
     mine = batch.take(ranks.share_of(engine, batch))
     engine.optimizer_zero_grad()
     results = engine.forward_backward_batch(mine, loss, forward_only=False)
-    found: ranks.Result = {"metrics": engine._summed(results), "gradients": _gradients(engine)}
+    found: ranks.Result = {"metrics": engine._summed(results), "gradients": ranks.gradients(engine)}
     found["steps"] = [engine.train_batch(mine, loss) for _ in range(2)]
     return found | {"trained": dict(engine.get_per_tensor_param())}
-
-
-def _gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """By Hugging Face name: they are laid out as the weights are, and so is their export."""
-    parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
-    before = [p.detach().clone() for p in parameters]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(parameter.main_grad)
-        found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-        for parameter, weight in zip(parameters, before, strict=True):
-            parameter.copy_(weight)
-    return found
 
 
 @ranks.on_ranks()

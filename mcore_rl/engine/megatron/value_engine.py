@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.models.base import HFConfig, read_config
+from mcore_rl.models.base import CLASSIFICATION, SEQUENCE, HFConfig, read_config
 from mcore_rl.models.heads import (
     has_value_bias,
     has_value_head,
@@ -24,16 +24,18 @@ class ValueEngine(MegatronEngine):
     model.path is a token classification checkpoint with one label, or that of a language model: its
     head is then left out, and the value head begins at zero, so that all values do (as in OpenAI's
     lm-human-preferences, by Huang et al. 2023, "The N Implementation Details of RLHF with PPO").
-    An export is a token classification checkpoint.
+    An export is a token classification checkpoint. What starts from a reward model stays one.
     """
+
+    _kind = CLASSIFICATION
 
     @property
     def config_changes(self) -> HFConfig:
         before = read_config(self.spec.model.path)
-        return {k: v for k, v in value_config(before).items() if before.get(k) != v}
+        return {k: v for k, v in value_config(before, self._kind).items() if before.get(k) != v}
 
     def _model_config(self) -> HFConfig:
-        return value_config(read_config(self.spec.model.path))
+        return value_config(read_config(self.spec.model.path), self._kind)
 
     def _model_class(self) -> Any:
         from mcore_rl.engine.megatron.heads import ValueModel
@@ -52,3 +54,13 @@ class ValueEngine(MegatronEngine):
         from mcore_rl.engine.megatron.heads import value_scores
 
         return value_scores
+
+
+class RewardEngine(ValueEngine):
+    """A value model whose value at the last token is the score of a sequence.
+
+    It starts from a language model, or from a sequence classification checkpoint with one label,
+    which an export is.
+    """
+
+    _kind = SEQUENCE

@@ -42,7 +42,7 @@ def test_without_a_recipe_the_defaults_stand():
     ("override", "message"),
     [
         ("actor.layot.tp=2", "unknown setting 'actor.layot.tp'; did you mean actor.layout.tp"),
-        ("learning_rate=1", "unknown setting 'learning_rate'; mcore-rl rl --help lists them all"),
+        ("learning_rate=1", "unknown setting 'learning_rate'; --help lists them all"),
         ("trainer.num_step=1", "did you mean trainer.num_steps"),
         ("lr=1", "unknown setting 'lr'; did you mean warm_start.optimizer.lr or actor.optimizer"),
         ("recipe=a.yaml", "recipe is given 2 times: quickstart, a.yaml"),

@@ -9,6 +9,7 @@ import pytest
 
 from mcore_rl.cli import rl
 from mcore_rl.cli.compose import compose_config
+from mcore_rl.cli.job import SCHEMAS
 from mcore_rl.cli.main import main
 from mcore_rl.config.describe import CHOICES, OF_FUNCTIONS, groups, setting_names
 from mcore_rl.config.schema import RLConfig
@@ -19,6 +20,7 @@ LIGHT = [
     "--help", "--version", "-h", "rl --help", "rl -h actor", "rl --list-recipes",
     "rl recipe=quickstart --print-config", "convert --help", "completion bash",
     "completion words|mcore-rl rl act", "completion words|mcore-rl convert ", "rl sed=3", "rll",
+    "sft --help", "dpo -h data", "rm --print-config", "completion words|mcore-rl dpo refe",
 ]  # fmt: skip
 
 
@@ -75,7 +77,8 @@ def test_help_lists_every_setting_with_its_default_and_meaning(monkeypatch, caps
 
 
 def test_every_setting_has_a_meaning():
-    assert [s.key for g in groups(RLConfig()) for s in g.settings if not s.meaning] == []
+    for schema in SCHEMAS.values():
+        assert [s.key for g in groups(schema()) for s in g.settings if not s.meaning] == []
 
 
 def test_help_of_a_group_has_that_group_only(monkeypatch, capsys):
@@ -100,6 +103,7 @@ def test_names_of_registries_are_those_that_are_registered():
     from mcore_rl.algorithms.aggregation import AGGREGATIONS
     from mcore_rl.algorithms.kl import KL_ESTIMATORS
     from mcore_rl.algorithms.losses import LOSSES
+    from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
     from mcore_rl.rewards import base
 
     base.get_reward("final_number")
@@ -109,7 +113,10 @@ def test_names_of_registries_are_those_that_are_registered():
         kinds = [registry.settings_of(name) for name in registry.names]
         assert list(OF_FUNCTIONS.get(registry.settings_key, ())) == [k for k in kinds if k]
     assert set(OF_FUNCTIONS) <= {registry.settings_key for registry in registries}
-    ends = {".".join(name.split(".")[-2:]) for name in setting_names(RLConfig)}
+    assert list(CHOICES["loss"]) == PREFERENCE_LOSSES.names
+    assert list(CHOICES["loss_aggregation"]) == AGGREGATIONS.names
+    settings = [name for schema in SCHEMAS.values() for name in setting_names(schema)]
+    ends = {".".join(name.split(".")[-2:]) for name in settings}
     assert set(CHOICES) <= ends
 
 

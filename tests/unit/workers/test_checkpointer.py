@@ -169,7 +169,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run_nor_the_one_before(
     run.checkpointer._finish()
     assert [path.name for path in run.folder.iterdir()] == ["step_000002"]
     told = capsys.readouterr().err
-    assert told.startswith("mcore-rl rl: warning: step 4: no checkpoint: ")
+    assert told.startswith("mcore-rl: warning: step 4: no checkpoint: ")
     assert told.endswith("that of step 2 stays, and the run goes on\n")
     run.turns.actor.is_full = False
     run.steps([6])

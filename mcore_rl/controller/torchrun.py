@@ -1,0 +1,193 @@
+"""Ranks that torchrun has started, called like a WorkerGroup; no Ray.
+
+Rank 0 runs the job. The others run what it calls, until it ends. Calls and results travel over a
+process group of gloo, as tensors, numbers and text: nothing that is received is run.
+
+A rank that fails ends with its error. torchrun then ends the others.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.controller.dispatch import gather, registered_methods, scatter
+from mcore_rl.controller.stop_signals import SIGNALS
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.rendezvous import interface_of
+
+c10d: Any = dist
+# Makes the worker of a name on this rank; the number is one that rank 0 has for it.
+Build = Callable[[str, int], Any]
+
+
+def is_launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def check_world(layout: Layout) -> None:
+    """Raises ConfigError when torchrun has started more or fewer ranks than the layout has."""
+    if (found := int(os.environ["WORLD_SIZE"])) != layout.world_size:
+        raise ConfigError(
+            f"torchrun has started {found} ranks, engine.layout has {layout.world_size}; allowed: "
+            f"as many (torchrun --nproc-per-node {layout.world_size})"
+        )
+
+
+class TorchrunRanks:
+    """All ranks, as rank 0 sees them. A context manager; the others call `serve`."""
+
+    def __init__(self, backend: str, layout: Layout, timeout_s: float, build: Build) -> None:
+        """Joins torch's default group. `timeout_s` limits each wait of one rank for others."""
+        self.mesh, self._build = Mesh(layout), build
+        self._workers: dict[str, Any] = {}
+        _use_interface_of_master()
+        timeout = timedelta(seconds=timeout_s)
+        c10d.init_process_group(backend, timeout=timeout)
+        self._calls = c10d.new_group(backend="gloo", timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._send({"method": ""})
+            c10d.destroy_process_group()
+
+    def group(self, name: str, number: int) -> TorchrunGroup:
+        """The workers that `build` makes of these on every rank."""
+        self._send({"method": "__init__", "name": name, "number": number})
+        self._workers[name] = self._build(name, number)
+        return TorchrunGroup(self, name, self.mesh, type(self._workers[name]))
+
+    def serve(self) -> None:
+        """Of ranks above 0: returns when rank 0 has ended. Signals are its business."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        while method := (call := self._received())["method"]:
+            if method == "__init__":
+                self._workers[call["name"]] = self._build(call["name"], call["number"])
+            else:
+                self._collected(self._run(call))
+        c10d.destroy_process_group()
+
+    def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of rank 0: what the method gives, over all ranks."""
+        call = {"method": method, "name": name, "args": _packed(args), "kwargs": _packed(kwargs)}
+        self._send(call)
+        found = dict(enumerate(self._collected(self._run(call))))
+        mode = registered_methods(type(self._workers[name]))[method].dispatch_mode
+        return gather(mode, scatter(mode, self.mesh, args, kwargs), found)
+
+    def _run(self, call: dict[str, Any]) -> Any:
+        """This rank's part of a call."""
+        worker, method = self._workers[call["name"]], call["method"]
+        mode = registered_methods(type(worker))[method].dispatch_mode
+        args, kwargs = tuple(_unpacked(call["args"])), _unpacked(call["kwargs"])
+        for part in scatter(mode, self.mesh, args, kwargs):
+            if rank() in part.ranks:
+                value = getattr(worker, method)(*part.args, **part.kwargs)
+                return value if part.output_rank in (None, rank()) else None
+        return None
+
+    def _send(self, message: dict[str, Any]) -> None:
+        data = _bytes_of(message)
+        c10d.broadcast(torch.tensor([len(data)]), 0, group=self._calls)
+        c10d.broadcast(data, 0, group=self._calls)
+
+    def _received(self) -> dict[str, Any]:
+        size = torch.zeros(1, dtype=torch.int64)
+        c10d.broadcast(size, 0, group=self._calls)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        c10d.broadcast(data, 0, group=self._calls)
+        found: dict[str, Any] = _value_of(data)
+        return found
+
+    def _collected(self, value: Any) -> list[Any]:
+        """Of all ranks, by rank; on rank 0."""
+        data = _bytes_of(_packed(value))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.mesh.world_size)]
+        c10d.all_gather(sizes, torch.tensor([len(data)]), group=self._calls)
+        padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = [torch.empty_like(padded) for _ in sizes] if rank() == 0 else None
+        c10d.gather(padded, found, 0, group=self._calls)
+        return [_unpacked(_value_of(f[: int(n)])) for f, n in zip(found or (), sizes, strict=False)]
+
+
+class TorchrunGroup:
+    """The workers of one name: their registered methods, called as those of a WorkerGroup."""
+
+    def __init__(self, ranks: TorchrunRanks, name: str, mesh: Mesh, worker_class: type) -> None:
+        self.name, self.mesh = name, mesh
+        self._ranks, self._methods = ranks, registered_methods(worker_class)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in self.__dict__.get("_methods", {}):
+            raise AttributeError(f"the group has no registered method {name!r}")
+        return lambda *args, **kwargs: self._ranks.call(self.name, name, args, kwargs)
+
+
+def _use_interface_of_master() -> None:
+    """gloo and NCCL listen where the address is by which this machine reaches MASTER_ADDR."""
+    with socket.socket(type=socket.SOCK_DGRAM) as sock:
+        sock.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        interface = interface_of(sock.getsockname()[0])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def _packed(value: Any) -> Any:
+    """What torch.load takes without running anything."""
+    if isinstance(value, Batch):
+        return {"batch": {name: _packed(column) for name, column in value.columns.items()}}
+    if isinstance(value, Jagged):
+        return {"values": _packed(value.values), "offsets": _packed(value.offsets)}
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.array(value))
+    if isinstance(value, dict):
+        return {"dict": {name: _packed(entry) for name, entry in value.items()}}
+    if isinstance(value, list | tuple):
+        return [_packed(entry) for entry in value]
+    return value if isinstance(value, str | int | float | None) else None
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, list):
+        return [_unpacked(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if "batch" in value:
+        return Batch({name: _unpacked(column) for name, column in value["batch"].items()})
+    if "dict" in value:
+        return {name: _unpacked(entry) for name, entry in value["dict"].items()}
+    return Jagged(_unpacked(value["values"]), _unpacked(value["offsets"]))
+
+
+def _bytes_of(value: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _value_of(data: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)

@@ -1,0 +1,304 @@
+"""Conversations and preference pairs as token ids, with a mask of the tokens to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.files import open_rows
+from mcore_rl.data.rows import (
+    Column,
+    Message,
+    PreferenceRow,
+    SupervisedRow,
+    TypedRows,
+    preference_rows,
+    supervised_rows,
+)
+from mcore_rl.data.sampler import IndexSampler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+R = TypeVar("R")
+# Stands for the content of a message, to find where the template writes it: private characters.
+_MARK = "\ue000\ue001\ue000"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A conversation up to its last trained token."""
+
+    ids: list[int]
+    is_trained: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row: one conversation, or the chosen and the rejected one of a pair."""
+
+    conversations: tuple[Tokens, ...]
+    margin: float = 0.0
+
+
+class Examples(Generic[R]):
+    """The rows of a source, tokenised when they are asked for.
+
+    A first pass over all rows checks them and finds those that are too long.
+    """
+
+    def __init__(
+        self,
+        rows: TypedRows[R],
+        encode: Callable[[R], Example],
+        config: ConversationsConfig | PairsConfig,
+        source: str,
+    ) -> None:
+        """`source` begins the errors."""
+        self._rows, self._encode, self._source = rows, encode, source
+        lengths = np.array([self._length(index) for index in range(len(rows))])
+        is_short = lengths <= config.max_tokens
+        self.num_rows, self.num_dropped = len(rows), int((~is_short).sum())
+        if self.num_dropped and (config.long_rows == "refuse" or not is_short.any()):
+            longest = int(lengths.argmax())
+            hint = ", or data.long_rows=drop" if is_short.any() else ""
+            raise ConfigError(
+                f"{source}: row {longest} has {lengths[longest]} tokens; allowed: up to "
+                f"data.max_tokens={config.max_tokens}{hint}"
+            )
+        self._kept: npt.NDArray[np.int64] = np.flatnonzero(is_short)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Jagged columns prompt_ids, response_ids and response_mask, and the array margins.
+
+        A conversation begins with prompt_ids, up to its first trained token. Those of a row follow
+        each other.
+        """
+        examples = [self._example(int(self._kept[row])) for row in rows]
+        found = [tokens for example in examples for tokens in example.conversations]
+        firsts = [max(1, tokens.is_trained.index(True)) for tokens in found]
+        split = list(zip(found, firsts, strict=True))
+        num_each = len(examples[0].conversations)
+        return Batch(
+            {
+                "prompt_ids": Jagged.of((t.ids[:first] for t, first in split), np.int64),
+                "response_ids": Jagged.of((t.ids[first:] for t, first in split), np.int64),
+                "response_mask": Jagged.of((t.is_trained[first:] for t, first in split), np.int8),
+                "margins": np.repeat([example.margin for example in examples], num_each),
+            }
+        )
+
+    def _example(self, index: int) -> Example:
+        try:
+            return self._encode(self._rows[index])
+        except _TemplateError as error:
+            raise ConfigError(f"{self._source}: row {index}: {error}") from error
+
+    def _length(self, index: int) -> int:
+        return max(len(tokens.ids) for tokens in self._example(index).conversations)
+
+
+AnyExamples = Examples[SupervisedRow] | Examples[PreferenceRow]
+
+
+def load_conversations(
+    name: str,
+    config: ConversationsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    setting: str = "data.train_file",
+) -> Examples[SupervisedRow]:
+    """Of a source of rows (data/files.py); `setting` names it in errors.
+
+    Raises:
+        ConfigError: it cannot be read, a row is no conversation with a message to train on, does
+            not fit the chat template, or is too long.
+    """
+    source = open_rows(name, setting)
+    messages = Column(config.messages_column, "data.messages_column")
+    tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
+
+    def encode(row: SupervisedRow) -> Example:
+        tokens = encoded(row.messages, row.is_trained, row.tools, tokenizer)
+        if config.train_on_prompt:
+            tokens = Tokens(tokens.ids, [False] + [True] * (len(tokens.ids) - 1))
+        return Example((tokens,))
+
+    return Examples(supervised_rows(source, messages, tools), encode, config, source.source)
+
+
+def load_pairs(
+    name: str,
+    config: PairsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    setting: str = "data.train_file",
+) -> Examples[PreferenceRow]:
+    """The same for preference pairs. Messages of the assistant after the prompt are trained on."""
+    source = open_rows(name, setting)
+    prompt = Column(config.prompt_column, "data.prompt_column")
+    chosen = Column(config.chosen_column, "data.chosen_column")
+    rejected = Column(config.rejected_column, "data.rejected_column")
+    margin = Column(config.margin_column, "data.margin_column") if config.margin_column else None
+
+    def encode(row: PreferenceRow) -> Example:
+        found = [
+            encoded(
+                [*row.prompt, *answer],
+                [False] * len(row.prompt) + [m["role"] == "assistant" for m in answer],
+                [],
+                tokenizer,
+            )
+            for answer in (row.chosen, row.rejected)
+        ]
+        return Example(tuple(found), row.margin or 0.0)
+
+    rows = preference_rows(source, prompt, chosen, rejected, margin)
+    return Examples(rows, encode, config, source.source)
+
+
+def encoded(
+    messages: Sequence[Message],
+    is_trained: Sequence[bool],
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Tokens:
+    """A conversation as the chat template writes it, up to its last trained token.
+
+    Trained are the tokens of what a trained message says, and the special token that ends it: the
+    one right after it or, at the end of a text without one, the end-of-sequence token.
+    """
+    text = _rendered(messages, tools, tokenizer)
+    spans = [
+        _span(text, messages, index, tools, tokenizer)
+        for index, flag in enumerate(is_trained)
+        if flag
+    ]
+    found = tokenizer(
+        text,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_offsets_mapping=True,
+    )
+    ids, starts = list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    mask = [False] * len(ids)
+    for start, end in spans:
+        first, after = np.searchsorted(starts, [start, end]).tolist()
+        mask[first:after] = [True] * (after - first)
+        if after < len(ids) and (ids[after] in special or ids[after] == tokenizer.eos_token_id):
+            mask[after] = True
+    if spans[-1][1] == len(text):
+        ids.append(int(tokenizer.eos_token_id))  # type: ignore[arg-type]
+        mask.append(True)
+    if True not in mask[1:]:
+        raise _TemplateError("no token is left to train on")
+    end = len(mask) - mask[::-1].index(True)
+    return Tokens(ids[:end], mask[:end])
+
+
+def scored_batch(batch: Batch) -> Batch:
+    """Rows whose only response token is one after the conversation: its score is the whole's.
+
+    The state before a response token scores it, so that of the last token scores this one. It is
+    never read itself. The jagged columns prompt_ids, response_ids, response_mask; other arrays.
+    """
+    whole = [
+        np.concatenate(parts)
+        for parts in zip(batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True)
+    ]
+    return batch.with_columns(
+        prompt_ids=Jagged.of(whole, np.int64),
+        response_ids=Jagged.of([[0]] * len(whole), np.int64),
+        response_mask=Jagged.of([[1]] * len(whole), np.int8),
+    )
+
+
+class ExampleBatches:
+    """Shuffled batches without end; `take` gives the batch of rows."""
+
+    def __init__(
+        self, take: Callable[[Sequence[int]], Batch], num_rows: int, batch_size: int, seed: int
+    ) -> None:
+        self._take, self._sampler = take, IndexSampler(num_rows, batch_size, seed)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._take(next(self._sampler))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+
+
+class _TemplateError(Exception):
+    """A conversation that the chat template does not write as it is."""
+
+
+def _rendered(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    from jinja2 import TemplateError  # comes with transformers
+
+    schemas: Any = list(tools)
+    try:
+        if schemas and "tools" not in tokenizer.get_chat_template(tools=schemas):
+            raise _TemplateError("it has tools, and the model's chat template does not use any")
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tools=schemas or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except (TemplateError, TypeError) as error:  # many templates refuse roles, or their order
+        raise _TemplateError(f"it does not fit the model's chat template: {error}") from error
+    return str(text)
+
+
+def _span(
+    text: str,
+    messages: Sequence[Message],
+    index: int,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[int, int]:
+    """Where in `text` is what a message says: what the model is to write in its place.
+
+    It begins after the generation prompt, where the template has one. Else, and where it ends, it
+    is what the template does not write around another message in the same place. (Templates change
+    earlier messages by what follows, so the text of the messages up to here would not do.)
+    """
+    marked = {"role": messages[index]["role"], "content": _MARK}
+    others = [*messages[:index], marked, *messages[index + 1 :]]
+    before, found, after = _rendered(others, tools, tokenizer).partition(_MARK)
+    if not found:
+        raise _TemplateError(f"the model's chat template leaves out message {index}")
+    start = _common_length(before, text)
+    if index and messages[index]["role"] == "assistant":
+        asked = _rendered(messages[:index], tools, tokenizer, add_generation_prompt=True)
+        has_prompt = asked != _rendered(messages[:index], tools, tokenizer)
+        if has_prompt and text.startswith(asked):
+            start = len(asked)
+    return start, len(text) - _common_length(after[::-1], text[start:][::-1])
+
+
+def _common_length(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

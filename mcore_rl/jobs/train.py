@@ -1,0 +1,309 @@
+"""Training on examples, from start to end: `mcore-rl sft`, `dpo` and `rm`.
+
+On ranks of Ray's, which the job starts, or on those that torchrun has started it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
+from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
+from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_train import resolve_train
+from mcore_rl.config.schema import LoRAConfig
+from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.controller import torchrun
+from mcore_rl.controller.dispatch import Group
+from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.stop_signals import StopSignals, stop_signals
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.examples import AnyExamples, ExampleBatches
+from mcore_rl.engine.base import EngineSpec, backend_of
+from mcore_rl.engine.lane import lane
+from mcore_rl.jobs import room
+from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.jobs.output import CHECKPOINT, OutputError, TrainOutput, exclusive_run_dir, log_dir
+from mcore_rl.jobs.placement import places
+from mcore_rl.jobs.resume import checkpoint_to_resume, has_ended
+from mcore_rl.jobs.train_inputs import (
+    TrainInputs,
+    check_train_inputs,
+    for_device,
+    has_reference_model,
+    needs_reference,
+)
+from mcore_rl.observability.console import waiting
+from mcore_rl.observability.memory import PeakMemory
+from mcore_rl.trainers import offline
+from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
+from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.workers.objectives import (
+    Objective,
+    PreferenceObjective,
+    Reference,
+    RewardObjective,
+    SupervisedObjective,
+)
+from mcore_rl.workers.turns import OneModel
+
+MODEL, REFERENCE = "model", "reference"
+# A group by its name, of an engine with a schedule of that many steps (0: inference only).
+MakeGroup = Callable[[str, int], Group]
+
+
+def run(config: TrainConfig) -> None:
+    """Run the job; everything it leaves lies in config.output_dir.
+
+    Raises:
+        ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
+        RunFailed: the run had to stop.
+        RunStopped: a signal has ended it, and it can go on.
+    """
+    started = time.monotonic()
+    resolve_train(config)
+    config = for_device(config, lane())
+    if torchrun.is_launched():
+        _check_torchrun(config)
+        if torchrun.rank():
+            _serve(config)
+            return
+    with (
+        exclusive_run_dir(config.output_dir, config.resume) as claim,
+        _scope(claim.folder, claim.lock) as scratch,
+        _stop_signals(config) as stop,
+        PeakMemory() as memory,
+    ):
+        with waiting("checking the inputs"):
+            inputs = check_train_inputs(config)
+            steps = replace(config.trainer, num_steps=inputs.num_steps)
+            config = replace(config, trainer=steps)
+            found = checkpoint_to_resume(config, claim.folder)
+            room.refuse_more(config.output_dir, claim.folder, _sizes(config, claim.folder))
+        if has_ended(config, found, claim.folder):
+            print(f"the run in {claim.folder} has ended after step {inputs.num_steps}")
+            if scratch is None:
+                with _torchrun_ranks(config):  # the other ranks wait for this
+                    pass
+            return
+        logs = log_dir(claim.folder)
+        with (
+            summarize_failure(
+                logs / "error.txt", ConfigError, WorkerError, NotSavedError, RuntimeError
+            ),
+            _groups(config, scratch, logs) as make,
+        ):
+            output = TrainOutput(claim.folder, config, found)
+            _train(_Run(config, inputs, output, found, stop), make)
+        output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    config: TrainConfig
+    inputs: TrainInputs
+    output: TrainOutput
+    found: RunCheckpoint | None  # what it goes on from
+    stop: StopSignals
+
+
+def _train(run: _Run, make: MakeGroup) -> None:
+    config, inputs, output = run.config, run.inputs, run.output
+    with waiting("starting the trainer"):
+        model = make(MODEL, inputs.num_steps)
+        model.initialize()
+        objective = _objective(config, model, make)
+    batch_size, num_bytes = config.trainer.batch_size, room.weight_bytes(config)
+    batches = ExampleBatches(inputs.train.batch, len(inputs.train), batch_size, config.seed)
+    checkpointer = Checkpointer(
+        config,
+        output.folder,
+        OneModel(model),
+        {"batches": batches},
+        lambda: output.results,
+        run.stop,
+        num_bytes,
+    )
+
+    def evaluated(when: str) -> None:
+        if inputs.test is not None:
+            with waiting("evaluating"):
+                output.record(f"test_{when}", objective.evaluate(_held_out(config, inputs.test)))
+
+    if run.found is None:
+        evaluated("before")
+    else:
+        with waiting("loading the checkpoint"):
+            checkpointer.restore(run.found)
+    path = output.folder / CHECKPOINT
+    try:
+        with (
+            output.progress("training", inputs.num_steps) as report,
+            run.stop.heeded_after_a_step(),
+        ):
+            offline.train(objective, batches, inputs.num_steps, report, checkpointer)
+    except OutputError as error:  # a full disk: what has been learned is kept
+        raise RunFailed(f"{error}; {room.kept(model, path, num_bytes)[1]}") from error
+    evaluated("after")
+    with waiting("exporting"):
+        room.export(model, path, num_bytes)
+
+
+def _objective(config: TrainConfig, model: Group, make: MakeGroup) -> Objective:
+    if isinstance(config, SFTConfig):
+        return SupervisedObjective(model, config.loss_aggregation)
+    if isinstance(config, RMConfig):
+        return RewardObjective(model)
+    assert isinstance(config, DPOConfig)
+    loss = PREFERENCE_LOSSES.bound(config.loss, config.loss_settings)
+    if not needs_reference(config):
+        return PreferenceObjective(model, loss, None)
+    if not has_reference_model(config):
+        return PreferenceObjective(model, loss, Reference(model.compute_reference_log_probs))
+    frozen = make(REFERENCE, 0)
+    frozen.initialize()
+    moved = None
+    if config.reference.placement == "shared":
+        moved = frozen
+        frozen.to("host")
+    return PreferenceObjective(model, loss, Reference(frozen.compute_log_probs, moved))
+
+
+def _held_out(config: TrainConfig, test: AnyExamples) -> Iterator[Batch]:
+    """All of them, or eval_samples, a training batch at a time."""
+    rows = list(range(config.trainer.eval_samples or len(test)))
+    size = config.trainer.batch_size
+    for start in range(0, len(rows), size):
+        yield test.batch(rows[start : start + size])
+
+
+def _worker(config: TrainConfig, name: str, total_steps: int) -> tuple[Any, ...]:
+    """The arguments of ModelWorker for a role."""
+    engine = config.engine
+    if name == REFERENCE:
+        engine = replace(engine, lora=LoRAConfig(), moe=replace(engine.moe, router_replay="off"))
+    spec = EngineSpec(
+        model=config.model,
+        engine=engine,
+        seed=config.seed,
+        total_steps=total_steps,
+        timeout_s=config.inner_timeout_s,
+    )
+    if name == REFERENCE:
+        return spec, None
+    loss = negative_log_likelihood if isinstance(config, SFTConfig) else linear_in_scores
+    return spec, loss, "reward_model" if isinstance(config, RMConfig) else "language_model"
+
+
+@contextlib.contextmanager
+def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[MakeGroup]:
+    """What makes groups of ranks: of torchrun's, without a scratch folder, or of Ray's."""
+    if scratch is None:
+        with _torchrun_ranks(config) as ranks:
+            yield ranks.group
+            return
+    layout, resource = config.engine.layout, "GPU" if lane() == "cuda" else "rank"
+    is_shared = has_reference_model(config) and _reference_placement(config) == "shared"
+    num_pools = 1 + (has_reference_model(config) and not is_shared)
+    needed = {resource: layout.world_size * num_pools}
+    resources = None if resource == "GPU" else needed
+    with (
+        ray_session(scratch=scratch, log_to_driver=False, resources=resources, needed=needed),
+        ExitStack() as stack,
+    ):
+        pools: list[ResourcePool] = []
+
+        def make(name: str, total_steps: int) -> WorkerGroup:
+            if not pools or not is_shared:
+                pool = ResourcePool(
+                    layout.world_size,
+                    {resource: 1},
+                    timeout_s=config.timeouts.start_s,
+                    log_dir=logs,
+                )
+                pools.append(stack.enter_context(pool))
+            group = WorkerGroup(
+                ModelWorker,
+                init_args=_worker(config, name, total_steps),
+                layout=layout,
+                pool=pools[-1],
+                timeouts=config.timeouts,
+                share=0.5 if is_shared else 1.0,
+                name=name,
+                threads_per_rank=config.engine.threads_per_rank,
+                env=backend_of(config.engine).rank_environment(layout),
+            )
+            stack.enter_context(group)
+            for line in places([group]):
+                print(line)
+            return group
+
+        yield make
+
+
+def _reference_placement(config: TrainConfig) -> str:
+    return config.reference.placement if isinstance(config, DPOConfig) else "shared"
+
+
+def _torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
+    layout = config.engine.layout
+    os.environ.update(backend_of(config.engine).rank_environment(layout))
+
+    def build(name: str, total_steps: int) -> ModelWorker:
+        return ModelWorker(*_worker(config, name, total_steps))
+
+    backend = "nccl" if lane() == "cuda" else "gloo"
+    return torchrun.TorchrunRanks(backend, layout, config.inner_timeout_s, build)
+
+
+def _serve(config: TrainConfig) -> None:
+    """What ranks above 0 of torchrun's do."""
+    trace = log_dir(Path(config.output_dir)) / f"rank-{torchrun.rank()}.txt"
+    with summarize_failure(trace, ConfigError, RuntimeError, OSError):
+        _torchrun_ranks(config).serve()
+
+
+def _check_torchrun(config: TrainConfig) -> None:
+    torchrun.check_world(config.engine.layout)
+    if _reference_placement(config) == "own":
+        raise ConfigError(
+            "reference.placement='own': ranks of torchrun have no other devices; allowed: 'shared'"
+        )
+
+
+@contextlib.contextmanager
+def _scope(folder: Path, lock: int) -> Iterator[Path | None]:
+    """A scratch folder for Ray; None under torchrun, which ends what it has started."""
+    if torchrun.is_launched():
+        yield None
+        return
+    with run_scope(folder, logs=log_dir(folder) / "ray", locks=[lock]) as scratch:
+        yield scratch
+
+
+def _stop_signals(config: TrainConfig) -> AbstractContextManager[StopSignals]:
+    """Without checkpoints no signal waits for anything."""
+    if not config.trainer.save_every:
+        return contextlib.nullcontext(StopSignals())
+    return stop_signals(how_to_go_on(config))
+
+
+def _sizes(config: TrainConfig, folder: Path) -> dict[str, int]:
+    """Bytes that a run writes."""
+    weights = room.weight_bytes(config)
+    sizes = {"the checkpoint": weights}
+    if config.trainer.save_every:
+        checkpoints = room.training_bytes(config, config.engine, weights, folder)
+        sizes["training checkpoints"] = checkpoints
+    return sizes

@@ -1,0 +1,179 @@
+"""All inputs of a job that trains on examples, read and checked before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.algorithms.aggregation import AGGREGATIONS
+from mcore_rl.algorithms.inputs import check_needs, needs_of
+from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import DTYPE_OF_LANE
+from mcore_rl.config.resolve_engine import (
+    resolve_model_engine,
+    resolve_model_layout,
+    resolve_schedule,
+)
+from mcore_rl.config.resolve_train import data_of, num_steps, rows_each
+from mcore_rl.config.train_schema import (
+    ConversationsConfig,
+    DPOConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+)
+from mcore_rl.data.examples import AnyExamples, load_conversations, load_pairs
+from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+from mcore_rl.engine.base import backend_of
+from mcore_rl.engine.lora_targets import check_targets
+from mcore_rl.models.base import (
+    SEQUENCE,
+    HFConfig,
+    family_of,
+    field,
+    model_sizes,
+    padded_vocab_size,
+    read_config,
+)
+from mcore_rl.models.heads import model_weights, value_config, value_head_of
+from mcore_rl.reshard.rules import logical_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class TrainInputs:
+    train: AnyExamples
+    test: AnyExamples | None
+    num_steps: int  # of the whole run
+
+
+def for_device(config: TrainConfig, device: str) -> TrainConfig:
+    """The settings with the dtype of the lane, "cpu" or "cuda", where none is given."""
+    if config.model.dtype != "auto":
+        return config
+    return replace(config, model=replace(config.model, dtype=DTYPE_OF_LANE[device]))
+
+
+def needs_reference(config: TrainConfig) -> bool:
+    """Whether the loss reads the log-probs of a reference model."""
+    if not isinstance(config, DPOConfig):
+        return False
+    return "reference_log_probs" in needs_of(PREFERENCE_LOSSES[config.loss])
+
+
+def has_reference_model(config: TrainConfig) -> bool:
+    """Whether that is a model of its own; one with adapters is its own reference."""
+    return needs_reference(config) and not config.engine.lora.rank
+
+
+def check_train_inputs(config: TrainConfig) -> TrainInputs:
+    """Load the data and check model, layout and names; raises ConfigError for the first fault."""
+    _check_functions(config)
+    backend_of(config.engine).check_modules(config.engine.modules)
+    found = _check_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    check_tokenizer_matches(tokenizer, field(found, "vocab_size"))
+    data = data_of(config)
+    positions = found.get("max_position_embeddings")
+    if positions is not None and data.max_tokens > positions:
+        raise ConfigError(
+            f"data.max_tokens={data.max_tokens}; allowed: up to the model's "
+            f"max_position_embeddings={positions}"
+        )
+    train = _load(config, data.train_file, tokenizer, "data.train_file")
+    test = _load(config, data.test_file, tokenizer, "data.test_file") if data.test_file else None
+    for setting, size, file, examples in (
+        ("trainer.batch_size", config.trainer.batch_size, "data.train_file", train),
+        ("trainer.eval_samples", config.trainer.eval_samples, "data.test_file", test),
+    ):
+        if examples is not None and size > len(examples):
+            raise ConfigError(
+                f"{setting}={size}: {file} has {len(examples)} rows; allowed: up to as many"
+            )
+    steps = num_steps(config, len(train))
+    resolve_schedule("engine.optimizer", config.engine.optimizer, steps)
+    return TrainInputs(train, test, steps)
+
+
+def _check_functions(config: TrainConfig) -> None:
+    if isinstance(config, SFTConfig):
+        AGGREGATIONS.bound(config.loss_aggregation, {})
+    if isinstance(config, DPOConfig):
+        PREFERENCE_LOSSES.bound(config.loss, config.loss_settings)
+        needed = needs_of(PREFERENCE_LOSSES[config.loss])
+        check_needs(needed, {"reference_log_probs"}, f"loss={config.loss!r}")
+
+
+def _check_model(config: TrainConfig) -> HFConfig:
+    """config.json, when the settings fit it and the weights are those of it."""
+    found = read_config(config.model.path)
+    family_of(found)
+    _check_kind(config, found)
+    if found.get("quantization_config"):
+        raise ConfigError(
+            f"model.path={config.model.path!r} is quantised; allowed: float32 or bfloat16. To "
+            "convert it: mcore-rl convert hf-to-mcore, then mcore-rl convert mcore-to-hf"
+        )
+    resolve_model_layout("engine.layout", config.engine.layout, model_sizes(found))
+    reader = CheckpointReader(config.model.path)
+    held = reader.config()  # layers for prediction that the weights lack are left out
+    resolve_model_engine("engine", config.engine, model_sizes(held))
+    weights = model_weights(held, padded_vocab_size(held, 1))
+    reader.check(logical_tensors(weights))
+    if config.engine.lora.rank:
+        check_targets("engine.lora", weights, config.engine.lora)
+    return found
+
+
+def _check_kind(config: TrainConfig, found: HFConfig) -> None:
+    """A language model; for a reward model also one, in a family that transformers has them of."""
+    head = value_head_of(found)
+    if not isinstance(config, RMConfig):
+        if head:
+            raise ConfigError(
+                f"model.path={config.model.path!r} is a {found['architectures'][0]}; allowed: a "
+                "language model"
+            )
+        return
+    import transformers  # slow to import
+
+    [architecture] = value_config(found, SEQUENCE)["architectures"]
+    if not architecture.endswith(SEQUENCE) or not hasattr(transformers, architecture):
+        raise ConfigError(
+            f"model.path={config.model.path!r} would become a {architecture}, which is no reward "
+            "model that transformers loads; allowed: a language model of a family with a "
+            "...ForSequenceClassification, or such a checkpoint with one label"
+        )
+
+
+def _load(
+    config: TrainConfig, name: str, tokenizer: PreTrainedTokenizerBase, setting: str
+) -> AnyExamples:
+    data = data_of(config)
+    found: AnyExamples
+    if isinstance(data, ConversationsConfig):
+        found = load_conversations(name, data, tokenizer, setting)
+    else:
+        found = load_pairs(name, data, tokenizer, setting)
+    if found.num_dropped:
+        print(
+            f"{setting}={name!r}: {found.num_dropped} of {found.num_rows} rows left out: more than "
+            f"data.max_tokens={data.max_tokens} tokens"
+        )
+    return found
+
+
+def describe_inputs(config: TrainConfig, inputs: TrainInputs) -> list[str]:
+    what = "conversations" if rows_each(config) == 1 else "pairs"
+    held_out = f", {len(inputs.test)} held out" if inputs.test is not None else ""
+    return [
+        f"model: {config.model.path}",
+        f"data: {len(inputs.train)} {what} to train{held_out}",
+        f"{inputs.num_steps} steps of {config.trainer.batch_size} {what}, "
+        f"{inputs.num_steps * config.trainer.batch_size / len(inputs.train):.2f} epochs",
+    ]

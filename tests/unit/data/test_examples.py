@@ -1,0 +1,197 @@
+"""Which tokens of a conversation are trained on, by the chat template's own marks."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.data.examples import (
+    ExampleBatches,
+    encoded,
+    load_conversations,
+    load_pairs,
+    scored_batch,
+)
+from mcore_rl.data.tasks import tiny_model
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n"
+    "{% endfor %}"
+)
+# Writes an empty thought before the last answer only, as Qwen3's does, and trims contents.
+THINKS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and loop.last and '</think>' not in message['content'] %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+    "{{ message['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BARE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{% endfor %}"
+CALLS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}<call>{{ call['name'] }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_model.train_tokenizer(["user\nStart with 5. Add 2.", "assistant\n5+2=7 #### 7"] * 9)
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def assistants(messages) -> list[bool]:
+    return [message["role"] == "assistant" for message in messages]
+
+
+def trained(tokenizer, messages, flags=None) -> str:
+    found = encoded(messages, flags or assistants(messages), [], tokenizer)
+    kept = zip(found.ids, found.is_trained, strict=True)
+    return tokenizer.decode([token for token, flag in kept if flag])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        chat("Start with 5.", "5+2=7"),
+        chat("Add 2.", "7", "Add 4.", "11 #### 1", "Add 9.", "#### 0"),
+        [{"role": "system", "content": "Add."}, *chat("Add 2.", "7", "Add 4.", " 11\n\n1 ")],
+        chat("7", "7", "7", "7"),
+    ],
+)
+def test_trained_tokens_are_those_that_the_template_marks_as_generated(tokenizer, messages):
+    tokenizer.chat_template = CHATML
+    wanted = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    found = encoded(messages, assistants(messages), [], tokenizer)
+    num = len(found.ids)  # up to the last trained token
+    assert found.ids == wanted["input_ids"][:num]
+    assert [int(flag) for flag in found.is_trained] == wanted["assistant_masks"][:num]
+    assert sum(wanted["assistant_masks"][num:]) == 0
+    assert found.is_trained[-1]
+
+
+def test_a_template_that_changes_earlier_messages_is_followed(tokenizer):
+    tokenizer.chat_template = THINKS
+    messages = chat("Add 2.", "7 ", "Add 4.", "<think>\n7+4\n</think>\n\n1")
+    assert trained(tokenizer, messages) == "7<|im_end|><think>\n7+4\n</think>\n\n1<|im_end|>"
+    assert trained(tokenizer, chat("Add 2.", "7")) == "<think>\n\n</think>\n\n7<|im_end|>"
+
+
+def test_flags_of_messages_decide_and_a_text_that_does_not_end_gets_its_end(tokenizer):
+    tokenizer.chat_template = BARE
+    messages = chat("Add 2.", "7", "Add 4.", "1")
+    assert trained(tokenizer, messages) == "71<|im_end|>"
+    assert trained(tokenizer, messages, [False, False, False, True]) == "1<|im_end|>"
+    assert trained(tokenizer, messages, [False, True, False, False]) == "7"
+
+
+def test_a_message_of_calls_is_trained_on_as_it_is_written(tokenizer):
+    tokenizer.chat_template = CALLS
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    messages = [*chat("Add 2."), call]
+    assert trained(tokenizer, messages) == "<call>add</call><|im_end|>"
+
+
+@pytest.fixture
+def write(tmp_path, tokenizer):
+    """write(rows) is the name of a JSONL file of them."""
+    tokenizer.chat_template = CHATML
+
+    def make(rows) -> str:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(file)
+
+    return make
+
+
+def rows_of(batch, name) -> list[list[int]]:
+    return [row.tolist() for row in batch.jagged(name)]
+
+
+def test_a_batch_begins_its_responses_at_the_first_trained_token(write, tokenizer):
+    messages = chat("Add 2.", "7", "Add 4.", "1")
+    examples = load_conversations(
+        write([{"messages": messages}] * 2), ConversationsConfig(), tokenizer
+    )
+    batch = examples.batch([1, 0])
+    whole = encoded(messages, assistants(messages), [], tokenizer)
+    for prompt, response, mask in zip(
+        *(rows_of(batch, n) for n in ("prompt_ids", "response_ids", "response_mask")), strict=True
+    ):
+        assert prompt + response == whole.ids
+        assert [0] * len(prompt) + mask == [int(flag) for flag in whole.is_trained]
+        assert mask[0] == 1 and 0 in mask
+
+
+def test_all_tokens_but_the_first_are_trained_on_with_the_prompt(write, tokenizer):
+    config = ConversationsConfig(train_on_prompt=True)
+    name = write([{"messages": chat("Add 2.", "7")}])
+    batch = load_conversations(name, config, tokenizer).batch([0])
+    assert [len(row) for row in rows_of(batch, "prompt_ids")] == [1]
+    assert set(rows_of(batch, "response_mask")[0]) == {1}
+
+
+PAIR = {
+    "prompt": chat("Add 2."),
+    "chosen": [{"role": "assistant", "content": "7"}],
+    "rejected": [{"role": "assistant", "content": "8 9"}],
+    "by": 2,
+}
+
+
+def test_pairs_follow_each_other_with_their_margin_and_a_score_at_their_end(write, tokenizer):
+    name = write([PAIR, PAIR | {"by": None}])
+    examples = load_pairs(name, PairsConfig(margin_column="by"), tokenizer)
+    batch = examples.batch([1, 0])
+    answers = [tokenizer.decode(row) for row in batch.jagged("response_ids")]
+    assert answers == ["7<|im_end|>", "8 9<|im_end|>"] * 2
+    assert batch.array("margins").tolist() == [0, 0, 2, 2]
+    scored = scored_batch(batch)
+    texts = [tokenizer.decode(row) for row in scored.jagged("prompt_ids")]
+    assert texts[1].endswith("Add 2.<|im_end|><|im_start|>assistant\n8 9<|im_end|>")
+    assert rows_of(scored, "response_mask") == [[1]] * 4
+
+
+def test_long_rows_are_refused_or_left_out(write, tokenizer):
+    rows = [{"messages": chat("Add 2.", text)} for text in ("7", "7 " * 90, "8")]
+    with pytest.raises(ConfigError, match=r"row 1 has \d+ tokens; allowed: up to data.max_tokens="):
+        load_conversations(write(rows), ConversationsConfig(max_tokens=40), tokenizer)
+    config = ConversationsConfig(max_tokens=40, long_rows="drop")
+    examples = load_conversations(write(rows), config, tokenizer)
+    assert (len(examples), examples.num_rows, examples.num_dropped) == (2, 3, 1)
+    assert tokenizer.decode(examples.batch([1]).jagged("response_ids")[0]) == "8<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no system') }}", "does not fit the model's chat template: no system"),
+        ("{{ messages[0]['content'] }}", "chat template leaves out message 1"),
+    ],
+)
+def test_a_row_that_the_template_does_not_write_is_named(write, tokenizer, template, reason):
+    name = write([{"messages": chat("Add 2.", "7")}])
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=f"data.train_file=.*: row 0: .*{reason}"):
+        load_conversations(name, ConversationsConfig(), tokenizer)
+
+
+def test_batches_go_on_from_their_state():
+    made = [ExampleBatches(lambda rows: rows, 10, 4, seed=1) for _ in range(2)]
+    drawn = [next(made[0]) for _ in range(3)]
+    made[1].load_state_dict(made[0].state_dict())
+    assert next(made[1]) == next(made[0])
+    assert sorted(np.concatenate(drawn)[:10].tolist()) == list(range(10))
