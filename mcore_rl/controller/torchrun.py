@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
@@ -132,11 +133,19 @@ class TorchrunRanks:
         return [_unpacked(_value_of(f[: int(n)])) for f, n in zip(found or (), sizes, strict=False)]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank lives, as WorkerInfo of a WorkerGroup says it."""
+
+    host: str
+
+
 class TorchrunGroup:
     """The workers of one name: their registered methods, called as those of a WorkerGroup."""
 
     def __init__(self, ranks: TorchrunRanks, name: str, mesh: Mesh, worker_class: type) -> None:
         self.name, self.mesh = name, mesh
+        self.worker_infos = {0: Place(socket.gethostname())}  # the rank that writes
         self._ranks, self._methods = ranks, registered_methods(worker_class)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -15,11 +15,13 @@ import pytest
 
 from mcore_rl.cli import rl
 from mcore_rl.cli.compose import compose_config
+from mcore_rl.cli.job import SCHEMAS
 from mcore_rl.cli.main import main
 from mcore_rl.cli.options import parse_layout
 from mcore_rl.config.describe import setting_names
 from mcore_rl.config.resolve import resolve
 from mcore_rl.config.resolve_engine import resolve_layout
+from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.reshard.layout import GenerationLayout
 from tests.pages import of_kind
@@ -29,7 +31,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 WRITER = ROOT / "tests" / "write_configuration_doc.py"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SETTINGS = setting_names(RLConfig)
+SETTINGS = [name for schema in SCHEMAS.values() for name in setting_names(schema)]
 GROUPS = {".".join(parts[:n]) for key in SETTINGS for parts in [key.split(".")] for n in (1, 2)}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -150,7 +152,8 @@ def command_lines(text: str) -> Iterator[list[str]]:
         words = shlex.split(line, comments=True)
         if "launch/quickstart.sh" in words:
             yield ["rl", "recipe=quickstart", *words[words.index("launch/quickstart.sh") + 1 :]]
-        for program in (word for word in words[:1] if word.endswith("mcore-rl")):
+        launched = words[words.index("--no-python") + 1 :] if "torchrun" in words[:1] else words
+        for program in (word for word in launched[:1] if word.endswith("mcore-rl")):
             yield words[words.index(program) + 1 :]
 
 
@@ -171,10 +174,11 @@ def write_recipes(text: str, folder: Path) -> None:
 def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings fit together, what only prints prints, and layouts of options fit."""
     name, arguments = words[0], words[1:]
-    if name == "rl" and not set(arguments) & {"--help", "--list-recipes"}:
-        resolve(compose_config(RLConfig, [a for a in arguments if not a.startswith("-")]))
+    if name in SCHEMAS and not set(arguments) & {"--help", "--list-recipes"}:
+        check = resolve if name == "rl" else resolve_train
+        check(compose_config(SCHEMAS[name], [a for a in arguments if not a.startswith("-")]))
         arguments = [a for a in arguments if a != "--dry-run"] + ["--print-config"]
-    if name in ("rl", "completion") or name.startswith("-"):
+    if name in (*SCHEMAS, "completion") or name.startswith("-"):
         monkeypatch.setattr(sys, "argv", ["mcore-rl", name, *arguments])
         assert main() == 0
         return
@@ -240,7 +244,7 @@ def test_the_tables_of_the_configuration_page_are_those_of_the_schema():
     current = CONFIGURATION.read_text()
     made = runpy.run_path(str(WRITER))["page"](current)
     assert current == made, "run: .venv/bin/python tests/write_configuration_doc.py"
-    assert [key for key in SETTINGS if f"| `{key}` |" not in current] == []
+    assert [key for key in setting_names(RLConfig) if f"| `{key}` |" not in current] == []
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in p.read_text()], ids=page_id)

@@ -1,0 +1,258 @@
+"""mcore-rl sft, dpo and rm as a user runs them: what they learn, leave and go on from.
+
+sft on ranks of Ray's, dpo and rm on those of torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from mcore_rl.data.tasks import last_digit
+from mcore_rl.data.tasks.last_digit import answer, question, split_problems, worked_response
+from tests.pages import of_kind
+
+ROOT = Path(__file__).parents[2]
+# By the name of the command, as its words on the page: what is trained comes from the fixtures.
+ON_THE_PAGE = {
+    re.search(r"mcore-rl (\w+)", one.text)[1]: one.text.split() for one in of_kind("examples")
+}
+PROGRAMS = {name: str(Path(sys.executable).with_name(name)) for name in ("mcore-rl", "torchrun")}
+DPO_STEPS = 12
+
+
+def command(kind: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    """The command of the page, with settings after its own."""
+    line = [PROGRAMS.get(word, word) for word in (*ON_THE_PAGE[kind], *settings)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+
+
+def dry_run(kind: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    line = [PROGRAMS["mcore-rl"], kind, *settings, "--dry-run"]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """An untrained model; conversations, and pairs of which the answer in the format is better."""
+    folder = tmp_path_factory.mktemp("data")
+    last_digit._write_model(folder / "model", 0)
+    train, test = split_problems()
+    train = random.Random(0).sample(train, 640)
+    for name, problems in (("train", train), ("test", test[:32])):
+        write(folder / f"sft_{name}.jsonl", [{"messages": conversation(p)} for p in problems])
+        write(folder / f"pairs_{name}.jsonl", [pair(p) for p in problems])
+    return folder
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def conversation(problem) -> list[dict[str, str]]:
+    """Of two turns, the second of which needs the first."""
+    again = {"role": "user", "content": "Only the digit."}
+    return [
+        {"role": "user", "content": question(problem)},
+        {"role": "assistant", "content": worked_response(problem)},
+        again,
+        {"role": "assistant", "content": answer(problem)},
+    ]
+
+
+def pair(problem) -> dict:
+    answers = f"#### {answer(problem)}", f"{answer(problem)} it may be"
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
+    prompt = conversation(problem)[:1]
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": 0.5}
+
+
+def settings(data: Path, kind: str, output: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={data / 'model'}",
+        f"data.train_file={data / f'{kind}_train.jsonl'}",
+        f"data.test_file={data / f'{kind}_test.jsonl'}",
+        "data.max_tokens=160",
+        "engine.max_tokens_per_micro_batch=2048",
+        f"output_dir={output}",
+        *more,
+    ]
+
+
+def ended(done: subprocess.CompletedProcess[str], output: Path) -> dict:
+    assert done.returncode == 0, done.stdout + done.stderr
+    left = {"checkpoint", "config.json", "logs", "metrics.jsonl", "summary.json", "tensorboard"}
+    assert {path.name for path in output.iterdir()} - {"checkpoints"} == left
+    return json.loads((output / "summary.json").read_text())
+
+
+def rows(output: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time/", "tokens_per_s", "wall_time_s")
+    return [{n: v for n, v in row.items() if not n.startswith(clocks)} for row in found]
+
+
+@pytest.fixture(scope="module")
+def sft(data, tmp_path_factory) -> tuple[Path, dict, str]:
+    output = tmp_path_factory.mktemp("sft") / "out"
+    done = command(
+        "sft",
+        *settings(data, "sft", output, "trainer.batch_size=32", "engine.layout.pp=2"),
+        "engine.layout.first_stage_layers=1",
+        "engine.optimizer.lr=3e-3",
+        "engine.moe.aux_loss_coef=0.01",
+    )
+    return output, ended(done, output), done.stdout
+
+
+def test_sft_learns_both_turns_in_an_epoch_and_says_so(sft):
+    output, summary, stdout = sft
+    assert summary["test_before"]["loss"] > 5
+    assert summary["test_after"]["loss"] < 0.5 * summary["test_before"]["loss"]
+    assert [row["step"] for row in rows(output)] == list(range(1, 21))  # 640 rows, 32 a step
+    assert "training 20/20  loss " in stdout
+    assert "held-out loss: " in stdout
+
+
+def test_the_loss_that_sft_tells_is_that_of_its_checkpoint_by_transformers(sft, data):
+    """On the held-out conversations, with the masks of the template by hand."""
+    output, summary, _ = sft
+    folder = output / "checkpoint"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    losses = []
+    for line in (data / "sft_test.jsonl").read_text().splitlines():
+        messages, ids, trained = json.loads(line)["messages"], [], []
+        for message in messages:
+            head = f"<|im_start|>{message['role']}\n"
+            for text, flag in ((head, False), (message["content"] + "<|im_end|>", True), ("\n", 0)):
+                tokens = tokenizer.encode(text, add_special_tokens=False)
+                ids += tokens
+                trained += [bool(flag) and message["role"] == "assistant"] * len(tokens)
+        with torch.no_grad():
+            scores = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+        found = -scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        losses.append(found[torch.tensor(trained[1:])])
+    assert summary["test_after"]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def dpo(data, tmp_path_factory) -> tuple[Path, dict]:
+    output = tmp_path_factory.mktemp("dpo") / "out"
+    done = command("dpo", *dpo_settings(data, output))
+    return output, ended(done, output)
+
+
+def dpo_settings(data: Path, output: Path) -> list[str]:
+    return settings(
+        data, "pairs", output, "trainer.batch_size=16", f"trainer.num_steps={DPO_STEPS}",
+        "engine.optimizer.lr=3e-4", "trainer.save_every=6",
+    )  # fmt: skip
+
+
+def test_dpo_under_torchrun_learns_to_prefer(dpo):
+    output, summary = dpo
+    assert summary["test_before"]["accuracy"] == 0.5  # the policy is the reference
+    assert summary["test_before"]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert summary["test_after"]["accuracy"] >= 0.95
+    assert summary["test_after"]["loss"] < 0.5
+    assert len(rows(output)) == DPO_STEPS
+
+
+def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, tmp_path):
+    """Under torchrun, in another folder: the same metrics and the same weights, bit for bit."""
+    output, summary = dpo
+    resume = f"resume={output / 'checkpoints' / 'step_000006'}"
+    again = tmp_path / "again"
+    done = command("dpo", *dpo_settings(data, again), resume)
+    assert "going on after step 6" in done.stdout
+    assert ended(done, again)["test_after"] == summary["test_after"]
+    assert rows(again) == rows(output)
+    file = "checkpoint/model.safetensors"
+    assert (again / file).read_bytes() == (output / file).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def rm(data, tmp_path_factory) -> tuple[Path, dict]:
+    output = tmp_path_factory.mktemp("rm") / "out"
+    done = command(
+        "rm",
+        *settings(data, "pairs", output, "trainer.batch_size=16", "trainer.num_steps=12"),
+        "engine.optimizer.lr=1e-3",
+        "data.margin_column=margin",
+    )
+    return output, ended(done, output)
+
+
+def test_rm_under_torchrun_learns_which_answer_is_better(rm):
+    _, summary = rm
+    assert summary["test_before"]["accuracy"] == 0.5  # all scores are 0
+    assert summary["test_after"]["accuracy"] >= 0.95
+
+
+def test_a_reward_model_gives_its_scores_in_transformers(rm, data):
+    output, summary = rm
+    folder = output / "checkpoint"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert load_file(folder / "model.safetensors")["score.weight"].shape[0] == 1
+    pairs = [json.loads(line) for line in (data / "pairs_test.jsonl").read_text().splitlines()]
+    means = []
+    for side in ("chosen", "rejected"):
+        texts = [
+            tokenizer.apply_chat_template(row["prompt"] + row[side], tokenize=False).rstrip("\n")
+            for row in pairs
+        ]
+        inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            means.append(model(**inputs).logits.mean().item())
+    found = summary["test_after"]
+    assert [found["reward_chosen"], found["reward_rejected"]] == pytest.approx(means, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rm"])
+def test_a_dry_run_shows_ranks_and_leaves_nothing(data, tmp_path, kind):
+    output = tmp_path / "out"
+    given = settings(data, "sft" if kind == "sft" else "pairs", output, "engine.layout.pp=3")
+    done = dry_run(kind, *given)
+    assert done.returncode == 0, done.stderr
+    for text in ("data: 640 ", ", 32 held out", "10 steps of 64 ", "model: 3 ranks, pp=3"):
+        assert text in done.stdout
+    assert ("reference: 3 ranks" in done.stdout) == (kind == "dpo")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings_", "message"),
+    [
+        ("sft", ["engine.layout.dp=3"], "engine.layout.dp=3 does not divide the 64 conversations"),
+        ("dpo", ["loss=kto"], "loss='kto' is unknown; allowed: dpo, ipo, orpo, simpo"),
+        ("dpo", ["loss_settings.gamma=1"], "loss_settings.gamma is no setting of loss='dpo'"),
+        ("rm", ["data.margin_column=by"], "row 0 has no column 'by' (data.margin_column)"),
+        ("rm", ["engine.layout.tp=3"], "engine.layout.tp=3 does not divide"),
+        ("dpo", ["data.max_tokens=20"], "has 4. tokens; allowed: up to data.max_tokens=20"),
+    ],
+)
+def test_bad_input_is_named_before_anything_starts(data, tmp_path, kind, settings_, message):
+    output = tmp_path / "out"
+    given = settings(data, "sft" if kind == "sft" else "pairs", output, *settings_)
+    done = dry_run(kind, *given)
+    assert done.returncode == 2
+    assert re.search(re.escape(message).replace("4\\.", "\\d+"), done.stderr), done.stderr
+    assert not output.exists()
+
+
+def test_a_world_of_another_size_is_refused(data, tmp_path):
+    given = settings(data, "pairs", tmp_path / "out", "engine.layout.dp=4")
+    done = command("rm", *given)
+    assert "torchrun has started 2 ranks, engine.layout has 8" in done.stderr
+    assert not (tmp_path / "out").exists()
