@@ -24,7 +24,7 @@ import torch.distributed as dist
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import gather, registered_methods, scatter
-from mcore_rl.controller.stop_signals import SIGNALS
+from mcore_rl.controller.stop_signals import SIGNALS, RunStopped
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.rendezvous import interface_of
@@ -68,7 +68,7 @@ class TorchrunRanks:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
+        if kind in (None, RunStopped):  # after a failure torchrun ends the others
             self._send({"method": ""})
             c10d.destroy_process_group()
 

@@ -17,6 +17,8 @@ def summarize_failure(trace_file: Path, *kinds: type[Exception]) -> Iterator[Non
     """Turns errors of these kinds into RunFailed and writes their traces, remote ones included."""
     try:
         yield
+    except RunFailed:
+        raise
     except kinds as error:
         reason = str(error).partition("\n")[0]
         try:
