@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,17 @@ def test_clip_cov_draws_by_the_seed_of_the_mini_batch():
         np.testing.assert_array_equal(column.values, again.values)
         drawn.add(int(column.values.argmax()))
     assert len(drawn) > 1
+
+
+def test_the_example_of_the_page_is_gspo():
+    settings, batch = random_settings("gspo", 1), batch_of(random_case(1))
+    own = f"{Path(__file__).parents[3] / 'examples' / 'gspo.py'}:gspo"
+    own_settings = LOSSES.settings(own, vars(settings))
+    for found, wanted in zip(
+        evaluated(own, own_settings, batch), evaluated("gspo", settings, batch), strict=True
+    ):
+        if isinstance(found, torch.Tensor):
+            torch.testing.assert_close(found, wanted)
 
 
 def test_luspo_is_gspo_summed_over_the_tokens():
