@@ -18,7 +18,28 @@ from mcore_rl.config import resolve, resolve_engine, schema
 CHOICES: Mapping[str, Sequence[str]] = {
     "algorithm.advantage": ("grpo",),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
-    "algorithm.loss": ("ppo_clip",),
+    "algorithm.loss": (
+        "cispo",
+        "clip_cov",
+        "decoupled_ppo",
+        "dppo_kl",
+        "dppo_tv",
+        "dro",
+        "gmpo",
+        "gpg",
+        "gspo",
+        "gspo_token",
+        "kimi",
+        "kl_cov",
+        "luspo",
+        "m2po",
+        "positive_nll",
+        "ppo_clip",
+        "reinforce",
+        "sapo",
+        "topr",
+        "vespo",
+    ),
     "algorithm.loss_aggregation": (
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
@@ -43,7 +64,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "weight_sync.verify": resolve.VERIFY,
 }
 
-# Settings of the functions that come with the package, by the key under which they are given.
+# Settings of the default functions, by the key under which they are given. Those of others are
+# beside the functions, and in docs/algorithms.md.
 OF_FUNCTIONS: Mapping[str, Sequence[type]] = {
     "algorithm.advantage_settings": (schema.GRPOSettings,),
     "algorithm.loss_settings": (schema.PPOClipSettings,),

@@ -162,10 +162,13 @@ class PPOClipSettings:
 
     clip_ratio_low: float = 0.2  # ratios are clipped at 1 - clip_ratio_low
     clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
+    dual_clip: float | None = None  # most that a ratio counts with a negative advantage; null: none
 
     def __post_init__(self) -> None:
         between("clip_ratio_low", self.clip_ratio_low, 0, 1)
         at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        if self.dual_clip is not None:
+            at_least("dual_clip", self.dual_clip, 1)
 
 
 @dataclass

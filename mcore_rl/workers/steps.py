@@ -9,6 +9,8 @@ import numpy as np
 
 from mcore_rl.algorithms.advantages import token_advantages, uniform_groups
 from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.inputs import MiniBatchInputs, is_prepared, prepared_columns
+from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
 from mcore_rl.controller.worker_group import Method, WorkerGroup
 from mcore_rl.data.batch import Batch
@@ -99,6 +101,23 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     return batch.with_columns(loss_weights=weights)
 
 
+def with_prepared_columns(
+    batch: Batch, scored: Batch, algorithm: AlgorithmConfig, seed: Sequence[int]
+) -> Batch:
+    """Adds what the loss reads of a whole mini-batch.
+
+    `scored` has the columns log_probs and entropy of the policy as it is before the update.
+    """
+    current = batch.with_columns(current_log_probs=scored["log_probs"], entropy=scored["entropy"])
+    columns = prepared_columns(
+        LOSSES[algorithm.loss],
+        LOSSES.settings(algorithm.loss, algorithm.loss_settings),
+        MiniBatchInputs(current, seed),
+        f"{LOSSES.setting}={algorithm.loss!r}",
+    )
+    return current.with_columns(**columns)
+
+
 def update(
     actor: WorkerGroup,
     batch: Batch,
@@ -107,12 +126,20 @@ def update(
     temperature: float,
     seed: Sequence[int],
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch; none if no group is left."""
-    found = [
+    """One optimizer step per mini-batch; none if no group is left.
+
+    For a loss that is prepared (algorithms/inputs.py), the columns that it reads are made of each
+    mini-batch and the policy as it is then.
+    """
+    found = []
+    for index, part in enumerate(mini_batches(batch, algorithm.num_mini_batches, seed)):
+        part = with_loss_weights(part, algorithm)
+        if is_prepared(LOSSES[algorithm.loss]):
+            # Before the first one it is still the policy that has scored the batch.
+            scored = actor.compute_log_probs(part, temperature=temperature) if index else part
+            part = with_prepared_columns(part, scored, algorithm, [*seed, 1 + index])
         # Every data-parallel rank reports what is true of all of them.
-        actor.update(with_loss_weights(part, algorithm), temperature=temperature)[0]
-        for part in mini_batches(batch, algorithm.num_mini_batches, seed)
-    ]
+        found.append(actor.update(part, temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
 
 
