@@ -47,12 +47,15 @@ CHOICES: Mapping[str, Sequence[str]] = {
     ),
     "actor.backend": resolve_engine.BACKENDS,
     "actor.modules": resolve_engine.MODULES,
+    "critic.backend": resolve_engine.BACKENDS,
+    "critic.modules": resolve_engine.MODULES,
     "model.dtype": ("auto", *resolve.DTYPES),
     "moe.aux_loss": resolve_engine.AUX_LOSSES,
     "moe.dispatcher": resolve_engine.DISPATCHERS,
     "moe.router_replay": resolve_engine.ROUTER_REPLAYS,
     "optimizer.schedule": resolve_engine.SCHEDULES,
     "placement.actor": ("shared", "own"),
+    "placement.critic": ("shared", "own"),
     "placement.reference": ("shared", "own"),
     "placement.rollout": ("auto", "shared", "own"),
     "recompute.granularity": resolve_engine.GRANULARITIES,
@@ -106,7 +109,8 @@ def groups(part: object, key: str = "") -> Iterator[SettingGroup]:
             inner.append((value, name))
             continue
         choices = tuple(CHOICES.get(".".join(name.split(".")[-2:]), ()))
-        meaning = _with_choices(comments[kind.__name__, entry.name], choices)
+        of = next(base for base in kind.__mro__ if entry.name in base.__annotations__)
+        meaning = _with_choices(comments[of.__name__, entry.name], choices)
         found.append(Setting(name, str(entry.type), value, meaning, choices))
     about = kind.__doc__ or ""
     if about.startswith(f"{kind.__name__}("):  # what dataclass writes where there is no docstring

@@ -50,10 +50,17 @@ class SyncTrainer:
             with clock("update"):
                 if config.reward.shuffle:
                     batch = steps.shuffled_rewards(batch, seed)
-                batch = steps.with_advantages(batch, algorithm)
-                metrics |= steps.update(
-                    self.turns.actor, batch, algorithm, temperature=temperature, seed=seed
-                )
+                if self.turns.critic is None:
+                    batch = steps.with_advantages(batch, algorithm)
+                else:
+                    with self.turns.critic_on_device() as critic:
+                        batch = steps.with_values(batch, critic)
+                        batch = steps.with_advantages(batch, algorithm)
+                        metrics |= steps.update_critic(critic, batch, config, seed=seed)
+                if step > config.critic.warmup_steps:
+                    metrics |= steps.update(
+                        self.turns.actor, batch, algorithm, temperature=temperature, seed=seed
+                    )
             if self.checkpointer.is_due(step):
                 with clock("save"):
                     self.checkpointer.save(step)

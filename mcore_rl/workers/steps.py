@@ -11,7 +11,7 @@ from mcore_rl.algorithms.advantages import token_advantages, uniform_groups
 from mcore_rl.algorithms.aggregation import loss_weights
 from mcore_rl.algorithms.inputs import MiniBatchInputs, is_prepared, prepared_columns
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.worker_group import Method, WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.metrics import merge
@@ -141,6 +141,24 @@ def update(
         # Every data-parallel rank reports what is true of all of them.
         found.append(actor.update(part, temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
+
+
+def with_values(batch: Batch, critic: WorkerGroup) -> Batch:
+    """Adds values, of the critic before its update."""
+    scored = critic.compute_values(batch.select("prompt_ids", "response_ids"))
+    return batch.with_columns(values=scored["values"])
+
+
+def update_critic(
+    critic: WorkerGroup, batch: Batch, config: RLConfig, *, seed: Sequence[int]
+) -> dict[str, float]:
+    """One optimizer step per mini-batch, towards the column returns."""
+    columns = "prompt_ids", "response_ids", "response_mask", "group_ids", "values", "returns"
+    found = []
+    for part in mini_batches(batch.select(*columns), config.algorithm.num_mini_batches, seed):
+        weights = loss_weights(part.jagged("response_mask"), config.critic.loss_aggregation)
+        found.append(critic.update(part.with_columns(loss_weights=weights))[0])
+    return {f"critic/{name}": value for name, value in merge(found).items()}
 
 
 def describe(batch: Batch) -> dict[str, float]:

@@ -85,7 +85,8 @@ def one_step(tmp_path):
     config.algorithm.kl_coef = 0.1
     config.algorithm.loss_aggregation = "sequence_mean_token_sum"
     actor, reference, servers = Model(-1.0625), Model(-3.5), Servers(answered())
-    turns = Turns(placement_of(config), actor, reference, servers, servers)
+    models = {"actor": actor, "reference": reference}
+    turns = Turns(placement_of(config), models, servers, servers)
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     trained = SyncTrainer(config, turns, servers, checkpointer)
     trained.train(iter([None]), lambda step, metrics: None)
