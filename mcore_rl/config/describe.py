@@ -16,7 +16,22 @@ from mcore_rl.config import resolve, resolve_engine, schema
 # Values of the settings that choose something by name, by the last two parts of their keys. Those
 # of the registries are repeated here, since filling one imports torch.
 CHOICES: Mapping[str, Sequence[str]] = {
-    "algorithm.advantage": ("grpo",),
+    "algorithm.advantage": (
+        "gae",
+        "gdpo",
+        "gigpo",
+        "gpg",
+        "grpo",
+        "grpo_passk",
+        "lite_ppo",
+        "maxrl",
+        "opo",
+        "optimal_token_baseline",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "rloo",
+    ),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.loss": ("ppo_clip",),
     "algorithm.loss_aggregation": (
@@ -43,7 +58,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "weight_sync.verify": resolve.VERIFY,
 }
 
-# Settings of the functions that come with the package, by the key under which they are given.
+# Settings of the default functions, by the key under which they are given. Those of others are
+# beside the functions, and in docs/algorithms.md.
 OF_FUNCTIONS: Mapping[str, Sequence[type]] = {
     "algorithm.advantage_settings": (schema.GRPOSettings,),
     "algorithm.loss_settings": (schema.PPOClipSettings,),

@@ -1,4 +1,4 @@
-"""Functions outside of the package, by import path, against plain torch on whole sequences.
+"""GSPO, outside of the package, and GAE against plain torch on whole sequences.
 
 GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
 those of others in a pack. GAE has advantages of tokens, from the values of a value model.
@@ -34,7 +34,7 @@ GSPO = AlgorithmConfig(
     loss_aggregation="sequence_mean_token_mean",
 )
 GAE = AlgorithmConfig(
-    advantage=f"{EXAMPLES / 'gae.py'}:gae", advantage_settings={"gamma": 0.9, "lam": 0.8}
+    advantage="gae", advantage_settings={"gamma": 0.9, "lam": 0.8, "whiten": False}
 )
 ONE_PACK, PACKS, ALONE = 10_000, 132, 16  # budgets in tokens; the last is below most samples
 LAYOUTS = {
