@@ -16,7 +16,22 @@ from mcore_rl.config import resolve, resolve_engine, schema
 # Values of the settings that choose something by name, by the last two parts of their keys. Those
 # of the registries are repeated here, since filling one imports torch.
 CHOICES: Mapping[str, Sequence[str]] = {
-    "algorithm.advantage": ("grpo",),
+    "algorithm.advantage": (
+        "gae",
+        "gdpo",
+        "gigpo",
+        "gpg",
+        "grpo",
+        "grpo_passk",
+        "lite_ppo",
+        "maxrl",
+        "opo",
+        "optimal_token_baseline",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "rloo",
+    ),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.loss": (
         "cispo",

@@ -88,4 +88,5 @@ def check_functions(config: AlgorithmConfig) -> None:
     given = {"entropy", "reference_log_probs"} if config.kl_coef else {"entropy"}
     check_needs(PolicyLoss(config).needs, given, f"{LOSSES.setting}={config.loss!r}")
     needed = needs_of(ADVANTAGES[config.advantage])
-    check_needs(needed, given - {"entropy"}, f"{ADVANTAGES.setting}={config.advantage!r}")
+    given = given - {"entropy"} | {"values", "baseline_rewards"}  # what is needed, a run makes
+    check_needs(needed, given, f"{ADVANTAGES.setting}={config.advantage!r}")

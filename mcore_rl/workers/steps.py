@@ -72,9 +72,9 @@ def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Adds the column advantages; drops uniform groups if so configured."""
+    """Adds the columns advantages and, for a value model, returns; may drop uniform groups."""
     found = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
-    batch = batch.with_columns(advantages=found)
+    batch = batch.with_columns(**found)
     if algorithm.drop_uniform_groups:
         uniform = uniform_groups(batch.array("rewards"), batch.array("group_ids"))
         batch = batch.take(np.flatnonzero(~uniform).tolist())
