@@ -19,8 +19,14 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 
 Tensors = Mapping[str, Tensor]
-# The loss of each token, and metrics of each token; without a mask, weights or means.
-LossResult = tuple[Tensor, Tensors]
+# Metrics of each token. A mean is over the tokens with a loss weight or, of a pair, over those with
+# a weight in the column that it names.
+Metric = Tensor | tuple[str, Tensor]
+# The loss of each token, and metrics; without a mask, weights or means. Several losses, each with
+# weights of its own, are a mapping from the column of the weights to the loss.
+LossResult = tuple[Tensor | Tensors, Mapping[str, Metric]]
+WEIGHTS = "_weights"  # how the names of such columns end
+LOSS_WEIGHTS = "loss_weights"  # those of the loss that algorithm.loss names
 
 G = TypeVar("G", bound=Callable[..., Any])
 # What not every run has, and what gives it.
@@ -33,8 +39,14 @@ _WHY_MISSING = {
     "values": _CRITIC,
     "old_values": _CRITIC,
     "returns": _CRITIC,
-    "token_rewards": "reward.name gives one reward a response",
+    "token_rewards": "reward.name gives one reward a response, and algorithm.kl_in='reward' is not "
+    "set",
 }
+
+
+def stream_name(column: str) -> str:
+    """What the sum of weights * loss is called: kl_loss with kl_weights."""
+    return "policy_loss" if column == LOSS_WEIGHTS else column.removesuffix(WEIGHTS) + "_loss"
 
 
 def needs(*names: str) -> Callable[[G], G]:

@@ -74,6 +74,12 @@ def resolve(config: RLConfig) -> None:
             "actor.moe.router_replay='rollout': servers do not report the experts of a token; "
             "allowed: 'off', 'record'"
         )
+    replay = config.actor.moe.router_replay
+    if replay == "record" and config.algorithm.correction.use_rollout_log_probs:
+        raise ConfigError(
+            "actor.moe.router_replay='record' records while log-probs are computed, and "
+            "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
+        )
     _resolve_rollout(config.rollout)
     _resolve_weight_sync(config)
     _resolve_placement(config)
@@ -112,7 +118,13 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
         trainer = replace(trainer, max_logprob_gap=largest)
     if trainer.mean_logprob_gap is None:
         trainer = replace(trainer, mean_logprob_gap=mean)
-    return replace(config, model=replace(config.model, dtype=dtype), trainer=trainer)
+    algorithm = config.algorithm
+    if algorithm.loss_aggregation == "sequence_sum_fixed_length":
+        length = {"length": config.rollout.max_response_tokens}
+        settings = length | algorithm.loss_aggregation_settings
+        algorithm = replace(algorithm, loss_aggregation_settings=settings)
+    model = replace(config.model, dtype=dtype)
+    return replace(config, model=model, trainer=trainer, algorithm=algorithm)
 
 
 def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
@@ -222,6 +234,51 @@ def _resolve_algorithm(config: AlgorithmConfig) -> None:
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
+    at_least("algorithm.cross_entropy_coef", config.cross_entropy_coef, 0)
+    positive("algorithm.correction.weight_max", config.correction.weight_max)
+    at_least("algorithm.correction.weight_min", config.correction.weight_min, 0)
+    _resolve_kl(config)
+    _resolve_entropy(config)
+
+
+def _resolve_kl(config: AlgorithmConfig) -> None:
+    one_of("algorithm.kl_in", config.kl_in, ("loss", "reward"))
+    at_least("algorithm.kl_horizon", config.kl_horizon, 1)
+    if config.kl_target is not None:
+        positive("algorithm.kl_target", config.kl_target)
+    asked = {
+        "kl_in": config.kl_in == "reward",
+        "kl_target": config.kl_target is not None,
+        "correction.unbiased_kl": config.correction.unbiased_kl,
+    }
+    for name, is_asked in asked.items():
+        if is_asked and not config.kl_coef:
+            raise ConfigError(
+                f"algorithm.kl_coef=0: there is no KL for algorithm.{name}; allowed: above 0"
+            )
+    if config.correction.unbiased_kl and config.kl_in != "loss":
+        raise ConfigError(
+            f"algorithm.correction.unbiased_kl=true corrects a gradient, and algorithm.kl_in="
+            f"{config.kl_in!r} has none; allowed: kl_in='loss'"
+        )
+
+
+def _resolve_entropy(config: AlgorithmConfig) -> None:
+    share = config.top_entropy_share
+    if not 0 < share <= 1:
+        raise ConfigError(f"algorithm.top_entropy_share={share}; allowed: above 0, up to 1")
+    positive("algorithm.entropy_coef_step", config.entropy_coef_step)
+    positive("algorithm.entropy_coef_max", config.entropy_coef_max)
+    if config.entropy_target is not None:
+        positive("algorithm.entropy_target", config.entropy_target)
+        between("algorithm.entropy_coef", config.entropy_coef, 0, config.entropy_coef_max)
+    reads = {"entropy_target": config.entropy_target is not None, "top_entropy_share": share < 1}
+    for name, is_read in reads.items():
+        if is_read and config.correction.use_rollout_log_probs:
+            raise ConfigError(
+                f"algorithm.{name}={getattr(config, name)} reads the entropy that comes with the "
+                "trainer's log-probs; allowed: algorithm.correction.use_rollout_log_probs=false"
+            )
 
 
 def _resolve_batch(config: RLConfig) -> None:

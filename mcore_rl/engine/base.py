@@ -122,7 +122,9 @@ class BaseEngine(ABC):
 
         The sum is over the tokens of all ranks. The loss function reads scores at `temperature`, as
         infer_batch gives them. Its metrics are returned as means over the trained tokens of all
-        ranks: those whose loss weight is not 0.
+        ranks: those whose loss weight is not 0. A loss function that returns several losses, by the
+        columns of their weights, adds a sum each: "loss" is the total, "kl_loss" that of
+        kl_weights, "policy_loss" that of loss_weights.
 
         They, and those of the load of experts ("moe/..."), come from the last pipeline stage; the
         others return "grad_norm" and "lr" only.

@@ -176,6 +176,7 @@ def value_model() -> Any:
 def sampled_batch() -> Batch:
     """Old log-probs near those of the model, some sequences far enough for a clip."""
     batch = tiny_models.make_batch()
+    batch = batch.select(*batch.columns.keys() - {"kl_weights"})
     _, log_probs, _ = tiny_models.reference_scores(tiny_models.build("qwen3"), batch)
     rng, responses = np.random.default_rng(7), batch.jagged("response_ids")
     away = np.repeat(rng.normal(0, 0.2, len(batch)), responses.lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.schema import RLConfig, TrainerConfig
 from mcore_rl.controller.stop_signals import StopSignals
@@ -87,7 +88,8 @@ def one_step(tmp_path):
     actor, reference, servers = Model(-1.0625), Model(-3.5), Servers(answered())
     turns = Turns(placement_of(config), actor, reference, servers, servers)
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
-    trained = SyncTrainer(config, turns, servers, checkpointer)
+    coefficients = Coefficients(config.algorithm)
+    trained = SyncTrainer(config, turns, servers, checkpointer, coefficients)
     trained.train(iter([None]), lambda step, metrics: None)
     assert servers.versions == [1]
     [update] = actor.updates
