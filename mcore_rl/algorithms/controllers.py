@@ -49,7 +49,7 @@ class Coefficients:
             self._kl *= 1 + error * len(batch) / config.kl_horizon
         if (target := config.entropy_target) is not None:
             found = batch.jagged("entropy").values[mask.values != 0]
-            entropy = float(found.mean()) if len(found) else 0.0
+            entropy = float(found.mean(dtype=np.float64)) if len(found) else 0.0
             used = self._entropy if entropy <= target else 0.0
             metrics |= {"entropy": entropy, "entropy_coef": used}
             config = replace(config, entropy_coef=used)
