@@ -73,7 +73,7 @@ def grpo(inputs: AdvantageInputs, settings: GRPOSettings) -> npt.NDArray[np.floa
     """
     _, group, counts = np.unique(inputs.group_ids, return_inverse=True, return_counts=True)
     # float64, because the rounding of float32 means would be blown up by 1 / 1e-6 in equal groups.
-    values = np.asarray(inputs.rewards, dtype=np.float64)
+    values = np.asarray(inputs.scores, dtype=np.float64)
     centered: npt.NDArray[np.float64] = (
         values - (np.bincount(group, weights=values) / counts)[group]
     )

@@ -20,13 +20,9 @@ from mcore_rl.algorithms.correction_rules import (
     check_bound,
     clamped,
 )
-from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CorrectionConfig
 from mcore_rl.data.batch import Batch
-
-LEVELS = ("off", "token", "sequence", "geometric")
-METHODS = ("truncate", "mask")
 
 
 def mismatch(batch: Batch) -> dict[str, float]:
@@ -127,25 +123,13 @@ def importance_weights(ratios: Ratios, config: CorrectionConfig) -> tuple[Floats
     return weights, metrics
 
 
-def check_correction(config: CorrectionConfig) -> None:
-    """Raises ConfigError for settings that do not fit each other."""
-    key = "algorithm.correction"
-    one_of(f"{key}.level", config.level, LEVELS)
-    one_of(f"{key}.method", config.method, METHODS)
-    if config.weight_min > (config.weight_max if config.method == "mask" else 0):
-        raise ConfigError(
-            f"{key}.weight_min={config.weight_min}; allowed: 0, or up to weight_max="
-            f"{config.weight_max} with {key}.method='mask'"
-        )
+def check_rules(config: CorrectionConfig) -> None:
+    """Raises ConfigError for a rule that does not exist, or with another bound than it takes."""
+    key = "algorithm.correction.reject"
     for name, bound in config.reject.items():
         if name not in RULES:
-            raise ConfigError(f"{key}.reject.{name} is no rule; allowed: {', '.join(RULES)}")
-        check_bound(f"{key}.reject.{name}", RULES[name], bound)
-    if config.use_rollout_log_probs and (config.level != "off" or config.reject):
-        raise ConfigError(
-            f"{key}.use_rollout_log_probs=true computes no log-probs that {key}.level and "
-            f"{key}.reject could compare with the servers'; allowed: level='off' and no reject"
-        )
+            raise ConfigError(f"{key}.{name} is no rule; allowed: {', '.join(RULES)}")
+        check_bound(f"{key}.{name}", RULES[name], bound)
 
 
 def _effective_share(weights: Floats) -> float:

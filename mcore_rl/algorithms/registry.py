@@ -66,16 +66,19 @@ class Registry(Generic[F]):
             ConfigError: as for `[name]`; the function takes other parameters; or a setting is
                 unknown to it, missing, or of another type.
         """
-        function = self[name]
+        function, made = self[name], self.settings(name, settings)
+        return cast(F, function if made is None else functools.partial(function, settings=made))
+
+    def settings(self, name: str, given: Mapping[str, object]) -> object | None:
+        """The settings of a function as its dataclass; None if it has none. Raises as `bound`."""
         kind = self.settings_of(name)
         if kind is not None:
-            made = self._settings(name, kind, settings)
-            return cast(F, functools.partial(function, settings=made))
-        if settings:
+            return self._settings(name, kind, given)
+        if given:
             raise ConfigError(
-                f"{self.settings_key}={dict(settings)}: {self.setting}={name!r} has no settings"
+                f"{self.settings_key}={dict(given)}: {self.setting}={name!r} has no settings"
             )
-        return cast(F, function)
+        return None
 
     def settings_of(self, name: str) -> type | None:
         """The dataclass of the settings of a function, if it has any."""

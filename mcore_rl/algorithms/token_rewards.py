@@ -45,31 +45,23 @@ def mean_over_sequences(values: Jagged, mask: Jagged) -> float:
 def with_token_rewards(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Adds the column token_rewards where rewards are not of whole responses only.
 
-    At each token the process_rewards, if the batch has them, minus kl_coef times the KL, with
-    algorithm.kl_in=reward; and at the last chosen token of a response (the last one, if none is
-    chosen) its reward. Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by token.
-
-    The column rewards becomes the sum of all that: an advantage of whole responses has the KL and
-    the process in it, too, and only a group whose sums are equal is uniform.
+    At each chosen token the process_rewards, if the batch has them, minus kl_coef times the KL,
+    with algorithm.kl_in=reward, plus the reward of the response at its last chosen token; 0 at
+    other tokens. Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by token. Advantages of
+    whole responses see the sum (AdvantageInputs.scores); the column rewards stays that of outcomes.
     """
-    responses, mask = batch.jagged("response_ids"), batch.jagged("response_mask")
+    mask = batch.jagged("response_mask")
     is_penalised = bool(algorithm.kl_coef) and algorithm.kl_in == "reward"
     if not is_penalised and "process_rewards" not in batch:
         return batch
-    found = np.zeros(len(responses.values))
+    found = np.zeros(len(mask.values))
     if "process_rewards" in batch:
         found += batch.jagged("process_rewards").values
     if is_penalised:
         found -= algorithm.kl_coef * reference_kl(batch, algorithm).values
-    outcomes = batch.array("rewards").astype(np.float64)
-    row = np.repeat(np.arange(len(responses)), responses.lengths)
-    sums = outcomes + np.bincount(row, found, len(responses))
-    for place, (outcome, chosen) in enumerate(zip(outcomes, mask, strict=True)):
-        if len(chosen):
-            places = np.flatnonzero(chosen)
-            last = places[-1] if len(places) else len(chosen) - 1
-            found[responses.offsets[place] + last] += outcome
-    return batch.with_columns(
-        token_rewards=responses.with_values(found.astype(np.float32)),
-        rewards=sums.astype(np.float32),
-    )
+    chosen = mask.values != 0
+    row = np.repeat(np.arange(len(mask)), mask.lengths)[chosen]
+    rows, from_end = np.unique(row[::-1], return_index=True)
+    found[np.flatnonzero(chosen)[::-1][from_end]] += batch.array("rewards")[rows]
+    rewards = np.where(chosen, found, 0).astype(np.float32)
+    return batch.with_columns(token_rewards=mask.with_values(rewards))

@@ -17,13 +17,48 @@ from mcore_rl.config import resolve, resolve_engine, schema
 # of the registries are repeated here, since filling one imports torch.
 CHOICES: Mapping[str, Sequence[str]] = {
     "algorithm.advantage": ("grpo",),
-    "algorithm.kl_estimator": ("k1", "k2", "k3"),
-    "algorithm.loss": ("ppo_clip",),
+    "algorithm.kl_estimator": (
+        "abs",
+        "abs+",
+        "k1",
+        "k1+",
+        "k2",
+        "k3",
+        "k3+",
+        "low_variance",
+        "low_variance+",
+    ),
+    "algorithm.kl_in": resolve.KL_IN,
+    "algorithm.loss": (
+        "cispo",
+        "clip_cov",
+        "decoupled_ppo",
+        "dppo_kl",
+        "dppo_tv",
+        "dro",
+        "gmpo",
+        "gpg",
+        "gspo",
+        "gspo_token",
+        "kimi",
+        "kl_cov",
+        "luspo",
+        "m2po",
+        "positive_nll",
+        "ppo_clip",
+        "reinforce",
+        "sapo",
+        "topr",
+        "vespo",
+    ),
     "algorithm.loss_aggregation": (
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
+        "sequence_sum_fixed_length",
         "token_mean",
     ),
+    "correction.level": resolve.CORRECTION_LEVELS,
+    "correction.method": resolve.CORRECTION_METHODS,
     "actor.backend": resolve_engine.BACKENDS,
     "actor.modules": resolve_engine.MODULES,
     "model.dtype": ("auto", *resolve.DTYPES),
@@ -43,7 +78,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "weight_sync.verify": resolve.VERIFY,
 }
 
-# Settings of the functions that come with the package, by the key under which they are given.
+# Settings of the default functions, by the key under which they are given. Those of others are
+# beside the functions, and in docs/algorithms.md.
 OF_FUNCTIONS: Mapping[str, Sequence[type]] = {
     "algorithm.advantage_settings": (schema.GRPOSettings,),
     "algorithm.loss_settings": (schema.PPOClipSettings,),

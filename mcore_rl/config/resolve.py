@@ -21,6 +21,7 @@ from mcore_rl.config.resolve_engine import (
 )
 from mcore_rl.config.schema import (
     AlgorithmConfig,
+    CorrectionConfig,
     PlacementConfig,
     RLConfig,
     RolloutConfig,
@@ -35,6 +36,9 @@ WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
 TASKS = ("", "last_digit")
+KL_IN = ("loss", "reward")
+CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
+CORRECTION_METHODS = ("truncate", "mask")
 OWN_POOL = "own"
 _CORES = "[0-9]+([-,|][0-9]+)*"
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
@@ -209,12 +213,19 @@ def _resolve_weight_sync(config: RLConfig) -> None:
 
 
 def _resolve_rollout(config: RolloutConfig) -> None:
-    for name in ("num_servers", "tp", "max_response_tokens", "max_num_seqs", "kv_cache_bytes"):
+    positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
+    for name in (*positive_counts, "max_num_seqs", "kv_cache_bytes"):
         at_least(f"rollout.{name}", getattr(config, name), 1)
-    if config.cores and len(config.cores.split("|")) != config.tp:
+    num_workers, rest = divmod(config.tp, config.nodes_per_server)
+    if rest:
         raise ConfigError(
-            f"rollout.cores={config.cores!r} must list the cores of each of the "
-            f"rollout.tp={config.tp} workers of a server, separated by '|'"
+            f"rollout.nodes_per_server={config.nodes_per_server}; allowed: divisors of "
+            f"rollout.tp={config.tp}, since each node has as many workers"
+        )
+    if config.cores and len(config.cores.split("|")) != num_workers:
+        raise ConfigError(
+            f"rollout.cores={config.cores!r} must list the cores of each of a node's "
+            f"{num_workers} workers of a server, separated by '|'"
         )
     if config.cores and not re.fullmatch(_CORES, config.cores):
         raise ConfigError(
@@ -235,14 +246,13 @@ def _resolve_algorithm(config: AlgorithmConfig) -> None:
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
     at_least("algorithm.cross_entropy_coef", config.cross_entropy_coef, 0)
-    positive("algorithm.correction.weight_max", config.correction.weight_max)
-    at_least("algorithm.correction.weight_min", config.correction.weight_min, 0)
     _resolve_kl(config)
     _resolve_entropy(config)
+    _resolve_correction(config.correction)
 
 
 def _resolve_kl(config: AlgorithmConfig) -> None:
-    one_of("algorithm.kl_in", config.kl_in, ("loss", "reward"))
+    one_of("algorithm.kl_in", config.kl_in, KL_IN)
     at_least("algorithm.kl_horizon", config.kl_horizon, 1)
     if config.kl_target is not None:
         positive("algorithm.kl_target", config.kl_target)
@@ -279,6 +289,24 @@ def _resolve_entropy(config: AlgorithmConfig) -> None:
                 f"algorithm.{name}={getattr(config, name)} reads the entropy that comes with the "
                 "trainer's log-probs; allowed: algorithm.correction.use_rollout_log_probs=false"
             )
+
+
+def _resolve_correction(config: CorrectionConfig) -> None:
+    key = "algorithm.correction"
+    one_of(f"{key}.level", config.level, CORRECTION_LEVELS)
+    one_of(f"{key}.method", config.method, CORRECTION_METHODS)
+    positive(f"{key}.weight_max", config.weight_max)
+    at_least(f"{key}.weight_min", config.weight_min, 0)
+    if config.weight_min > (config.weight_max if config.method == "mask" else 0):
+        raise ConfigError(
+            f"{key}.weight_min={config.weight_min}; allowed: 0, or up to weight_max="
+            f"{config.weight_max} with {key}.method='mask'"
+        )
+    if config.use_rollout_log_probs and (config.level != "off" or config.reject):
+        raise ConfigError(
+            f"{key}.use_rollout_log_probs=true computes no log-probs that {key}.level and "
+            f"{key}.reject could compare with the servers'; allowed: level='off' and no reject"
+        )
 
 
 def _resolve_batch(config: RLConfig) -> None:

@@ -121,6 +121,7 @@ class RolloutConfig:
 
     num_servers: int = 1  # each has a full copy of the model
     tp: int = 1  # tensor parallel inside a server
+    nodes_per_server: int = 1  # nodes that a server spans; each has as many of its tp workers
     ep: bool = False  # expert parallel over the tp ranks of a server
     temperature: float = 1.0  # sampling temperature, in training and evaluation; above 0
     top_p: float = 1.0  # allowed: 1
@@ -161,10 +162,13 @@ class PPOClipSettings:
 
     clip_ratio_low: float = 0.2  # ratios are clipped at 1 - clip_ratio_low
     clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
+    dual_clip: float | None = None  # most that a ratio counts with a negative advantage; null: none
 
     def __post_init__(self) -> None:
         between("clip_ratio_low", self.clip_ratio_low, 0, 1)
         at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        if self.dual_clip is not None:
+            at_least("dual_clip", self.dual_clip, 1)
 
 
 @dataclass
@@ -178,8 +182,8 @@ class CorrectionConfig:
     # Weights beyond the bounds: truncate (those above weight_max become weight_max) or mask (those
     # outside of weight_min to weight_max become 0).
     method: str = "truncate"
-    weight_min: float = 0.0  # for method mask
-    weight_max: float = 2.0
+    weight_min: float = 0.0  # smallest importance weight, with method mask
+    weight_max: float = 2.0  # largest importance weight
     normalize: bool = False  # divide the weights by their mean over the batch
     # Rules by which tokens and sequences are left out of the loss, each with its bound or its two
     # bounds, such as {sequence_mean_k3: 0.01, veto: [1.0e-4, 1.0e4]}.

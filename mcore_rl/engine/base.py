@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from mcore_rl.algorithms.inputs import LossInputs, LossResult
+from mcore_rl.algorithms.inputs import Losses, LossInputs
 from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import BACKENDS
@@ -22,7 +22,7 @@ from mcore_rl.reshard.executor import LocalWeights
 
 # From a micro-batch to the loss of each of its response tokens, and metrics. Its `needs` (see
 # algorithms/inputs.py) say whether it reads the entropy, which is computed for no other.
-LossFunction = Callable[[LossInputs], LossResult]
+LossFunction = Callable[[LossInputs], Losses]
 Metrics = dict[str, float]
 Place = Literal["host", "device"]
 

@@ -27,8 +27,8 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     """By name; a role's own pool has the role's name. Only roles that the run has.
 
     A pool is as large as the largest of its roles. Servers on separate devices have one bundle
-    each, so that Ray keeps their workers on one node; on a shared pool each takes as many bundles
-    as workers.
+    each and node, so that Ray keeps the workers in it on one node; on a shared pool each takes as
+    many bundles as workers.
     """
     rollout, sizes = config.rollout, {"actor": config.actor.layout.world_size}
     if config.warm_start.num_steps:  # on the actor's devices, before it
@@ -43,7 +43,8 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     plans = {}
     for name, roles in members.items():
         if roles == ["rollout"]:
-            plans[name] = PoolPlan(("rollout",), rollout.num_servers, rollout.tp)
+            per_node = rollout.tp // rollout.nodes_per_server
+            plans[name] = PoolPlan(("rollout",), sizes["rollout"] // per_node, per_node)
         else:
             plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
     return plans
@@ -119,9 +120,10 @@ class Pools:
         return next((n, plan) for n, plan in self._plans.items() if role in plan.roles)
 
     def _bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
-        """A rank of the servers is a server, with as many workers as GPUs."""
+        """A rank of the servers is a server's node, with as many workers as GPUs."""
+        rollout = self._config.rollout
         is_spread = role == "rollout" and plan.roles != ("rollout",)
-        return self._config.rollout.tp if is_spread else 1
+        return rollout.tp // rollout.nodes_per_server if is_spread else 1
 
     def _pool(self, role: str) -> ResourcePool:
         name, plan = self._plan(role)

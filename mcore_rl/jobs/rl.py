@@ -334,7 +334,7 @@ def _servers(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
         can_sleep=servers_sleep(config.placement, needs_reference(config)),
         gpu_ids=pools.gpu_ids("rollout"),
     )
-    layout = Layout(dp=config.rollout.num_servers)
+    layout = Layout(dp=config.rollout.num_servers, tp=config.rollout.nodes_per_server)
     with pools.group(
         "rollout", RolloutWorker, (spec,), layout, name="rollout", wait=False
     ) as group:

@@ -9,11 +9,11 @@ import torch
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
-from mcore_rl.algorithms.correction import check_correction
+from mcore_rl.algorithms.correction import check_rules
 from mcore_rl.algorithms.inputs import (
     LOSS_WEIGHTS,
+    Losses,
     LossInputs,
-    LossResult,
     Metric,
     check_needs,
     needs_of,
@@ -46,7 +46,7 @@ class PolicyLoss:
             found.add("entropy")
         return frozenset(found)
 
-    def __call__(self, inputs: LossInputs) -> LossResult:
+    def __call__(self, inputs: LossInputs) -> Losses:
         columns = inputs.columns
         loss, metrics = self._policy_loss(inputs)
         if "correction_weights" in columns:
@@ -115,7 +115,12 @@ def check_functions(config: AlgorithmConfig) -> None:
     ADVANTAGES.bound(config.advantage, config.advantage_settings)
     AGGREGATIONS.bound(config.loss_aggregation, config.loss_aggregation_settings)
     KL_ESTIMATORS.bound(config.kl_estimator, config.kl_estimator_settings)
-    check_correction(config.correction)
+    check_rules(config.correction)
+    if config.loss == "decoupled_ppo" and config.correction.level != "off":
+        raise ConfigError(
+            "algorithm.loss='decoupled_ppo' has importance weights of its own; allowed: "
+            "algorithm.correction.level='off'"
+        )
     given = {"reference_log_probs"} if config.kl_coef else set()
     needed = PolicyLoss(config).needs
     check_needs(needed, given | {"entropy"}, f"{LOSSES.setting}={config.loss!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import numpy as np
 from mcore_rl.algorithms.advantages import token_advantages, uniform_groups
 from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
 from mcore_rl.algorithms.correction import corrected, mismatch
+from mcore_rl.algorithms.inputs import WEIGHTS, MiniBatchInputs, is_prepared, prepared_columns
+from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.worker_group import Method, WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
@@ -157,13 +159,26 @@ def _weights(mask: Jagged, coef: float, algorithm: AlgorithmConfig) -> Jagged:
     return weights.with_values(weights.values * np.float32(coef))
 
 
-def _weighted(batch: Batch, algorithm: AlgorithmConfig, seed: Sequence[int]) -> Iterator[Batch]:
-    """The mini-batches with their weights; one without any is left out."""
-    for part in mini_batches(batch, algorithm.num_mini_batches, seed):
-        found = with_loss_weights(part, algorithm)
-        added = found.columns.keys() - part.columns.keys()
-        if any(found.jagged(name).values.any() for name in added):
-            yield found
+def _has_weights(batch: Batch) -> bool:
+    names = [n for n in batch.columns if n.endswith(WEIGHTS) and n != "correction_weights"]
+    return any(batch.jagged(name).values.any() for name in names)
+
+
+def with_prepared_columns(
+    batch: Batch, scored: Batch, algorithm: AlgorithmConfig, seed: Sequence[int]
+) -> Batch:
+    """Adds what the loss reads of a whole mini-batch.
+
+    `scored` has the columns log_probs and entropy of the policy as it is before the update.
+    """
+    current = batch.with_columns(current_log_probs=scored["log_probs"], entropy=scored["entropy"])
+    columns = prepared_columns(
+        LOSSES[algorithm.loss],
+        LOSSES.settings(algorithm.loss, algorithm.loss_settings),
+        MiniBatchInputs(current, seed),
+        f"{LOSSES.setting}={algorithm.loss!r}",
+    )
+    return current.with_columns(**columns)
 
 
 def update(
@@ -174,12 +189,23 @@ def update(
     temperature: float,
     seed: Sequence[int],
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch with a token to train on; none if no group is left."""
-    found = [
+    """One optimizer step per mini-batch with a token to train on; none if no group is left.
+
+    For a loss that is prepared (algorithms/inputs.py), the columns that it reads are made of each
+    mini-batch and the policy as it is then.
+    """
+    found = []
+    for index, part in enumerate(mini_batches(batch, algorithm.num_mini_batches, seed)):
+        part = with_loss_weights(part, algorithm)
+        if not _has_weights(part):
+            continue
+        if is_prepared(LOSSES[algorithm.loss]):
+            # Before the first one it is still the policy that has scored the batch.
+            is_scored = not index and not algorithm.correction.use_rollout_log_probs
+            scored = part if is_scored else actor.compute_log_probs(part, temperature=temperature)
+            part = with_prepared_columns(part, scored, algorithm, [*seed, 1 + index])
         # Every data-parallel rank reports what is true of all of them.
-        actor.update(part, temperature=temperature)[0]
-        for part in _weighted(batch, algorithm, seed)
-    ]
+        found.append(actor.update(part, temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mcore_rl.algorithms.aggregation import top_entropy_mask
 from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.algorithms.token_rewards import reference_kl, with_token_rewards
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig
@@ -106,20 +107,19 @@ def test_rewards_of_tokens_equal_loops(has_process, coef):
         if not has_process:
             batch = batch.select(*batch.columns.keys() - {"process_rewards"})
         found = with_token_rewards(batch, algorithm)
+        assert found.array("rewards") is batch.array("rewards")
         for row, mask in enumerate(batch.jagged("response_mask")):
             policy, reference = (batch.jagged(n)[row] for n in ("log_probs", "reference_log_probs"))
-            reward = float(batch.array("rewards")[row])
-            wanted = []
+            wanted = [0.0] * len(mask)
             for t in range(len(mask)):
-                kl = (float(policy[t]) - float(reference[t])) ** 2 / 2 if mask[t] else 0.0
-                process = float(batch.jagged("process_rewards")[row][t]) if has_process else 0.0
-                wanted.append(process - coef * kl)
-            total = reward + sum(wanted)
-            places = [t for t in range(len(mask)) if mask[t]] or list(range(len(mask)))
-            if places:
-                wanted[places[-1]] += reward
+                if mask[t]:
+                    kl = (float(policy[t]) - float(reference[t])) ** 2 / 2
+                    process = float(batch.jagged("process_rewards")[row][t]) if has_process else 0.0
+                    is_last = not any(mask[t + 1 :])
+                    reward = float(batch.array("rewards")[row]) if is_last else 0.0
+                    wanted[t] = process - coef * kl + reward
             assert found.jagged("token_rewards")[row].tolist() == pytest.approx(wanted, abs=1e-6)
-            assert found.array("rewards")[row] == pytest.approx(total, abs=1e-5)
+            assert AdvantageInputs(found).scores[row] == pytest.approx(sum(wanted), abs=1e-5)
 
 
 def test_rewards_of_responses_stay_where_nothing_is_of_tokens():

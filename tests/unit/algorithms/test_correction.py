@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.correction import check_correction, corrected, mismatch
+from mcore_rl.algorithms.correction import check_rules, corrected, mismatch
 from mcore_rl.algorithms.correction_rules import RULES as OURS
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CorrectionConfig
@@ -218,10 +218,6 @@ def test_a_case_worked_by_hand(settings, weights, mask):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"level": "word"}, r"correction.level='word'; allowed: 'off', 'token'"),
-        ({"method": "clip"}, r"correction.method='clip'; allowed: 'truncate', 'mask'"),
-        ({"weight_min": 0.5}, r"weight_min=0.5; allowed: 0, or up to weight_max=2.0 with .*'mask'"),
-        ({"method": "mask", "weight_min": 3.0}, r"weight_min=3.0; allowed: 0, or up to"),
         ({"reject": {"token_k4": 1}}, r"reject.token_k4 is no rule; allowed: token_k1, "),
         ({"reject": {"sequence_max_k1": [0.5, 2]}}, r"sequence_max_k1 is no rule"),
         ({"reject": {"token_k1": 2.0}}, r"reject.token_k1=2.0; allowed: two ratios"),
@@ -230,16 +226,8 @@ def test_a_case_worked_by_hand(settings, weights, mask):
         ({"reject": {"token_k3": [0.1, 2.0]}}, r"token_k3=\[0.1, 2.0\]; allowed: a number above 0"),
         ({"reject": {"token_k3": "0.1"}}, r"token_k3='0.1'; allowed: a number above 0"),
         ({"reject": {"token_k3": math.nan}}, r"token_k3=nan; allowed: a number above 0"),
-        (
-            {"use_rollout_log_probs": True, "level": "token"},
-            r"use_rollout_log_probs=true computes no log-probs",
-        ),
-        (
-            {"use_rollout_log_probs": True, "reject": {"token_k3": 0.1}},
-            r"use_rollout_log_probs=true computes no log-probs",
-        ),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings, message):
+def test_rules_and_bounds_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        check_correction(CorrectionConfig(**settings))
+        check_rules(CorrectionConfig(**settings))

@@ -18,6 +18,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
 from mcore_rl.algorithms.aggregation import loss_weights
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.correction import corrected, mismatch
+from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
@@ -178,7 +179,8 @@ def test_the_kl_controller_and_rewards_of_tokens():
         column = found.jagged("token_rewards")
         wanted = scores - theirs.value * kl
         np.testing.assert_allclose(column.values, rows(wanted, column), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(found.array("rewards"), wanted.sum(-1), rtol=1e-4, atol=1e-5)
+        scores = AdvantageInputs(found).scores
+        np.testing.assert_allclose(scores, wanted.sum(-1), rtol=1e-4, atol=1e-5)
         theirs.update((kl.sum(-1) / mask.sum(-1)).mean().item(), len(batch))
         values.add(theirs.value)
     assert len(values) > 50

@@ -11,7 +11,7 @@ import torch
 from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig
 from mcore_rl.workers.policy_loss import PolicyLoss, check_functions
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
@@ -128,6 +128,10 @@ def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
          r"algorithm.loss_settings.clip_ratio_low=1.5; allowed: 0 to 1"),
         ({"loss_settings": {"clip": 0.1}}, r"algorithm.loss_settings.clip is no setting of "
          r"algorithm.loss='ppo_clip'; allowed: clip_ratio_low, clip_ratio_high"),
+        ({"loss": "decoupled_ppo", "correction": CorrectionConfig(level="token")},
+         r"loss='decoupled_ppo' has importance weights of its own; .*correction.level='off'"),
+        ({"correction": CorrectionConfig(reject={"seq": 1})},
+         r"algorithm.correction.reject.seq is no rule; allowed: token_k1, "),
         ({"kl_estimator_settings": {"x": 1}}, r"algorithm.kl_estimator='k3' has no settings"),
     ],
 )  # fmt: skip

@@ -20,6 +20,7 @@ from mcore_rl.workers.steps import (
     with_advantages,
     with_log_probs,
     with_loss_weights,
+    with_prepared_columns,
 )
 
 
@@ -130,6 +131,57 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere():
 def test_uniform_groups_are_left_out_when_asked():
     kept = with_advantages(rewarded(), AlgorithmConfig(drop_uniform_groups=True))
     assert kept.array("group_ids").tolist() == [0, 0]
+
+
+PREPARED = """
+import numpy as np
+from mcore_rl.algorithms.inputs import prepared_by
+
+def first(inputs):
+    drawn = np.random.default_rng(inputs.seed).integers(0, 99, len(inputs.log_probs.values))
+    return {"drawn": inputs.log_probs.with_values(drawn)}
+
+@prepared_by(first)
+def good(inputs):
+    return inputs.prepared("drawn") * inputs.log_probs, {}
+
+@prepared_by(lambda inputs: {"rewards": inputs.log_probs})
+def taken(inputs):
+    return inputs.log_probs, {}
+
+@prepared_by(lambda inputs: {"ranks": inputs.log_probs.values})
+def flat(inputs):
+    return inputs.log_probs, {}
+
+@prepared_by(lambda inputs: {"ranks": inputs.log_probs.with_values(np.full(9, np.nan))})
+def nan(inputs):
+    return inputs.log_probs, {}
+"""
+
+
+def test_a_loss_outside_of_the_package_is_prepared_by_its_own_function(tmp_path):
+    (tmp_path / "own.py").write_text(PREPARED)
+    algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:good")
+    scored = rewarded().with_columns(entropy=rewarded()["log_probs"])
+    found = with_prepared_columns(rewarded(), scored, algorithm, [0, 1, 1])
+    wanted = np.random.default_rng([0, 1, 1]).integers(0, 99, 9)
+    np.testing.assert_array_equal(found.jagged("drawn").values, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("taken", r"own.py:taken' prepares rewards, which is a column of the batch already"),
+        ("flat", r"own.py:flat' prepares ranks; allowed: a Jagged with the responses' rows"),
+        ("nan", r"own.py:nan' prepares ranks; allowed: a finite number for each token"),
+    ],
+)
+def test_columns_of_another_form_are_refused(tmp_path, name, message):
+    (tmp_path / "own.py").write_text(PREPARED)
+    scored = rewarded().with_columns(entropy=rewarded()["log_probs"])
+    algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:{name}")
+    with pytest.raises(ConfigError, match=message):
+        with_prepared_columns(rewarded(), scored, algorithm, [0])
 
 
 def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp_path):
