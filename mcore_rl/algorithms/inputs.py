@@ -6,8 +6,7 @@ it and the setting that provides it.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -23,6 +22,12 @@ from mcore_rl.data.batch import Batch, Jagged
 Tensors = Mapping[str, Tensor]
 # The loss of each token, and metrics of each token; without a mask, weights or means.
 LossResult = tuple[Tensor, Tensors]
+# What an engine takes: the same, or several losses, each by the column of its weights. A mean of a
+# metric is over the tokens with a loss weight or, of a pair, with one in the column that it names.
+Metric = Tensor | tuple[str, Tensor]
+Losses = tuple[Tensor | Tensors, Mapping[str, Metric]]
+WEIGHTS = "_weights"  # how the names of such columns end
+LOSS_WEIGHTS = "loss_weights"  # those of the loss that algorithm.loss names
 
 G = TypeVar("G", bound=Callable[..., Any])
 # What not every run has, and what gives it.
@@ -50,6 +55,11 @@ _WHY_MISSING = {
 }
 
 
+def stream_name(column: str) -> str:
+    """What the sum of weights * loss is called: kl_loss with kl_weights."""
+    return "policy_loss" if column == LOSS_WEIGHTS else column.removesuffix(WEIGHTS) + "_loss"
+
+
 def needs(*names: str) -> Callable[[G], G]:
     """Decorator of a loss or an advantage function that reads one of `OPTIONAL`.
 
@@ -68,55 +78,6 @@ def needs(*names: str) -> Callable[[G], G]:
 def needs_of(function: Callable[..., Any]) -> frozenset[str]:
     """The inputs that a function or callable object declared with `needs`."""
     return frozenset(getattr(function, "needs", ()))
-
-
-def prepared_by(prepare: Callable[..., Mapping[str, Jagged]]) -> Callable[[G], G]:
-    """Decorator of a loss that reads columns made of the whole mini-batch.
-
-    `prepare(inputs: MiniBatchInputs)`, or `prepare(inputs, settings)` with the settings of the
-    loss, runs on the driver before the update. It returns columns by name, a number for each
-    response token, which the loss reads with `LossInputs.prepared`. So they do not depend on how
-    the mini-batch is split over micro-batches and ranks.
-    """
-    found = tuple(inspect.signature(prepare).parameters)
-    if found not in (("inputs",), ("inputs", "settings")):
-        raise ConfigError(
-            f"@prepared_by of {getattr(prepare, '__name__', prepare)}{inspect.signature(prepare)}; "
-            "allowed: (inputs), or (inputs, settings)"
-        )
-
-    def mark(function: G) -> G:
-        function.prepare = prepare  # type: ignore[attr-defined]
-        return function
-
-    return mark
-
-
-def prepared_columns(
-    loss: Callable[..., Any], settings: object | None, inputs: MiniBatchInputs, who: str
-) -> dict[str, Jagged]:
-    """The columns that the function of `prepared_by` makes for a loss with these settings.
-
-    Raises:
-        ConfigError: they are something else than new columns of finite numbers, one a response
-            token.
-    """
-    prepare = loss.prepare  # type: ignore[attr-defined]
-    takes_settings = "settings" in inspect.signature(prepare).parameters
-    found = prepare(inputs, settings) if takes_settings else prepare(inputs)
-    lengths = inputs.batch.jagged("response_ids").lengths
-    for name, column in found.items():
-        if name in inputs.batch:
-            raise ConfigError(f"{who} prepares {name}, which is a column of the batch already")
-        if not isinstance(column, Jagged) or not np.array_equal(column.lengths, lengths):
-            raise ConfigError(f"{who} prepares {name}; allowed: a Jagged with the responses' rows")
-        if column.values.ndim != 1 or not np.isfinite(column.values).all():
-            raise ConfigError(f"{who} prepares {name}; allowed: a finite number for each token")
-    return dict(found)
-
-
-def is_prepared(loss: Callable[..., Any]) -> bool:
-    return hasattr(loss, "prepare")
 
 
 def check_needs(needed: Collection[str], given: Collection[str], who: str) -> None:
@@ -251,54 +212,6 @@ class Estimates(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MiniBatchInputs:
-    """Columns of a whole mini-batch, over all ranks, before its update: see prepared_by."""
-
-    batch: Batch
-    seed: Sequence[int]  # of this mini-batch: the same in a run that is resumed
-
-    @property
-    def log_probs(self) -> Jagged:
-        """[response tokens] of the policy as it is before the update, in nats."""
-        return self._column("current_log_probs")
-
-    @property
-    def entropy(self) -> Jagged:
-        """[response tokens] of that policy, in nats."""
-        return self._column("entropy")
-
-    @property
-    def old_log_probs(self) -> Jagged:
-        """[response tokens] of the policy that generated, by the trainer, in nats."""
-        return self._column("log_probs", "old_log_probs")
-
-    @property
-    def rollout_log_probs(self) -> Jagged:
-        """[response tokens] of the same, by the server that generated."""
-        return self._column("rollout_log_probs")
-
-    @property
-    def advantages(self) -> Jagged:
-        """[response tokens]"""
-        return self._column("advantages")
-
-    @property
-    def response_mask(self) -> Jagged:
-        """[response tokens]: 1 at those that the policy chose, else 0."""
-        return self._column("response_mask")
-
-    @property
-    def rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]"""
-        return self.batch.array("rewards")
-
-    def _column(self, name: str, called: str = "") -> Jagged:
-        if name not in self.batch:
-            missing(called or name, "algorithm.loss")
-        return self.batch.jagged(name)
-
-
-@dataclass(frozen=True, slots=True)
 class AdvantageInputs:
     """Columns of all samples of a step, of all data-parallel ranks.
 
@@ -309,7 +222,7 @@ class AdvantageInputs:
 
     @property
     def rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]: of each response as a whole."""
+        """[samples]: of the outcome alone."""
         return self.batch.array("rewards")
 
     def reward_part(self, name: str) -> npt.NDArray[np.float64]:

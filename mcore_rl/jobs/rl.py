@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
@@ -174,12 +175,13 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             turns = _started(config, pools, ranks, stack)
         rollout, actor = RolloutPool(turns.servers, config.rollout, config.seed), turns.actor
         prompts = PromptBatches(inputs.train, config.trainer.prompts_per_step, config.seed)
+        coefficients = Coefficients(config.algorithm)
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
         checkpointer = Checkpointer(
             run.asked,
             output.folder,
             turns,
-            {"prompts": prompts},
+            {"prompts": prompts, "coefficients": coefficients},
             lambda: output.results,
             run.stop,
             num_bytes,
@@ -190,7 +192,12 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
         else:
             with waiting("loading the checkpoint"):
                 checkpointer.restore(run.found)
-        trainer = SyncTrainer(config, turns, rollout, checkpointer)
+        if config.algorithm.correction.use_rollout_log_probs:
+            print(
+                "algorithm.correction.use_rollout_log_probs=true: no step compares the servers' "
+                "log-probs with the trainer's"
+            )
+        trainer = SyncTrainer(config, turns, rollout, checkpointer, coefficients)
         try:
             with (
                 output.progress("training", config.trainer.num_steps) as report,

@@ -1,4 +1,6 @@
-"""GSPO, KL-Cov and GAE against plain torch on whole sequences.
+"""Long because: its models and ranks serve all of them.
+
+GSPO, KL-Cov and GAE against plain torch on whole sequences.
 
 GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
 those of others in a pack. GAE has advantages of tokens, from the values of a value model. KL-Cov
@@ -214,6 +216,7 @@ def value_model() -> Any:
 def sampled_batch() -> Batch:
     """Old log-probs near those of the model, some sequences far enough for a clip."""
     batch = tiny_models.make_batch()
+    batch = batch.select(*batch.columns.keys() - {"kl_weights"})
     _, log_probs, _ = tiny_models.reference_scores(tiny_models.build("qwen3"), batch)
     rng, responses = np.random.default_rng(7), batch.jagged("response_ids")
     away = np.repeat(rng.normal(0, 0.2, len(batch)), responses.lengths)
