@@ -70,9 +70,9 @@ class Batch:
 
     Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
-    reference_log_probs, entropy, advantages, loss_weights; routed_experts: [MoE layers, experts a
-    token] a prompt or response token; one value a sample: rewards, reward/<part>, group_ids,
-    finish_reasons.
+    reference_log_probs, entropy, values, token_rewards, state_ids, sum_pi_squared, advantages,
+    returns, loss_weights; routed_experts: [MoE layers, experts a token] a prompt or response token;
+    one value a sample: rewards, reward/<part>, baseline_rewards, group_ids, finish_reasons.
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
