@@ -40,6 +40,11 @@ KL_IN = ("loss", "reward")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_METHODS = ("truncate", "mask")
 OWN_POOL = "own"
+# Advantages that compare the responses to one prompt.
+OF_GROUPS = (
+    "gdpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "opo", "optimal_token_baseline",
+    "reinforce_plus_plus_baseline", "rloo",
+)  # fmt: skip
 _CORES = "[0-9]+([-,|][0-9]+)*"
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
 
@@ -246,7 +251,8 @@ def _resolve_rollout(config: RolloutConfig) -> None:
 
 
 def _resolve_algorithm(config: AlgorithmConfig) -> None:
-    at_least("algorithm.group_size", config.group_size, 1)
+    fewest = 2 if config.advantage in OF_GROUPS else 1
+    at_least("algorithm.group_size", config.group_size, fewest)
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)

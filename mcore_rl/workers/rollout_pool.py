@@ -20,7 +20,7 @@ class RolloutPool:
     config: RolloutConfig
     seed: int
 
-    def generate(self, prompts: Batch, n: int) -> Batch:
+    def generate(self, prompts: Batch, n: int, *, is_greedy: bool = False) -> Batch:
         """`n` samples per prompt; the prompts of one call are spread over the servers.
 
         A response depends on the run's seed, its group id, its number in the group, `n` and the
@@ -28,7 +28,7 @@ class RolloutPool:
         """
         sampling = SamplingParams(
             n=n,
-            temperature=self.config.temperature,
+            temperature=0.0 if is_greedy else self.config.temperature,
             top_p=self.config.top_p,
             max_tokens=self.config.max_response_tokens,
             seed=first_seed(self.seed),  # agent loops count from here by the group id

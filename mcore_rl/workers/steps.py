@@ -36,6 +36,13 @@ def check_versions(batch: Batch, expected: int) -> None:
         )
 
 
+def with_baseline_rewards(batch: Batch, greedy: Batch) -> Batch:
+    """Adds baseline_rewards: of the one greedy response to the same prompt, by its group id."""
+    rewards = dict(zip(greedy.array("group_ids"), greedy.array("rewards"), strict=True))
+    found = [rewards[group] for group in batch.array("group_ids")]
+    return batch.with_columns(baseline_rewards=np.array(found, np.float32))
+
+
 def with_reference_log_probs(batch: Batch, score: Method, temperature: float) -> Batch:
     """`score`: the method of a group that gives log_probs of the reference model."""
     asked = batch.select("prompt_ids", "response_ids")

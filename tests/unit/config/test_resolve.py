@@ -13,7 +13,14 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import MAX_SEED, for_lane, resolve, resolve_rollout_model
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.config.schema import Layout, OptimizerConfig, PlacementConfig, RLConfig, RolloutConfig
+from mcore_rl.config.schema import (
+    Layout,
+    LoRAConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    RLConfig,
+    RolloutConfig,
+)
 
 
 def config(**changes):
@@ -135,6 +142,13 @@ BAD = [
     ({"rollout__nodes_per_server": 0}, "rollout.nodes_per_server=0; allowed: at least 1"),
     ({"rollout__num_servers": 0}, "rollout.num_servers=0; allowed: at least 1"),
     ({"algorithm__group_size": 1}, "algorithm.group_size=1; allowed: at least 2"),
+    (
+        {"algorithm__group_size": 0, "algorithm__advantage": "gae"},
+        "algorithm.group_size=0; allowed: at least 1",
+    ),
+    ({"critic__warmup_steps": -1}, "critic.warmup_steps=-1; allowed: at least 0"),
+    ({"critic__layout": Layout(dp=3)}, "critic.layout.dp=3 does not divide the"),
+    ({"critic__lora": LoRAConfig(rank=4)}, "critic.lora and critic.moe.router_replay: allowed"),
     ({"algorithm__kl_in": "both"}, "algorithm.kl_in='both'; allowed: 'loss', 'reward'"),
     (
         {"algorithm__kl_in": "reward"},
