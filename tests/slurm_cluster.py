@@ -146,9 +146,12 @@ class SlurmCluster:
             found = {p for p in found if environ(p).get("SLURMD_NODENAME") == node}
             if daemon := self._daemons.get(node):
                 found.add(psutil.Process(daemon.pid))
-        # A slurmstepd writes its title over its environment.
+        # A slurmstepd, and an agent of Ray's, writes its title over its environment.
         stepds = {p for p in psutil.process_iter() if "slurmstepd" in command_line(p)}
         found |= {p for p in stepds if _is_parent(p, found)}
+        for stepd in found & stepds:
+            with contextlib.suppress(psutil.Error):
+                found |= {*stepd.children(recursive=True)}
         return {process for process in found if lives(process)}
 
     def kill_node(self, node: str) -> None:

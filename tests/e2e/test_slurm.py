@@ -23,6 +23,7 @@ SETTINGS = (
     "trainer.num_steps=4", "trainer.eval_samples=8", "trainer.prompts_per_step=8",
     "trainer.save_every=1", "actor.optimizer.warmup_steps=0", "algorithm.num_mini_batches=1",
     "algorithm.drop_uniform_groups=false",
+    f"reward.name={ROOT}/tests/e2e/own_functions.py:fingerprint",  # half of all rewards are 1
 )  # fmt: skip
 LAUNCH = {
     "MCORE_RL_PYTHON": sys.executable,
@@ -113,7 +114,9 @@ def undisturbed(start_job: Callable[..., Job]) -> list[dict[str, float]]:
     """The metrics of the same run on one node."""
     job = start_job("rollout.num_servers=2", *SETTINGS)
     assert job.process.wait(A_JOB_S) == 0, job.stderr
-    return timeless(job.output)
+    rows = timeless(job.output)
+    assert all(row["actor/grad_norm"] > 0 for row in rows if "reward" in row)
+    return rows
 
 
 @pytest.mark.nightly
