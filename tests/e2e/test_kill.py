@@ -55,8 +55,8 @@ def interrupt_an_export(job) -> None:
     (aside / "shard-1").write_bytes(b"half a te")
 
 
-def assert_gone_soon(job) -> None:
-    deadline = time.monotonic() + 30  # a second, on a machine that has nothing else to do
+def assert_gone_soon(job, seconds=30) -> None:
+    deadline = time.monotonic() + seconds  # a second, on a machine that has nothing else to do
     while left := job.left():
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
