@@ -9,6 +9,7 @@ import numpy as np
 
 from mcore_rl.algorithms.advantages import token_advantages, uniform_groups
 from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
 from mcore_rl.controller.worker_group import Method, WorkerGroup
 from mcore_rl.data.batch import Batch
@@ -30,6 +31,29 @@ def check_versions(batch: Batch, expected: int) -> None:
         raise PolicyMismatchError(
             f"servers answered with weights of version {versions.tolist()}; expected {expected}"
         )
+
+
+def judged(batch: Batch, on_error: str) -> tuple[Batch, dict[str, float]]:
+    """The batch, with reward.on_error=drop without the samples that got no reward; and metrics.
+
+    Groups may then differ in size, and a group may be gone.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    if on_error == "stop":  # the servers have raised
+        return batch, {}
+    errors = batch.array("reward_errors")
+    left = np.flatnonzero(errors == "").tolist()
+    metrics = {"reward_errors": 1 - len(left) / len(batch)}
+    if on_error != "drop":
+        return batch, metrics
+    if not left:
+        raise ConfigError(
+            f"reward.on_error='drop': none of the {len(batch)} responses of a step got a reward; "
+            f"the first: {errors[0]}"
+        )
+    return batch.take(left), metrics | {"dropped": float(len(batch) - len(left))}
 
 
 def with_reference_log_probs(batch: Batch, score: Method, temperature: float) -> Batch:
@@ -127,5 +151,5 @@ def describe(batch: Batch) -> dict[str, float]:
     }
     parts = [name for name in batch.columns if name.startswith("reward/")]
     return {k: float(v) for k, v in metrics.items()} | {
-        name: float(batch.array(name).mean()) for name in parts
+        name: float(np.nanmean(batch.array(name))) for name in parts
     }
