@@ -16,9 +16,8 @@ from tests.unit.rewards.judging import judged, response
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 BLOCKS = FENCE.findall(PAGE)
-ROWS = {
-    name: cell for name, cell in re.findall(r"^\| `(\w+)` \|.*\| (.*) ?\|$", PAGE, re.MULTILINE)
-}
+TABLES = PAGE.partition("| Here |")[0]
+ROWS = dict(re.findall(r"^\| `(\w+)` \|.*\| (.*) ?\|$", TABLES, re.MULTILINE))
 
 
 def shown(value: object) -> str:
