@@ -29,6 +29,7 @@ _KINDS = {
     "bool": "true, false",
     "str": "text, in which ${...} is looked up",
     "dict[str, Any]": "settings of a function, as in {name: value}",
+    "Any": "a value; for a term of reward.terms {} or {name: ..., weight: ..., settings: ...}",
     _TERMS: "terms by name, as in {math: {weight: 1.0}}",
 }
 _FEW = 12  # names that are listed in one message

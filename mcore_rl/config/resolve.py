@@ -258,12 +258,10 @@ def reward_terms(config: RewardConfig) -> dict[str, RewardTerm]:
     if not config.terms:
         return {"": RewardTerm(config.name, settings=config.settings)}
     found = {}
-    for name, given in config.terms.items():
-        key, parts = f"reward.terms.{name}", {} if given is None else given
+    for name, parts in config.terms.items():
+        key = f"reward.terms.{name}"
         if not re.fullmatch("[A-Za-z0-9_-]+", str(name)):
             raise ConfigError(f"{key}; allowed: names of letters, digits, '_' and '-'")
-        if not isinstance(parts, dict):
-            raise ConfigError(f"{key}={given!r}; allowed: {{{', '.join(_TERM_PARTS)}}}")
         for part, value in parts.items():
             if part not in _TERM_PARTS:
                 raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TERM_PARTS)}")

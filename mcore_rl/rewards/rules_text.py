@@ -114,7 +114,8 @@ def choice(
     letter = rf"[\s*_(\[]*([{settings.letters}])(?![A-Za-z0-9'])"
     boxed = last_boxed(text)
     if boxed is not None:
-        found = re.findall(letter, re.sub(r"\\(?:text|mathrm|textbf)\{(.*)\}", r"\1", boxed))[:1]
+        inside = re.sub(r"\\(?:text|mathrm|textbf)\{(.*)\}", r"\1", boxed)
+        found = re.findall(rf"\A{letter}", inside)
     else:
         found = re.findall(rf"(?i:answer)[*_]*(?:\s+(?i:is))?[*_]*:?{letter}", text)
         found = found or re.findall(rf"\A{letter}[\s*_)\].]*\Z", text)
@@ -125,8 +126,13 @@ def choice(
 def substring(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: SubstringSettings
 ) -> dict[str, float]:
-    """1.0 if the text in the field `answer` is in the response; line breaks count as blanks."""
+    """1.0 if the text in the field `answer` is in the response; line breaks count as blanks.
+
+    Raises ConfigError if the field is empty: that is in every text.
+    """
     answer, response = (" ".join(part.split()) for part in (answer_of(fields, "substring"), text))
+    if not answer:
+        raise ConfigError("data.answer_column has ''; allowed with reward.name='substring': a text")
     if settings.ignore_case:
         answer, response = answer.casefold(), response.casefold()
     edges = (r"(?<!\w)", r"(?!\w)") if settings.whole_words else ("", "")

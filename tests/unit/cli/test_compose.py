@@ -208,6 +208,7 @@ def test_terms_of_a_reward_are_given_by_a_recipe_and_changed_one_by_one(tmp_path
     ("argument", "message"),
     [
         ("reward.terms=[math]", r"reward.terms=\['math'\]; allowed: terms by name, as in {math"),
+        ("reward.terms.math=0.5", r"reward.terms.math=0.5; allowed: a value; for a term of rewa"),
         ("reward.terms={math: 0.5}", r"reward.terms={'math': 0.5}; allowed: terms by name"),
         ("algorithm.loss_settings=3", r"loss_settings=3; allowed: settings of a function, as in"),
         ("algorithm.clip_ratio_low=0.1", r"did you mean algorithm.loss_settings.clip_ratio_low\?"),

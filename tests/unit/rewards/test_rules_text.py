@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.rewards.base import RewardError, get_reward
 from tests.unit.rewards.judging import judged
@@ -51,6 +52,7 @@ def test_pattern_has_to_match_the_whole_response_in_time():
     [
         (r"so \boxed{B}", 1.0, 1.0),
         (r"so \boxed{\text{(B)}}", 1.0, 1.0),
+        (r"\boxed{10B}", 0.0, 0.0),
         (r"\boxed{B} or rather \boxed{C}", 0.0, 1.0),
         (r"The answer is B, hence \boxed{C}", 0.0, 1.0),
         ("The answer is (B).", 1.0, 1.0),
@@ -101,4 +103,6 @@ def test_a_number_is_not_in_a_longer_one():
     reward = get_reward("substring")
     assert reward("it is 123", {"answer": "12"}, "stop") == {"reward": 0.0}
     assert reward("it is (12)", {"answer": "12"}, "stop") == {"reward": 1.0}
+    with pytest.raises(ConfigError, match=r"data.answer_column has ''"):
+        reward("it is 123", {"answer": " "}, "stop")
     assert reward("it costs a+b.", {"answer": "a+b"}, "stop") == {"reward": 1.0}
