@@ -260,7 +260,7 @@ def test_a_process_that_cannot_start_is_no_wrong_answer(monkeypatch):
         judged(RewardConfig("math"), [r"\boxed{7}"])
 
 
-def test_a_cancelled_call_leaves_no_process(own):
+def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
     async def run():
         judge = Judge(RewardConfig(own("apart"), num_processes=1))
         await judged_by(judge, ["fine"])
@@ -271,6 +271,10 @@ def test_a_cancelled_call_leaves_no_process(own):
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert process.returncode == -9
+        await judged_by(judge, ["fine"])
+        [process] = judge._terms[0].processes._idle
+        process.kill()  # by the kernel, say, while nobody asks it
+        await process.wait()
         await judged_by(judge, ["fine"])
         await judge.close()
         assert judge._terms[0].processes._idle == []
