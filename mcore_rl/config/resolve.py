@@ -8,7 +8,8 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
@@ -23,6 +24,7 @@ from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
     PlacementConfig,
+    RewardConfig,
     RLConfig,
     RolloutConfig,
     WeightSyncConfig,
@@ -35,6 +37,7 @@ LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
+ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "last_digit")
 KL_IN = ("loss", "reward")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
@@ -46,7 +49,23 @@ OF_GROUPS = (
     "reinforce_plus_plus_baseline", "rloo",
 )  # fmt: skip
 _CORES = "[0-9]+([-,|][0-9]+)*"
+# What a term of reward.terms may have.
+_TERM_PARTS: dict[str, tuple[Any, str]] = {
+    "name": (str, "text"),
+    "weight": (int | float, "a number"),
+    "settings": (dict, "settings of that reward, as in {name: value}"),
+}
+MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """A reward in a weighted sum."""
+
+    name: str  # in the registry, or an import path
+    weight: float = 1.0
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve(config: RLConfig) -> None:
@@ -90,6 +109,7 @@ def resolve(config: RLConfig) -> None:
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
     _resolve_rollout(config.rollout)
+    _resolve_reward(config.reward)
     _resolve_weight_sync(config)
     _resolve_placement(config)
     _resolve_algorithm(config.algorithm)
@@ -248,6 +268,42 @@ def _resolve_rollout(config: RolloutConfig) -> None:
             f"rollout.top_p={config.top_p}: training needs log-probs of the whole distribution; "
             "allowed: 1"
         )
+
+
+def _resolve_reward(config: RewardConfig) -> None:
+    one_of("reward.on_error", config.on_error, ON_ERROR)
+    positive("reward.timeout_s", config.timeout_s)
+    at_least("reward.num_processes", config.num_processes, 1)
+    for key, given, default in (
+        ("name", config.name, RewardConfig.name),
+        ("settings", config.settings, {}),
+    ):
+        if config.terms and given != default:
+            raise ConfigError(
+                f"reward.{key}={given!r} has no part in reward.terms={', '.join(config.terms)}; "
+                "allowed: one of the two"
+            )
+    reward_terms(config)
+
+
+def reward_terms(config: RewardConfig) -> dict[str, RewardTerm]:
+    """The rewards of a run by their names in metrics; the name of a single one is empty."""
+    if not config.terms:
+        return {"": RewardTerm(config.name, settings=config.settings)}
+    found = {}
+    for name, parts in config.terms.items():
+        key = f"reward.terms.{name}"
+        if not re.fullmatch("[A-Za-z0-9_-]+", str(name)):
+            raise ConfigError(f"{key}; allowed: names of letters, digits, '_' and '-'")
+        for part, value in parts.items():
+            if part not in _TERM_PARTS:
+                raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TERM_PARTS)}")
+            kind, words = _TERM_PARTS[part]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f"{key}.{part}={value!r}; allowed: {words}")
+        found[name] = RewardTerm(**{"name": name, **parts})
+        between(f"{key}.weight", found[name].weight, -MAX_WEIGHT, MAX_WEIGHT)
+    return found
 
 
 def _resolve_algorithm(config: AlgorithmConfig) -> None:

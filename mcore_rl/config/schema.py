@@ -156,6 +156,16 @@ class DataConfig:
 class RewardConfig:
     name: str = "final_number"  # a name in the reward registry, or an import path
     settings: dict[str, Any] = field(default_factory=dict)  # settings of that reward
+    # A weighted sum of several rewards in place of reward.name, by their names in metrics:
+    # {math: {weight: 1.0}, brief: {name: overlong, settings: {buffer_tokens: 512}}}
+    terms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # If a reward raises, returns no valid result or takes too long: stop (the run ends), drop (the
+    # response is left out of the step) or zero (its reward is 0).
+    on_error: str = "stop"
+    # Limit on one call of a reward, unless that has a setting timeout_s of its own.
+    timeout_s: float = 60.0
+    # Processes for each reward that is called in processes of its own, as math is; for each server.
+    num_processes: int = 2
     shuffle: bool = False  # control experiment: permute the rewards of a batch at random
 
 

@@ -43,7 +43,7 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.models.heads import value_config
 from mcore_rl.reshard.rules import logical_tensors
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
 from mcore_rl.workers.policy_loss import check_functions
@@ -112,7 +112,7 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
 
 def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm)
-    get_reward(config.reward.name, config.reward.settings)
+    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
     backend_of(config.actor).check_modules(config.actor.modules)

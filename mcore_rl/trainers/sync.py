@@ -36,6 +36,7 @@ class SyncTrainer:
             RunStopped: a signal has asked for it; the last step is saved.
             PolicyMismatchError: samples came from other weights, or log-probs differ by more than
                 trainer.max_logprob_gap or mean_logprob_gap.
+            ConfigError: no response of a step got a reward.
         """
         config, algorithm = self.config, self.config.algorithm
         temperature = config.rollout.temperature
@@ -48,7 +49,9 @@ class SyncTrainer:
                     greedy = self.rollout.generate(asked, n=1, is_greedy=True)
                     batch = steps.with_baseline_rewards(batch, greedy)
             steps.check_versions(batch, step - 1)
-            metrics, num_tokens = steps.describe(batch), int(batch.num_tokens.sum())
+            num_tokens = int(batch.num_tokens.sum())
+            batch, metrics = steps.judged(batch, config.reward.on_error)
+            metrics |= steps.describe(batch)
             with clock("log_probs"):
                 self.turns.stop_serving()
                 if algorithm.kl_coef:

@@ -105,6 +105,26 @@ BAD = [
     ({"timeouts__start_s": 0.0}, "timeouts.start_s=0.0; allowed: above 0"),
     ({"timeouts__call_s": float("nan")}, "timeouts.call_s=nan; allowed: above 0"),
     ({"weight_sync__timeout_s": -1.0}, "weight_sync.timeout_s=-1.0; allowed: above 0"),
+    ({"reward__on_error": "go"}, "reward.on_error='go'; allowed: 'stop', 'drop', 'zero'"),
+    ({"reward__timeout_s": 0.0}, "reward.timeout_s=0.0; allowed: above 0"),
+    ({"reward__num_processes": 0}, "reward.num_processes=0; allowed: at least 1"),
+    (
+        {"reward__terms": {"math": {}}, "reward__name": "choice"},
+        "reward.name='choice' has no part in reward.terms=math; allowed: one of the two",
+    ),
+    ({"reward__terms": {"a/b": {}}}, "reward.terms.a/b; allowed: names of letters, digits"),
+    (
+        {"reward__terms": {"math": {"wight": 1.0}}},
+        "reward.terms.math.wight is unknown; allowed: name, weight, settings",
+    ),
+    (
+        {"reward__terms": {"math": {"weight": "1"}}},
+        "reward.terms.math.weight='1'; allowed: a number",
+    ),
+    (
+        {"reward__terms": {"math": {"weight": math.nan}}},
+        "reward.terms.math.weight=nan; allowed: -1000000.0 to 1000000.0",
+    ),
     ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
     ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
     ({"task__worked_share": 1.5}, "task.worked_share=1.5; allowed: 0 to 1"),
