@@ -163,7 +163,7 @@ def load_supervised(
     responses: list[list[int]] = []
     for rows in _chunks(open_rows(path, setting)):
         texts = [_templated(row, prompt, tools, tokenizer) for row in rows]
-        answers = [_text(row, response) for row in rows]
+        answers = [response.text(row) for row in rows]
         prompts += _encode(texts, tokenizer)
         responses += [[*ids, tokenizer.eos_token_id] for ids in _encode(answers, tokenizer)]
     response_ids = Jagged.of(responses, np.int64)
@@ -193,16 +193,7 @@ def _chunks(rows: RowSource) -> Iterator[list[Row]]:
 def _check_answer(row: Row, column: Column) -> None:
     answer = column.of(row)
     if answer is None or answer != answer:  # what pandas writes for a missing number
-        raise row.refusal(
-            f"has no answer in column {column.name!r} ({column.setting}): it is {answer}"
-        )
-
-
-def _text(row: Row, column: Column) -> str:
-    value = column.of(row)
-    if not isinstance(value, str):
-        raise column.refusal(row, value, "text")
-    return value
+        raise row.refusal(f"has no answer in {column}: it is {answer}")
 
 
 def _templated(
