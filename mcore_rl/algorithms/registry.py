@@ -10,8 +10,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from mcore_rl.algorithms.import_path import is_import_path, load
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path, load
 
 F = TypeVar("F", bound=Callable[..., Any])  # the function, once its settings are bound
 G = TypeVar("G", bound=Callable[..., Any])

@@ -32,6 +32,7 @@ _KINDS = {
     "Any": "a value; for a term of reward.terms {} or {name: ..., weight: ..., settings: ...}",
     _TERMS: "terms by name, as in {math: {weight: 1.0}}",
 }
+_LISTS = {"list[str]": "a,b", "list[float]": "1,2.5"}  # entries of a list that is empty by default
 _FEW = 12  # names that are listed in one message
 
 # The time of day in a setting: ${now:%H%M}. One config sees one time.
@@ -137,7 +138,7 @@ def _refused(setting: Setting, value: object, where: str = "") -> ConfigError:
     kind, _, empty = setting.kind.partition(" | ")
     allowed = _KINDS.get(kind, kind) + (", null" if empty else "")
     if isinstance(setting.default, list):
-        allowed = f"a list such as [{','.join(setting.default)}]"
+        allowed = f"a list such as [{','.join(setting.default) or _LISTS[setting.kind]}]"
     return ConfigError(f"{where}{setting.key}={value!r}; allowed: {allowed}")
 
 

@@ -78,6 +78,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "actor.modules": resolve_engine.MODULES,
     "critic.backend": resolve_engine.BACKENDS,
     "critic.modules": resolve_engine.MODULES,
+    "data.long_prompts": resolve.LONG_PROMPTS,
     "model.dtype": ("auto", *resolve.DTYPES),
     "moe.aux_loss": resolve_engine.AUX_LOSSES,
     "moe.dispatcher": resolve_engine.DISPATCHERS,

@@ -23,6 +23,7 @@ from mcore_rl.config.resolve_engine import (
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
+    DataConfig,
     PlacementConfig,
     RewardConfig,
     RLConfig,
@@ -42,6 +43,7 @@ TASKS = ("", "last_digit")
 KL_IN = ("loss", "reward")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_METHODS = ("truncate", "mask")
+LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
 # Advantages that compare the responses to one prompt.
 OF_GROUPS = (
@@ -94,7 +96,7 @@ def resolve(config: RLConfig) -> None:
         )
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")
-    at_least("data.max_prompt_tokens", config.data.max_prompt_tokens, 1)
+    _resolve_data(config.data)
     _resolve_files(config)
     resolve_engine("actor", config.actor)
     if config.actor.moe.router_replay == "rollout":
@@ -176,9 +178,28 @@ def _resolve_checkpoint(config: RLConfig) -> None:
         raise ConfigError("resume=''; allowed: 'never', 'auto', or the folder of a checkpoint")
 
 
+def _resolve_data(config: DataConfig) -> None:
+    at_least("data.max_prompt_tokens", config.max_prompt_tokens, 1)
+    one_of("data.long_prompts", config.long_prompts, LONG_PROMPTS)
+    files, weights = config.train_files, config.train_weights
+    if files and config.train_file:
+        raise ConfigError(
+            f"data.train_file={config.train_file!r} and data.train_files={files}; allowed: one of "
+            "the two"
+        )
+    if weights and len(weights) != len(files):
+        raise ConfigError(
+            f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
+            "weight for each of them, or []"
+        )
+    for index, weight in enumerate(weights):
+        positive(f"data.train_weights[{index}]", weight)
+
+
 def _resolve_files(config: RLConfig) -> None:
-    made_by_task = {"model.path": config.model.path, "data.train_file": config.data.train_file}
-    made_by_task["data.test_file"] = config.data.test_file
+    data = config.data
+    made_by_task = {"model.path": config.model.path, "data.test_file": data.test_file}
+    made_by_task["data.train_file"] = data.train_file or ", ".join(data.train_files)
     if config.warm_start.num_steps:
         made_by_task["warm_start.train_file"] = config.warm_start.train_file
     for key, value in made_by_task.items():

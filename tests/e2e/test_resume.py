@@ -37,6 +37,15 @@ def settings(num_steps: int, save_every: int) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
+def mixture(own_model_and_data) -> list[str]:
+    """The same with a second source, outside of the package, that a run draws several times."""
+    [train] = [s for s in own_model_and_data if s.startswith("data.train_file=")]
+    files = f"[{train.partition('=')[2]},tests/e2e/own_functions.py:problems]"
+    others = [s for s in own_model_and_data if s != train]
+    return [*others, f"data.train_files={files}", "data.train_weights=[2,1]"]
+
+
+@pytest.fixture(scope="module")
 def disturb(start_job, tmp_path_factory):
     """disturb(*settings) is a job that goes on, in one folder for all that it is called for."""
     folder = tmp_path_factory.mktemp("disturbed") / "run"
@@ -88,17 +97,17 @@ def assert_the_same_run(found: Path, wanted: Path, num_steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(start_job, own_model_and_data) -> Path:
-    return ended(start_job(*own_model_and_data, *settings(NUM_STEPS, 0), *ONE_RANK, *LORA))
+def undisturbed(start_job, mixture) -> Path:
+    return ended(start_job(*mixture, *settings(NUM_STEPS, 0), *ONE_RANK, *LORA))
 
 
 def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
-    disturb, own_model_and_data, undisturbed
+    disturb, mixture, undisturbed
 ):
     """With adapters; saved in the background, by the last checkpoint and by one that a signal asks
     for.
     """
-    asked = (*own_model_and_data, *settings(NUM_STEPS, 3), *ONE_RANK, *LORA)
+    asked = (*mixture, *settings(NUM_STEPS, 3), *ONE_RANK, *LORA)
     asked += ("checkpoint.async_save=true",)
     killed = disturb(*asked)
     checkpoints = killed.output / "checkpoints"

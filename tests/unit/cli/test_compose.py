@@ -51,6 +51,11 @@ def test_without_a_recipe_the_defaults_stand():
         ("seed=1,2", "seed='1,2'; allowed: a whole number"),
         ("rollout.ep=3x", "rollout.ep='3x'; allowed: true, false"),
         ("actor.lora.targets=linear_qkv", r"actor.lora.targets=.*; allowed: a list such as \["),
+        (
+            "data.train_files=a.jsonl",
+            r"train_files='a.jsonl'; allowed: a list such as \[a,b\]",
+        ),
+        ("data.train_weights=[x]", r"data.train_weights=.*; allowed: a list such as \[1,2.5\]"),
         ("actor.layout=3", "actor.layout is a group of settings; set one of: actor.layout.tp"),
         ("+new=1", r"\+new=1: settings cannot be added or removed"),
         ("~seed", "~seed: settings cannot be added or removed"),
@@ -71,6 +76,13 @@ def test_a_wrong_override_is_one_clear_error(override, message):
 def test_a_text_is_taken_as_it_stands_in_quotes_or_without(path):
     for text in (path, f'"{path}"', f"'{path}'"):
         assert compose_config(RLConfig, [f"model.path={text}"]).model.path == path
+
+
+def test_files_are_a_list_and_may_be_functions():
+    files = "data.train_files=[/x/a.parquet,b-1.jsonl,my/own.py:rows]"
+    config = compose_config(RLConfig, [files, "data.train_weights=[3,.5,1]"])
+    assert config.data.train_files == ["/x/a.parquet", "b-1.jsonl", "my/own.py:rows"]
+    assert config.data.train_weights == [3.0, 0.5, 1.0]
 
 
 def recipe(folder: Path, text: str, name: str = "mine.yaml") -> str:

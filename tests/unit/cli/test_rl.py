@@ -155,6 +155,7 @@ def test_without_any_setting_the_next_step_is_named(monkeypatch, capsys):
 
 DOUBTFUL = {
     "data.train_file=a data.test_file=a": "data.test_file='a' is data.train_file",
+    "data.train_files=[b,a] data.test_file=a": "data.test_file='a' is in data.train_files",
     "warm_start.train_file=a": "warm_start.train_file='a' is not read",
     "reward.shuffle=true": "reward.shuffle=true: a control",
     "trainer.num_steps=4 actor.optimizer.warmup_steps=4": "actor.optimizer.warmup_steps=4: all 4",

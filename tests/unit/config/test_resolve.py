@@ -127,6 +127,27 @@ BAD = [
     ),
     ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
     ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
+    ({"data__long_prompts": "cut"}, "data.long_prompts='cut'; allowed: 'refuse', 'drop'"),
+    (
+        {"data__train_files": ["a"]},
+        "data.train_file='a': task.name='last_digit' makes its own; allowed: ''",
+    ),
+    (
+        {"data__train_file": "a", "data__train_files": ["b"]},
+        "data.train_file='a' and data.train_files=['b']; allowed: one of the two",
+    ),
+    (
+        {"data__train_files": ["a", "b"], "data__train_weights": [1.0]},
+        "data.train_weights=[1.0]: 2 files in data.train_files; allowed: a weight for each",
+    ),
+    (
+        {"data__train_weights": [1.0]},
+        "data.train_weights=[1.0]: 0 files in data.train_files; allowed: a weight for each",
+    ),
+    (
+        {"data__train_files": ["a", "b"], "data__train_weights": [1.0, 0.0]},
+        "data.train_weights[1]=0.0; allowed: above 0",
+    ),
     ({"task__worked_share": 1.5}, "task.worked_share=1.5; allowed: 0 to 1"),
     ({"placement__reference": "auto"}, "placement.reference='auto'; allowed: 'shared', 'own', or"),
     ({"placement__actor": "2 GPUs"}, "placement.actor='2 GPUs'; allowed: 'shared', 'own', or the"),
