@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_algorithm import resolve_algorithm
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
     resolve_engine,
@@ -21,8 +22,6 @@ from mcore_rl.config.resolve_engine import (
     resolve_schedule,
 )
 from mcore_rl.config.schema import (
-    AlgorithmConfig,
-    CorrectionConfig,
     DataConfig,
     PlacementConfig,
     RewardConfig,
@@ -40,16 +39,8 @@ TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
 ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "last_digit")
-KL_IN = ("loss", "reward")
-CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
-CORRECTION_METHODS = ("truncate", "mask")
 LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
-# Advantages that compare the responses to one prompt.
-OF_GROUPS = (
-    "gdpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "opo", "optimal_token_baseline",
-    "reinforce_plus_plus_baseline", "rloo",
-)  # fmt: skip
 _CORES = "[0-9]+([-,|][0-9]+)*"
 # What a term of reward.terms may have.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
@@ -114,7 +105,7 @@ def resolve(config: RLConfig) -> None:
     _resolve_reward(config.reward)
     _resolve_weight_sync(config)
     _resolve_placement(config)
-    _resolve_algorithm(config.algorithm)
+    resolve_algorithm(config.algorithm)
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
@@ -325,76 +316,6 @@ def reward_terms(config: RewardConfig) -> dict[str, RewardTerm]:
         found[name] = RewardTerm(**{"name": name, **parts})
         between(f"{key}.weight", found[name].weight, -MAX_WEIGHT, MAX_WEIGHT)
     return found
-
-
-def _resolve_algorithm(config: AlgorithmConfig) -> None:
-    fewest = 2 if config.advantage in OF_GROUPS else 1
-    at_least("algorithm.group_size", config.group_size, fewest)
-    at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
-    at_least("algorithm.kl_coef", config.kl_coef, 0)
-    at_least("algorithm.entropy_coef", config.entropy_coef, 0)
-    at_least("algorithm.cross_entropy_coef", config.cross_entropy_coef, 0)
-    _resolve_kl(config)
-    _resolve_entropy(config)
-    _resolve_correction(config.correction)
-
-
-def _resolve_kl(config: AlgorithmConfig) -> None:
-    one_of("algorithm.kl_in", config.kl_in, KL_IN)
-    at_least("algorithm.kl_horizon", config.kl_horizon, 1)
-    if config.kl_target is not None:
-        positive("algorithm.kl_target", config.kl_target)
-    asked = {
-        "kl_in": config.kl_in == "reward",
-        "kl_target": config.kl_target is not None,
-        "correction.unbiased_kl": config.correction.unbiased_kl,
-    }
-    for name, is_asked in asked.items():
-        if is_asked and not config.kl_coef:
-            raise ConfigError(
-                f"algorithm.kl_coef=0: there is no KL for algorithm.{name}; allowed: above 0"
-            )
-    if config.correction.unbiased_kl and config.kl_in != "loss":
-        raise ConfigError(
-            f"algorithm.correction.unbiased_kl=true corrects a gradient, and algorithm.kl_in="
-            f"{config.kl_in!r} has none; allowed: kl_in='loss'"
-        )
-
-
-def _resolve_entropy(config: AlgorithmConfig) -> None:
-    share = config.top_entropy_share
-    if not 0 < share <= 1:
-        raise ConfigError(f"algorithm.top_entropy_share={share}; allowed: above 0, up to 1")
-    positive("algorithm.entropy_coef_step", config.entropy_coef_step)
-    positive("algorithm.entropy_coef_max", config.entropy_coef_max)
-    if config.entropy_target is not None:
-        positive("algorithm.entropy_target", config.entropy_target)
-        between("algorithm.entropy_coef", config.entropy_coef, 0, config.entropy_coef_max)
-    reads = {"entropy_target": config.entropy_target is not None, "top_entropy_share": share < 1}
-    for name, is_read in reads.items():
-        if is_read and config.correction.use_rollout_log_probs:
-            raise ConfigError(
-                f"algorithm.{name}={getattr(config, name)} reads the entropy that comes with the "
-                "trainer's log-probs; allowed: algorithm.correction.use_rollout_log_probs=false"
-            )
-
-
-def _resolve_correction(config: CorrectionConfig) -> None:
-    key = "algorithm.correction"
-    one_of(f"{key}.level", config.level, CORRECTION_LEVELS)
-    one_of(f"{key}.method", config.method, CORRECTION_METHODS)
-    positive(f"{key}.weight_max", config.weight_max)
-    at_least(f"{key}.weight_min", config.weight_min, 0)
-    if config.weight_min > (config.weight_max if config.method == "mask" else 0):
-        raise ConfigError(
-            f"{key}.weight_min={config.weight_min}; allowed: 0, or up to weight_max="
-            f"{config.weight_max} with {key}.method='mask'"
-        )
-    if config.use_rollout_log_probs and (config.level != "off" or config.reject):
-        raise ConfigError(
-            f"{key}.use_rollout_log_probs=true computes no log-probs that {key}.level and "
-            f"{key}.reject could compare with the servers'; allowed: level='off' and no reject"
-        )
 
 
 def _resolve_batch(config: RLConfig) -> None:
