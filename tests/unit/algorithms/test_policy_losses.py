@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.unit.algorithms.loss_cases import (
 
 # Losses that hold a part of themselves constant: their gradient is not that of their value.
 WITH_CONSTANTS = {"cispo", "dppo_tv", "dppo_kl", "gspo_token", "topr", "vespo"}
+WITH_RATIO_OF_SEQUENCE = {"gspo", "gspo_token", "luspo", "gmpo"}
 EVERY = LOSSES.names
 
 
@@ -41,6 +43,8 @@ def random_settings(name: str, seed: int) -> Any:
         values |= {
             name: rng.uniform(1, 2) for name in ("dual_clip", "weight_cap") if name in values
         }
+    if "min_reward" in values:
+        values["min_reward"] = 1.0
     if "max_ratio" in values:
         values["max_ratio"] = rng.uniform(1, 3)
     if "covariance_low" in values:
@@ -86,6 +90,11 @@ def test_each_token_is_that_of_loops_over_the_tokens(name):
         assert loss.isfinite().all() and gradient.isfinite().all()
         for key, value in metrics.items():
             assert value.shape == loss.shape and not value.requires_grad, key
+        moves = [case.log_ratio(i, t) for case in found for i, t in case.tokens()]
+        kl = [math.exp(move) - 1 - move for move in moves]
+        np.testing.assert_allclose(metrics["approx_kl"][trained], kl, rtol=1e-6, atol=1e-12)
+        if name not in WITH_RATIO_OF_SEQUENCE:
+            np.testing.assert_allclose(metrics["ratio"][trained], np.exp(moves))
         slopes = [slope for case in found[:4] for slope in differences(name, settings, case)]
         close = {"rtol": 1e-5, "atol": 1e-6}
         np.testing.assert_allclose(gradient[trained][: len(slopes)], slopes, **close)
