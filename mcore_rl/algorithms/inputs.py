@@ -6,26 +6,41 @@ it and the setting that provides it.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.reductions import ChosenTokens, totals
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 
 Tensors = Mapping[str, Tensor]
 # The loss of each token, and metrics of each token; without a mask, weights or means.
 LossResult = tuple[Tensor, Tensors]
+# What an engine takes: the same, or several losses, each by the column of its weights. A mean of a
+# metric is over the tokens with a loss weight or, of a pair, with one in the column that it names.
+Metric = Tensor | tuple[str, Tensor]
+Losses = tuple[Tensor | Tensors, Mapping[str, Metric]]
+WEIGHTS = "_weights"  # how the names of such columns end
+LOSS_WEIGHTS = "loss_weights"  # those of the loss that algorithm.loss names
 
 G = TypeVar("G", bound=Callable[..., Any])
 # What not every run has, and what gives it.
-OPTIONAL = ("entropy", "reference_log_probs", "values", "old_values", "returns", "token_rewards")
+OPTIONAL = (
+    "entropy",
+    "reference_log_probs",
+    "values",
+    "old_values",
+    "returns",
+    "baseline_rewards",
+    "state_ids",
+    "sum_pi_squared",
+)
 _CRITIC = "a value model gives it, and this run has none"
 _WHY_MISSING = {
     "log_probs": "a language model gives it, and this is a value model",
@@ -34,8 +49,15 @@ _WHY_MISSING = {
     "values": _CRITIC,
     "old_values": _CRITIC,
     "returns": _CRITIC,
-    "token_rewards": "reward.name gives one reward a response",
+    "baseline_rewards": "it makes no greedy response to each prompt",
+    "state_ids": "no agent loop names the states of its environment",
+    "sum_pi_squared": "its engine does not compute the sum of squared probabilities",
 }
+
+
+def stream_name(column: str) -> str:
+    """What the sum of weights * loss is called: kl_loss with kl_weights."""
+    return "policy_loss" if column == LOSS_WEIGHTS else column.removesuffix(WEIGHTS) + "_loss"
 
 
 def needs(*names: str) -> Callable[[G], G]:
@@ -56,55 +78,6 @@ def needs(*names: str) -> Callable[[G], G]:
 def needs_of(function: Callable[..., Any]) -> frozenset[str]:
     """The inputs that a function or callable object declared with `needs`."""
     return frozenset(getattr(function, "needs", ()))
-
-
-def prepared_by(prepare: Callable[..., Mapping[str, Jagged]]) -> Callable[[G], G]:
-    """Decorator of a loss that reads columns made of the whole mini-batch.
-
-    `prepare(inputs: MiniBatchInputs)`, or `prepare(inputs, settings)` with the settings of the
-    loss, runs on the driver before the update. It returns columns by name, a number for each
-    response token, which the loss reads with `LossInputs.prepared`. So they do not depend on how
-    the mini-batch is split over micro-batches and ranks.
-    """
-    found = tuple(inspect.signature(prepare).parameters)
-    if found not in (("inputs",), ("inputs", "settings")):
-        raise ConfigError(
-            f"@prepared_by of {getattr(prepare, '__name__', prepare)}{inspect.signature(prepare)}; "
-            "allowed: (inputs), or (inputs, settings)"
-        )
-
-    def mark(function: G) -> G:
-        function.prepare = prepare  # type: ignore[attr-defined]
-        return function
-
-    return mark
-
-
-def prepared_columns(
-    loss: Callable[..., Any], settings: object | None, inputs: MiniBatchInputs, who: str
-) -> dict[str, Jagged]:
-    """The columns that the function of `prepared_by` makes for a loss with these settings.
-
-    Raises:
-        ConfigError: they are something else than new columns of finite numbers, one a response
-            token.
-    """
-    prepare = loss.prepare  # type: ignore[attr-defined]
-    takes_settings = "settings" in inspect.signature(prepare).parameters
-    found = prepare(inputs, settings) if takes_settings else prepare(inputs)
-    lengths = inputs.batch.jagged("response_ids").lengths
-    for name, column in found.items():
-        if name in inputs.batch:
-            raise ConfigError(f"{who} prepares {name}, which is a column of the batch already")
-        if not isinstance(column, Jagged) or not np.array_equal(column.lengths, lengths):
-            raise ConfigError(f"{who} prepares {name}; allowed: a Jagged with the responses' rows")
-        if column.values.ndim != 1 or not np.isfinite(column.values).all():
-            raise ConfigError(f"{who} prepares {name}; allowed: a finite number for each token")
-    return dict(found)
-
-
-def is_prepared(loss: Callable[..., Any]) -> bool:
-    return hasattr(loss, "prepare")
 
 
 def check_needs(needed: Collection[str], given: Collection[str], who: str) -> None:
@@ -231,64 +204,67 @@ class LossInputs:
         return self.columns[name]
 
 
-@dataclass(frozen=True, slots=True)
-class MiniBatchInputs:
-    """Columns of a whole mini-batch, over all ranks, before its update: see prepared_by."""
+class Estimates(NamedTuple):
+    """What an advantage function may return for a run with a value model."""
 
-    batch: Batch
-    seed: Sequence[int]  # of this mini-batch: the same in a run that is resumed
-
-    @property
-    def log_probs(self) -> Jagged:
-        """[response tokens] of the policy as it is before the update, in nats."""
-        return self._column("current_log_probs")
-
-    @property
-    def entropy(self) -> Jagged:
-        """[response tokens] of that policy, in nats."""
-        return self._column("entropy")
-
-    @property
-    def old_log_probs(self) -> Jagged:
-        """[response tokens] of the policy that generated, by the trainer, in nats."""
-        return self._column("log_probs", "old_log_probs")
-
-    @property
-    def rollout_log_probs(self) -> Jagged:
-        """[response tokens] of the same, by the server that generated."""
-        return self._column("rollout_log_probs")
-
-    @property
-    def advantages(self) -> Jagged:
-        """[response tokens]"""
-        return self._column("advantages")
-
-    @property
-    def response_mask(self) -> Jagged:
-        """[response tokens]: 1 at those that the policy chose, else 0."""
-        return self._column("response_mask")
-
-    @property
-    def rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]"""
-        return self.batch.array("rewards")
-
-    def _column(self, name: str, called: str = "") -> Jagged:
-        if name not in self.batch:
-            missing(called or name, "algorithm.loss")
-        return self.batch.jagged(name)
+    advantages: npt.NDArray[np.floating] | Jagged  # [samples] or [response tokens]
+    returns: Jagged  # [response tokens]: the targets of the value model
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Columns of all samples of a step. Samples of a group may be anywhere."""
+    """Columns of all samples of a step, of all data-parallel ranks.
+
+    Samples of a group may be anywhere, and groups may differ in size.
+    """
 
     batch: Batch
 
     @property
     def rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]"""
+        """[samples]: of the outcome alone."""
         return self.batch.array("rewards")
+
+    def reward_part(self, name: str) -> npt.NDArray[np.float64]:
+        """[samples]: what the reward function returned under this name.
+
+        Raises:
+            ConfigError: it returned none.
+        """
+        if (column := f"reward/{name}") not in self.batch:
+            parts = [key[len("reward/") :] for key in self.batch.columns if "reward/" in key]
+            raise ConfigError(
+                f"algorithm.advantage asks for the part {name!r} of the reward; reward.name gives "
+                f"{', '.join(sorted(parts)) or 'none'}"
+            )
+        return self.batch.array(column).astype(np.float64)
+
+    @property
+    def token_rewards(self) -> Jagged:
+        """[response tokens]: of each token, such as a process reward, less a KL penalty.
+
+        A run that makes no such rewards has the reward of a response at the last token that the
+        policy chose. Rewards of tokens that it did not choose are not used.
+        """
+        if "token_rewards" in self.batch:
+            return self._column("token_rewards")
+        tokens = ChosenTokens(self.response_mask)
+        rewards = np.zeros(len(tokens.at))
+        rewards[tokens.last] = self.rewards[tokens.counts > 0]
+        return tokens.spread(rewards)
+
+    @property
+    def scores(self) -> npt.NDArray[np.float64]:
+        """[samples]: what a response has earned; the sum of token_rewards if a run makes them."""
+        if "token_rewards" not in self.batch:
+            return self.rewards.astype(np.float64)
+        tokens = ChosenTokens(self.response_mask)
+        return totals(tokens.sample, tokens.of(self.token_rewards), len(self.batch))
+
+    @property
+    def baseline_rewards(self) -> npt.NDArray[np.floating]:
+        """[samples]: of the greedy response to the same prompt; @needs("baseline_rewards")."""
+        return self._array("baseline_rewards")
 
     @property
     def group_ids(self) -> npt.NDArray[np.integer]:
@@ -306,9 +282,25 @@ class AdvantageInputs:
         return self._column("response_mask")
 
     @property
+    def state_ids(self) -> Jagged:
+        """[response tokens]: integers, the state of the environment that a token was chosen in.
+
+        The same for equal states within a group, and for the tokens of a turn; @needs("state_ids").
+        """
+        return self._column("state_ids")
+
+    @property
     def log_probs(self) -> Jagged:
         """[response tokens] of the policy that generated, by the trainer, in nats."""
         return self._column("log_probs")
+
+    @property
+    def sum_pi_squared(self) -> Jagged:
+        """[response tokens]: the sum over the vocabulary of the squared probabilities.
+
+        Of the same policy and temperature as log_probs; @needs("sum_pi_squared").
+        """
+        return self._column("sum_pi_squared")
 
     @property
     def reference_log_probs(self) -> Jagged:
@@ -317,15 +309,15 @@ class AdvantageInputs:
 
     @property
     def values(self) -> Jagged:
-        """[response tokens]: the value of the state before each."""
+        """[response tokens]: the value of the state before each; @needs("values")."""
         return self._column("values")
-
-    @property
-    def token_rewards(self) -> Jagged:
-        """[response tokens]"""
-        return self._column("token_rewards")
 
     def _column(self, name: str) -> Jagged:
         if name not in self.batch:
             missing(name, "algorithm.advantage")
         return self.batch.jagged(name)
+
+    def _array(self, name: str) -> npt.NDArray[np.floating]:
+        if name not in self.batch:
+            missing(name, "algorithm.advantage")
+        return self.batch.array(name)

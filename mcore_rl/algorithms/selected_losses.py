@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_rl.algorithms.inputs import LossInputs, LossResult, MiniBatchInputs, prepared_by
+from mcore_rl.algorithms.inputs import LossInputs, LossResult
 from mcore_rl.algorithms.loss_parts import LOSSES, MAX_LOG_RATIO, log_ratios, ratio_metrics
 from mcore_rl.algorithms.ppo import ppo_clip
+from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_by
 from mcore_rl.config.checks import at_least, between, positive
 from mcore_rl.config.schema import PPOClipSettings
 from mcore_rl.data.batch import Jagged

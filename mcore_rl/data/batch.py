@@ -70,7 +70,9 @@ class Batch:
 
     Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
-    reference_log_probs, entropy, advantages, loss_weights; routed_experts: [MoE layers, experts a
+    reference_log_probs, entropy, advantages, process_rewards, token_rewards, correction_weights,
+    policy_mask, top_entropy_mask, cross_entropy_mask, and weights of losses: loss_weights,
+    kl_weights, entropy_weights, cross_entropy_weights; routed_experts: [MoE layers, experts a
     token] a prompt or response token; one value a sample: rewards, reward/<part>, group_ids,
     finish_reasons.
     """

@@ -88,7 +88,7 @@ def test_hosts_have_a_ray_together_and_the_driver_tells_the_status(launch, tmp_p
 
 def test_the_ray_of_a_host_ends_with_a_launch_script_that_is_killed(launch, tmp_path):
     before = leftovers()
-    job = launch("local.sh", "recipe=quickstart")
+    job = launch("local.sh", "recipe=quickstart", MCORE_RL_RANKS_PER_NODE="2")
     deadline = time.monotonic() + ENDS_S
     while "run the driver" not in (told := (tmp_path / "told").read_text()):
         assert time.monotonic() < deadline, told

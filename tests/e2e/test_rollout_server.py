@@ -67,7 +67,8 @@ def server(shared_server):
 
 def _check_generation(run, server, model: Model, number: int, tolerance: float = 1e-4) -> None:
     prompts = [PROMPT[: len(PROMPT) - i] for i in range(4)]
-    sampling = SamplingParams(n=3, max_tokens=24)
+    # Seeded: by chance a router weighs two experts the same to the last bit, and either is right.
+    sampling = SamplingParams(n=3, max_tokens=24, seed=5)
 
     async def generate() -> list[list[Completion]]:
         return await asyncio.gather(*(server.submit(p, sampling) for p in prompts))

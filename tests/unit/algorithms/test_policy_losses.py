@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.inputs import MiniBatchInputs, needs, prepared_by
+from mcore_rl.algorithms.inputs import needs
 from mcore_rl.algorithms.losses import LOSSES
+from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_by
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 from tests.unit.algorithms import loss_cases as cases

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.workers.steps import (
     PolicyMismatchError,
     check_versions,
     checked_gaps,
+    checked_mismatch,
     logprob_gaps,
     mini_batches,
     shuffled_rewards,
+    update,
     with_advantages,
+    with_log_probs,
     with_loss_weights,
     with_prepared_columns,
 )
@@ -112,6 +115,16 @@ def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
     assert [row.tolist() for row in scored] == [pytest.approx(row) for row in wanted]
 
 
+def test_an_advantage_with_a_critic_gives_the_returns_as_well():
+    values = batch().jagged("log_probs")
+    known = rewarded().with_columns(
+        values=values, response_mask=values.with_values(values.values != 0)
+    )
+    found = with_advantages(known, AlgorithmConfig(advantage="gae"))
+    assert found.jagged("returns").lengths.tolist() == values.lengths.tolist()
+    assert "returns" not in with_advantages(rewarded(), AlgorithmConfig())
+
+
 def test_settings_of_the_advantage_count():
     algorithm = AlgorithmConfig(advantage_settings={"normalize_by_std": False})
     scored = with_advantages(rewarded(), algorithm).jagged("advantages")
@@ -132,7 +145,7 @@ def test_uniform_groups_are_left_out_when_asked():
 
 PREPARED = """
 import numpy as np
-from mcore_rl.algorithms.inputs import prepared_by
+from mcore_rl.algorithms.prepared import prepared_by
 
 def first(inputs):
     drawn = np.random.default_rng(inputs.seed).integers(0, 99, len(inputs.log_probs.values))
@@ -198,3 +211,69 @@ def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp
     algorithm = AlgorithmConfig(loss_aggregation=f"{tmp_path}/own.py:total")
     with pytest.raises(ConfigError, match=r"own.py:total' returned 9.0 .* a finite weight for ea"):
         with_loss_weights(batch(), algorithm)
+
+
+def test_each_loss_has_weights_of_its_own_times_its_coefficient():
+    mask = Jagged.of([[1, 1, 0], [1], [1, 1]], np.int8)
+    made = Batch(
+        {
+            "response_mask": mask,
+            "policy_mask": mask.with_values(np.array([1, 1, 0, 1, 0, 0], np.int8)),
+            "correction_weights": mask.with_values(np.array([2, 0, 0, 1, 1, 1], np.float32)),
+            "top_entropy_mask": mask.with_values(np.array([1, 1, 0, 0, 1, 1], np.int8)),
+        }
+    )
+    algorithm = AlgorithmConfig(kl_coef=0.5, entropy_coef=0.1, cross_entropy_coef=2.0)
+    found = with_loss_weights(made, algorithm)
+    wanted = {
+        "loss_weights": [1 / 3, 0, 0, 0, 0, 0],  # a mean over three, of which two are masked
+        "kl_weights": [0.1, 0.1, 0, 0.1, 0.1, 0.1],
+        "entropy_weights": [0.02, 0.02, 0, 0.02, 0.02, 0.02],
+        "cross_entropy_weights": [0, 0, 2, 0, 0, 0],
+    }
+    for name, weights in wanted.items():
+        assert found.jagged(name).values.tolist() == pytest.approx(weights, rel=1e-6), name
+    mine = made.with_columns(cross_entropy_mask=mask)
+    weights = with_loss_weights(mine, algorithm).jagged("cross_entropy_weights").values
+    assert weights.tolist() == pytest.approx([0.4, 0.4, 0, 0.4, 0.4, 0.4])
+    found = with_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_in="reward"))
+    assert found.columns.keys() - made.columns.keys() == {"loss_weights"}
+
+
+class Actor:
+    def __init__(self):
+        self.updates = []
+
+    def update(self, part, *, temperature):
+        self.updates.append(part)
+        return [{"loss": 1.0}]
+
+
+def test_a_mini_batch_of_which_nothing_is_left_is_no_step():
+    nothing = batch().jagged("response_mask")
+    left = np.ones(9, np.int8)
+    left[:3] = 0  # the first group
+    made = batch().with_columns(policy_mask=nothing.with_values(left))
+    for algorithm, num in ((AlgorithmConfig(), 2), (AlgorithmConfig(kl_coef=0.1), 3)):
+        actor, algorithm.num_mini_batches = Actor(), 3
+        update(actor, made, algorithm, temperature=1.0, seed=[0])
+        assert len(actor.updates) == num
+        assert all("loss_weights" in part for part in actor.updates)
+
+
+def test_the_log_probs_of_the_servers_are_taken_and_nothing_is_checked():
+    config = RLConfig()
+    config.algorithm.correction.use_rollout_log_probs = True
+    found = with_log_probs(batch(), None, config.algorithm, 1.0)
+    wanted = batch().jagged("rollout_log_probs").values
+    np.testing.assert_array_equal(found.jagged("log_probs").values, wanted)
+    assert checked_mismatch(found, config, 1) == {}
+
+
+def test_the_mismatch_is_reported_and_its_gaps_are_checked():
+    config = RLConfig(trainer=TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3))
+    found = checked_mismatch(batch(), config, 1)
+    assert found["max_logprob_gap"] == found["mismatch/kl"] == pytest.approx(0.25)
+    config.trainer.mean_logprob_gap = 0.1
+    with pytest.raises(PolicyMismatchError):
+        checked_mismatch(batch(), config, 1)
