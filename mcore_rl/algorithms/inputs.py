@@ -49,7 +49,6 @@ _WHY_MISSING = {
     "values": _CRITIC,
     "old_values": _CRITIC,
     "returns": _CRITIC,
-    "baseline_rewards": "it makes no greedy response to each prompt",
     "state_ids": "no agent loop names the states of its environment",
     "sum_pi_squared": "its engine does not compute the sum of squared probabilities",
 }
@@ -232,10 +231,10 @@ class AdvantageInputs:
             ConfigError: it returned none.
         """
         if (column := f"reward/{name}") not in self.batch:
-            parts = [key[len("reward/") :] for key in self.batch.columns if "reward/" in key]
+            names = sorted(key for key in self.batch.columns if key.startswith("reward/"))
             raise ConfigError(
                 f"algorithm.advantage asks for the part {name!r} of the reward; reward.name gives "
-                f"{', '.join(sorted(parts)) or 'none'}"
+                f"{', '.join(key.removeprefix('reward/') for key in names) or 'none'}"
             )
         return self.batch.array(column).astype(np.float64)
 

@@ -8,7 +8,8 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
@@ -22,7 +23,9 @@ from mcore_rl.config.resolve_engine import (
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
+    DataConfig,
     PlacementConfig,
+    RewardConfig,
     RLConfig,
     RolloutConfig,
     WeightSyncConfig,
@@ -35,13 +38,36 @@ LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
+ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "last_digit")
 KL_IN = ("loss", "reward")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_METHODS = ("truncate", "mask")
+LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
+# Advantages that compare the responses to one prompt.
+OF_GROUPS = (
+    "gdpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "opo", "optimal_token_baseline",
+    "reinforce_plus_plus_baseline", "rloo",
+)  # fmt: skip
 _CORES = "[0-9]+([-,|][0-9]+)*"
+# What a term of reward.terms may have.
+_TERM_PARTS: dict[str, tuple[Any, str]] = {
+    "name": (str, "text"),
+    "weight": (int | float, "a number"),
+    "settings": (dict, "settings of that reward, as in {name: value}"),
+}
+MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """A reward in a weighted sum."""
+
+    name: str  # in the registry, or an import path
+    weight: float = 1.0
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve(config: RLConfig) -> None:
@@ -70,7 +96,7 @@ def resolve(config: RLConfig) -> None:
         )
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")
-    at_least("data.max_prompt_tokens", config.data.max_prompt_tokens, 1)
+    _resolve_data(config.data)
     _resolve_files(config)
     resolve_engine("actor", config.actor)
     if config.actor.moe.router_replay == "rollout":
@@ -85,6 +111,7 @@ def resolve(config: RLConfig) -> None:
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
     _resolve_rollout(config.rollout)
+    _resolve_reward(config.reward)
     _resolve_weight_sync(config)
     _resolve_placement(config)
     _resolve_algorithm(config.algorithm)
@@ -151,9 +178,28 @@ def _resolve_checkpoint(config: RLConfig) -> None:
         raise ConfigError("resume=''; allowed: 'never', 'auto', or the folder of a checkpoint")
 
 
+def _resolve_data(config: DataConfig) -> None:
+    at_least("data.max_prompt_tokens", config.max_prompt_tokens, 1)
+    one_of("data.long_prompts", config.long_prompts, LONG_PROMPTS)
+    files, weights = config.train_files, config.train_weights
+    if files and config.train_file:
+        raise ConfigError(
+            f"data.train_file={config.train_file!r} and data.train_files={files}; allowed: one of "
+            "the two"
+        )
+    if weights and len(weights) != len(files):
+        raise ConfigError(
+            f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
+            "weight for each of them, or []"
+        )
+    for index, weight in enumerate(weights):
+        positive(f"data.train_weights[{index}]", weight)
+
+
 def _resolve_files(config: RLConfig) -> None:
-    made_by_task = {"model.path": config.model.path, "data.train_file": config.data.train_file}
-    made_by_task["data.test_file"] = config.data.test_file
+    data = config.data
+    made_by_task = {"model.path": config.model.path, "data.test_file": data.test_file}
+    made_by_task["data.train_file"] = data.train_file or ", ".join(data.train_files)
     if config.warm_start.num_steps:
         made_by_task["warm_start.train_file"] = config.warm_start.train_file
     for key, value in made_by_task.items():
@@ -245,8 +291,45 @@ def _resolve_rollout(config: RolloutConfig) -> None:
         )
 
 
+def _resolve_reward(config: RewardConfig) -> None:
+    one_of("reward.on_error", config.on_error, ON_ERROR)
+    positive("reward.timeout_s", config.timeout_s)
+    at_least("reward.num_processes", config.num_processes, 1)
+    for key, given, default in (
+        ("name", config.name, RewardConfig.name),
+        ("settings", config.settings, {}),
+    ):
+        if config.terms and given != default:
+            raise ConfigError(
+                f"reward.{key}={given!r} has no part in reward.terms={', '.join(config.terms)}; "
+                "allowed: one of the two"
+            )
+    reward_terms(config)
+
+
+def reward_terms(config: RewardConfig) -> dict[str, RewardTerm]:
+    """The rewards of a run by their names in metrics; the name of a single one is empty."""
+    if not config.terms:
+        return {"": RewardTerm(config.name, settings=config.settings)}
+    found = {}
+    for name, parts in config.terms.items():
+        key = f"reward.terms.{name}"
+        if not re.fullmatch("[A-Za-z0-9_-]+", str(name)):
+            raise ConfigError(f"{key}; allowed: names of letters, digits, '_' and '-'")
+        for part, value in parts.items():
+            if part not in _TERM_PARTS:
+                raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TERM_PARTS)}")
+            kind, words = _TERM_PARTS[part]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f"{key}.{part}={value!r}; allowed: {words}")
+        found[name] = RewardTerm(**{"name": name, **parts})
+        between(f"{key}.weight", found[name].weight, -MAX_WEIGHT, MAX_WEIGHT)
+    return found
+
+
 def _resolve_algorithm(config: AlgorithmConfig) -> None:
-    at_least("algorithm.group_size", config.group_size, 1)
+    fewest = 2 if config.advantage in OF_GROUPS else 1
+    at_least("algorithm.group_size", config.group_size, fewest)
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)

@@ -13,6 +13,8 @@ from mcore_rl.workers.steps import (
     check_versions,
     checked_gaps,
     checked_mismatch,
+    describe,
+    judged,
     logprob_gaps,
     mini_batches,
     shuffled_rewards,
@@ -106,6 +108,35 @@ REWARDS = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], np.float32)
 
 def rewarded() -> Batch:
     return batch().with_columns(rewards=REWARDS, response_ids=batch().jagged("log_probs"))
+
+
+def test_samples_without_a_reward_are_dropped_or_stay_and_their_share_is_told():
+    errors = np.array(["", "", "late", "", "late", "late"])
+    batch = rewarded().with_columns(reward_errors=errors)
+    assert judged(batch, "stop") == (batch, {})
+    assert judged(batch, "zero") == (batch, {"reward_errors": 0.5})
+    left, metrics = judged(batch, "drop")
+    assert left.array("group_ids").tolist() == [0, 0, 1]
+    assert metrics == {"reward_errors": 0.5, "dropped": 3.0}
+    scored = with_advantages(left, AlgorithmConfig()).jagged("advantages")
+    high = 0.5 / (np.sqrt(0.5) + 1e-6)  # of group 0, which is whole; one of group 1 is left
+    assert [row.tolist() for row in scored] == [
+        pytest.approx(r) for r in ([high] * 2, [-high], [0])
+    ]
+
+
+def test_a_step_without_any_reward_is_an_error_that_shows_one():
+    batch = rewarded().with_columns(reward_errors=np.array(["reward.name='x' raised E"] * 6))
+    with pytest.raises(ConfigError, match=r"none of the 6 responses.*the first: reward.name='x' r"):
+        judged(batch, "drop")
+
+
+def test_parts_are_means_over_the_samples_that_got_a_reward():
+    parts = {"reward/format": np.array([1, 0, np.nan, 1, np.nan, np.nan], np.float32)}
+    finish_reasons = np.array(["stop"] * 6)
+    found = describe(rewarded().with_columns(finish_reasons=finish_reasons, **parts))
+    assert found["reward/format"] == pytest.approx(2 / 3)
+    assert found["reward"] == pytest.approx(0.5)
 
 
 def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
