@@ -199,6 +199,24 @@ def test_clip_cov_draws_by_the_seed_of_the_mini_batch():
     assert len(drawn) > 1
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po", "positive_nll"])
+def test_tokens_that_are_not_trained_on_have_no_part_in_the_choice(name):
+    """Rejected ones have no weight; it is as if the policy had not chosen them."""
+    for seed in range(100):
+        case, settings = random_case(seed), random_settings(name, seed)
+        places = case.tokens()[1:] or case.tokens()
+        i, t = places[seed % len(places)]
+        weights = [list(row) for row in case.weights]
+        mask = [list(row) for row in case.mask]
+        weights[i][t] = mask[i][t] = 0.0
+        rejected = prepared(batch_of(replace(case, weights=weights)), name, settings)
+        unchosen = prepared(batch_of(replace(case, weights=weights, mask=mask)), name, settings)
+        for column in {"selected", "nll_weights"} & set(rejected.columns):
+            found = rejected.jagged(column)
+            assert found[i][t] == 0
+            np.testing.assert_array_equal(found.values, unchosen.jagged(column).values)
+
+
 def test_the_example_of_the_page_is_gspo():
     settings, batch = random_settings("gspo", 1), batch_of(random_case(1))
     own = f"{Path(__file__).parents[3] / 'examples' / 'gspo.py'}:gspo"
