@@ -104,6 +104,11 @@ class MiniBatchInputs:
         return self._column("response_mask")
 
     @property
+    def loss_weights(self) -> Jagged:
+        """[response tokens]: 0 at those that are not trained on, as rejected ones."""
+        return self._column("loss_weights")
+
+    @property
     def rewards(self) -> npt.NDArray[np.floating]:
         """[samples]"""
         return self.batch.array("rewards")
