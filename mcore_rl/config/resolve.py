@@ -8,7 +8,8 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
@@ -21,8 +22,10 @@ from mcore_rl.config.resolve_engine import (
 )
 from mcore_rl.config.schema import (
     AlgorithmConfig,
+    CorrectionConfig,
     DataConfig,
     PlacementConfig,
+    RewardConfig,
     RLConfig,
     RolloutConfig,
     WeightSyncConfig,
@@ -35,11 +38,36 @@ LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
+ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "last_digit")
+KL_IN = ("loss", "reward")
+CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
+CORRECTION_METHODS = ("truncate", "mask")
 LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
+# Advantages that compare the responses to one prompt.
+OF_GROUPS = (
+    "gdpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "opo", "optimal_token_baseline",
+    "reinforce_plus_plus_baseline", "rloo",
+)  # fmt: skip
 _CORES = "[0-9]+([-,|][0-9]+)*"
+# What a term of reward.terms may have.
+_TERM_PARTS: dict[str, tuple[Any, str]] = {
+    "name": (str, "text"),
+    "weight": (int | float, "a number"),
+    "settings": (dict, "settings of that reward, as in {name: value}"),
+}
+MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """A reward in a weighted sum."""
+
+    name: str  # in the registry, or an import path
+    weight: float = 1.0
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve(config: RLConfig) -> None:
@@ -76,13 +104,25 @@ def resolve(config: RLConfig) -> None:
             "actor.moe.router_replay='rollout': servers do not report the experts of a token; "
             "allowed: 'off', 'record'"
         )
+    replay = config.actor.moe.router_replay
+    if replay == "record" and config.algorithm.correction.use_rollout_log_probs:
+        raise ConfigError(
+            "actor.moe.router_replay='record' records while log-probs are computed, and "
+            "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
+        )
     _resolve_rollout(config.rollout)
+    _resolve_reward(config.reward)
     _resolve_weight_sync(config)
     _resolve_placement(config)
     _resolve_algorithm(config.algorithm)
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
+    resolve_engine("critic", config.critic)
+    at_least("critic.warmup_steps", config.critic.warmup_steps, 0)
+    positive("critic.clip_range", config.critic.clip_range)
+    if config.critic.lora.rank or config.critic.moe.router_replay != "off":
+        raise ConfigError("critic.lora and critic.moe.router_replay: allowed: none, and 'off'")
     warm = config.warm_start
     at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
@@ -114,7 +154,13 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
         trainer = replace(trainer, max_logprob_gap=largest)
     if trainer.mean_logprob_gap is None:
         trainer = replace(trainer, mean_logprob_gap=mean)
-    return replace(config, model=replace(config.model, dtype=dtype), trainer=trainer)
+    algorithm = config.algorithm
+    if algorithm.loss_aggregation == "sequence_sum_fixed_length":
+        length = {"length": config.rollout.max_response_tokens}
+        settings = length | algorithm.loss_aggregation_settings
+        algorithm = replace(algorithm, loss_aggregation_settings=settings)
+    model = replace(config.model, dtype=dtype)
+    return replace(config, model=model, trainer=trainer, algorithm=algorithm)
 
 
 def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
@@ -218,12 +264,19 @@ def _resolve_weight_sync(config: RLConfig) -> None:
 
 
 def _resolve_rollout(config: RolloutConfig) -> None:
-    for name in ("num_servers", "tp", "max_response_tokens", "max_num_seqs", "kv_cache_bytes"):
+    positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
+    for name in (*positive_counts, "max_num_seqs", "kv_cache_bytes"):
         at_least(f"rollout.{name}", getattr(config, name), 1)
-    if config.cores and len(config.cores.split("|")) != config.tp:
+    num_workers, rest = divmod(config.tp, config.nodes_per_server)
+    if rest:
         raise ConfigError(
-            f"rollout.cores={config.cores!r} must list the cores of each of the "
-            f"rollout.tp={config.tp} workers of a server, separated by '|'"
+            f"rollout.nodes_per_server={config.nodes_per_server}; allowed: divisors of "
+            f"rollout.tp={config.tp}, since each node has as many workers"
+        )
+    if config.cores and len(config.cores.split("|")) != num_workers:
+        raise ConfigError(
+            f"rollout.cores={config.cores!r} must list the cores of each of a node's "
+            f"{num_workers} workers of a server, separated by '|'"
         )
     if config.cores and not re.fullmatch(_CORES, config.cores):
         raise ConfigError(
@@ -238,11 +291,110 @@ def _resolve_rollout(config: RolloutConfig) -> None:
         )
 
 
+def _resolve_reward(config: RewardConfig) -> None:
+    one_of("reward.on_error", config.on_error, ON_ERROR)
+    positive("reward.timeout_s", config.timeout_s)
+    at_least("reward.num_processes", config.num_processes, 1)
+    for key, given, default in (
+        ("name", config.name, RewardConfig.name),
+        ("settings", config.settings, {}),
+    ):
+        if config.terms and given != default:
+            raise ConfigError(
+                f"reward.{key}={given!r} has no part in reward.terms={', '.join(config.terms)}; "
+                "allowed: one of the two"
+            )
+    reward_terms(config)
+
+
+def reward_terms(config: RewardConfig) -> dict[str, RewardTerm]:
+    """The rewards of a run by their names in metrics; the name of a single one is empty."""
+    if not config.terms:
+        return {"": RewardTerm(config.name, settings=config.settings)}
+    found = {}
+    for name, parts in config.terms.items():
+        key = f"reward.terms.{name}"
+        if not re.fullmatch("[A-Za-z0-9_-]+", str(name)):
+            raise ConfigError(f"{key}; allowed: names of letters, digits, '_' and '-'")
+        for part, value in parts.items():
+            if part not in _TERM_PARTS:
+                raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TERM_PARTS)}")
+            kind, words = _TERM_PARTS[part]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f"{key}.{part}={value!r}; allowed: {words}")
+        found[name] = RewardTerm(**{"name": name, **parts})
+        between(f"{key}.weight", found[name].weight, -MAX_WEIGHT, MAX_WEIGHT)
+    return found
+
+
 def _resolve_algorithm(config: AlgorithmConfig) -> None:
-    at_least("algorithm.group_size", config.group_size, 2)
+    fewest = 2 if config.advantage in OF_GROUPS else 1
+    at_least("algorithm.group_size", config.group_size, fewest)
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
+    at_least("algorithm.cross_entropy_coef", config.cross_entropy_coef, 0)
+    _resolve_kl(config)
+    _resolve_entropy(config)
+    _resolve_correction(config.correction)
+
+
+def _resolve_kl(config: AlgorithmConfig) -> None:
+    one_of("algorithm.kl_in", config.kl_in, KL_IN)
+    at_least("algorithm.kl_horizon", config.kl_horizon, 1)
+    if config.kl_target is not None:
+        positive("algorithm.kl_target", config.kl_target)
+    asked = {
+        "kl_in": config.kl_in == "reward",
+        "kl_target": config.kl_target is not None,
+        "correction.unbiased_kl": config.correction.unbiased_kl,
+    }
+    for name, is_asked in asked.items():
+        if is_asked and not config.kl_coef:
+            raise ConfigError(
+                f"algorithm.kl_coef=0: there is no KL for algorithm.{name}; allowed: above 0"
+            )
+    if config.correction.unbiased_kl and config.kl_in != "loss":
+        raise ConfigError(
+            f"algorithm.correction.unbiased_kl=true corrects a gradient, and algorithm.kl_in="
+            f"{config.kl_in!r} has none; allowed: kl_in='loss'"
+        )
+
+
+def _resolve_entropy(config: AlgorithmConfig) -> None:
+    share = config.top_entropy_share
+    if not 0 < share <= 1:
+        raise ConfigError(f"algorithm.top_entropy_share={share}; allowed: above 0, up to 1")
+    positive("algorithm.entropy_coef_step", config.entropy_coef_step)
+    positive("algorithm.entropy_coef_max", config.entropy_coef_max)
+    if config.entropy_target is not None:
+        positive("algorithm.entropy_target", config.entropy_target)
+        between("algorithm.entropy_coef", config.entropy_coef, 0, config.entropy_coef_max)
+    reads = {"entropy_target": config.entropy_target is not None, "top_entropy_share": share < 1}
+    for name, is_read in reads.items():
+        if is_read and config.correction.use_rollout_log_probs:
+            raise ConfigError(
+                f"algorithm.{name}={getattr(config, name)} reads the entropy that comes with the "
+                "trainer's log-probs; allowed: algorithm.correction.use_rollout_log_probs=false"
+            )
+
+
+def _resolve_correction(config: CorrectionConfig) -> None:
+    key = "algorithm.correction"
+    one_of(f"{key}.level", config.level, CORRECTION_LEVELS)
+    one_of(f"{key}.method", config.method, CORRECTION_METHODS)
+    positive(f"{key}.weight_max", config.weight_max)
+    at_least(f"{key}.weight_min", config.weight_min, 0)
+    if config.weight_min > (config.weight_max if config.method == "mask" else 0):
+        raise ConfigError(
+            f"{key}.weight_min={config.weight_min}; allowed: 0, or up to weight_max="
+            f"{config.weight_max} with {key}.method='mask'"
+        )
+    if config.use_rollout_log_probs and (config.level != "off" or config.reject):
+        raise ConfigError(
+            f"{key}.use_rollout_log_probs=true computes no log-probs that {key}.level and "
+            f"{key}.reject could compare with the servers'; allowed: level='off' and no reject"
+        )
 
 
 def _resolve_batch(config: RLConfig) -> None:
@@ -252,12 +404,13 @@ def _resolve_batch(config: RLConfig) -> None:
             f"algorithm.num_mini_batches={mini_batches} does not divide "
             f"trainer.prompts_per_step={prompts}"
         )
-    samples, dp = prompts // mini_batches * config.algorithm.group_size, config.actor.layout.dp
-    if samples % dp:
-        raise ConfigError(
-            f"actor.layout.dp={dp} does not divide the {samples} samples of a mini-batch "
-            f"(trainer.prompts_per_step / algorithm.num_mini_batches * algorithm.group_size)"
-        )
+    samples = prompts // mini_batches * config.algorithm.group_size
+    for role, engine in (("actor", config.actor), ("critic", config.critic)):
+        if samples % (dp := engine.layout.dp):
+            raise ConfigError(
+                f"{role}.layout.dp={dp} does not divide the {samples} samples of a mini-batch "
+                f"(trainer.prompts_per_step / algorithm.num_mini_batches * algorithm.group_size)"
+            )
     warm = config.warm_start
     if warm.num_steps and warm.batch_size % warm.layout.dp:
         raise ConfigError(

@@ -176,8 +176,8 @@ class WorkerGroup:
         if len(nodes) > 1:
             raise ConfigError(
                 f"{self.name}: rank {rank} needs {self._bundles_per_rank} devices of one node; "
-                f"the pool has them on {', '.join(sorted(nodes))}. Servers do not span nodes: "
-                "use a smaller rollout.tp, or nodes with a multiple of it"
+                f"the pool has them on {', '.join(sorted(nodes))}. Allowed: nodes with a multiple "
+                "of that, and rollout.nodes_per_server for a server that spans several"
             )
         index = pool.bundles[first]
         return PlacementGroupSchedulingStrategy(

@@ -132,10 +132,11 @@ def _on_nodes(config: RLConfig, model: HFConfig, gpus_per_node: int) -> list[str
     """Roles on nodes, and what a push of new weights moves between their GPUs."""
     lines = ["", f"nodes of {gpus_per_node} GPUs, filled in their order:"]
     lines += [f" {node}: {roles}" for node, roles in node_lines(config, gpus_per_node)]
-    if config.rollout.tp > gpus_per_node:
+    tp, num_nodes = config.rollout.tp, config.rollout.nodes_per_server
+    if tp // num_nodes > gpus_per_node:
         lines.append(
-            f"rollout.tp={config.rollout.tp}: the run will be refused, since a server does not "
-            f"span nodes yet; allowed there: at most {gpus_per_node}"
+            f"rollout.tp={tp}: the run will be refused, since a node has {gpus_per_node} GPUs; "
+            f"allowed: rollout.nodes_per_server={-(-tp // gpus_per_node)} or more, not {num_nodes}"
         )
     method = config.weight_sync.method
     if method == "full_export":

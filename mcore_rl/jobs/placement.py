@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.algorithms.advantages import ADVANTAGES
+from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.config.resolve import OWN_POOL
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.pool import ResourcePool
@@ -27,14 +29,16 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     """By name; a role's own pool has the role's name. Only roles that the run has.
 
     A pool is as large as the largest of its roles. Servers on separate devices have one bundle
-    each, so that Ray keeps their workers on one node; on a shared pool each takes as many bundles
-    as workers.
+    each and node, so that Ray keeps the workers in it on one node; on a shared pool each takes as
+    many bundles as workers.
     """
     rollout, sizes = config.rollout, {"actor": config.actor.layout.world_size}
     if config.warm_start.num_steps:  # on the actor's devices, before it
         sizes["actor"] = max(sizes["actor"], config.warm_start.layout.world_size)
     if needs_reference(config):
         sizes["reference"] = config.actor.layout.world_size
+    if needs_critic(config):
+        sizes["critic"] = config.critic.layout.world_size
     sizes["rollout"] = rollout.num_servers * rollout.tp
     members: dict[str, list[str]] = {}
     for role, pool in asdict(config.placement).items():
@@ -43,7 +47,8 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     plans = {}
     for name, roles in members.items():
         if roles == ["rollout"]:
-            plans[name] = PoolPlan(("rollout",), rollout.num_servers, rollout.tp)
+            per_node = rollout.tp // rollout.nodes_per_server
+            plans[name] = PoolPlan(("rollout",), sizes["rollout"] // per_node, per_node)
         else:
             plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
     return plans
@@ -63,6 +68,17 @@ def places(groups: Sequence[WorkerGroup]) -> list[str]:
 def needs_reference(config: RLConfig) -> bool:
     """Whether there is a separate reference model; a LoRA actor is its own reference."""
     return bool(config.algorithm.kl_coef) and not config.actor.lora.rank
+
+
+def needs_critic(config: RLConfig) -> bool:
+    """Whether there is a value model: the advantage function reads values."""
+    return "values" in needs_of(ADVANTAGES[config.algorithm.advantage])
+
+
+def models_of(config: RLConfig) -> set[str]:
+    """The roles of a run that have a training engine."""
+    found = {"reference": needs_reference(config), "critic": needs_critic(config)}
+    return {"actor"} | {role for role, is_needed in found.items() if is_needed}
 
 
 def num_devices(plans: Mapping[str, PoolPlan]) -> int:
@@ -119,9 +135,10 @@ class Pools:
         return next((n, plan) for n, plan in self._plans.items() if role in plan.roles)
 
     def _bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
-        """A rank of the servers is a server, with as many workers as GPUs."""
+        """A rank of the servers is a server's node, with as many workers as GPUs."""
+        rollout = self._config.rollout
         is_spread = role == "rollout" and plan.roles != ("rollout",)
-        return self._config.rollout.tp if is_spread else 1
+        return rollout.tp // rollout.nodes_per_server if is_spread else 1
 
     def _pool(self, role: str) -> ResourcePool:
         name, plan = self._plan(role)

@@ -34,11 +34,14 @@ from mcore_rl.rollout.protocol import (
     SleepTag,
     TokenScores,
 )
+from mcore_rl.rollout.vllm_outputs import completion_of, log_probs_of, scores_of
 from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from mcore_rl.rollout.vllm_nodes import ServerNodes
     from mcore_rl.rollout.vllm_worker import ServerName
 
 _DTYPES = ("float32", "bfloat16")
@@ -74,11 +77,13 @@ class VLLMServer:
         timeout_s: float | None = None,  # of the engine's start and its steps; None: vLLM's own
         eager: bool = False,  # what `trace` needs: no compiled graphs, as on the CPU lane anyway
         can_sleep: bool = False,
+        nodes: ServerNodes | None = None,  # if it spans several
     ) -> None:
         _check(model_path, dtype, config)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
         self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
+        self._nodes = nodes
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
@@ -104,15 +109,19 @@ class VLLMServer:
         with self._lifecycle.alone(Call.START):
             await self._start()
 
-    async def _start(self) -> None:
+    def engine_config(self, *, headless: bool = False) -> tuple[VllmConfig, ServerName]:
+        """vLLM's settings and the name of this process's part of the server.
+
+        `headless`: of a node without the engine. Raises ConfigError as `start`.
+        """
         self.prepare()
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         from mcore_rl.rollout import vllm_worker
 
         self._name = name = vllm_worker.ServerName.new()
+        nodes = {} if self._nodes is None else self._nodes.engine_arguments()
         arguments = AsyncEngineArgs(
             model=self._model_path,
             dtype=self._dtype,
@@ -133,11 +142,19 @@ class VLLMServer:
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
             **vllm_worker.lane_arguments(self._config, name, self._max_model_tokens, self._eager),
             **vllm_worker.sleep_arguments(self._can_sleep),
+            **nodes,
         )
-        config = arguments.create_engine_config()
+        config = arguments.create_engine_config(headless=headless)
         vllm_worker.check_heads(config.model_config)
         # Workers that crash leave their memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
+        return config, name
+
+    async def _start(self) -> None:
+        config, name = self.engine_config()
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from mcore_rl.rollout import vllm_worker
 
         def launch() -> AsyncLLM:
             with vllm_worker.owned_processes(name):
@@ -169,7 +186,7 @@ class VLLMServer:
         with self._lifecycle.request():
             async for output in self._run(prompt_ids, request_id, **asdict(sampling)):
                 last = output
-            return [_completion(completion) for completion in last.outputs]
+            return [completion_of(completion) for completion in last.outputs]
 
     async def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
@@ -181,7 +198,7 @@ class VLLMServer:
             async for output in self._run(prompt_ids, request_id, **arguments):
                 for new in output.outputs:
                     yield NewTokens(
-                        new.index, list(new.token_ids), _log_probs(new), new.finish_reason
+                        new.index, list(new.token_ids), log_probs_of(new), new.finish_reason
                     )
 
     async def abort(self, request_id: str) -> None:
@@ -198,7 +215,7 @@ class VLLMServer:
         with self._lifecycle.request():
             async for output in self._run(token_ids, **_SCORING):
                 last = output
-            return _scores(token_ids[1:], last.prompt_logprobs[1:])
+            return scores_of(token_ids[1:], last.prompt_logprobs[1:])
 
     async def decode(self, prompt_ids: list[int], num_tokens: int, seed: int) -> TokenScores:
         """Samples `num_tokens` at temperature 1, past an end of sequence too, and scores them.
@@ -215,7 +232,7 @@ class VLLMServer:
             }
             async for last in self._run(prompt_ids, **sampling):
                 (output,) = last.outputs
-            return _scores(list(output.token_ids), output.logprobs)
+            return scores_of(list(output.token_ids), output.logprobs)
 
     async def trace(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         """What each module puts out in a prefill of the tokens, float32 [tokens, dim] on the CPU.
@@ -366,26 +383,6 @@ class VLLMServer:
 
         engine.shutdown()
         vllm_worker.remove_shared_memory(self._name)
-
-
-def _completion(output: Any) -> Completion:
-    if output.finish_reason not in ("stop", "length", "abort"):
-        raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
-    token_ids = list(output.token_ids)
-    versions = [int(s.version) for s in output.weight_versions or () for _ in range(s.start, s.end)]
-    return Completion(token_ids, _log_probs(output), output.finish_reason, versions)
-
-
-def _log_probs(output: Any) -> list[float]:
-    """Of the tokens of one of vLLM's CompletionOutputs."""
-    return [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
-
-
-def _scores(token_ids: list[int], tables: Any) -> TokenScores:
-    """`tables`: for each token vLLM's Logprob by id, of that token and of the most likely one."""
-    log_probs = [at[token].logprob for at, token in zip(tables, token_ids, strict=True)]
-    top_ids = [next(token for token, entry in at.items() if entry.rank == 1) for at in tables]
-    return TokenScores(token_ids, log_probs, top_ids)
 
 
 async def _traced(engine: AsyncLLM, name: str, shape: list[int]) -> torch.Tensor:

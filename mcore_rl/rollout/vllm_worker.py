@@ -39,6 +39,7 @@ from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import interface_of
 from mcore_rl.rollout import vllm_sleep
+from mcore_rl.rollout.vllm_nodes import meet_at_our_rendezvous
 from mcore_rl.rollout.vllm_trace import TraceTaker
 from mcore_rl.rollout.vllm_weights import make_reloadable, repack_output_heads
 
@@ -133,7 +134,8 @@ def lane_arguments(
     # Compiling a few small functions takes longer than a small run gains by it, and a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if config.cores or config.tp > 1:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cores or _cores_shared_out(config.tp)
+        num_workers = config.tp // config.nodes_per_server
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cores or _cores_shared_out(num_workers)
     if config.cores and config.tp == 1:  # vLLM itself looks at them for workers of their own only
         os.environ["OMP_PLACES"] = _place(parse_id_list(config.cores))
     from mcore_rl.rollout import vllm_cpu_ops  # here, for the processes that are forked from this
@@ -368,6 +370,7 @@ def _enter_process(name: str) -> ServerName:
 @functools.cache  # what an engine has patched is patched in a worker that it forks
 def _correct(server: ServerName) -> None:
     leave_garbage_at_exit()
+    meet_at_our_rendezvous()
     register()
     if current_platform.is_cpu():
         _name_shared_memory(server)

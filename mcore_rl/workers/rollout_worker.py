@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,9 +15,10 @@ from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.rewards.base import Judge
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
+from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 
@@ -38,13 +39,19 @@ class RolloutSpec:
 
 
 class RolloutWorker:
-    """Runs one server and its event loop."""
+    """Runs one server and its event loop, or one node of a server that spans several."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
         if spec.gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[int(os.environ["RANK"])]
-        self._server: GenerationServer = VLLMServer(
+        rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
+        self._nodes: ServerNodes | None = None
+        if count > 1:
+            num_ranks = spec.rollout.num_servers * count
+            self._nodes = ServerNodes(count, rank, num_ranks, spec.timeout_s)
+        self._number = rank // count  # of the server
+        server = VLLMServer(
             spec.model_path,
             spec.dtype,
             spec.max_model_tokens,
@@ -52,13 +59,25 @@ class RolloutWorker:
             spec.seed,
             timeout_s=spec.timeout_s,
             can_sleep=spec.can_sleep,
+            nodes=self._nodes,
         )
+        self._server: GenerationServer = server
+        self._headless: HeadlessWorkers | None = None
+        if self._nodes is not None and not self._nodes.is_first:
+            self._headless = HeadlessWorkers(server)
         tokenizer = load_tokenizer(spec.model_path)
-        self._agent = SingleTurnLoop(
-            self._server, tokenizer, Judge(spec.reward.name, spec.reward.settings)
-        )
+        self._judge = Judge(spec.reward)
+        self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, daemon=True).start()
+
+    def _ask(self, ask: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
+        """What the server answers; None on its further nodes, when the first one has the answer."""
+        try:
+            return None if self._headless else self._wait(ask(self._server))
+        finally:
+            if self._nodes is not None:
+                self._nodes.called()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Raises TimeoutError after the spec's timeout_s, and then the work is cancelled."""
@@ -78,7 +97,7 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def start(self) -> None:
-        self._wait(self._server.start())
+        self._wait((self._headless or self._server).start())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
@@ -96,36 +115,41 @@ class RolloutWorker:
             Prompt(ids.tolist(), int(group_id), json.loads(str(fields)), int(row))
             for ids, group_id, fields, row in zip(*columns, strict=True)
         ]
-        return (Batch.of(self._wait(self._agent.run_all(asked, sampling))),)
+        found = self._ask(lambda _: self._agent.run_all(asked, sampling))
+        return (Batch.of(found or []),)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
         """Returns when all training ranks and all workers of servers are connected."""
-        # Each rank of this group is a server; their workers are the generation ranks in a row.
-        first_rank = int(os.environ["RANK"]) * self._spec.rollout.tp
-        self._wait(self._server.connect_weights(endpoint, spec, first_rank))
+        # The workers of all servers are the generation ranks in a row.
+        first_rank = self._number * self._spec.rollout.tp
+        self._ask(lambda server: server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int) -> None:
-        self._wait(self._server.update(version))
+        self._ask(lambda server: server.update(version))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str, version: int) -> None:
-        self._wait(self._server.load_checkpoint(path, version))
+        self._ask(lambda server: server.load_checkpoint(path, version))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free weights and KV cache."""
-        self._wait(self._server.sleep())
+        self._ask(lambda server: server.sleep())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self, tag: SleepTag) -> None:
-        self._wait(self._server.wake(tag))
+        self._ask(lambda server: server.wake(tag))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory(self) -> ServerMemory:
-        return self._wait(self._server.memory())
+        """Of all workers of a server, on its first node."""
+        return self._ask(lambda server: server.memory()) or ServerMemory(0, 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:
+        if self._headless:
+            self._headless.close()
+        self._wait(self._judge.close())
         self._wait(self._server.close())

@@ -2,7 +2,8 @@
 
     python parallel_server.py OLD NEW FOLDER [METHOD]
 
-METHOD is "fork" or, as on the GPU lane, "spawn": how its processes are started.
+METHOD is "fork" or, as on the GPU lane, "spawn": how its processes are started. With "nodes" each
+worker is on a node of its own, as far as vLLM can tell: the second is that of a second program.
 
 It writes what it gives as lines of JSON: first its scores under the weights of checkpoint OLD, with
 a trace as FOLDER/trace.safetensors; then those of NEW as a folder; then as shards of two training
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -22,8 +24,9 @@ from typing import Any
 from safetensors.torch import save_file
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 
@@ -32,15 +35,28 @@ NUM_TRACED, NUM_DECODED = 40, 12
 KV_CACHE_BYTES = 32 << 20
 
 
-async def main(old: Path, new: Path, folder: Path) -> None:
+async def main(old: Path, new: Path, folder: Path, node: int | None = None) -> None:
     config = RolloutConfig(tp=2, ep=True, max_num_seqs=8, kv_cache_bytes=KV_CACHE_BYTES)
-    server = VLLMServer(str(old), "float32", 256, config, seed=0, can_sleep=True)
+    nodes = None
+    if node is not None:
+        config.nodes_per_server = 2
+        nodes = ServerNodes(2, node, 2, timeout_s=60)
+    server = VLLMServer(str(old), "float32", 256, config, seed=0, can_sleep=True, nodes=nodes)
+    if node == 1:
+        await HeadlessWorkers(server).start()
+        return await until_orphaned()
     await server.start()
     tell(await scores(server, folder))
     await server.load_checkpoint(str(new), 1)
     tell(await completion(server))
     await by_each_transport(server, new, folder)
     await asyncio.sleep(600)
+
+
+async def until_orphaned() -> None:
+    first_node = os.getppid()
+    while os.getppid() == first_node:
+        await asyncio.sleep(0.1)
 
 
 def tell(what: dict[str, Any]) -> None:
@@ -93,8 +109,15 @@ async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) 
 
 
 if __name__ == "__main__":
-    if sys.argv[4:]:
+    node, method = None, "".join(sys.argv[4:])
+    if method == "nodes":
+        rendezvous, node = RendezvousServer("127.0.0.1"), 0
+        os.environ |= rendezvous.endpoint.environment()
+        subprocess.Popen([sys.executable, *sys.argv[:4], "second node"])
+    elif method == "second node":
+        node = 1
+    elif method:
         from mcore_rl.rollout import vllm_worker
 
-        vllm_worker.START_METHOD["cpu"] = sys.argv[4]
-    asyncio.run(main(*map(Path, sys.argv[1:4])))
+        vllm_worker.START_METHOD["cpu"] = method
+    asyncio.run(main(*map(Path, sys.argv[1:4]), node))

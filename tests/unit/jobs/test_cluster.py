@@ -65,6 +65,16 @@ def test_a_server_with_gpus_of_its_own_stays_on_a_node_when_it_fits_one():
     ]
 
 
+def test_a_server_that_is_larger_than_a_node_spans_as_many_as_it_says():
+    config = config_of(Layout(tp=6), 1, 16, method="disaggregated")
+    config.rollout.nodes_per_server = 2
+    assert devices(config, 8)["rollout"] == [*range(8, 24)]
+    assert [roles for _, roles in node_lines(config, 8)][1:] == [
+        "rollout server 0, workers 0-7",
+        "rollout server 0, workers 8-15",
+    ]
+
+
 def test_a_reference_with_gpus_of_its_own_comes_behind_the_others():
     placement = PlacementConfig(reference="own")
     config = config_of(

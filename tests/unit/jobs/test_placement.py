@@ -54,6 +54,12 @@ def test_a_pool_is_as_large_as_what_is_on_it_at_any_time():
     assert num_devices(pool_plans(wide_start)) == 6
 
 
+def test_a_server_over_nodes_has_a_bundle_on_each():
+    wide = config(rollout="own")
+    wide.rollout.tp, wide.rollout.nodes_per_server = 16, 2
+    assert pool_plans(wide)["rollout"] == PoolPlan(("rollout",), 4, devices_per_bundle=8)
+
+
 def test_a_lora_actor_needs_no_devices_for_its_reference():
     adapted = config(reference="own")
     adapted.actor.lora = LoRAConfig(rank=4)

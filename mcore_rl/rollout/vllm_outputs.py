@@ -1,0 +1,27 @@
+"""What vLLM answers, as the types of protocol.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_rl.rollout.protocol import Completion, TokenScores
+
+
+def completion_of(output: Any) -> Completion:
+    if output.finish_reason not in ("stop", "length", "abort"):
+        raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
+    token_ids = list(output.token_ids)
+    versions = [int(s.version) for s in output.weight_versions or () for _ in range(s.start, s.end)]
+    return Completion(token_ids, log_probs_of(output), output.finish_reason, versions)
+
+
+def log_probs_of(output: Any) -> list[float]:
+    """Of the tokens of one of vLLM's CompletionOutputs."""
+    return [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
+
+
+def scores_of(token_ids: list[int], tables: Any) -> TokenScores:
+    """`tables`: for each token vLLM's Logprob by id, of that token and of the most likely one."""
+    log_probs = [at[token].logprob for at, token in zip(tables, token_ids, strict=True)]
+    top_ids = [next(token for token, entry in at.items() if entry.rank == 1) for at in tables]
+    return TokenScores(token_ids, log_probs, top_ids)
