@@ -117,12 +117,13 @@ class FilePrompts:
 
     def _too_long(self, lengths: npt.NDArray[np.int32], config: DataConfig) -> ConfigError:
         longest, limit = int(lengths.argmax()), f"data.max_prompt_tokens={config.max_prompt_tokens}"
-        told = f"{self._rows.source}: the prompt of row {longest} has {lengths[longest]} tokens"
+        source = f"{self._rows.source}:"
+        told = f"the prompt of row {longest} has {lengths[longest]} tokens; allowed: up to {limit}"
         if self.num_dropped == len(lengths):
-            return ConfigError(f"{told}; allowed: up to {limit}, and no row has so few")
+            return ConfigError(f"{source} no row is short enough: {told}")
         return ConfigError(
-            f"{told}; allowed: up to {limit}, or data.long_prompts=drop, which leaves out "
-            f"{self.num_dropped} of {len(lengths)} rows"
+            f"{source} {told}, or data.long_prompts=drop, which leaves out {self.num_dropped} of "
+            f"{len(lengths)} rows"
         )
 
 
