@@ -244,7 +244,8 @@ class RunOutput:
             "versions": versions(),
         }
         write_json(self.folder / SUMMARY, summary)
-        print_before_after("Held-out accuracy, sampled", [("GRPO", before, after)])
+        name = self._config.algorithm.advantage.upper()
+        print_before_after("Held-out accuracy, sampled", [(name, before, after)])
         print(f"{wall_s:.0f} s, peak memory {peak_memory_bytes / 1e9:.1f} GB, in {self.folder}")
 
 

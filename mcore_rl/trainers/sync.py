@@ -71,6 +71,7 @@ class SyncTrainer:
                         batch = steps.with_values(batch, critic)
                         batch = steps.with_advantages(batch, now)
                         metrics |= steps.update_critic(critic, batch, config, seed=seed)
+                batch = steps.without_uniform_groups(batch, now)
                 batch, left_out = steps.with_correction(batch, now)
                 metrics |= followed | left_out
                 if step > config.critic.warmup_steps:

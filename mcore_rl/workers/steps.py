@@ -131,13 +131,17 @@ def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Adds the columns advantages and, for a value model, returns; may drop uniform groups."""
+    """Adds the columns advantages and, for a value model, returns."""
     found = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
-    batch = batch.with_columns(**found)
-    if algorithm.drop_uniform_groups:
-        uniform = uniform_groups(batch.array("rewards"), batch.array("group_ids"))
-        batch = batch.take(np.flatnonzero(~uniform).tolist())
-    return batch
+    return batch.with_columns(**found)
+
+
+def without_uniform_groups(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """With algorithm.drop_uniform_groups only the groups whose rewards are not all the same."""
+    if not algorithm.drop_uniform_groups:
+        return batch
+    uniform = uniform_groups(batch.array("rewards"), batch.array("group_ids"))
+    return batch.take(np.flatnonzero(~uniform).tolist())
 
 
 def mini_batches(batch: Batch, num: int, seed: Sequence[int]) -> list[Batch]:

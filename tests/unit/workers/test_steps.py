@@ -23,6 +23,7 @@ from mcore_rl.workers.steps import (
     with_log_probs,
     with_loss_weights,
     with_prepared_columns,
+    without_uniform_groups,
 )
 
 
@@ -170,7 +171,7 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere():
 
 
 def test_uniform_groups_are_left_out_when_asked():
-    kept = with_advantages(rewarded(), AlgorithmConfig(drop_uniform_groups=True))
+    kept = without_uniform_groups(rewarded(), AlgorithmConfig(drop_uniform_groups=True))
     assert kept.array("group_ids").tolist() == [0, 0]
 
 
