@@ -50,8 +50,11 @@ class Servers:
     def __init__(self, batch: Batch):
         self.batch, self.versions = batch, []
 
-    def generate(self, prompts, n):
-        return self.batch
+    def generate(self, prompts, n, *, is_greedy=False):
+        if not is_greedy:
+            return self.batch
+        rewards = np.array([0.0, 0.25, 0.0], np.float32)
+        return Batch({"group_ids": np.array([2, 1, 0]), "rewards": rewards})
 
     def sleep(self):
         assert self.versions == []
@@ -88,21 +91,25 @@ def one_step(tmp_path):
     return after_one_step(tmp_path, {"kl_coef": 0.1, "loss_aggregation": "sequence_mean_token_sum"})
 
 
-def after_one_step(tmp_path, settings):
+def one_step_of(tmp_path, settings, models, warmup_steps=0):
     bounds = {"max_logprob_gap": 9.0, "mean_logprob_gap": 9.0}
     config = RLConfig(trainer=TrainerConfig(num_steps=1, **bounds))
-    config.rollout.temperature = 0.7
+    config.rollout.temperature, config.critic.warmup_steps = 0.7, warmup_steps
     config.algorithm = AlgorithmConfig(**settings)
-    actor, reference, servers = Model(-1.0625), Model(-3.5), Servers(answered())
-    models = {"actor": actor, "reference": reference}
+    servers = Servers(answered())
     turns = Turns(placement_of(config), models, servers, servers)
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     coefficients = Coefficients(config.algorithm)
     trained = SyncTrainer(config, turns, servers, checkpointer, coefficients)
     trained.train(iter([None]), lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
+
+
+def after_one_step(tmp_path, settings):
+    actor, reference = Model(-1.0625), Model(-3.5)
+    one_step_of(tmp_path, settings, {"actor": actor, "reference": reference})
     [update] = actor.updates
-    if not config.algorithm.kl_coef:
+    if not settings.get("kl_coef"):
         return actor, reference, update
     assert reference.places == ["device", "host"]
     assert actor.places == ["device", "host", "host"]
@@ -163,3 +170,45 @@ def test_a_step_with_the_log_probs_of_the_servers_computes_none(tmp_path):
     assert actor.temperatures == [0.7]  # of the update
     assert set(update.jagged("log_probs").values.tolist()) == {-1.0}
     assert not any("gap" in name or "mismatch" in name for name in REPORTED)
+
+
+class ValueModel(Model):
+    """Each token is worth half a reward."""
+
+    def compute_values(self, batch):
+        responses = batch.jagged("response_ids")
+        return batch.with_columns(
+            values=responses.with_values(np.full(len(responses.values), 0.5, np.float32))
+        )
+
+    def update(self, batch):
+        self.updates.append(batch)
+        return [{"loss": 0.25}]
+
+
+@pytest.mark.parametrize(("warmup_steps", "num_updates"), [(0, 1), (1, 0)])
+def test_a_critic_learns_from_all_samples_and_the_actor_when_it_is_warm(
+    tmp_path, warmup_steps, num_updates
+):
+    """Lambda and gamma are 1: the return of a token is the reward, whatever the values."""
+    settings = dict(advantage="gae", drop_uniform_groups=True, advantage_settings={"whiten": False})
+    settings["advantage_settings"]["lam"] = 1.0
+    actor, critic = Model(-1.0625), ValueModel(0.0)
+    one_step_of(tmp_path, settings, {"actor": actor, "critic": critic}, warmup_steps)
+    [learned] = critic.updates
+    rewards = np.repeat([1.0, 0, 1, 1, 0, 0], [2, 1, 3, 1, 1, 1]).astype(np.float32)
+    chosen = learned.jagged("response_mask").values != 0
+    assert learned.jagged("returns").values[chosen].tolist() == rewards[chosen].tolist()
+    assert learned.jagged("loss_weights").values.tolist() == pytest.approx((chosen / 8).tolist())
+    assert critic.places == ["device", "host"]
+    assert REPORTED["critic/loss"] == 0.25
+    assert len(actor.updates) == num_updates
+    for update in actor.updates:
+        assert set(update.array("group_ids").tolist()) == {0}
+        assert update.jagged("advantages").values.tolist() == [0.5, 0.5, -0.5]
+
+
+def test_remax_takes_off_the_reward_of_a_greedy_response(tmp_path):
+    update = after_one_step(tmp_path, {"advantage": "remax"})[2]
+    found = [float(row[0]) for row in update.jagged("advantages")]
+    assert sorted(found) == [0.0, 0.0, 0.0, 0.75, 0.75, 1.0]
