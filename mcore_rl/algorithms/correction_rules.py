@@ -75,14 +75,14 @@ class Ratios:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RejectionRule:
     passes: Callable[[Ratios, Bound], Bools]  # [chosen tokens]
     num_bounds: int = 1  # 2: the smallest and the largest ratio
     for_negative: bool = False  # only tokens of negative advantage can fail
     normalised_over_rest: bool = True  # what fails does not count in the mean of the loss
 
 
-def check_bound(key: str, rule: Rule, bound: object) -> None:
+def check_bound(key: str, rule: RejectionRule, bound: object) -> None:
     """Raises ConfigError for another bound than the rule takes."""
     values = bound if isinstance(bound, (list, tuple)) else (bound,)
     are_positive = all(type(value) in (int, float) and 0 < value < math.inf for value in values)
@@ -163,12 +163,16 @@ def _sequence_drift(ratios: Ratios, bound: Bound) -> Bools:
 
 
 RULES = {
-    f"{level}_{statistic}": Rule(partial(_passes, level, statistic), 2 if statistic == "k1" else 1)
+    f"{level}_{statistic}": RejectionRule(
+        partial(_passes, level, statistic), 2 if statistic == "k1" else 1
+    )
     for level in ("token", *_OVER_SEQUENCES)
     for statistic in _STATISTICS
     if (level, statistic) != ("sequence_max", "k1")  # that is veto
 } | {
-    "veto": Rule(_veto, 2),
-    "token_binary_kl": Rule(_binary_kl, normalised_over_rest=False),
-    "negative_sequence_k1": Rule(_sequence_drift, for_negative=True, normalised_over_rest=False),
+    "veto": RejectionRule(_veto, 2),
+    "token_binary_kl": RejectionRule(_binary_kl, normalised_over_rest=False),
+    "negative_sequence_k1": RejectionRule(
+        _sequence_drift, for_negative=True, normalised_over_rest=False
+    ),
 }
