@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.reductions import ChosenTokens, totals
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 
@@ -31,7 +32,16 @@ LOSS_WEIGHTS = "loss_weights"  # those of the loss that algorithm.loss names
 
 G = TypeVar("G", bound=Callable[..., Any])
 # What not every run has, and what gives it.
-OPTIONAL = ("entropy", "reference_log_probs", "values", "old_values", "returns", "token_rewards")
+OPTIONAL = (
+    "entropy",
+    "reference_log_probs",
+    "values",
+    "old_values",
+    "returns",
+    "baseline_rewards",
+    "state_ids",
+    "sum_pi_squared",
+)
 _CRITIC = "a value model gives it, and this run has none"
 _WHY_MISSING = {
     "log_probs": "a language model gives it, and this is a value model",
@@ -40,8 +50,9 @@ _WHY_MISSING = {
     "values": _CRITIC,
     "old_values": _CRITIC,
     "returns": _CRITIC,
-    "token_rewards": "reward.name gives one reward a response, and algorithm.kl_in='reward' is not "
-    "set",
+    "baseline_rewards": "it makes no greedy response to each prompt",
+    "state_ids": "no agent loop names the states of its environment",
+    "sum_pi_squared": "its engine does not compute the sum of squared probabilities",
 }
 
 
@@ -243,6 +254,13 @@ class LossInputs:
         return self.columns[name]
 
 
+class Estimates(NamedTuple):
+    """What an advantage function may return for a run with a value model."""
+
+    advantages: npt.NDArray[np.floating] | Jagged  # [samples] or [response tokens]
+    returns: Jagged  # [response tokens]: the targets of the value model
+
+
 @dataclass(frozen=True, slots=True)
 class MiniBatchInputs:
     """Columns of a whole mini-batch, over all ranks, before its update: see prepared_by."""
@@ -293,7 +311,10 @@ class MiniBatchInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Columns of all samples of a step. Samples of a group may be anywhere."""
+    """Columns of all samples of a step, of all data-parallel ranks.
+
+    Samples of a group may be anywhere, and groups may differ in size.
+    """
 
     batch: Batch
 
@@ -302,14 +323,46 @@ class AdvantageInputs:
         """[samples]: of the outcome alone."""
         return self.batch.array("rewards")
 
+    def reward_part(self, name: str) -> npt.NDArray[np.float64]:
+        """[samples]: what the reward function returned under this name.
+
+        Raises:
+            ConfigError: it returned none.
+        """
+        if (column := f"reward/{name}") not in self.batch:
+            parts = [key[len("reward/") :] for key in self.batch.columns if "reward/" in key]
+            raise ConfigError(
+                f"algorithm.advantage asks for the part {name!r} of the reward; reward.name gives "
+                f"{', '.join(sorted(parts)) or 'none'}"
+            )
+        return self.batch.array(column).astype(np.float64)
+
     @property
-    def scores(self) -> npt.NDArray[np.floating]:
+    def token_rewards(self) -> Jagged:
+        """[response tokens]: of each token, such as a process reward, less a KL penalty.
+
+        A run that makes no such rewards has the reward of a response at the last token that the
+        policy chose. Rewards of tokens that it did not choose are not used.
+        """
+        if "token_rewards" in self.batch:
+            return self._column("token_rewards")
+        tokens = ChosenTokens(self.response_mask)
+        rewards = np.zeros(len(tokens.at))
+        rewards[tokens.last] = self.rewards[tokens.counts > 0]
+        return tokens.spread(rewards)
+
+    @property
+    def scores(self) -> npt.NDArray[np.float64]:
         """[samples]: what a response has earned; the sum of token_rewards if a run makes them."""
         if "token_rewards" not in self.batch:
-            return self.rewards
-        rewards = self.token_rewards
-        row = np.repeat(np.arange(len(rewards)), rewards.lengths)
-        return np.bincount(row, rewards.values, len(rewards)).astype(np.float64)
+            return self.rewards.astype(np.float64)
+        tokens = ChosenTokens(self.response_mask)
+        return totals(tokens.sample, tokens.of(self.token_rewards), len(self.batch))
+
+    @property
+    def baseline_rewards(self) -> npt.NDArray[np.floating]:
+        """[samples]: of the greedy response to the same prompt; @needs("baseline_rewards")."""
+        return self._array("baseline_rewards")
 
     @property
     def group_ids(self) -> npt.NDArray[np.integer]:
@@ -327,9 +380,25 @@ class AdvantageInputs:
         return self._column("response_mask")
 
     @property
+    def state_ids(self) -> Jagged:
+        """[response tokens]: integers, the state of the environment that a token was chosen in.
+
+        The same for equal states within a group, and for the tokens of a turn; @needs("state_ids").
+        """
+        return self._column("state_ids")
+
+    @property
     def log_probs(self) -> Jagged:
         """[response tokens] of the policy that generated, by the trainer, in nats."""
         return self._column("log_probs")
+
+    @property
+    def sum_pi_squared(self) -> Jagged:
+        """[response tokens]: the sum over the vocabulary of the squared probabilities.
+
+        Of the same policy and temperature as log_probs; @needs("sum_pi_squared").
+        """
+        return self._column("sum_pi_squared")
 
     @property
     def reference_log_probs(self) -> Jagged:
@@ -338,15 +407,15 @@ class AdvantageInputs:
 
     @property
     def values(self) -> Jagged:
-        """[response tokens]: the value of the state before each."""
+        """[response tokens]: the value of the state before each; @needs("values")."""
         return self._column("values")
-
-    @property
-    def token_rewards(self) -> Jagged:
-        """[response tokens]"""
-        return self._column("token_rewards")
 
     def _column(self, name: str) -> Jagged:
         if name not in self.batch:
             missing(name, "algorithm.advantage")
         return self.batch.jagged(name)
+
+    def _array(self, name: str) -> npt.NDArray[np.floating]:
+        if name not in self.batch:
+            missing(name, "algorithm.advantage")
+        return self.batch.array(name)

@@ -16,7 +16,22 @@ from mcore_rl.config import resolve, resolve_engine, schema
 # Values of the settings that choose something by name, by the last two parts of their keys. Those
 # of the registries are repeated here, since filling one imports torch.
 CHOICES: Mapping[str, Sequence[str]] = {
-    "algorithm.advantage": ("grpo",),
+    "algorithm.advantage": (
+        "gae",
+        "gdpo",
+        "gigpo",
+        "gpg",
+        "grpo",
+        "grpo_passk",
+        "lite_ppo",
+        "maxrl",
+        "opo",
+        "optimal_token_baseline",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "rloo",
+    ),
     "algorithm.kl_estimator": (
         "abs",
         "abs+",
@@ -61,12 +76,15 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "correction.method": resolve.CORRECTION_METHODS,
     "actor.backend": resolve_engine.BACKENDS,
     "actor.modules": resolve_engine.MODULES,
+    "critic.backend": resolve_engine.BACKENDS,
+    "critic.modules": resolve_engine.MODULES,
     "model.dtype": ("auto", *resolve.DTYPES),
     "moe.aux_loss": resolve_engine.AUX_LOSSES,
     "moe.dispatcher": resolve_engine.DISPATCHERS,
     "moe.router_replay": resolve_engine.ROUTER_REPLAYS,
     "optimizer.schedule": resolve_engine.SCHEDULES,
     "placement.actor": ("shared", "own"),
+    "placement.critic": ("shared", "own"),
     "placement.reference": ("shared", "own"),
     "placement.rollout": ("auto", "shared", "own"),
     "recompute.granularity": resolve_engine.GRANULARITIES,
@@ -120,7 +138,8 @@ def groups(part: object, key: str = "") -> Iterator[SettingGroup]:
             inner.append((value, name))
             continue
         choices = tuple(CHOICES.get(".".join(name.split(".")[-2:]), ()))
-        meaning = _with_choices(comments[kind.__name__, entry.name], choices)
+        of = next(base for base in kind.__mro__ if entry.name in base.__annotations__)
+        meaning = _with_choices(comments[of.__name__, entry.name], choices)
         found.append(Setting(name, str(entry.type), value, meaning, choices))
     about = kind.__doc__ or ""
     if about.startswith(f"{kind.__name__}("):  # what dataclass writes where there is no docstring

@@ -91,6 +91,11 @@ def resolve(config: RLConfig) -> None:
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
+    resolve_engine("critic", config.critic)
+    at_least("critic.warmup_steps", config.critic.warmup_steps, 0)
+    positive("critic.clip_range", config.critic.clip_range)
+    if config.critic.lora.rank or config.critic.moe.router_replay != "off":
+        raise ConfigError("critic.lora and critic.moe.router_replay: allowed: none, and 'off'")
     warm = config.warm_start
     at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
@@ -241,7 +246,7 @@ def _resolve_rollout(config: RolloutConfig) -> None:
 
 
 def _resolve_algorithm(config: AlgorithmConfig) -> None:
-    at_least("algorithm.group_size", config.group_size, 2)
+    at_least("algorithm.group_size", config.group_size, 1)
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
@@ -316,12 +321,13 @@ def _resolve_batch(config: RLConfig) -> None:
             f"algorithm.num_mini_batches={mini_batches} does not divide "
             f"trainer.prompts_per_step={prompts}"
         )
-    samples, dp = prompts // mini_batches * config.algorithm.group_size, config.actor.layout.dp
-    if samples % dp:
-        raise ConfigError(
-            f"actor.layout.dp={dp} does not divide the {samples} samples of a mini-batch "
-            f"(trainer.prompts_per_step / algorithm.num_mini_batches * algorithm.group_size)"
-        )
+    samples = prompts // mini_batches * config.algorithm.group_size
+    for role, engine in (("actor", config.actor), ("critic", config.critic)):
+        if samples % (dp := engine.layout.dp):
+            raise ConfigError(
+                f"{role}.layout.dp={dp} does not divide the {samples} samples of a mini-batch "
+                f"(trainer.prompts_per_step / algorithm.num_mini_batches * algorithm.group_size)"
+            )
     warm = config.warm_start
     if warm.num_steps and warm.batch_size % warm.layout.dp:
         raise ConfigError(

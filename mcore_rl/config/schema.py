@@ -116,6 +116,16 @@ class EngineConfig:
 
 
 @dataclass
+class CriticConfig(EngineConfig):
+    """The value model's engine; there is one if algorithm.advantage needs values, as gae does."""
+
+    model_path: str = ""  # of a value model or a language model; empty: what the actor begins with
+    warmup_steps: int = 0  # first steps, in which only the critic is updated
+    clip_range: float = 0.2  # of the move of a value from what it was, in the unit of the returns
+    loss_aggregation: str = "token_mean"  # how token losses are averaged
+
+
+@dataclass
 class RolloutConfig:
     """The vLLM servers that generate."""
 
@@ -308,6 +318,7 @@ class PlacementConfig:
 
     actor: str = "shared"  # the trainer
     reference: str = "shared"  # the frozen model of the KL, if there is one
+    critic: str = "shared"  # the value model, if there is one
     # The generation servers. "auto": "own" with weight_sync.method="disaggregated", else "shared".
     rollout: str = "auto"
 
@@ -333,6 +344,7 @@ class RLConfig:
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     actor: EngineConfig = field(default_factory=EngineConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

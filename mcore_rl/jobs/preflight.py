@@ -13,7 +13,11 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_rollout_model
-from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
+from mcore_rl.config.resolve_engine import (
+    resolve_model_engine,
+    resolve_model_layout,
+    resolve_schedule,
+)
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
@@ -27,6 +31,7 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
+from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -36,6 +41,7 @@ from mcore_rl.models.base import (
     padded_vocab_size,
     read_config,
 )
+from mcore_rl.models.heads import value_config
 from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.base import get_reward
 from mcore_rl.weight_sync.nixl import nixl_api
@@ -181,6 +187,8 @@ def check_layouts(config: RLConfig) -> HFConfig:
     resolve_model_engine("actor", config.actor, sizes)
     if config.warm_start.num_steps:
         resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
+    if needs_critic(config):
+        _check_critic(config, found)
     resolve_rollout_model(config.rollout, sizes)
     _check_cache(config, found)
     _check_lengths(config)
@@ -188,6 +196,15 @@ def check_layouts(config: RLConfig) -> HFConfig:
         weights = family.weights(found, padded_vocab_size(found, 1))
         check_targets("actor.lora", weights, config.actor.lora)
     return found
+
+
+def _check_critic(config: RLConfig, actor: HFConfig) -> None:
+    critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
+    starts_from = read_config(critic.model_path) if critic.model_path else actor
+    sizes = model_sizes(value_config(starts_from))
+    resolve_model_layout("critic.layout", critic.layout, sizes)
+    resolve_model_engine("critic", critic, sizes)
+    resolve_schedule("critic.optimizer", critic.optimizer, steps)
 
 
 def _refuse_quantised(config: RLConfig) -> NoReturn:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import (
+    CRITIC,
     RunCheckpoint,
     newest_checkpoint,
     read_checkpoint,
@@ -18,6 +19,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.output import STARTED, SUMMARY
+from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.preflight import prepare_task
 from mcore_rl.workers.checkpointer import CHECKPOINTS, tell
 
@@ -87,6 +89,11 @@ def has_ended(config: RLConfig, found: RunCheckpoint | None, folder: Path) -> bo
 
 
 def _check_settings(config: RLConfig, found: RunCheckpoint) -> None:
+    if needs_critic(config) and not (found.path / CRITIC).exists():
+        raise ConfigError(
+            f"{found.path} has no critic, which algorithm.advantage={config.algorithm.advantage!r} "
+            "needs; allowed: a checkpoint of a run with one"
+        )
     mine, theirs = dict(_flat(asdict(config))), dict(_flat(found.state["settings"]))
     differ = [key for key in mine if mine[key] != theirs.get(key)]
     layout = f"{WARM_START}.layout."  # no ranks start for it any more

@@ -55,12 +55,19 @@ class SyncTrainer:
                     batch = steps.shuffled_rewards(batch, seed)
                 now, followed = self.coefficients.of_step(batch)
                 batch = with_token_rewards(batch, now)
-                batch = steps.with_advantages(batch, now)
+                if self.turns.critic is None:
+                    batch = steps.with_advantages(batch, now)
+                else:
+                    with self.turns.critic_on_device() as critic:
+                        batch = steps.with_values(batch, critic)
+                        batch = steps.with_advantages(batch, now)
+                        metrics |= steps.update_critic(critic, batch, config, seed=seed)
                 batch, left_out = steps.with_correction(batch, now)
                 metrics |= followed | left_out
-                metrics |= steps.update(
-                    self.turns.actor, batch, now, temperature=temperature, seed=seed
-                )
+                if step > config.critic.warmup_steps:
+                    metrics |= steps.update(
+                        self.turns.actor, batch, now, temperature=temperature, seed=seed
+                    )
             if self.checkpointer.is_due(step):
                 with clock("save"):
                     self.checkpointer.save(step)

@@ -67,6 +67,11 @@ class ModelWorker:
         """The same for the base model of a LoRA actor: the actor without its adapters."""
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def compute_values(self, batch: Batch) -> Batch | None:
+        """Adds the column values of a value model."""
+        return self._engine.infer_batch(batch)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(
         self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True

@@ -45,7 +45,7 @@ class RolloutWorker:
         self._spec = spec
         if spec.gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[int(os.environ["RANK"])]
-        rank, count = int(os.environ["RANK"]), spec.rollout.nodes_per_server
+        rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
         self._nodes: ServerNodes | None = None
         if count > 1:
             num_ranks = spec.rollout.num_servers * count

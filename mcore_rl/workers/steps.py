@@ -93,9 +93,9 @@ def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Adds the column advantages; drops uniform groups if so configured."""
+    """Adds the columns advantages and, for a value model, returns; may drop uniform groups."""
     found = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
-    batch = batch.with_columns(advantages=found)
+    batch = batch.with_columns(**found)
     if algorithm.drop_uniform_groups:
         uniform = uniform_groups(batch.array("rewards"), batch.array("group_ids"))
         batch = batch.take(np.flatnonzero(~uniform).tolist())
@@ -207,6 +207,24 @@ def update(
         # Every data-parallel rank reports what is true of all of them.
         found.append(actor.update(part, temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
+
+
+def with_values(batch: Batch, critic: WorkerGroup) -> Batch:
+    """Adds values, of the critic before its update."""
+    scored = critic.compute_values(batch.select("prompt_ids", "response_ids"))
+    return batch.with_columns(values=scored["values"])
+
+
+def update_critic(
+    critic: WorkerGroup, batch: Batch, config: RLConfig, *, seed: Sequence[int]
+) -> dict[str, float]:
+    """One optimizer step per mini-batch, towards the column returns."""
+    columns = "prompt_ids", "response_ids", "response_mask", "group_ids", "values", "returns"
+    found = []
+    for part in mini_batches(batch.select(*columns), config.algorithm.num_mini_batches, seed):
+        weights = loss_weights(part.jagged("response_mask"), config.critic.loss_aggregation)
+        found.append(critic.update(part.with_columns(loss_weights=weights))[0])
+    return {f"critic/{name}": value for name, value in merge(found).items()}
 
 
 def describe(batch: Batch) -> dict[str, float]:

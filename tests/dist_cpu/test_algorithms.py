@@ -1,8 +1,8 @@
-"""Losses and advantages of other kinds than PPO's, against plain torch on whole sequences.
+"""GSPO, KL-Cov and GAE against plain torch on whole sequences.
 
 GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
-those of others in a pack. GAE, a function outside of the package, has advantages of tokens, from
-the values of a value model. KL-Cov selects tokens of the whole mini-batch.
+those of others in a pack. GAE has advantages of tokens, from the values of a value model. KL-Cov
+selects tokens of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KL_COV = AlgorithmConfig(
     loss="kl_cov", loss_settings={"fraction": 0.3, "kl_coef": 0.5}, num_mini_batches=2
 )
 GAE = AlgorithmConfig(
-    advantage=f"{EXAMPLES / 'gae.py'}:gae", advantage_settings={"gamma": 0.9, "lam": 0.8}
+    advantage="gae", advantage_settings={"gamma": 0.9, "lam": 0.8, "whiten": False}
 )
 ONE_PACK, PACKS, ALONE = 10_000, 132, 16  # budgets in tokens; the last is below most samples
 LAYOUTS = {

@@ -34,7 +34,6 @@ DEFAULTS = {
 }
 WARM_START = {"warm_start.num_steps": "1", "warm_start.train_file": "warm_start.parquet"}
 NORM = "model.norm.weight"
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,8 @@ BAD_SETTINGS = {
         ["algorithm.loss_settings.clip is no setting of", "'ppo_clip'", "clip_ratio_low"],
     ),
     "advantage that needs a critic": (
-        {"algorithm.advantage": f"{EXAMPLES / 'gae.py'}:gae"},
-        ["gae.py:gae' asks for values, which this run does not have"],
+        {"algorithm.advantage": "gae"},
+        ["algorithm.advantage='gae' asks for values, which this run does not have"],
     ),
     "aggregation": (
         {"algorithm.loss_aggregation": "sum_of_squares"},

@@ -94,7 +94,8 @@ def after_one_step(tmp_path, settings):
     config.rollout.temperature = 0.7
     config.algorithm = AlgorithmConfig(**settings)
     actor, reference, servers = Model(-1.0625), Model(-3.5), Servers(answered())
-    turns = Turns(placement_of(config), actor, reference, servers, servers)
+    models = {"actor": actor, "reference": reference}
+    turns = Turns(placement_of(config), models, servers, servers)
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     coefficients = Coefficients(config.algorithm)
     trained = SyncTrainer(config, turns, servers, checkpointer, coefficients)

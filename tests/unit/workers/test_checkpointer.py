@@ -57,7 +57,7 @@ class Turns:
     """On which devices who is, in the order of calls."""
 
     def __init__(self):
-        self.actor, self.calls = Actor(), []
+        self.actor, self.critic, self.calls = Actor(), None, []
 
     def stop_serving(self):
         self.calls.append("stop")

@@ -115,6 +115,16 @@ def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
     assert [row.tolist() for row in scored] == [pytest.approx(row) for row in wanted]
 
 
+def test_an_advantage_with_a_critic_gives_the_returns_as_well():
+    values = batch().jagged("log_probs")
+    known = rewarded().with_columns(
+        values=values, response_mask=values.with_values(values.values != 0)
+    )
+    found = with_advantages(known, AlgorithmConfig(advantage="gae"))
+    assert found.jagged("returns").lengths.tolist() == values.lengths.tolist()
+    assert "returns" not in with_advantages(rewarded(), AlgorithmConfig())
+
+
 def test_settings_of_the_advantage_count():
     algorithm = AlgorithmConfig(advantage_settings={"normalize_by_std": False})
     scored = with_advantages(rewarded(), algorithm).jagged("advantages")
