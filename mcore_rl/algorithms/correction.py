@@ -74,7 +74,8 @@ def corrected(batch: Batch, config: CorrectionConfig) -> tuple[Batch, dict[str, 
     metrics["rejected_tokens"] = float(1 - is_trained.mean())
     metrics["rejected_sequences"] = float(1 - is_left.mean())
     for name, values in {"correction_weights": weights, "policy_mask": kept}.items():
-        column = ratios.tokens.spread(values.astype(np.float32))
+        column = ratios.tokens.spread(values.astype(np.float64))
+        column = column.with_values(column.values.astype(np.float32))
         batch = batch.with_columns(**{name: column})
     return batch, {f"correction/{name}": value for name, value in metrics.items()}
 

@@ -59,4 +59,5 @@ def with_token_rewards(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
         rewards = rewards + tokens.of(batch.jagged("process_rewards"))
     if is_penalised:
         rewards = rewards - algorithm.kl_coef * tokens.of(reference_kl(batch, algorithm))
-    return batch.with_columns(token_rewards=tokens.spread(rewards))
+    found = tokens.spread(rewards)
+    return batch.with_columns(token_rewards=found.with_values(found.values.astype(np.float32)))
