@@ -54,8 +54,7 @@ def grpo_passk(inputs: AdvantageInputs, settings: PassKSettings) -> Floats:
 def rloo(inputs: AdvantageInputs) -> Floats:
     """r - mean of the others = n / (n - 1) * (r - mean): leave-one-out.
 
-    Ahmadian et al. 2024 (arXiv:2402.14740), equation 8. verl: rloo, rloo_vectorized. Returns
-    [samples].
+    Ahmadian et al. 2024 (arXiv:2402.14740). verl: rloo, rloo_vectorized. Returns [samples].
     """
     groups = Groups(inputs.group_ids)
     others: Floats = np.maximum(groups.sizes - 1, 1)

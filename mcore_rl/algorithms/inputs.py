@@ -6,8 +6,7 @@ it and the setting that provides it.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -50,7 +49,6 @@ _WHY_MISSING = {
     "values": _CRITIC,
     "old_values": _CRITIC,
     "returns": _CRITIC,
-    "baseline_rewards": "it makes no greedy response to each prompt",
     "state_ids": "no agent loop names the states of its environment",
     "sum_pi_squared": "its engine does not compute the sum of squared probabilities",
 }
@@ -79,55 +77,6 @@ def needs(*names: str) -> Callable[[G], G]:
 def needs_of(function: Callable[..., Any]) -> frozenset[str]:
     """The inputs that a function or callable object declared with `needs`."""
     return frozenset(getattr(function, "needs", ()))
-
-
-def prepared_by(prepare: Callable[..., Mapping[str, Jagged]]) -> Callable[[G], G]:
-    """Decorator of a loss that reads columns made of the whole mini-batch.
-
-    `prepare(inputs: MiniBatchInputs)`, or `prepare(inputs, settings)` with the settings of the
-    loss, runs on the driver before the update. It returns columns by name, a number for each
-    response token, which the loss reads with `LossInputs.prepared`. So they do not depend on how
-    the mini-batch is split over micro-batches and ranks.
-    """
-    found = tuple(inspect.signature(prepare).parameters)
-    if found not in (("inputs",), ("inputs", "settings")):
-        raise ConfigError(
-            f"@prepared_by of {getattr(prepare, '__name__', prepare)}{inspect.signature(prepare)}; "
-            "allowed: (inputs), or (inputs, settings)"
-        )
-
-    def mark(function: G) -> G:
-        function.prepare = prepare  # type: ignore[attr-defined]
-        return function
-
-    return mark
-
-
-def prepared_columns(
-    loss: Callable[..., Any], settings: object | None, inputs: MiniBatchInputs, who: str
-) -> dict[str, Jagged]:
-    """The columns that the function of `prepared_by` makes for a loss with these settings.
-
-    Raises:
-        ConfigError: they are something else than new columns of finite numbers, one a response
-            token.
-    """
-    prepare = loss.prepare  # type: ignore[attr-defined]
-    takes_settings = "settings" in inspect.signature(prepare).parameters
-    found = prepare(inputs, settings) if takes_settings else prepare(inputs)
-    lengths = inputs.batch.jagged("response_ids").lengths
-    for name, column in found.items():
-        if name in inputs.batch:
-            raise ConfigError(f"{who} prepares {name}, which is a column of the batch already")
-        if not isinstance(column, Jagged) or not np.array_equal(column.lengths, lengths):
-            raise ConfigError(f"{who} prepares {name}; allowed: a Jagged with the responses' rows")
-        if column.values.ndim != 1 or not np.isfinite(column.values).all():
-            raise ConfigError(f"{who} prepares {name}; allowed: a finite number for each token")
-    return dict(found)
-
-
-def is_prepared(loss: Callable[..., Any]) -> bool:
-    return hasattr(loss, "prepare")
 
 
 def check_needs(needed: Collection[str], given: Collection[str], who: str) -> None:
@@ -262,54 +211,6 @@ class Estimates(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MiniBatchInputs:
-    """Columns of a whole mini-batch, over all ranks, before its update: see prepared_by."""
-
-    batch: Batch
-    seed: Sequence[int]  # of this mini-batch: the same in a run that is resumed
-
-    @property
-    def log_probs(self) -> Jagged:
-        """[response tokens] of the policy as it is before the update, in nats."""
-        return self._column("current_log_probs")
-
-    @property
-    def entropy(self) -> Jagged:
-        """[response tokens] of that policy, in nats."""
-        return self._column("entropy")
-
-    @property
-    def old_log_probs(self) -> Jagged:
-        """[response tokens] of the policy that generated, by the trainer, in nats."""
-        return self._column("log_probs", "old_log_probs")
-
-    @property
-    def rollout_log_probs(self) -> Jagged:
-        """[response tokens] of the same, by the server that generated."""
-        return self._column("rollout_log_probs")
-
-    @property
-    def advantages(self) -> Jagged:
-        """[response tokens]"""
-        return self._column("advantages")
-
-    @property
-    def response_mask(self) -> Jagged:
-        """[response tokens]: 1 at those that the policy chose, else 0."""
-        return self._column("response_mask")
-
-    @property
-    def rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]"""
-        return self.batch.array("rewards")
-
-    def _column(self, name: str, called: str = "") -> Jagged:
-        if name not in self.batch:
-            missing(called or name, "algorithm.loss")
-        return self.batch.jagged(name)
-
-
-@dataclass(frozen=True, slots=True)
 class AdvantageInputs:
     """Columns of all samples of a step, of all data-parallel ranks.
 
@@ -330,10 +231,10 @@ class AdvantageInputs:
             ConfigError: it returned none.
         """
         if (column := f"reward/{name}") not in self.batch:
-            parts = [key[len("reward/") :] for key in self.batch.columns if "reward/" in key]
+            names = sorted(key for key in self.batch.columns if key.startswith("reward/"))
             raise ConfigError(
                 f"algorithm.advantage asks for the part {name!r} of the reward; reward.name gives "
-                f"{', '.join(sorted(parts)) or 'none'}"
+                f"{', '.join(key.removeprefix('reward/') for key in names) or 'none'}"
             )
         return self.batch.array(column).astype(np.float64)
 

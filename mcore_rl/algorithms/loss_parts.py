@@ -44,5 +44,5 @@ def by_sign(advantages: Tensor, positive: float, negative: float) -> Tensor:
 
 
 def policy_gradient(weights: Tensor, inputs: LossInputs) -> Tensor:
-    """-weight * A * log pi, whose gradient is that of the policy times a constant weight."""
-    return -weights.detach() * inputs.advantages * inputs.log_probs
+    """-weight * A * log pi; weights have no gradient."""
+    return -weights * inputs.advantages * inputs.log_probs

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_rl.algorithms.inputs import LossInputs, LossResult, MiniBatchInputs, prepared_by
+from mcore_rl.algorithms.inputs import LossInputs, LossResult
 from mcore_rl.algorithms.loss_parts import LOSSES, MAX_LOG_RATIO, log_ratios, ratio_metrics
 from mcore_rl.algorithms.ppo import ppo_clip
+from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_by
 from mcore_rl.config.checks import at_least, between, positive
 from mcore_rl.config.schema import PPOClipSettings
 from mcore_rl.data.batch import Jagged
@@ -175,7 +176,7 @@ def positive_nll(inputs: LossInputs, settings: PositiveNLLSettings) -> LossResul
 
 
 def _trained(inputs: MiniBatchInputs) -> Bools:
-    return np.asarray(inputs.response_mask.values != 0)
+    return np.asarray(inputs.loss_weights.values != 0)
 
 
 def _log_ratio(inputs: MiniBatchInputs) -> Floats:
@@ -188,7 +189,9 @@ def _covariances(inputs: MiniBatchInputs) -> Floats:
     """[response tokens]: (log pi - its mean) * (A - its mean), means over the trained tokens."""
     columns, trained = (inputs.log_probs, inputs.advantages), _trained(inputs)
     values = [column.values.astype(np.float64) for column in columns]
-    log_probs, advantages = (value - value[trained].mean() for value in values)
+    log_probs, advantages = (
+        value - value[trained].sum() / max(trained.sum(), 1) for value in values
+    )
     return np.asarray(log_probs * advantages)
 
 

@@ -15,6 +15,7 @@ from mcore_rl.observability.garbage import leave_garbage_at_exit
 
 COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
+    "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
     "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",
     "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 
-from mcore_rl.config import resolve, resolve_engine, schema
+from mcore_rl.config import resolve, resolve_algorithm, resolve_engine, schema
 
 # Values of the settings that choose something by name, by the last two parts of their keys. Those
 # of the registries are repeated here, since filling one imports torch.
@@ -43,7 +43,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
         "low_variance",
         "low_variance+",
     ),
-    "algorithm.kl_in": resolve.KL_IN,
+    "algorithm.kl_in": resolve_algorithm.KL_IN,
     "algorithm.loss": (
         "cispo",
         "clip_cov",
@@ -72,12 +72,13 @@ CHOICES: Mapping[str, Sequence[str]] = {
         "sequence_sum_fixed_length",
         "token_mean",
     ),
-    "correction.level": resolve.CORRECTION_LEVELS,
-    "correction.method": resolve.CORRECTION_METHODS,
+    "correction.level": resolve_algorithm.CORRECTION_LEVELS,
+    "correction.method": resolve_algorithm.CORRECTION_METHODS,
     "actor.backend": resolve_engine.BACKENDS,
     "actor.modules": resolve_engine.MODULES,
     "critic.backend": resolve_engine.BACKENDS,
     "critic.modules": resolve_engine.MODULES,
+    "data.long_prompts": resolve.LONG_PROMPTS,
     "model.dtype": ("auto", *resolve.DTYPES),
     "moe.aux_loss": resolve_engine.AUX_LOSSES,
     "moe.dispatcher": resolve_engine.DISPATCHERS,
@@ -89,7 +90,17 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "placement.rollout": ("auto", "shared", "own"),
     "recompute.granularity": resolve_engine.GRANULARITIES,
     "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
-    "reward.name": ("final_number",),
+    "reward.name": (
+        "choice",
+        "cosine",
+        "final_number",
+        "format",
+        "math",
+        "overlong",
+        "pattern",
+        "substring",
+    ),
+    "reward.on_error": resolve.ON_ERROR,
     "task.name": tuple(name for name in resolve.TASKS if name),
     "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,
     "weight_sync.transport": resolve.TRANSPORTS,

@@ -8,10 +8,12 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_algorithm import resolve_algorithm
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
     resolve_engine,
@@ -20,9 +22,9 @@ from mcore_rl.config.resolve_engine import (
     resolve_schedule,
 )
 from mcore_rl.config.schema import (
-    AlgorithmConfig,
-    CorrectionConfig,
+    DataConfig,
     PlacementConfig,
+    RewardConfig,
     RLConfig,
     RolloutConfig,
     WeightSyncConfig,
@@ -35,13 +37,28 @@ LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
+ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "last_digit")
-KL_IN = ("loss", "reward")
-CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
-CORRECTION_METHODS = ("truncate", "mask")
+LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
 _CORES = "[0-9]+([-,|][0-9]+)*"
+# What a term of reward.terms may have.
+_TERM_PARTS: dict[str, tuple[Any, str]] = {
+    "name": (str, "text"),
+    "weight": (int | float, "a number"),
+    "settings": (dict, "settings of that reward, as in {name: value}"),
+}
+MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """A reward in a weighted sum."""
+
+    name: str  # in the registry, or an import path
+    weight: float = 1.0
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve(config: RLConfig) -> None:
@@ -70,7 +87,7 @@ def resolve(config: RLConfig) -> None:
         )
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")
-    at_least("data.max_prompt_tokens", config.data.max_prompt_tokens, 1)
+    _resolve_data(config.data)
     _resolve_files(config)
     resolve_engine("actor", config.actor)
     if config.actor.moe.router_replay == "rollout":
@@ -85,9 +102,10 @@ def resolve(config: RLConfig) -> None:
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
     _resolve_rollout(config.rollout)
+    _resolve_reward(config.reward)
     _resolve_weight_sync(config)
     _resolve_placement(config)
-    _resolve_algorithm(config.algorithm)
+    resolve_algorithm(config.algorithm)
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
@@ -151,9 +169,28 @@ def _resolve_checkpoint(config: RLConfig) -> None:
         raise ConfigError("resume=''; allowed: 'never', 'auto', or the folder of a checkpoint")
 
 
+def _resolve_data(config: DataConfig) -> None:
+    at_least("data.max_prompt_tokens", config.max_prompt_tokens, 1)
+    one_of("data.long_prompts", config.long_prompts, LONG_PROMPTS)
+    files, weights = config.train_files, config.train_weights
+    if files and config.train_file:
+        raise ConfigError(
+            f"data.train_file={config.train_file!r} and data.train_files={files}; allowed: one of "
+            "the two"
+        )
+    if weights and len(weights) != len(files):
+        raise ConfigError(
+            f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
+            "weight for each of them, or []"
+        )
+    for index, weight in enumerate(weights):
+        positive(f"data.train_weights[{index}]", weight)
+
+
 def _resolve_files(config: RLConfig) -> None:
-    made_by_task = {"model.path": config.model.path, "data.train_file": config.data.train_file}
-    made_by_task["data.test_file"] = config.data.test_file
+    data = config.data
+    made_by_task = {"model.path": config.model.path, "data.test_file": data.test_file}
+    made_by_task["data.train_file"] = data.train_file or ", ".join(data.train_files)
     if config.warm_start.num_steps:
         made_by_task["warm_start.train_file"] = config.warm_start.train_file
     for key, value in made_by_task.items():
@@ -245,73 +282,40 @@ def _resolve_rollout(config: RolloutConfig) -> None:
         )
 
 
-def _resolve_algorithm(config: AlgorithmConfig) -> None:
-    at_least("algorithm.group_size", config.group_size, 1)
-    at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
-    at_least("algorithm.kl_coef", config.kl_coef, 0)
-    at_least("algorithm.entropy_coef", config.entropy_coef, 0)
-    at_least("algorithm.cross_entropy_coef", config.cross_entropy_coef, 0)
-    _resolve_kl(config)
-    _resolve_entropy(config)
-    _resolve_correction(config.correction)
-
-
-def _resolve_kl(config: AlgorithmConfig) -> None:
-    one_of("algorithm.kl_in", config.kl_in, KL_IN)
-    at_least("algorithm.kl_horizon", config.kl_horizon, 1)
-    if config.kl_target is not None:
-        positive("algorithm.kl_target", config.kl_target)
-    asked = {
-        "kl_in": config.kl_in == "reward",
-        "kl_target": config.kl_target is not None,
-        "correction.unbiased_kl": config.correction.unbiased_kl,
-    }
-    for name, is_asked in asked.items():
-        if is_asked and not config.kl_coef:
+def _resolve_reward(config: RewardConfig) -> None:
+    one_of("reward.on_error", config.on_error, ON_ERROR)
+    positive("reward.timeout_s", config.timeout_s)
+    at_least("reward.num_processes", config.num_processes, 1)
+    for key, given, default in (
+        ("name", config.name, RewardConfig.name),
+        ("settings", config.settings, {}),
+    ):
+        if config.terms and given != default:
             raise ConfigError(
-                f"algorithm.kl_coef=0: there is no KL for algorithm.{name}; allowed: above 0"
+                f"reward.{key}={given!r} has no part in reward.terms={', '.join(config.terms)}; "
+                "allowed: one of the two"
             )
-    if config.correction.unbiased_kl and config.kl_in != "loss":
-        raise ConfigError(
-            f"algorithm.correction.unbiased_kl=true corrects a gradient, and algorithm.kl_in="
-            f"{config.kl_in!r} has none; allowed: kl_in='loss'"
-        )
+    reward_terms(config)
 
 
-def _resolve_entropy(config: AlgorithmConfig) -> None:
-    share = config.top_entropy_share
-    if not 0 < share <= 1:
-        raise ConfigError(f"algorithm.top_entropy_share={share}; allowed: above 0, up to 1")
-    positive("algorithm.entropy_coef_step", config.entropy_coef_step)
-    positive("algorithm.entropy_coef_max", config.entropy_coef_max)
-    if config.entropy_target is not None:
-        positive("algorithm.entropy_target", config.entropy_target)
-        between("algorithm.entropy_coef", config.entropy_coef, 0, config.entropy_coef_max)
-    reads = {"entropy_target": config.entropy_target is not None, "top_entropy_share": share < 1}
-    for name, is_read in reads.items():
-        if is_read and config.correction.use_rollout_log_probs:
-            raise ConfigError(
-                f"algorithm.{name}={getattr(config, name)} reads the entropy that comes with the "
-                "trainer's log-probs; allowed: algorithm.correction.use_rollout_log_probs=false"
-            )
-
-
-def _resolve_correction(config: CorrectionConfig) -> None:
-    key = "algorithm.correction"
-    one_of(f"{key}.level", config.level, CORRECTION_LEVELS)
-    one_of(f"{key}.method", config.method, CORRECTION_METHODS)
-    positive(f"{key}.weight_max", config.weight_max)
-    at_least(f"{key}.weight_min", config.weight_min, 0)
-    if config.weight_min > (config.weight_max if config.method == "mask" else 0):
-        raise ConfigError(
-            f"{key}.weight_min={config.weight_min}; allowed: 0, or up to weight_max="
-            f"{config.weight_max} with {key}.method='mask'"
-        )
-    if config.use_rollout_log_probs and (config.level != "off" or config.reject):
-        raise ConfigError(
-            f"{key}.use_rollout_log_probs=true computes no log-probs that {key}.level and "
-            f"{key}.reject could compare with the servers'; allowed: level='off' and no reject"
-        )
+def reward_terms(config: RewardConfig) -> dict[str, RewardTerm]:
+    """The rewards of a run by their names in metrics; the name of a single one is empty."""
+    if not config.terms:
+        return {"": RewardTerm(config.name, settings=config.settings)}
+    found = {}
+    for name, parts in config.terms.items():
+        key = f"reward.terms.{name}"
+        if not re.fullmatch("[A-Za-z0-9_-]+", str(name)):
+            raise ConfigError(f"{key}; allowed: names of letters, digits, '_' and '-'")
+        for part, value in parts.items():
+            if part not in _TERM_PARTS:
+                raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TERM_PARTS)}")
+            kind, words = _TERM_PARTS[part]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f"{key}.{part}={value!r}; allowed: {words}")
+        found[name] = RewardTerm(**{"name": name, **parts})
+        between(f"{key}.weight", found[name].weight, -MAX_WEIGHT, MAX_WEIGHT)
+    return found
 
 
 def _resolve_batch(config: RLConfig) -> None:

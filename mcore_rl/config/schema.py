@@ -145,17 +145,35 @@ class RolloutConfig:
 
 @dataclass
 class DataConfig:
-    train_file: str = ""  # parquet with the prompt column and the answer column
-    test_file: str = ""  # the same, for evaluation before and after training
+    # Rows with the prompt column and the answer column: a parquet file, a file.jsonl, a folder of
+    # save_to_disk of Hugging Face's datasets, or the import path of a function that returns rows.
+    train_file: str = ""
+    train_files: list[str] = field(default_factory=list)  # several of them, in its place
+    # How often a prompt is drawn from each of train_files, in relation to the others. Empty: each
+    # prompt of all files comes once an epoch.
+    train_weights: list[float] = field(default_factory=list)
+    test_file: str = ""  # as train_file, for evaluation before and after training
     prompt_column: str = "messages"  # chat messages: list of {role, content}
     answer_column: str = "answer"  # ground truth, passed to the reward
-    max_prompt_tokens: int = 1024  # with the chat template applied; a longer prompt is refused
+    tools_column: str = ""  # tool schemas for the chat template; empty: none
+    max_prompt_tokens: int = 1024  # with the chat template applied
+    long_prompts: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
 
 
 @dataclass
 class RewardConfig:
     name: str = "final_number"  # a name in the reward registry, or an import path
     settings: dict[str, Any] = field(default_factory=dict)  # settings of that reward
+    # A weighted sum of several rewards in place of reward.name, by their names in metrics:
+    # {math: {weight: 1.0}, brief: {name: overlong, settings: {buffer_tokens: 512}}}
+    terms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # If a reward raises, returns no valid result or takes too long: stop (the run ends), drop (the
+    # response is left out of the step) or zero (its reward is 0).
+    on_error: str = "stop"
+    # Limit on one call of a reward, unless that has a setting timeout_s of its own.
+    timeout_s: float = 60.0
+    # Processes for each reward that is called in processes of its own, as math is; for each server.
+    num_processes: int = 2
     shuffle: bool = False  # control experiment: permute the rewards of a batch at random
 
 
@@ -301,7 +319,7 @@ class WarmStartConfig:
 
     num_steps: int = 0  # optimizer steps
     batch_size: int = 96  # samples per optimizer step
-    train_file: str = ""  # parquet with the prompt column and the response column
+    train_file: str = ""  # as data.train_file, with the prompt column and the response column
     response_column: str = "response"  # target text
     moe_aux_loss_coef: float = 0.0  # load-balancing loss of the router
     layout: Layout = field(default_factory=Layout)

@@ -10,9 +10,10 @@ from mcore_rl.config.schema import OptimizerConfig, RLConfig
 def warnings_of(config: RLConfig) -> Iterator[str]:
     """A line for each doubtful setting, naming it. The config may be unresolved."""
     data, warm, trainer = config.data, config.warm_start, config.trainer
-    if data.train_file and data.train_file == data.test_file:
+    if data.test_file and data.test_file in (data.train_file, *data.train_files):
+        where = "data.train_file" if data.train_file else "in data.train_files"
         yield (
-            f"data.test_file={data.test_file!r} is data.train_file: accuracy before and "
+            f"data.test_file={data.test_file!r} is {where}: accuracy before and "
             "after training is measured on training data"
         )
     if warm.train_file and not warm.num_steps:

@@ -1,23 +1,27 @@
-"""Parquet files as token ids: prompts to answer, and pairs to imitate."""
+"""Rows of data as token ids: prompts to answer, and pairs to imitate."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy.typing as npt
 
-from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.files import Row, RowSource, open_rows
+from mcore_rl.data.rows import Column, chat, tool_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_AT_ONCE = 1000  # rows that are tokenised together
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +33,98 @@ class PromptRow:
 
 
 class PromptDataset:
-    """Prompts by row number."""
+    """Prompts by number: those of the first file, then those of the next."""
 
-    def __init__(self, prompts: Sequence[PromptRow]) -> None:
-        self._prompts = prompts
+    def __init__(self, *files: Sequence[PromptRow] | FilePrompts) -> None:
+        self._files = files
+        self._ends = list(accumulate(len(file) for file in files))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Prompts of each file."""
+        return [len(file) for file in self._files]
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return self._ends[-1]
 
     def __getitem__(self, row: int) -> PromptRow:
-        return self._prompts[row]
+        file = bisect_right(self._ends, row)
+        return self._files[file][row - (self._ends[file - 1] if file else 0)]
+
+    def row_number(self, row: int) -> int:
+        """Where a prompt is in its files, counted one after the other with what was left out."""
+        file = bisect_right(self._ends, row)
+        before = sum(
+            f.num_rows if isinstance(f, FilePrompts) else len(f) for f in self._files[:file]
+        )
+        found, prompt = self._files[file], row - (self._ends[file - 1] if file else 0)
+        return before + (found.row_number(prompt) if isinstance(found, FilePrompts) else prompt)
+
+
+class FilePrompts:
+    """The prompts of a source, read and tokenised when they are asked for.
+
+    A first pass over all rows checks them and finds the prompts that are too long.
+    """
+
+    def __init__(
+        self, rows: RowSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._prompt = Column(config.prompt_column, "data.prompt_column")
+        self._answer = Column(config.answer_column, "data.answer_column")
+        self._tools = _tools_column(config.tools_column)
+        lengths = self._checked_lengths()
+        is_short = lengths <= config.max_prompt_tokens
+        self.num_dropped = int((~is_short).sum())
+        self._kept: npt.NDArray[np.int64] | None = None  # None: all of them
+        if self.num_dropped:
+            if config.long_prompts == "refuse" or not is_short.any():
+                raise self._too_long(lengths, config)
+            self._kept = np.flatnonzero(is_short)
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._kept is None else len(self._kept)
+
+    @property
+    def num_rows(self) -> int:
+        """Those of the source, with the ones that are left out."""
+        return len(self._rows)
+
+    def row_number(self, prompt: int) -> int:
+        """The row of the source that a prompt is from."""
+        return prompt if self._kept is None else int(self._kept[prompt])
+
+    def __getitem__(self, prompt: int) -> PromptRow:
+        row = self._rows[self.row_number(prompt)]
+        fields = {n: value for n, value in row.values.items() if n != self._prompt.name}
+        [ids] = _encode([self._text(row)], self._tokenizer)
+        return PromptRow(ids, {**fields, "answer": self._answer.of(row)})
+
+    def _text(self, row: Row) -> str:
+        return _templated(row, self._prompt, self._tools, self._tokenizer)
+
+    def _checked_lengths(self) -> npt.NDArray[np.int32]:
+        """The tokens of each row's prompt; ConfigError for the first row that is not valid."""
+        lengths = [np.empty(0, np.int32)]
+        for rows in _chunks(self._rows):
+            texts = [self._text(row) for row in rows]
+            for row in rows:
+                _check_answer(row, self._answer)
+            lengths.append(np.array([len(i) for i in _encode(texts, self._tokenizer)], np.int32))
+        return np.concatenate(lengths)
+
+    def _too_long(self, lengths: npt.NDArray[np.int32], config: DataConfig) -> ConfigError:
+        longest, limit = int(lengths.argmax()), f"data.max_prompt_tokens={config.max_prompt_tokens}"
+        source = f"{self._rows.source}:"
+        told = f"the prompt of row {longest} has {lengths[longest]} tokens; allowed: up to {limit}"
+        if self.num_dropped == len(lengths):
+            return ConfigError(f"{source} no row is short enough: {told}")
+        return ConfigError(
+            f"{source} {told}, or data.long_prompts=drop, which leaves out {self.num_dropped} of "
+            f"{len(lengths)} rows"
+        )
 
 
 def load_prompts(
@@ -47,36 +133,14 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     setting: str = "data.train_file",
-) -> PromptDataset:
-    """Chats of a parquet file through the tokenizer's chat template, ready for a response.
+) -> FilePrompts:
+    """Chats of a source (`open_rows`) through the tokenizer's chat template, ready for a response.
 
-    `setting` is the key that named `path`. Raises ConfigError, naming it, when the file is missing,
-    is no parquet, is empty, lacks a column or an answer or has a prompt over max_prompt_tokens.
+    `setting` is the key that named `path`. Raises ConfigError, naming it, when the source is
+    missing, cannot be read or is empty, or a row lacks a column or an answer or is no chat. Prompts
+    over max_prompt_tokens raise it, or are left out, as data.long_prompts says.
     """
-    table = _read(path, setting)
-    _require_column(table, config.prompt_column, "data.prompt_column", path, setting)
-    _require_column(table, config.answer_column, "data.answer_column", path, setting)
-    prompts = _prompt_ids(table, config.prompt_column, tokenizer, path, setting)
-    longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
-    if len(prompts[longest]) > config.max_prompt_tokens:
-        raise ConfigError(
-            f"{setting}={str(path)!r}: the prompt of row {longest} has {len(prompts[longest])} "
-            f"tokens; allowed: up to data.max_prompt_tokens={config.max_prompt_tokens}"
-        )
-    answers = table.column(config.answer_column).to_pylist()
-    for row, answer in enumerate(answers):
-        if answer is None or answer != answer:  # what pandas writes for a missing number
-            raise ConfigError(
-                f"{setting}={str(path)!r}: row {row} has no answer in column "
-                f"{config.answer_column!r} (data.answer_column): it is {answer}"
-            )
-    others = table.drop_columns([config.prompt_column]).to_pylist()
-    return PromptDataset(
-        [
-            PromptRow(ids, {**fields, "answer": answer})
-            for ids, fields, answer in zip(prompts, others, answers, strict=True)
-        ]
-    )
+    return FilePrompts(open_rows(path, setting), config, tokenizer)
 
 
 def load_supervised(
@@ -85,25 +149,24 @@ def load_supervised(
     response_column: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    tools_column: str = "",
     setting: str = "warm_start.train_file",
 ) -> Batch:
     """Chats and the responses to imitate, with the end-of-sequence token appended to each response.
 
-    Returns the jagged columns prompt_ids, response_ids and response_mask (all ones). Raises
-    ConfigError as `load_prompts` does.
+    Returns the jagged columns prompt_ids, response_ids and response_mask (all ones), in memory.
+    Raises ConfigError as `load_prompts` does.
     """
-    table = _read(path, setting)
-    _require_column(table, prompt_column, "data.prompt_column", path, setting)
-    _require_column(table, response_column, "warm_start.response_column", path, setting)
-    prompts = _prompt_ids(table, prompt_column, tokenizer, path, setting)
-    texts = table.column(response_column).to_pylist()
-    for row, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"{setting}={str(path)!r}: row {row} of column {response_column!r} "
-                f"(warm_start.response_column) is {str(text)[:80]!r}; it must be text"
-            )
-    responses = [[*ids, tokenizer.eos_token_id] for ids in _encode(texts, tokenizer)]
+    prompt = Column(prompt_column, "data.prompt_column")
+    response = Column(response_column, "warm_start.response_column")
+    tools = _tools_column(tools_column)
+    prompts: list[list[int]] = []
+    responses: list[list[int]] = []
+    for rows in _chunks(open_rows(path, setting)):
+        texts = [_templated(row, prompt, tools, tokenizer) for row in rows]
+        answers = [response.text(row) for row in rows]
+        prompts += _encode(texts, tokenizer)
+        responses += [[*ids, tokenizer.eos_token_id] for ids in _encode(answers, tokenizer)]
     response_ids = Jagged.of(responses, np.int64)
     return Batch(
         {
@@ -114,80 +177,42 @@ def load_supervised(
     )
 
 
-def check_parquet(path: str | Path, setting: str) -> None:
-    """Raise ConfigError, naming `setting`, when `path` is no parquet file with rows in it."""
-    _read(path, setting, columns=[])
+def _num_rows(file: Sequence[PromptRow] | FilePrompts) -> int:
+    return file.num_rows if isinstance(file, FilePrompts) else len(file)
 
 
-def _read(path: str | Path, setting: str, columns: list[str] | None = None) -> pa.Table:
-    exists(setting, path)
-    if not Path(path).is_file():
-        raise ConfigError(f"{setting}={str(path)!r} is not a file; it must be a parquet file")
-    try:
-        table = pq.read_table(path, columns=columns)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{setting}={str(path)!r} cannot be read as parquet: {error}") from error
-    if table.num_rows == 0:
-        raise ConfigError(f"{setting}={str(path)!r} has no rows")
-    return table
+def _tools_column(name: str) -> Column | None:
+    return Column(name, "data.tools_column") if name else None
 
 
-def _require_column(
-    table: pa.Table, column: str, column_setting: str, path: str | Path, setting: str
-) -> None:
-    if column not in table.column_names:
-        raise ConfigError(
-            f"{setting}={str(path)!r} has no column {column!r} ({column_setting}); "
-            f"it has: {', '.join(table.column_names)}"
-        )
+def _chunks(rows: RowSource) -> Iterator[list[Row]]:
+    left = iter(rows)
+    while chunk := list(islice(left, _AT_ONCE)):
+        yield chunk
 
 
-def _prompt_ids(
-    table: pa.Table,
-    column: str,
-    tokenizer: PreTrainedTokenizerBase,
-    path: str | Path,
-    setting: str,
-) -> list[list[int]]:
-    chats = table.column(column).to_pylist()
-    for row, chat in enumerate(chats):
-        if not _is_chat(chat):
-            raise ConfigError(
-                f"{setting}={str(path)!r}: row {row} of column {column!r} (data.prompt_column) is "
-                f"{str(chat)[:80]!r}; it must be a list of messages with a role and a content "
-                "of text"
-            )
-    texts = [_templated(chat, tokenizer, row, path, setting) for row, chat in enumerate(chats)]
-    return _encode(texts, tokenizer)
+def _check_answer(row: Row, column: Column) -> None:
+    answer = column.of(row)
+    if answer is None or answer != answer:  # what pandas writes for a missing number
+        raise row.refusal(f"has no answer in {column}: it is {answer}")
 
 
 def _templated(
-    chat: list[dict[str, str]],
-    tokenizer: PreTrainedTokenizerBase,
-    row: int,
-    path: str | Path,
-    setting: str,
+    row: Row, prompt: Column, tools: Column | None, tokenizer: PreTrainedTokenizerBase
 ) -> str:
+    """The chat of a row as the template writes it, up to where the response begins."""
     from jinja2 import TemplateError  # comes with transformers
 
+    messages, schemas = chat(row, prompt), tool_schemas(row, tools)
     try:
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:  # many templates refuse roles, or their order
-        raise ConfigError(
-            f"{setting}={str(path)!r}: row {row} does not fit the model's chat template: {error}"
-        ) from error
-    return str(text)
-
-
-def _is_chat(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(
-            isinstance(m, dict) and all(isinstance(m.get(n), str) for n in ("role", "content"))
-            for m in value
+        if schemas and "tools" not in tokenizer.get_chat_template(tools=schemas):
+            raise row.refusal("has tools, and the model's chat template does not use any")
+        text = tokenizer.apply_chat_template(
+            messages, tools=schemas or None, add_generation_prompt=True, tokenize=False
         )
-    )
+    except (TemplateError, TypeError) as error:  # many templates refuse roles, or their order
+        raise row.refusal(f"does not fit the model's chat template: {error}") from error
+    return str(text)
 
 
 def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

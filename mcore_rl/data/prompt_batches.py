@@ -10,19 +10,25 @@ import numpy as np
 
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.data.sampler import IndexSampler
+from mcore_rl.data.sampler import IndexSampler, MixtureSampler
 
 
 class PromptBatches:
     """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
 
     Columns: prompt_ids, group_ids, fields (JSON text) and rows (of the data set). The batch size
-    may change where a run goes on from a state.
+    may change where a run goes on from a state. With `weights`, one a file, files are mixed.
     """
 
-    def __init__(self, dataset: PromptDataset, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, dataset: PromptDataset, batch_size: int, seed: int, weights: Sequence[float] = ()
+    ) -> None:
         self._dataset = dataset
-        self._sampler = IndexSampler(len(dataset), batch_size, seed)
+        self._sampler: IndexSampler | MixtureSampler
+        if weights:
+            self._sampler = MixtureSampler(dataset.sizes, weights, batch_size, seed)
+        else:
+            self._sampler = IndexSampler(len(dataset), batch_size, seed)
         self._next_group_id = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -58,6 +64,6 @@ def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequen
             "prompt_ids": Jagged.of((p.prompt_ids for p in prompts), np.int64),
             "group_ids": np.array(group_ids, dtype=np.int64),
             "fields": np.array([json.dumps(p.fields, default=str) for p in prompts], dtype=np.str_),
-            "rows": np.array(rows, dtype=np.int64),
+            "rows": np.array([dataset.row_number(row) for row in rows], dtype=np.int64),
         }
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +15,13 @@ class IndexSampler:
     """Yields lists of `batch_size` row indices for ever, every epoch in a new order.
 
     Each epoch has every row once. A batch at the end of an epoch is filled from the next one, so
-    all batches are full. The order depends on the seed, the number of rows and the epoch alone,
-    hence the state is two numbers, and the batch size may change on resuming.
+    all batches are full. The order depends on the seed, the number of rows, the epoch and `stream`
+    alone, hence the state is two numbers, and the batch size may change on resuming.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, num_rows: int, batch_size: int, seed: int, stream: Sequence[int] = ()
+    ) -> None:
         if num_rows < 1 or batch_size < 1:
             raise ConfigError(
                 f"cannot draw batches of {batch_size} from {num_rows} rows; "
@@ -26,6 +30,7 @@ class IndexSampler:
         self._num_rows = num_rows
         self._batch_size = batch_size
         self._seed = seed
+        self._stream = stream
         self._start_epoch(0)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -39,8 +44,12 @@ class IndexSampler:
             missing = self._batch_size - len(batch)
             drawn = self._order[self._position : self._position + missing]
             self._position += len(drawn)
-            batch.extend(drawn)
+            batch.extend(drawn.tolist())
         return batch
+
+    @property
+    def num_drawn(self) -> int:
+        return self._epoch * self._num_rows + self._position
 
     def state_dict(self) -> dict[str, int]:
         return {
@@ -64,5 +73,49 @@ class IndexSampler:
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._position = 0
-        rng = np.random.default_rng([self._seed, epoch])
-        self._order: list[int] = rng.permutation(self._num_rows).tolist()
+        rng = np.random.default_rng([self._seed, epoch, *self._stream])
+        self._order = rng.permutation(self._num_rows)  # 8 bytes a row
+
+
+class MixtureSampler:
+    """The same over several files, which follow each other: row 0 of the second is after the first.
+
+    Each prompt is of the file that is most behind its share of all prompts so far. So after n
+    prompts a file of weight w has been drawn n * w / sum(weights) times, to within 1 for two files,
+    and the number of files for more: no chance is in it. Inside a file the order is that of an
+    IndexSampler, another one for each file. (Megatron-core's BlendedDataset mixes in the same way.)
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int
+    ) -> None:
+        self._files = [IndexSampler(n, 1, seed, [index]) for index, n in enumerate(sizes)]
+        self._first_rows = [0, *accumulate(sizes)]
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        return [self._draw() for _ in range(self._batch_size)]
+
+    def _draw(self) -> int:
+        drawn = [file.num_drawn for file in self._files]
+        behind = [s * (sum(drawn) + 1) - n for s, n in zip(self._shares, drawn, strict=True)]
+        file = behind.index(max(behind))
+        return self._first_rows[file] + next(self._files[file])[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shares": self._shares, "files": [file.state_dict() for file in self._files]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; ConfigError when it is of other data, weights or another seed."""
+        if state.get("shares") != self._shares:
+            raise ConfigError(
+                f"the saved position in the data is for files with the shares "
+                f"{state.get('shares')}, this run has {self._shares}; allowed: the same "
+                "data.train_weights"
+            )
+        for file, of_file in zip(self._files, state["files"], strict=True):
+            file.load_state_dict(of_file)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -22,10 +23,10 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
-    check_parquet,
     load_prompts,
     load_supervised,
 )
+from mcore_rl.data.files import open_rows
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load_tokenizer
 from mcore_rl.engine.base import backend_of
@@ -43,7 +44,7 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.models.heads import value_config
 from mcore_rl.reshard.rules import logical_tensors
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
 from mcore_rl.workers.policy_loss import check_functions
@@ -81,8 +82,8 @@ def check_without_weights(config: RLConfig) -> Inputs | None:
     check_layouts(config)
     if has_tokenizer(config.model.path):
         return _read_data(config)
-    for setting, path in _data_files(config).items():
-        check_parquet(path, setting)
+    for setting, name in _data_files(config).items():
+        open_rows(name, setting)
     return None
 
 
@@ -112,7 +113,7 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
 
 def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm)
-    get_reward(config.reward.name, config.reward.settings)
+    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
     backend_of(config.actor).check_modules(config.actor.modules)
@@ -120,9 +121,15 @@ def _check_choices(config: RLConfig) -> None:
         check_allocator()
 
 
+def _train_files(config: RLConfig) -> dict[str, str]:
+    """The sources of training prompts, by setting."""
+    several = {f"data.train_files[{i}]": name for i, name in enumerate(config.data.train_files)}
+    return several or {"data.train_file": config.data.train_file}
+
+
 def _data_files(config: RLConfig) -> dict[str, str]:
-    """The files of data that a run reads, by setting."""
-    found = {"data.train_file": config.data.train_file, "data.test_file": config.data.test_file}
+    """All sources of data that a run reads, by setting."""
+    found = _train_files(config) | {"data.test_file": config.data.test_file}
     if config.warm_start.num_steps:
         found["warm_start.train_file"] = config.warm_start.train_file
     return found
@@ -133,37 +140,50 @@ def _read_data(config: RLConfig) -> Inputs:
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     inputs = Inputs(
         tokenizer=tokenizer,
-        train=load_prompts(config.data.train_file, config.data, tokenizer),
-        test=load_prompts(config.data.test_file, config.data, tokenizer, setting="data.test_file"),
+        train=_prompts(_train_files(config), config, tokenizer),
+        test=_prompts({"data.test_file": config.data.test_file}, config, tokenizer),
         examples=_examples(config, tokenizer),
     )
     _check_numbers_of_rows(config, inputs)
     return inputs
 
 
-def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
-    """Refuse to draw more rows at a time than a file has: some would come twice."""
-    drawn: list[tuple[str, int, str, Sized | None]] = [
-        (
-            "trainer.prompts_per_step",
-            config.trainer.prompts_per_step,
-            "data.train_file",
-            inputs.train,
-        ),
-        ("trainer.eval_samples", config.trainer.eval_samples, "data.test_file", inputs.test),
-        (
-            "warm_start.batch_size",
-            config.warm_start.batch_size,
-            "warm_start.train_file",
-            inputs.examples,
-        ),
-    ]
-    for setting, size, file, rows in drawn:
-        if rows is not None and size > len(rows):
-            raise ConfigError(
-                f"{setting}={size}: {file}={_data_files(config)[file]!r} has {len(rows)} rows; "
-                "allowed: up to as many"
+def _prompts(
+    files: Mapping[str, str], config: RLConfig, tokenizer: PreTrainedTokenizerBase
+) -> PromptDataset:
+    found = []
+    for setting, name in files.items():
+        prompts = load_prompts(name, config.data, tokenizer, setting=setting)
+        if prompts.num_dropped:
+            print(
+                f"{setting}={name!r}: {prompts.num_dropped} of {prompts.num_rows} rows left out: "
+                f"more than data.max_prompt_tokens={config.data.max_prompt_tokens} tokens"
             )
+        found.append(prompts)
+    return PromptDataset(*found)
+
+
+def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
+    """Refuse to draw more rows at a time than there are: some would come twice."""
+    data, warm, step = config.data, config.warm_start, config.trainer.prompts_per_step
+    files = [f"{setting}={name!r}" for setting, name in _train_files(config).items()]
+    prompts = f"trainer.prompts_per_step={step}"
+    if data.train_weights:
+        for file, weight, size in zip(files, data.train_weights, inputs.train.sizes, strict=True):
+            drawn = math.ceil(step * weight / sum(data.train_weights))
+            _refuse_fewer(f"{prompts} takes {drawn} of this file", file, size, drawn)
+    else:
+        _refuse_fewer(prompts, " and ".join(files), len(inputs.train), step)
+    tests, file = config.trainer.eval_samples, f"data.test_file={data.test_file!r}"
+    _refuse_fewer(f"trainer.eval_samples={tests}", file, len(inputs.test), tests)
+    if inputs.examples is not None:
+        size, file = warm.batch_size, f"warm_start.train_file={warm.train_file!r}"
+        _refuse_fewer(f"warm_start.batch_size={size}", file, len(inputs.examples), size)
+
+
+def _refuse_fewer(setting: str, source: str, num_rows: int, drawn: int) -> None:
+    if drawn > num_rows:
+        raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
 
 
 def _opened(config: RLConfig) -> CheckpointReader:
@@ -244,5 +264,9 @@ def _examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batch | N
     if not warm.num_steps:
         return None
     return load_supervised(
-        warm.train_file, config.data.prompt_column, warm.response_column, tokenizer
+        warm.train_file,
+        config.data.prompt_column,
+        warm.response_column,
+        tokenizer,
+        tools_column=config.data.tools_column,
     )

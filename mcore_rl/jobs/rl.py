@@ -174,7 +174,8 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
         with waiting("starting the servers and the trainer"):
             turns = _started(config, pools, ranks, stack)
         rollout, actor = RolloutPool(turns.servers, config.rollout, config.seed), turns.actor
-        prompts = PromptBatches(inputs.train, config.trainer.prompts_per_step, config.seed)
+        weights = config.data.train_weights
+        prompts = PromptBatches(inputs.train, config.trainer.prompts_per_step, config.seed, weights)
         coefficients = Coefficients(config.algorithm)
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
         checkpointer = Checkpointer(

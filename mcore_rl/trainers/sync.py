@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
@@ -34,15 +36,22 @@ class SyncTrainer:
             RunStopped: a signal has asked for it; the last step is saved.
             PolicyMismatchError: samples came from other weights, or log-probs differ by more than
                 trainer.max_logprob_gap or mean_logprob_gap.
+            ConfigError: no response of a step got a reward.
         """
         config, algorithm = self.config, self.config.algorithm
         temperature = config.rollout.temperature
         for step in range(self.checkpointer.next_step, config.trainer.num_steps + 1):
             clock, seed = Stopwatch(), [config.seed, step]
             with clock("generate"):
-                batch = self.rollout.generate(next(prompts), n=algorithm.group_size)
+                asked = next(prompts)
+                batch = self.rollout.generate(asked, n=algorithm.group_size)
+                if "baseline_rewards" in needs_of(ADVANTAGES[algorithm.advantage]):
+                    greedy = self.rollout.generate(asked, n=1, is_greedy=True)
+                    batch = steps.with_baseline_rewards(batch, greedy)
             steps.check_versions(batch, step - 1)
-            metrics, num_tokens = steps.describe(batch), int(batch.num_tokens.sum())
+            num_tokens = int(batch.num_tokens.sum())
+            batch, metrics = steps.judged(batch, config.reward.on_error)
+            metrics |= steps.describe(batch)
             with clock("log_probs"):
                 self.turns.stop_serving()
                 if algorithm.kl_coef:

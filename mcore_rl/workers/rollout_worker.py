@@ -15,7 +15,7 @@ from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.rewards.base import Judge
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
@@ -66,9 +66,8 @@ class RolloutWorker:
         if self._nodes is not None and not self._nodes.is_first:
             self._headless = HeadlessWorkers(server)
         tokenizer = load_tokenizer(spec.model_path)
-        self._agent = SingleTurnLoop(
-            self._server, tokenizer, Judge(spec.reward.name, spec.reward.settings)
-        )
+        self._judge = Judge(spec.reward)
+        self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, daemon=True).start()
 
@@ -152,4 +151,5 @@ class RolloutWorker:
     def shut_down(self) -> None:
         if self._headless:
             self._headless.close()
+        self._wait(self._judge.close())
         self._wait(self._server.close())

@@ -1,4 +1,6 @@
-"""GSPO, KL-Cov and GAE against plain torch on whole sequences.
+"""Long because: its models and ranks serve all of them.
+
+GSPO, KL-Cov and GAE against plain torch on whole sequences.
 
 GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
 those of others in a pack. GAE has advantages of tokens, from the values of a value model. KL-Cov

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,12 +55,17 @@ def test_it_equals_the_oracle(oracle, settings):
     assert_equals_oracle(oracle, settings)
 
 
-def permuted(batch: Batch, order: np.ndarray, rng: np.random.Generator) -> Batch:
-    """The same samples in another order, with other ids of their groups."""
-    taken = batch.take(order.tolist())
-    names, index = np.unique(taken.array("group_ids"), return_inverse=True)
-    others = rng.permutation(10**6)[: len(names)] - 500_000
-    return taken.with_columns(group_ids=others[index])
+@functools.cache
+def permuted_cases(*, nonnegative: bool) -> list[tuple[Batch, list[int], Batch]]:
+    """A batch, an order, and the batch in that order with other ids of its groups."""
+    found, rng = [], np.random.default_rng(0)
+    for _, batch in oracles.random_cases(nonnegative=nonnegative)[:100]:
+        order = rng.permutation(len(batch)).tolist()
+        taken = batch.take(order)
+        names, index = np.unique(taken.array("group_ids"), return_inverse=True)
+        others = rng.permutation(10**6)[: len(names)] - 500_000
+        found.append((batch, order, taken.with_columns(group_ids=others[index])))
+    return found
 
 
 def rows_of(found: Any) -> list[list[float]]:
@@ -72,10 +78,8 @@ def rows_of(found: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize(("oracle", "settings"), CHECKED)
 def test_the_order_of_samples_and_the_names_of_groups_change_nothing(oracle, settings):
-    rng = np.random.default_rng(0)
-    for _, batch in oracles.random_cases(nonnegative=oracle is oracles.maxrl)[:100]:
-        order = rng.permutation(len(batch))
-        found = rows_of(found_for(oracle.__name__, permuted(batch, order, rng), settings))
+    for batch, order, permuted in permuted_cases(nonnegative=oracle is oracles.maxrl):
+        found = rows_of(found_for(oracle.__name__, permuted, settings))
         in_order = rows_of(found_for(oracle.__name__, batch, settings))
         wanted = [number for place in order for number in in_order[place]]
         np.testing.assert_allclose([n for row in found for n in row], wanted, 1e-6, 1e-6)

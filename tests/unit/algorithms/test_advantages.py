@@ -252,8 +252,6 @@ def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("name", "lacking", "why"),
     [
-        ("gae", "values", "a value model gives it"),
-        ("remax", "baseline_rewards", "it makes no greedy response"),
         ("gigpo", "state_ids", "no agent loop names the states"),
         ("optimal_token_baseline", "sum_pi_squared", "its engine does not compute"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.inputs import MiniBatchInputs, needs, prepared_by
+from mcore_rl.algorithms.inputs import needs
 from mcore_rl.algorithms.losses import LOSSES
+from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_by
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 from tests.unit.algorithms import loss_cases as cases
@@ -27,6 +29,7 @@ from tests.unit.algorithms.loss_cases import (
 
 # Losses that hold a part of themselves constant: their gradient is not that of their value.
 WITH_CONSTANTS = {"cispo", "dppo_tv", "dppo_kl", "gspo_token", "topr", "vespo"}
+WITH_RATIO_OF_SEQUENCE = {"gspo", "gspo_token", "luspo", "gmpo"}
 EVERY = LOSSES.names
 
 
@@ -41,6 +44,8 @@ def random_settings(name: str, seed: int) -> Any:
         values |= {
             name: rng.uniform(1, 2) for name in ("dual_clip", "weight_cap") if name in values
         }
+    if "min_reward" in values:
+        values["min_reward"] = 1.0
     if "max_ratio" in values:
         values["max_ratio"] = rng.uniform(1, 3)
     if "covariance_low" in values:
@@ -86,6 +91,11 @@ def test_each_token_is_that_of_loops_over_the_tokens(name):
         assert loss.isfinite().all() and gradient.isfinite().all()
         for key, value in metrics.items():
             assert value.shape == loss.shape and not value.requires_grad, key
+        moves = [case.log_ratio(i, t) for case in found for i, t in case.tokens()]
+        kl = [math.exp(move) - 1 - move for move in moves]
+        np.testing.assert_allclose(metrics["approx_kl"][trained], kl, rtol=1e-6, atol=1e-12)
+        if name not in WITH_RATIO_OF_SEQUENCE:
+            np.testing.assert_allclose(metrics["ratio"][trained], np.exp(moves))
         slopes = [slope for case in found[:4] for slope in differences(name, settings, case)]
         close = {"rtol": 1e-5, "atol": 1e-6}
         np.testing.assert_allclose(gradient[trained][: len(slopes)], slopes, **close)
@@ -187,6 +197,24 @@ def test_clip_cov_draws_by_the_seed_of_the_mini_batch():
         np.testing.assert_array_equal(column.values, again.values)
         drawn.add(int(column.values.argmax()))
     assert len(drawn) > 1
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po", "positive_nll"])
+def test_tokens_that_are_not_trained_on_have_no_part_in_the_choice(name):
+    """Rejected ones have no weight; it is as if the policy had not chosen them."""
+    for seed in range(100):
+        case, settings = random_case(seed), random_settings(name, seed)
+        places = case.tokens()[1:] or case.tokens()
+        i, t = places[seed % len(places)]
+        weights = [list(row) for row in case.weights]
+        mask = [list(row) for row in case.mask]
+        weights[i][t] = mask[i][t] = 0.0
+        rejected = prepared(batch_of(replace(case, weights=weights)), name, settings)
+        unchosen = prepared(batch_of(replace(case, weights=weights, mask=mask)), name, settings)
+        for column in {"selected", "nll_weights"} & set(rejected.columns):
+            found = rejected.jagged(column)
+            assert found[i][t] == 0
+            np.testing.assert_array_equal(found.values, unchosen.jagged(column).values)
 
 
 def test_the_example_of_the_page_is_gspo():

@@ -51,6 +51,11 @@ def test_without_a_recipe_the_defaults_stand():
         ("seed=1,2", "seed='1,2'; allowed: a whole number"),
         ("rollout.ep=3x", "rollout.ep='3x'; allowed: true, false"),
         ("actor.lora.targets=linear_qkv", r"actor.lora.targets=.*; allowed: a list such as \["),
+        (
+            "data.train_files=a.jsonl",
+            r"train_files='a.jsonl'; allowed: a list such as \[a,b\]",
+        ),
+        ("data.train_weights=[x]", r"data.train_weights=.*; allowed: a list such as \[1,2.5\]"),
         ("actor.layout=3", "actor.layout is a group of settings; set one of: actor.layout.tp"),
         ("+new=1", r"\+new=1: settings cannot be added or removed"),
         ("~seed", "~seed: settings cannot be added or removed"),
@@ -71,6 +76,13 @@ def test_a_wrong_override_is_one_clear_error(override, message):
 def test_a_text_is_taken_as_it_stands_in_quotes_or_without(path):
     for text in (path, f'"{path}"', f"'{path}'"):
         assert compose_config(RLConfig, [f"model.path={text}"]).model.path == path
+
+
+def test_files_are_a_list_and_may_be_functions():
+    files = "data.train_files=[/x/a.parquet,b-1.jsonl,my/own.py:rows]"
+    config = compose_config(RLConfig, [files, "data.train_weights=[3,.5,1]"])
+    assert config.data.train_files == ["/x/a.parquet", "b-1.jsonl", "my/own.py:rows"]
+    assert config.data.train_weights == [3.0, 0.5, 1.0]
 
 
 def recipe(folder: Path, text: str, name: str = "mine.yaml") -> str:
@@ -191,9 +203,25 @@ def test_a_recipe_adds_to_the_settings_of_a_function_and_an_empty_mapping_clears
     assert found == [{"low": 0.1, "high": 0.2}, {}]
 
 
+def test_terms_of_a_reward_are_given_by_a_recipe_and_changed_one_by_one(tmp_path):
+    recipe = tmp_path / "terms.yaml"
+    recipe.write_text("reward: {terms: {math: {}, short: {name: a.py:b, settings: {x: 1}}}}")
+    changes = ["reward.terms.math.weight=3", "reward.terms.short.settings.x=2"]
+    found = compose_config(RLConfig, [f"recipe={recipe}", *changes]).reward.terms
+    assert found == {"math": {"weight": 3}, "short": {"name": "a.py:b", "settings": {"x": 2}}}
+    given = ["reward.terms={math: {weight: 0.5}}", "reward.terms.mine.name=a.py:b"]
+    made = compose_config(RLConfig, given)
+    assert made.reward.terms == {"math": {"weight": 0.5}, "mine": {"name": "a.py:b"}}
+    (tmp_path / "again.yaml").write_text(as_recipe(made))
+    assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == made
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
+        ("reward.terms=[math]", r"reward.terms=\['math'\]; allowed: terms by name, as in {math"),
+        ("reward.terms.math=0.5", r"reward.terms.math=0.5; allowed: a value; for a term of rewa"),
+        ("reward.terms={math: 0.5}", r"reward.terms={'math': 0.5}; allowed: terms by name"),
         ("algorithm.loss_settings=3", r"loss_settings=3; allowed: settings of a function, as in"),
         ("algorithm.clip_ratio_low=0.1", r"did you mean algorithm.loss_settings.clip_ratio_low\?"),
         ("algorithm.loss_settings.a.b=1", r"unknown setting 'algorithm.loss_settings.a.b'"),

@@ -100,10 +100,10 @@ def test_names_of_registries_are_those_that_are_registered():
     from mcore_rl.algorithms.aggregation import AGGREGATIONS
     from mcore_rl.algorithms.kl import KL_ESTIMATORS
     from mcore_rl.algorithms.losses import LOSSES
-    from mcore_rl.rewards import base
+    from mcore_rl.rewards.base import rewards
 
-    base.get_reward("final_number")
-    registries = (ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES, base._REWARDS)
+    assert list(CHOICES["reward.name"]) == rewards().names  # docs/rewards.md has their settings
+    registries = (ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES)
     for registry in registries:
         assert list(CHOICES[registry.setting]) == registry.names
         kinds = [registry.settings_of(name) for name in registry.names]
@@ -155,6 +155,7 @@ def test_without_any_setting_the_next_step_is_named(monkeypatch, capsys):
 
 DOUBTFUL = {
     "data.train_file=a data.test_file=a": "data.test_file='a' is data.train_file",
+    "data.train_files=[b,a] data.test_file=a": "data.test_file='a' is in data.train_files",
     "warm_start.train_file=a": "warm_start.train_file='a' is not read",
     "reward.shuffle=true": "reward.shuffle=true: a control",
     "trainer.num_steps=4 actor.optimizer.warmup_steps=4": "actor.optimizer.warmup_steps=4: all 4",

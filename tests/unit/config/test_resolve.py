@@ -13,7 +13,14 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import MAX_SEED, for_lane, resolve, resolve_rollout_model
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.config.schema import Layout, OptimizerConfig, PlacementConfig, RLConfig, RolloutConfig
+from mcore_rl.config.schema import (
+    Layout,
+    LoRAConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    RLConfig,
+    RolloutConfig,
+)
 
 
 def config(**changes):
@@ -98,8 +105,49 @@ BAD = [
     ({"timeouts__start_s": 0.0}, "timeouts.start_s=0.0; allowed: above 0"),
     ({"timeouts__call_s": float("nan")}, "timeouts.call_s=nan; allowed: above 0"),
     ({"weight_sync__timeout_s": -1.0}, "weight_sync.timeout_s=-1.0; allowed: above 0"),
+    ({"reward__on_error": "go"}, "reward.on_error='go'; allowed: 'stop', 'drop', 'zero'"),
+    ({"reward__timeout_s": 0.0}, "reward.timeout_s=0.0; allowed: above 0"),
+    ({"reward__num_processes": 0}, "reward.num_processes=0; allowed: at least 1"),
+    (
+        {"reward__terms": {"math": {}}, "reward__name": "choice"},
+        "reward.name='choice' has no part in reward.terms=math; allowed: one of the two",
+    ),
+    ({"reward__terms": {"a/b": {}}}, "reward.terms.a/b; allowed: names of letters, digits"),
+    (
+        {"reward__terms": {"math": {"wight": 1.0}}},
+        "reward.terms.math.wight is unknown; allowed: name, weight, settings",
+    ),
+    (
+        {"reward__terms": {"math": {"weight": "1"}}},
+        "reward.terms.math.weight='1'; allowed: a number",
+    ),
+    (
+        {"reward__terms": {"math": {"weight": math.nan}}},
+        "reward.terms.math.weight=nan; allowed: -1000000.0 to 1000000.0",
+    ),
     ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
     ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
+    ({"data__long_prompts": "cut"}, "data.long_prompts='cut'; allowed: 'refuse', 'drop'"),
+    (
+        {"data__train_files": ["a"]},
+        "data.train_file='a': task.name='last_digit' makes its own; allowed: ''",
+    ),
+    (
+        {"data__train_file": "a", "data__train_files": ["b"]},
+        "data.train_file='a' and data.train_files=['b']; allowed: one of the two",
+    ),
+    (
+        {"data__train_files": ["a", "b"], "data__train_weights": [1.0]},
+        "data.train_weights=[1.0]: 2 files in data.train_files; allowed: a weight for each",
+    ),
+    (
+        {"data__train_weights": [1.0]},
+        "data.train_weights=[1.0]: 0 files in data.train_files; allowed: a weight for each",
+    ),
+    (
+        {"data__train_files": ["a", "b"], "data__train_weights": [1.0, 0.0]},
+        "data.train_weights[1]=0.0; allowed: above 0",
+    ),
     ({"task__worked_share": 1.5}, "task.worked_share=1.5; allowed: 0 to 1"),
     ({"placement__reference": "auto"}, "placement.reference='auto'; allowed: 'shared', 'own', or"),
     ({"placement__actor": "2 GPUs"}, "placement.actor='2 GPUs'; allowed: 'shared', 'own', or the"),
@@ -135,6 +183,13 @@ BAD = [
     ({"rollout__nodes_per_server": 0}, "rollout.nodes_per_server=0; allowed: at least 1"),
     ({"rollout__num_servers": 0}, "rollout.num_servers=0; allowed: at least 1"),
     ({"algorithm__group_size": 1}, "algorithm.group_size=1; allowed: at least 2"),
+    (
+        {"algorithm__group_size": 0, "algorithm__advantage": "gae"},
+        "algorithm.group_size=0; allowed: at least 1",
+    ),
+    ({"critic__warmup_steps": -1}, "critic.warmup_steps=-1; allowed: at least 0"),
+    ({"critic__layout": Layout(dp=3)}, "critic.layout.dp=3 does not divide the"),
+    ({"critic__lora": LoRAConfig(rank=4)}, "critic.lora and critic.moe.router_replay: allowed"),
     ({"algorithm__kl_in": "both"}, "algorithm.kl_in='both'; allowed: 'loss', 'reward'"),
     (
         {"algorithm__kl_in": "reward"},

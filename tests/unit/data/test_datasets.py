@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
-from mcore_rl.data.datasets import load_prompts, load_supervised
+from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
 from mcore_rl.data.tasks import tiny_model
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 
@@ -112,6 +112,68 @@ def test_a_prompt_that_is_too_long_is_named_with_the_limit(parquet, tokenizer):
         ConfigError, match=r"prompt of row 1 has \d+ tokens; .*data\.max_prompt_tokens=8"
     ):
         load_prompts(path, DataConfig(max_prompt_tokens=8), tokenizer)
+
+
+def test_prompts_that_are_too_long_are_left_out_where_that_is_asked_for(parquet, tokenizer):
+    path = parquet(messages=[CHATS[1], CHATS[0], CHATS[1]], answer=["34", "3", "35"])
+    short = len(load_prompts(path, DataConfig(), tokenizer)[1].prompt_ids)
+    config = DataConfig(max_prompt_tokens=short, long_prompts="drop")
+    prompts = load_prompts(path, config, tokenizer)
+    assert (len(prompts), prompts.num_dropped, prompts.num_rows) == (1, 2, 3)
+    assert prompts[0].fields["answer"] == "3"
+    config.long_prompts = "refuse"
+    with pytest.raises(ConfigError, match=r"or data\.long_prompts=drop, .* out 2 of 3 rows"):
+        load_prompts(path, config, tokenizer)
+    config = DataConfig(max_prompt_tokens=short - 1, long_prompts="drop")
+    with pytest.raises(
+        ConfigError, match=r"no row is short enough: the prompt of row 0 has \d+ tok"
+    ):
+        load_prompts(path, config, tokenizer)
+
+
+def test_prompts_of_several_files_are_counted_on_and_keep_the_number_of_their_row(
+    tmp_path, tokenizer
+):
+    paths = [tmp_path / "a.parquet", tmp_path / "b.jsonl"]
+    pq.write_table(pa.table({"messages": [CHATS[1], CHATS[0]], "answer": ["34", "3"]}), paths[0])
+    rows = [{"messages": CHATS[0], "answer": 7}, {"messages": CHATS[1], "answer": 8}] * 2
+    paths[1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = len(load_prompts(paths[1], DataConfig(), tokenizer)[0].prompt_ids)
+    config = DataConfig(max_prompt_tokens=short, long_prompts="drop")
+    dataset = PromptDataset(*(load_prompts(path, config, tokenizer) for path in paths))
+    assert (len(dataset), dataset.sizes) == (3, [1, 2])
+    assert [dataset[row].fields["answer"] for row in range(3)] == ["3", 7, 7]
+    assert [dataset.row_number(row) for row in range(3)] == [1, 2, 4]
+
+
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}<{{ tool['function']['name'] }}>{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+)
+
+
+def test_tools_of_a_row_are_given_to_the_template(parquet):
+    words = tiny_model.train_tokenizer(["user\nAdd 1 and 2. Be brief.", "assistant\n#### 3"] * 20)
+    words.chat_template = WITH_TOOLS
+    tools = [json.dumps([{"type": "function", "function": {"name": "add"}}]), None]
+    path = parquet(messages=CHATS, answer=["3", "34"], response=["#### 3"] * 2, tools=tools)
+    prompts = load_prompts(path, DataConfig(tools_column="tools"), words)
+    texts = ["<add>user:Add 1 and 2.\n", "system:Be brief.\nuser:Add 30 and 4.\n"]
+    assert [words.decode(prompts[row].prompt_ids) for row in range(2)] == texts
+    assert prompts[0].fields["tools"] == tools[0]
+    batch = load_supervised(path, "messages", "response", words, tools_column="tools")
+    assert [words.decode(ids) for ids in batch.jagged("prompt_ids")] == texts
+    without = load_prompts(path, DataConfig(), words)
+    assert words.decode(without[0].prompt_ids) == "user:Add 1 and 2.\n"
+
+
+def test_tools_that_the_template_does_not_use_are_refused(parquet, tokenizer):
+    tools = [[], [{"type": "function", "function": {"name": "add"}}]]
+    path = parquet(messages=CHATS, answer=["3", "34"], tools=tools)
+    with pytest.raises(ConfigError, match=r"row 1 has tools, and the model's chat template does"):
+        load_prompts(path, DataConfig(tools_column="tools"), tokenizer)
+    with pytest.raises(ConfigError, match=r"no column 'tool' \(data\.tools_column\)"):
+        load_prompts(path, DataConfig(tools_column="tool"), tokenizer)
 
 
 def test_a_response_that_is_no_text_is_refused(parquet, tokenizer):

@@ -29,6 +29,22 @@ def test_a_run_that_goes_on_draws_what_would_have_come_and_new_group_ids():
     assert begun + [prompts_of(batch) for batch in itertools.islice(second, 4)] == whole
 
 
+def test_a_mixture_of_files_goes_on_where_it_was_saved():
+    files = [[PromptRow([file], {"answer": row}) for row in range(8)] for file in range(3)]
+    weights = [1.0, 2.0, 0.5]
+
+    def begun() -> PromptBatches:
+        return PromptBatches(PromptDataset(*files), 4, 0, weights)
+
+    whole = [prompts_of(batch) for batch in itertools.islice(begun(), 12)]
+    first, second = begun(), begun()
+    kept = [prompts_of(next(first)) for _ in range(5)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert kept + [prompts_of(batch) for batch in itertools.islice(second, 7)] == whole
+    of_files = [row // 8 for batch in whole[:7] for _, row in batch]  # 28 prompts: 8, 16 and 4
+    assert [of_files.count(file) for file in range(3)] == [8, 16, 4]
+
+
 def prompts_of(batch: Batch) -> list[tuple[int, int]]:
     return list(zip(batch.array("group_ids").tolist(), batch.array("rows").tolist(), strict=True))
 

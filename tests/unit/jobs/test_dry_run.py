@@ -88,6 +88,27 @@ def test_roles_layouts_and_data_are_told(place, monkeypatch, capfd):
         assert line in out, out
 
 
+def test_a_mixture_of_files_is_read_and_what_is_left_out_is_told(place, monkeypatch, capfd):
+    rows = pq.read_table("train.parquet").to_pylist()
+    chat = rows[0]["messages"]
+    rows[3]["messages"] = [{**chat[0], "content": chat[0]["content"] * 5}]
+    Path("more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("own.py").write_text(f"def rows(): return {rows[:2]!r} * 4")
+    settings = [word for word in SETTINGS if not word.startswith("data.train_file")]
+    settings += [
+        "data.train_files=[train.parquet,more.jsonl,own.py:rows]", "data.long_prompts=drop"
+    ]  # fmt: skip
+    status, out, err = dry_run(monkeypatch, capfd, *settings, "data.train_weights=[2,1.5,1]")
+    assert (status, err) == (0, "")
+    assert "data.train_files[1]='more.jsonl': 1 of 20 rows left out: more than data.max_" in out
+    assert "data: 47 prompts to train, 20 held out" in out
+    status, out, err = dry_run(monkeypatch, capfd, *settings, "data.train_weights=[1,1,2]")
+    assert (status, "takes 10 of this file: data.train_files[2]='own.py:rows' has 8" in err) == (
+        2,
+        True,
+    ), err
+
+
 def test_a_cluster_is_shown_from_any_machine(place, monkeypatch, capfd):
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, "--gpus-per-node=1")
     assert (status, err) == (0, "")

@@ -58,7 +58,7 @@ def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_pat
     other = config(tmp_path, seed=4, task=replace(asked.task, name="last_digit"))
     with pytest.raises(ConfigError) as raised:
         checkpoint_to_resume(other, tmp_path)
-    told = "seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
+    told = "is of another run: seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
     assert str(raised.value).endswith(told)
     longer = config(tmp_path, trainer=replace(asked.trainer, num_steps=7))
     checkpoint_to_resume(longer, tmp_path)

@@ -118,8 +118,6 @@ def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
         ({"loss": "own.py:far"}, r"algorithm.loss='own.py:far' asks for reference_log_probs, which "
          r"this run does not have: algorithm.kl_coef=0 loads no reference model; allowed: above 0"),
         ({"loss": "own.py:gae"}, r"algorithm.loss='own.py:gae' asks for values"),
-        ({"advantage": "own.py:gae"}, r"algorithm.advantage='own.py:gae' asks for values, which "
-         r"this run does not have: a value model gives it, and this run has none"),
         ({"loss": "own.py:nope"}, r"algorithm.loss='own.py:nope': 'own.py' has no function 'nope'; "
          r"it has: far, undeclared, gae"),
         ({"advantage": "nowhere:gae"}, r"algorithm.advantage='nowhere:gae': 'nowhere' cannot be "

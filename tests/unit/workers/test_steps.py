@@ -13,6 +13,8 @@ from mcore_rl.workers.steps import (
     check_versions,
     checked_gaps,
     checked_mismatch,
+    describe,
+    judged,
     logprob_gaps,
     mini_batches,
     shuffled_rewards,
@@ -108,6 +110,35 @@ def rewarded() -> Batch:
     return batch().with_columns(rewards=REWARDS, response_ids=batch().jagged("log_probs"))
 
 
+def test_samples_without_a_reward_are_dropped_or_stay_and_their_share_is_told():
+    errors = np.array(["", "", "late", "", "late", "late"])
+    batch = rewarded().with_columns(reward_errors=errors)
+    assert judged(batch, "stop") == (batch, {})
+    assert judged(batch, "zero") == (batch, {"reward_errors": 0.5})
+    left, metrics = judged(batch, "drop")
+    assert left.array("group_ids").tolist() == [0, 0, 1]
+    assert metrics == {"reward_errors": 0.5, "dropped": 3.0}
+    scored = with_advantages(left, AlgorithmConfig()).jagged("advantages")
+    high = 0.5 / (np.sqrt(0.5) + 1e-6)  # of group 0, which is whole; one of group 1 is left
+    assert [row.tolist() for row in scored] == [
+        pytest.approx(r) for r in ([high] * 2, [-high], [0])
+    ]
+
+
+def test_a_step_without_any_reward_is_an_error_that_shows_one():
+    batch = rewarded().with_columns(reward_errors=np.array(["reward.name='x' raised E"] * 6))
+    with pytest.raises(ConfigError, match=r"none of the 6 responses.*the first: reward.name='x' r"):
+        judged(batch, "drop")
+
+
+def test_parts_are_means_over_the_samples_that_got_a_reward():
+    parts = {"reward/format": np.array([1, 0, np.nan, 1, np.nan, np.nan], np.float32)}
+    finish_reasons = np.array(["stop"] * 6)
+    found = describe(rewarded().with_columns(finish_reasons=finish_reasons, **parts))
+    assert found["reward/format"] == pytest.approx(2 / 3)
+    assert found["reward"] == pytest.approx(0.5)
+
+
 def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
     scored = with_advantages(rewarded(), AlgorithmConfig()).jagged("advantages")
     high = 0.5 / (np.sqrt(0.5) + 1e-6)
@@ -145,7 +176,7 @@ def test_uniform_groups_are_left_out_when_asked():
 
 PREPARED = """
 import numpy as np
-from mcore_rl.algorithms.inputs import prepared_by
+from mcore_rl.algorithms.prepared import prepared_by
 
 def first(inputs):
     drawn = np.random.default_rng(inputs.seed).integers(0, 99, len(inputs.log_probs.values))
@@ -253,7 +284,10 @@ def test_a_mini_batch_of_which_nothing_is_left_is_no_step():
     nothing = batch().jagged("response_mask")
     left = np.ones(9, np.int8)
     left[:3] = 0  # the first group
-    made = batch().with_columns(policy_mask=nothing.with_values(left))
+    made = batch().with_columns(
+        policy_mask=nothing.with_values(left),
+        correction_weights=nothing.with_values(np.ones(9, np.float32)),
+    )
     for algorithm, num in ((AlgorithmConfig(), 2), (AlgorithmConfig(kl_coef=0.1), 3)):
         actor, algorithm.num_mini_batches = Actor(), 3
         update(actor, made, algorithm, temperature=1.0, seed=[0])

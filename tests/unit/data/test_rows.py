@@ -1,0 +1,173 @@
+"""What rows for supervised and for preference training are, and which are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.files import Row, RowSource, open_rows
+from mcore_rl.data.rows import (
+    Column,
+    PreferenceRow,
+    SupervisedRow,
+    chat,
+    preference_rows,
+    supervised_rows,
+    tool_schemas,
+)
+
+MESSAGES, TOOLS = Column("messages", "data.messages_column"), Column("tools", "data.tools_column")
+PREFERENCE = [Column(name, f"data.{name}_column") for name in ("prompt", "chosen", "rejected")]
+MARGIN = Column("margin", "data.margin_column")
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "int"}}},
+    },
+}
+
+
+def message(role: str, content: str | None, **more: object) -> dict[str, object]:
+    return {"role": role, "content": content, **more}
+
+
+def source(folder: Path, *rows: dict) -> RowSource:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return open_rows(path, "data.train_file")
+
+
+def test_the_turns_of_the_assistant_are_trained_on_unless_a_message_says_otherwise(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chats = [
+        [message("system", "x"), message("user", "a"), message("assistant", "b"),
+         message("user", "c"), message("assistant", "d", train=False),
+         message("user", "e", train=True)],
+        [message("user", "1+1"), message("assistant", None, tool_calls=[call]),
+         message("tool", "2"), message("assistant", "2")],
+    ]  # fmt: skip
+    rows = source(
+        tmp_path, {"messages": chats[0], "tools": None}, {"messages": chats[1], "tools": [ADD]}
+    )
+    found = supervised_rows(rows, MESSAGES, TOOLS)
+    assert len(found) == 2
+    first, second = found
+    assert first.is_trained == [False, False, True, False, False, True]
+    assert first.messages == [message(m["role"], m["content"]) for m in chats[0]]
+    assert first.tools == []
+    assert second == found[1] == SupervisedRow(chats[1], [False, True, False, True], [ADD])
+
+
+def test_what_a_table_adds_to_messages_is_taken_away_again(tmp_path):
+    """All messages of a table have all keys, and all schemas all properties."""
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    other = {"function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    rows = [
+        {"messages": [message("assistant", None, tool_calls=[call]), message("tool", "2", id="x")],
+         "tools": [ADD]},
+        {"messages": [message("assistant", "hm", tool_calls=[other])],
+         "tools": [{"type": "function", "function": {"name": "now", "description": "time"}}]},
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = supervised_rows(open_rows(tmp_path / "rows.parquet", "x"), MESSAGES, TOOLS)
+    assert [row.messages for row in found] == [row["messages"] for row in rows]
+    assert [row.tools for row in found] == [row["tools"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "value", [[ADD], json.dumps([ADD]), [json.dumps(ADD)]], ids=["objects", "text", "texts"]
+)
+def test_tools_are_objects_or_json_text(value):
+    assert tool_schemas(Row("x", 0, {"tools": value}), TOOLS) == [ADD]
+    assert tool_schemas(Row("x", 0, {"tools": value}), None) == []
+
+
+@pytest.mark.parametrize("value", [None, [], "", "[]"])
+def test_a_row_may_have_no_tools(value):
+    assert tool_schemas(Row("x", 0, {"tools": value}), TOOLS) == []
+
+
+@pytest.mark.parametrize("value", ["[{", "{}", 3, [3], ["x"], {"a": 1}, json.dumps(ADD)], ids=str)
+def test_what_is_no_tool_is_refused(value):
+    with pytest.raises(
+        ConfigError,
+        match=r"^x: row 7 of column 'tools' \(data\.tools_column\) is .*; it must be a li",
+    ):
+        tool_schemas(Row("x", 7, {"tools": value}), TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ("hello", "must be a list of messages"),
+        ([message("user", "a")], "must be a chat with a message to train on"),
+        ([message("assistant", "a", train=False)], "must be a chat with a message to train on"),
+        (
+            [message("assistant", "a", train="yes")],
+            "must be messages whose `train` is true or false",
+        ),
+        ([message("assistant", None)], "must be a list of messages"),
+        ([message("assistant", None, tool_calls=[])], "must be a list of messages"),
+        ([message("assistant", [{"type": "text"}])], "must be a list of messages"),
+        ([message(None, "a")], "must be a list of messages"),
+        ([{"content": "a"}], "must be a list of messages"),
+    ],
+)
+def test_a_chat_that_cannot_be_trained_on_is_refused(tmp_path, messages, why):
+    good = {"messages": [message("user", "a"), message("assistant", "b")]}
+    rows = supervised_rows(source(tmp_path, good, {"messages": messages}), MESSAGES)
+    assert rows[0].is_trained == [False, True]
+    with pytest.raises(ConfigError, match=why) as caught:
+        rows[1]
+    where = "rows.jsonl': row 1 of column 'messages' (data.messages_column) is "
+    assert where in str(caught.value)
+
+
+def test_a_missing_column_is_named_by_its_row(tmp_path):
+    rows = source(tmp_path, {"messages": [message("user", "a")]}, {"text": "x", "id": 3})
+    assert chat(rows[0], MESSAGES)
+    with pytest.raises(ConfigError, match=r"row 1 has no column 'messages' .*; it has: text, id$"):
+        chat(rows[1], MESSAGES)
+
+
+GOOD = {
+    "prompt": [message("user", "a")],
+    "chosen": [message("assistant", "b")],
+    "rejected": [message("assistant", "c")],
+    "margin": 1,
+}
+
+
+def test_preferences_have_a_prompt_two_answers_and_maybe_a_margin(tmp_path):
+    turns = [message("assistant", "x"), message("user", "y"), message("assistant", "z")]
+    rows = source(tmp_path, GOOD, {**GOOD, "rejected": turns, "margin": None})
+    one, two = preference_rows(rows, *PREFERENCE, MARGIN)
+    assert one == PreferenceRow(GOOD["prompt"], GOOD["chosen"], GOOD["rejected"], 1.0)
+    assert isinstance(one.margin, float)
+    assert two == PreferenceRow(GOOD["prompt"], GOOD["chosen"], turns, None)
+    assert [row.margin for row in preference_rows(rows, *PREFERENCE)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"prompt": "a"}, "column 'prompt' (data.prompt_column) is 'a'; it must be a list of mess"),
+        ({"chosen": []}, "column 'chosen' (data.chosen_column) is '[]'; it must be a list of mess"),
+        ({"chosen": [message("user", "b")]}, "of which the last is the assistant's"),
+        ({"rejected": GOOD["chosen"]}, "it must be another answer than 'chosen'"),
+        ({"margin": "much"}, "is 'much'; it must be a finite number, or null"),
+        ({"margin": True}, "is 'True'; it must be a finite number, or null"),
+        ({"margin": float("nan")}, "is 'nan'; it must be a finite number, or null"),
+    ],
+)
+def test_a_preference_that_says_nothing_is_refused(tmp_path, change, why):
+    with pytest.raises(ConfigError) as caught:
+        list(preference_rows(source(tmp_path, GOOD, {**GOOD, **change}), *PREFERENCE, MARGIN))
+    assert "rows.jsonl': row 1 of column" in str(caught.value)
+    assert why in str(caught.value)
