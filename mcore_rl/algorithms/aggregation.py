@@ -59,7 +59,7 @@ def loss_weights(
 def top_entropy_mask(entropy: Jagged, response_mask: Jagged, share: float) -> Jagged:
     """1 at the chosen tokens of the highest entropy, this share of all of the batch, else 0.
 
-    The high-entropy minority tokens of Wang et al. 2025 (arXiv:2506.01939, section 5.1, share 0.2).
+    The high-entropy minority tokens of Wang et al. 2025 (arXiv:2506.01939, share 0.2).
     As many as are nearest to the share, at least one; and those whose entropy equals the lowest of
     these. The batch is that of the step, and the loss is divided by all tokens, as in the paper.
     """
@@ -102,7 +102,7 @@ class FixedLengthSettings:
 def _sequence_sum_fixed_length(counts: Floats, settings: FixedLengthSettings) -> Floats:
     """The mean over sequences of the sum over their tokens, divided by a constant length.
 
-    Dr. GRPO (arXiv:2503.20783, appendix A): no bias towards any length, and losses of the size of a
+    Dr. GRPO (arXiv:2503.20783): no bias towards any length, and losses of the size of a
     token's. Sequences without a trained token are left out of the mean, as they are of the others.
     """
     return np.full_like(counts, 1.0 / (np.count_nonzero(counts) * settings.length))

@@ -28,12 +28,12 @@ class Coefficients:
     def of_step(self, batch: Batch) -> tuple[AlgorithmConfig, dict[str, float]]:
         """The settings with the coefficients of the step of this batch; what they follow.
 
-        With algorithm.kl_target: Ziegler et al. 2019 (arXiv:1909.08593, section 2.2), with samples
+        With algorithm.kl_target: Ziegler et al. 2019 (arXiv:1909.08593), with samples
         and horizon as in its code: coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples /
         horizon, after the step. The KL is of a token, the mean of means of responses, where the
         paper has that of a response: so does verl.
 
-        With algorithm.entropy_target: Skywork-OR1 (arXiv:2505.22312, section 3.2.5): the bonus has
+        With algorithm.entropy_target: Skywork-OR1 (arXiv:2505.22312): the bonus has
         the coefficient c where the entropy is at most the target, else none; after the step, c goes
         up by entropy_coef_step where the entropy is below the target, down where it is above. Ours
         stays within 0 and entropy_coef_max. The entropy is of a token, over all of the step.

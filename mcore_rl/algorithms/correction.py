@@ -15,11 +15,11 @@ import numpy as np
 from mcore_rl.algorithms.correction_rules import (
     RULES,
     Bools,
-    Floats,
     Ratios,
     check_bound,
     clamped,
 )
+from mcore_rl.algorithms.reductions import Floats
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CorrectionConfig
 from mcore_rl.data.batch import Batch
@@ -54,17 +54,16 @@ def corrected(batch: Batch, config: CorrectionConfig) -> tuple[Batch, dict[str, 
 
     Reads log_probs, rollout_log_probs and response_mask, and advantages for negative_sequence_k1.
     """
-    ratios, mask = Ratios.of(batch), batch.jagged("response_mask")
+    ratios = Ratios.of(batch)
     if (config.level == "off" and not config.reject) or not len(ratios.rows):
         return batch, {}
-    chosen = mask.values != 0
     weights, metrics = importance_weights(ratios, config)
     kept = np.ones(len(weights), bool)
     for name, bound in config.reject.items():
         rule = RULES[name]
         passes = rule.passes(ratios, bound)
         if rule.for_negative:
-            passes |= batch.jagged("advantages").values[chosen] >= 0
+            passes |= ratios.tokens.of(batch.jagged("advantages")) >= 0
         metrics[name] = float(1 - passes.mean())
         if rule.normalised_over_rest:
             kept &= passes
@@ -74,11 +73,10 @@ def corrected(batch: Batch, config: CorrectionConfig) -> tuple[Batch, dict[str, 
     is_left = ratios.largest(is_trained.astype(np.float64))[ratios.counts > 0]
     metrics["rejected_tokens"] = float(1 - is_trained.mean())
     metrics["rejected_sequences"] = float(1 - is_left.mean())
-    all_weights, all_kept = np.zeros(len(chosen), np.float32), np.zeros_like(mask.values)
-    all_weights[chosen], all_kept[chosen] = weights, kept
-    batch = batch.with_columns(
-        correction_weights=mask.with_values(all_weights), policy_mask=mask.with_values(all_kept)
-    )
+    for name, values in {"correction_weights": weights, "policy_mask": kept}.items():
+        column = ratios.tokens.spread(values.astype(np.float64))
+        column = column.with_values(column.values.astype(np.float32))
+        batch = batch.with_columns(**{name: column})
     return batch, {f"correction/{name}": value for name, value in metrics.items()}
 
 

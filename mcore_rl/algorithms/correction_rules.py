@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from mcore_rl.algorithms.reductions import ChosenTokens, Floats, totals
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch
 
-Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Bound = float | tuple[float, float]  # the largest value, or the smallest and the largest ratio
 
@@ -32,21 +32,17 @@ def clamped(logs: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ratios:
-    """Of the chosen tokens of a batch: those whose response_mask is not 0."""
+    """Of the chosen tokens of a batch."""
 
+    tokens: ChosenTokens
     log_probs: Floats  # [chosen tokens] of the trainer
     rollout_log_probs: Floats  # [chosen tokens] of the server
-    rows: npt.NDArray[np.int64]  # [chosen tokens]: the sequence of each
-    num_sequences: int
 
     @classmethod
     def of(cls, batch: Batch) -> Ratios:
-        mask = batch.jagged("response_mask")
-        chosen = mask.values != 0
-        columns = (batch.jagged(name).values for name in ("log_probs", "rollout_log_probs"))
-        trainer, server = (column[chosen].astype(np.float64) for column in columns)
-        rows = np.repeat(np.arange(len(mask)), mask.lengths)[chosen]
-        return cls(trainer, server, rows, len(mask))
+        tokens = ChosenTokens(batch.jagged("response_mask"))
+        columns = (batch.jagged(name) for name in ("log_probs", "rollout_log_probs"))
+        return cls(tokens, *(tokens.of(column) for column in columns))
 
     @property
     def logs(self) -> Floats:
@@ -54,13 +50,18 @@ class Ratios:
         return self.log_probs - self.rollout_log_probs
 
     @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """[chosen tokens]: the sequence of each."""
+        return self.tokens.sample
+
+    @property
     def counts(self) -> npt.NDArray[np.int64]:
         """[sequences]: chosen tokens of each."""
-        return np.bincount(self.rows, minlength=self.num_sequences)
+        return self.tokens.counts
 
     def sums(self, values: Floats) -> Floats:
         """[chosen tokens] to [sequences]."""
-        return np.bincount(self.rows, values, self.num_sequences).astype(np.float64)
+        return totals(self.rows, values, len(self.counts))
 
     def means(self, values: Floats) -> Floats:
         """[chosen tokens] to [sequences]; 0 where none is chosen."""
@@ -69,20 +70,20 @@ class Ratios:
 
     def largest(self, values: Floats) -> Floats:
         """[chosen tokens], none of them negative, to [sequences]."""
-        found = np.zeros(self.num_sequences)
+        found = np.zeros(len(self.counts))
         np.maximum.at(found, self.rows, values)
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RejectionRule:
     passes: Callable[[Ratios, Bound], Bools]  # [chosen tokens]
     num_bounds: int = 1  # 2: the smallest and the largest ratio
     for_negative: bool = False  # only tokens of negative advantage can fail
     normalised_over_rest: bool = True  # what fails does not count in the mean of the loss
 
 
-def check_bound(key: str, rule: Rule, bound: object) -> None:
+def check_bound(key: str, rule: RejectionRule, bound: object) -> None:
     """Raises ConfigError for another bound than the rule takes."""
     values = bound if isinstance(bound, (list, tuple)) else (bound,)
     are_positive = all(type(value) in (int, float) and 0 < value < math.inf for value in values)
@@ -163,12 +164,16 @@ def _sequence_drift(ratios: Ratios, bound: Bound) -> Bools:
 
 
 RULES = {
-    f"{level}_{statistic}": Rule(partial(_passes, level, statistic), 2 if statistic == "k1" else 1)
+    f"{level}_{statistic}": RejectionRule(
+        partial(_passes, level, statistic), 2 if statistic == "k1" else 1
+    )
     for level in ("token", *_OVER_SEQUENCES)
     for statistic in _STATISTICS
     if (level, statistic) != ("sequence_max", "k1")  # that is veto
 } | {
-    "veto": Rule(_veto, 2),
-    "token_binary_kl": Rule(_binary_kl, normalised_over_rest=False),
-    "negative_sequence_k1": Rule(_sequence_drift, for_negative=True, normalised_over_rest=False),
+    "veto": RejectionRule(_veto, 2),
+    "token_binary_kl": RejectionRule(_binary_kl, normalised_over_rest=False),
+    "negative_sequence_k1": RejectionRule(
+        _sequence_drift, for_negative=True, normalised_over_rest=False
+    ),
 }

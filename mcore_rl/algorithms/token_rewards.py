@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
+from mcore_rl.algorithms.reductions import ChosenTokens, totals
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -35,11 +37,9 @@ def mean_over_sequences(values: Jagged, mask: Jagged) -> float:
 
     Sequences without a chosen token do not count.
     """
-    row, chosen = np.repeat(np.arange(len(mask)), mask.lengths), mask.values != 0
-    counts = np.bincount(row, chosen, len(mask))
-    sums = np.bincount(row, np.where(chosen, values.values, 0), len(mask))
-    used = counts > 0
-    return float((sums[used] / counts[used]).mean()) if used.any() else 0.0
+    tokens = ChosenTokens(mask)
+    sums, is_used = totals(tokens.sample, tokens.of(values), len(mask)), tokens.counts > 0
+    return float((sums[is_used] / tokens.counts[is_used]).mean()) if is_used.any() else 0.0
 
 
 def with_token_rewards(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
@@ -50,18 +50,14 @@ def with_token_rewards(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     other tokens. Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by token. Advantages of
     whole responses see the sum (AdvantageInputs.scores); the column rewards stays that of outcomes.
     """
-    mask = batch.jagged("response_mask")
     is_penalised = bool(algorithm.kl_coef) and algorithm.kl_in == "reward"
     if not is_penalised and "process_rewards" not in batch:
         return batch
-    found = np.zeros(len(mask.values))
+    tokens, of_outcomes = ChosenTokens(batch.jagged("response_mask")), AdvantageInputs(batch)
+    rewards = tokens.of(of_outcomes.token_rewards)
     if "process_rewards" in batch:
-        found += batch.jagged("process_rewards").values
+        rewards = rewards + tokens.of(batch.jagged("process_rewards"))
     if is_penalised:
-        found -= algorithm.kl_coef * reference_kl(batch, algorithm).values
-    chosen = mask.values != 0
-    row = np.repeat(np.arange(len(mask)), mask.lengths)[chosen]
-    rows, from_end = np.unique(row[::-1], return_index=True)
-    found[np.flatnonzero(chosen)[::-1][from_end]] += batch.array("rewards")[rows]
-    rewards = np.where(chosen, found, 0).astype(np.float32)
-    return batch.with_columns(token_rewards=mask.with_values(rewards))
+        rewards = rewards - algorithm.kl_coef * tokens.of(reference_kl(batch, algorithm))
+    found = tokens.spread(rewards)
+    return batch.with_columns(token_rewards=found.with_values(found.values.astype(np.float32)))

@@ -190,7 +190,8 @@ class RunOutput:
                 self._sinks.write(step, {prefix + name: value for name, value in metrics.items()})
                 if "reward" in metrics:
                     self._rewards.append(metrics["reward"])
-                    self.compared(metrics)
+                    if "max_logprob_gap" in metrics:  # not of a step that trusts the servers
+                        self.compared(metrics)
                     display.update(step, _step_report(metrics))
                 else:
                     display.update(step, f"loss {metrics['loss']:.3f}")

@@ -124,8 +124,6 @@ def check_functions(config: AlgorithmConfig) -> None:
     given = {"reference_log_probs"} if config.kl_coef else set()
     needed = PolicyLoss(config).needs
     check_needs(needed, given | {"entropy"}, f"{LOSSES.setting}={config.loss!r}")
-    if config.kl_coef and config.kl_in == "reward":
-        given.add("token_rewards")
     needed = needs_of(ADVANTAGES[config.advantage])
     given |= {"values", "baseline_rewards"}  # what is needed, a run makes
     check_needs(needed, given, f"{ADVANTAGES.setting}={config.advantage!r}")

@@ -135,6 +135,7 @@ def test_weights_masks_and_metrics_equal_loops_over_tokens():
         unchosen = batch.jagged("response_mask").values == 0
         for column in ("policy_mask", "correction_weights"):
             assert not found.jagged(column).values[unchosen].any()
+            assert found.jagged(column).values.dtype == np.float32
         trained = sum(k and w != 0 for k, w in zip(kept, weights, strict=True))
         assert metrics["correction/rejected_tokens"] == pytest.approx(1 - trained / num)
         if config.level != "off":

@@ -285,7 +285,10 @@ def test_a_mini_batch_of_which_nothing_is_left_is_no_step():
     nothing = batch().jagged("response_mask")
     left = np.ones(9, np.int8)
     left[:3] = 0  # the first group
-    made = batch().with_columns(policy_mask=nothing.with_values(left))
+    made = batch().with_columns(
+        policy_mask=nothing.with_values(left),
+        correction_weights=nothing.with_values(np.ones(9, np.float32)),
+    )
     for algorithm, num in ((AlgorithmConfig(), 2), (AlgorithmConfig(kl_coef=0.1), 3)):
         actor, algorithm.num_mini_batches = Actor(), 3
         update(actor, made, algorithm, temperature=1.0, seed=[0])
