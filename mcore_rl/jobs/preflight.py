@@ -12,6 +12,7 @@ import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_rollout_model
 from mcore_rl.config.resolve_engine import (
@@ -51,6 +52,9 @@ from mcore_rl.workers.policy_loss import check_functions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_CRITIC_AGGREGATIONS = "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,7 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
+    one_of("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 
 def _refuse_quantised(config: RLConfig) -> NoReturn:
