@@ -1,4 +1,6 @@
-"""Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071): a loss of your own.
+"""A loss of your own: group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071).
+
+The package has it as algorithm.loss=gspo. This is how to write such a function in your own file:
 
     mcore-rl rl recipe=quickstart algorithm.loss=examples/gspo.py:gspo \\
         algorithm.loss_aggregation=sequence_mean_token_mean

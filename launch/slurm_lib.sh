@@ -220,10 +220,10 @@ watch_ray() { # a driver whose Ray is gone tells so itself, or is ended
     trap - TERM INT USR1
     while kill -0 "$ray_pid" 2>/dev/null && ! compgen -G "$logs/*.failed" >/dev/null; do sleep 1; done
     phase "Ray has ended on a node: $(cat "$logs"/*.failed 2>/dev/null || echo "see $logs/node-*.log")"
-    sleep 60
-    kill -TERM "$driver_pid"
-    sleep 60
-    kill -KILL "$driver_pid"
+    for signal in TERM KILL; do
+        if wait_at_most 60 "$driver_pid"; then return; fi
+        kill -s "$signal" "$driver_pid"
+    done
 }
 
 last_step() { # the step that was trained last, as metrics.jsonl has it

@@ -35,6 +35,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
+FirstJobId={first_job}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -74,9 +75,11 @@ class SlurmCluster:
         (folder / "munge" / "key").write_bytes(os.urandom(128))
         (folder / "munge" / "key").chmod(0o600)
         host = socket.gethostname().partition(".")[0]
-        (folder / "slurm.conf").write_text(
-            _CONF.format(host=host, ports=_free_ports(3), folder=folder, user=getpass.getuser())
+        first = random.randrange(1, 60000)  # a job's ports are those of its number
+        conf = _CONF.format(
+            host=host, ports=_free_ports(3), folder=folder, user=getpass.getuser(), first_job=first
         )
+        (folder / "slurm.conf").write_text(conf)
 
     def start(self) -> None:
         munge = self.folder / "munge"
@@ -143,9 +146,12 @@ class SlurmCluster:
             found = {p for p in found if environ(p).get("SLURMD_NODENAME") == node}
             if daemon := self._daemons.get(node):
                 found.add(psutil.Process(daemon.pid))
-        # A slurmstepd writes its title over its environment.
+        # A slurmstepd, and an agent of Ray's, writes its title over its environment.
         stepds = {p for p in psutil.process_iter() if "slurmstepd" in command_line(p)}
         found |= {p for p in stepds if _is_parent(p, found)}
+        for stepd in found & stepds:
+            with contextlib.suppress(psutil.Error):
+                found |= {*stepd.children(recursive=True)}
         return {process for process in found if lives(process)}
 
     def kill_node(self, node: str) -> None:
@@ -199,15 +205,15 @@ def _plain(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives to connections."""
+    """Below those that launch scripts take."""
     found: list[int] = []
-    for port in random.sample(range(10000, 30000), 1000):
+    for port in random.sample(range(3000, 10000), 1000):
         with socket.socket() as one, contextlib.suppress(OSError):
             one.bind(("", port))
             found.append(port)
         if len(found) == count:
             return found
-    raise RuntimeError("no free ports between 10000 and 30000")
+    raise RuntimeError("no free ports between 3000 and 10000")
 
 
 @contextlib.contextmanager

@@ -7,31 +7,47 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.algorithms.inputs import AdvantageInputs
+from mcore_rl.algorithms import group_advantages, token_level_advantages
+from mcore_rl.algorithms.inputs import AdvantageInputs, Estimates
+from mcore_rl.algorithms.reductions import Groups
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import GRPOSettings
 from mcore_rl.data.batch import Batch, Jagged
 
-# One number a sample, or a row of one number a response token.
-Advantages = npt.NDArray[np.floating] | Jagged
+# One number a sample, or a row of one number a response token; or those with the returns.
+Advantages = npt.NDArray[np.floating] | Jagged | Estimates
 ADVANTAGES: Registry[Callable[[AdvantageInputs], Advantages]] = Registry(
     "algorithm.advantage", ("inputs",)
 )
+for _function in (
+    group_advantages.gdpo,
+    group_advantages.gpg,
+    group_advantages.grpo,
+    group_advantages.grpo_passk,
+    group_advantages.lite_ppo,
+    group_advantages.maxrl,
+    group_advantages.opo,
+    group_advantages.reinforce_plus_plus_baseline,
+    group_advantages.rloo,
+    token_level_advantages.gae,
+    token_level_advantages.gigpo,
+    token_level_advantages.optimal_token_baseline,
+    token_level_advantages.reinforce_plus_plus,
+    token_level_advantages.remax,
+):
+    ADVANTAGES.register(_function.__name__)(_function)
 
-_EPSILON = 1e-6  # keeps a group of equal rewards from dividing by zero
 
+def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) -> dict[str, Jagged]:
+    """The column advantages, by the function that algorithm.advantage names; returns if it has any.
 
-def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) -> Jagged:
-    """float32 advantages of the response tokens, by the function that algorithm.advantage names.
-
-    An advantage of a sample applies to each of its tokens.
+    Both are float32, [response tokens]. An advantage of a sample applies to each of its tokens.
 
     Raises:
         ConfigError: the function raised, or returned something else than finite numbers, one a
             sample or one a response token.
     """
-    advantage, responses = ADVANTAGES.bound(name, settings), batch.jagged("response_ids")
+    advantage = ADVANTAGES.bound(name, settings)
     what = f"{ADVANTAGES.setting}={name!r}"
     try:
         found = advantage(AdvantageInputs(batch))
@@ -40,6 +56,15 @@ def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) ->
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{what} raised {reason}") from error
+    if isinstance(found, Estimates):
+        columns = {"advantages": found.advantages, "returns": found.returns}
+    else:
+        columns = {"advantages": found}
+    return {column: _of_tokens(values, batch, what) for column, values in columns.items()}
+
+
+def _of_tokens(found: object, batch: Batch, what: str) -> Jagged:
+    responses = batch.jagged("response_ids")
     if isinstance(found, Jagged) and found.values.ndim == 1:
         if not np.array_equal(found.lengths, responses.lengths):
             raise ConfigError(
@@ -60,29 +85,6 @@ def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) ->
     return responses.with_values(values.astype(np.float32))
 
 
-@ADVANTAGES.register("grpo")
-def grpo(inputs: AdvantageInputs, settings: GRPOSettings) -> npt.NDArray[np.float32]:
-    """Rewards relative to the other responses to the same prompt.
-
-    advantage = (r - mean of the group) / (std of the group + 1e-6), the outcome-supervised GRPO of
-    Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300, section 4.1.2). The paper does not say which
-    standard deviation; this is the sample one (n - 1), as in the reference implementations.
-    Without `normalize_by_std` the division is left out (Dr. GRPO, arXiv:2503.20783).
-
-    Returns one a sample. A group of one sample has nothing to be compared with: its advantage is 0.
-    """
-    _, group, counts = np.unique(inputs.group_ids, return_inverse=True, return_counts=True)
-    # float64, because the rounding of float32 means would be blown up by 1 / 1e-6 in equal groups.
-    values = np.asarray(inputs.rewards, dtype=np.float64)
-    centered: npt.NDArray[np.float64] = (
-        values - (np.bincount(group, weights=values) / counts)[group]
-    )
-    if settings.normalize_by_std:
-        variance = np.bincount(group, weights=centered**2) / np.maximum(counts - 1, 1)
-        centered = centered / (np.sqrt(variance)[group] + _EPSILON)
-    return centered.astype(np.float32)
-
-
 def uniform_groups(
     rewards: npt.NDArray[np.floating], group_ids: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.bool_]:
@@ -90,9 +92,4 @@ def uniform_groups(
 
     Such groups have zero advantage: training on them has no effect.
     """
-    _, group, counts = np.unique(group_ids, return_inverse=True, return_counts=True)
-    lowest = np.full(len(counts), np.inf)
-    highest = np.full(len(counts), -np.inf)
-    np.minimum.at(lowest, group, rewards)
-    np.maximum.at(highest, group, rewards)
-    return np.asarray((lowest == highest)[group], dtype=np.bool_)
+    return group_advantages.equal_in_group(rewards, Groups(group_ids))

@@ -8,11 +8,13 @@ weight * loss over all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.algorithms.registry import Registry
+from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Jagged
 
@@ -54,6 +56,22 @@ def loss_weights(
     return response_mask.with_values((trained * weights[row]).astype(np.float32))
 
 
+def top_entropy_mask(entropy: Jagged, response_mask: Jagged, share: float) -> Jagged:
+    """1 at the chosen tokens of the highest entropy, this share of all of the batch, else 0.
+
+    The high-entropy minority tokens of Wang et al. 2025 (arXiv:2506.01939, share 0.2).
+    As many as are nearest to the share, at least one; and those whose entropy equals the lowest of
+    these. The batch is that of the step, and the loss is divided by all tokens, as in the paper.
+    """
+    chosen = response_mask.values != 0
+    found = entropy.values[chosen]
+    kept = np.zeros_like(response_mask.values)
+    if len(found):
+        place = len(found) - max(round(share * len(found)), 1)
+        kept[chosen] = found >= np.partition(found, place)[place]
+    return response_mask.with_values(kept)
+
+
 @AGGREGATIONS.register("token_mean")
 def _token_mean(counts: Floats) -> Floats:
     """Every token weighs the same, so long responses weigh more (DAPO, arXiv:2503.14476)."""
@@ -70,3 +88,21 @@ def _sequence_mean_token_mean(counts: Floats) -> Floats:
 def _sequence_mean_token_sum(counts: Floats) -> Floats:
     """The mean over sequences of the sum over their tokens: no bias towards any length."""
     return np.full_like(counts, 1.0 / np.count_nonzero(counts))
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLengthSettings:
+    length: int  # in tokens; of a run, if it is not set: rollout.max_response_tokens
+
+    def __post_init__(self) -> None:
+        at_least("length", self.length, 1)
+
+
+@AGGREGATIONS.register("sequence_sum_fixed_length")
+def _sequence_sum_fixed_length(counts: Floats, settings: FixedLengthSettings) -> Floats:
+    """The mean over sequences of the sum over their tokens, divided by a constant length.
+
+    Dr. GRPO (arXiv:2503.20783): no bias towards any length, and losses of the size of a
+    token's. Sequences without a trained token are left out of the mean, as they are of the others.
+    """
+    return np.full_like(counts, 1.0 / (np.count_nonzero(counts) * settings.length))

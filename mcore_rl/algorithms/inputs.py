@@ -1,6 +1,6 @@
-"""The inputs of a loss and of an advantage function: one object of named arrays each.
+"""The inputs of losses, of what prepares them, and of advantages: one object of named arrays each.
 
-Neither uses process groups. Reading an input that a run does not have is a ConfigError that names
+None uses process groups. Reading an input that a run does not have is a ConfigError that names
 it and the setting that provides it.
 """
 
@@ -8,23 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.reductions import ChosenTokens, totals
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 
 Tensors = Mapping[str, Tensor]
 # The loss of each token, and metrics of each token; without a mask, weights or means.
 LossResult = tuple[Tensor, Tensors]
+# What an engine takes: the same, or several losses, each by the column of its weights. A mean of a
+# metric is over the tokens with a loss weight or, of a pair, with one in the column that it names.
+Metric = Tensor | tuple[str, Tensor]
+Losses = tuple[Tensor | Tensors, Mapping[str, Metric]]
+WEIGHTS = "_weights"  # how the names of such columns end
+LOSS_WEIGHTS = "loss_weights"  # those of the loss that algorithm.loss names
 
 G = TypeVar("G", bound=Callable[..., Any])
 # What not every run has, and what gives it.
-OPTIONAL = ("entropy", "reference_log_probs", "values", "old_values", "returns", "token_rewards")
+OPTIONAL = (
+    "entropy",
+    "reference_log_probs",
+    "values",
+    "old_values",
+    "returns",
+    "baseline_rewards",
+    "state_ids",
+    "sum_pi_squared",
+)
 _CRITIC = "a value model gives it, and this run has none"
 _WHY_MISSING = {
     "log_probs": "a language model gives it, and this is a value model",
@@ -33,8 +49,14 @@ _WHY_MISSING = {
     "values": _CRITIC,
     "old_values": _CRITIC,
     "returns": _CRITIC,
-    "token_rewards": "reward.name gives one reward a response",
+    "state_ids": "no agent loop names the states of its environment",
+    "sum_pi_squared": "its engine does not compute the sum of squared probabilities",
 }
+
+
+def stream_name(column: str) -> str:
+    """What the sum of weights * loss is called: kl_loss with kl_weights."""
+    return "policy_loss" if column == LOSS_WEIGHTS else column.removesuffix(WEIGHTS) + "_loss"
 
 
 def needs(*names: str) -> Callable[[G], G]:
@@ -145,6 +167,10 @@ class LossInputs:
         """The weight of each token's loss: see aggregation.py."""
         return self._column("loss_weights")
 
+    def prepared(self, name: str) -> Tensor:
+        """A column of the function that the loss is marked with: see prepared_by."""
+        return self._column(name)
+
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[tokens] to [tokens]: at each token the sum over all tokens to train on of its sequence.
 
@@ -177,16 +203,67 @@ class LossInputs:
         return self.columns[name]
 
 
+class Estimates(NamedTuple):
+    """What an advantage function may return for a run with a value model."""
+
+    advantages: npt.NDArray[np.floating] | Jagged  # [samples] or [response tokens]
+    returns: Jagged  # [response tokens]: the targets of the value model
+
+
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Columns of all samples of a step. Samples of a group may be anywhere."""
+    """Columns of all samples of a step, of all data-parallel ranks.
+
+    Samples of a group may be anywhere, and groups may differ in size.
+    """
 
     batch: Batch
 
     @property
     def rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]"""
+        """[samples]: of the outcome alone."""
         return self.batch.array("rewards")
+
+    def reward_part(self, name: str) -> npt.NDArray[np.float64]:
+        """[samples]: what the reward function returned under this name.
+
+        Raises:
+            ConfigError: it returned none.
+        """
+        if (column := f"reward/{name}") not in self.batch:
+            names = sorted(key for key in self.batch.columns if key.startswith("reward/"))
+            raise ConfigError(
+                f"algorithm.advantage asks for the part {name!r} of the reward; reward.name gives "
+                f"{', '.join(key.removeprefix('reward/') for key in names) or 'none'}"
+            )
+        return self.batch.array(column).astype(np.float64)
+
+    @property
+    def token_rewards(self) -> Jagged:
+        """[response tokens]: of each token, such as a process reward, less a KL penalty.
+
+        A run that makes no such rewards has the reward of a response at the last token that the
+        policy chose. Rewards of tokens that it did not choose are not used.
+        """
+        if "token_rewards" in self.batch:
+            return self._column("token_rewards")
+        tokens = ChosenTokens(self.response_mask)
+        rewards = np.zeros(len(tokens.at))
+        rewards[tokens.last] = self.rewards[tokens.counts > 0]
+        return tokens.spread(rewards)
+
+    @property
+    def scores(self) -> npt.NDArray[np.float64]:
+        """[samples]: what a response has earned; the sum of token_rewards if a run makes them."""
+        if "token_rewards" not in self.batch:
+            return self.rewards.astype(np.float64)
+        tokens = ChosenTokens(self.response_mask)
+        return totals(tokens.sample, tokens.of(self.token_rewards), len(self.batch))
+
+    @property
+    def baseline_rewards(self) -> npt.NDArray[np.floating]:
+        """[samples]: of the greedy response to the same prompt; @needs("baseline_rewards")."""
+        return self._array("baseline_rewards")
 
     @property
     def group_ids(self) -> npt.NDArray[np.integer]:
@@ -204,9 +281,25 @@ class AdvantageInputs:
         return self._column("response_mask")
 
     @property
+    def state_ids(self) -> Jagged:
+        """[response tokens]: integers, the state of the environment that a token was chosen in.
+
+        The same for equal states within a group, and for the tokens of a turn; @needs("state_ids").
+        """
+        return self._column("state_ids")
+
+    @property
     def log_probs(self) -> Jagged:
         """[response tokens] of the policy that generated, by the trainer, in nats."""
         return self._column("log_probs")
+
+    @property
+    def sum_pi_squared(self) -> Jagged:
+        """[response tokens]: the sum over the vocabulary of the squared probabilities.
+
+        Of the same policy and temperature as log_probs; @needs("sum_pi_squared").
+        """
+        return self._column("sum_pi_squared")
 
     @property
     def reference_log_probs(self) -> Jagged:
@@ -215,15 +308,15 @@ class AdvantageInputs:
 
     @property
     def values(self) -> Jagged:
-        """[response tokens]: the value of the state before each."""
+        """[response tokens]: the value of the state before each; @needs("values")."""
         return self._column("values")
-
-    @property
-    def token_rewards(self) -> Jagged:
-        """[response tokens]"""
-        return self._column("token_rewards")
 
     def _column(self, name: str) -> Jagged:
         if name not in self.batch:
             missing(name, "algorithm.advantage")
         return self.batch.jagged(name)
+
+    def _array(self, name: str) -> npt.NDArray[np.floating]:
+        if name not in self.batch:
+            missing(name, "algorithm.advantage")
+        return self.batch.array(name)

@@ -1,50 +1,34 @@
 """Loss of each token, before any mask or mean: only `aggregation` normalises.
 
-The same contract applies to a loss outside the package: docs/algorithms.md.
+The same contract applies to a loss outside the package: docs/algorithms.md. Importing this module
+registers all losses. In them r is pi / pi_old, the ratio of a token to the policy that generated;
+log r is clamped to +-20, so that a diverging policy gives a large loss rather than a nan. Metrics
+of each: `ratio`, `approx_kl` (the k3 estimate of KL(old || new)), and `clipped` where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from mcore_rl.algorithms import policy_gradients, ppo, selected_losses, sequence_losses
 from mcore_rl.algorithms.inputs import LossInputs, LossResult
-from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.schema import PPOClipSettings
+from mcore_rl.algorithms.loss_parts import LOSSES, MAX_LOG_RATIO
+from mcore_rl.algorithms.ppo import ppo_clip
 
-LOSSES: Registry[Callable[[LossInputs], LossResult]] = Registry("algorithm.loss", ("inputs",))
-
-# exp(20) = 5e8: no ratio of a healthy run comes near it, and beyond 88 float32 overflows to inf,
-# whose gradient is nan even where the clip has discarded it.
-MAX_LOG_RATIO = 20.0
-
-
-@LOSSES.register("ppo_clip")
-def ppo_clip(inputs: LossInputs, settings: PPOClipSettings) -> LossResult:
-    """The clipped surrogate of PPO: -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A).
-
-    Equation 7 of Schulman et al. 2017 (arXiv:1707.06347), which it leaves in two places: the clip
-    may be asymmetric ("clip-higher", section 3.1 of DAPO, arXiv:2503.14476), and log ratios are
-    clamped to +-20, so that a diverging policy gives a large loss rather than a nan.
-
-    Reads log_probs, old_log_probs and advantages. Returns the loss of each token and, detached, per
-    token: `ratio`; `clipped`, true where the loss is clipped and has no gradient; `approx_kl`, the
-    k3 estimate of KL(old || new).
-    """
-    old_log_probs, advantages = inputs.old_log_probs.detach(), inputs.advantages
-    log_ratio = (inputs.log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    free = ratio * advantages
-    low, high = settings.clip_ratio_low, settings.clip_ratio_high
-    bounded = ratio.clamp(1.0 - low, 1.0 + high) * advantages
-    metrics = {
-        "ratio": ratio.detach(),
-        "clipped": bounded.detach() < free.detach(),
-        "approx_kl": (torch.expm1(log_ratio) - log_ratio).detach(),
-    }
-    return -torch.minimum(free, bounded), metrics
+__all__ = [
+    "LOSSES",
+    "MAX_LOG_RATIO",
+    "ValueClipSettings",
+    "negative_log_likelihood",
+    "policy_gradients",
+    "ppo",
+    "ppo_clip",
+    "selected_losses",
+    "sequence_losses",
+    "value_clip",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +24,27 @@ class Registry(Generic[F]):
 
     A value is the name of a registered function, or the import path of one outside the package:
     `module:function` or `path/to/file.py:function`. A function takes `parameters` and, where it has
-    settings, one more called `settings`, whose annotation is a frozen dataclass of them.
+    settings, one more called `settings`, whose annotation is a frozen dataclass of them. It may
+    have those of the parameters in `optional` that it needs, and gets them by name.
     """
 
-    def __init__(self, setting: str, parameters: Sequence[str], settings_key: str = "") -> None:
+    def __init__(
+        self,
+        setting: str,
+        parameters: Sequence[str],
+        settings_key: str = "",
+        optional: Sequence[str] = (),
+    ) -> None:
         self.setting = setting  # its full key, for error messages
         self.settings_key = settings_key or f"{setting}_settings"  # where settings are given
-        self._parameters = tuple(parameters)
+        self._parameters, self._optional = tuple(parameters), tuple(optional)
         self._functions: dict[str, Callable[..., Any]] = {}
+
+    def at(self, setting: str, settings_key: str) -> Registry[F]:
+        """The same functions for another setting."""
+        other = copy.copy(self)
+        other.setting, other.settings_key = setting, settings_key
+        return other
 
     def register(self, name: str) -> Callable[[G], G]:
         """Decorator that adds its target under `name`; a name taken twice is a ValueError."""
@@ -66,16 +80,19 @@ class Registry(Generic[F]):
             ConfigError: as for `[name]`; the function takes other parameters; or a setting is
                 unknown to it, missing, or of another type.
         """
-        function = self[name]
+        function, made = self[name], self.settings(name, settings)
+        return cast(F, function if made is None else functools.partial(function, settings=made))
+
+    def settings(self, name: str, given: Mapping[str, object]) -> object | None:
+        """The settings of a function as its dataclass; None if it has none. Raises as `bound`."""
         kind = self.settings_of(name)
         if kind is not None:
-            made = self._settings(name, kind, settings)
-            return cast(F, functools.partial(function, settings=made))
-        if settings:
+            return self._settings(name, kind, given)
+        if given:
             raise ConfigError(
-                f"{self.settings_key}={dict(settings)}: {self.setting}={name!r} has no settings"
+                f"{self.settings_key}={dict(given)}: {self.setting}={name!r} has no settings"
             )
-        return cast(F, function)
+        return None
 
     def settings_of(self, name: str) -> type | None:
         """The dataclass of the settings of a function, if it has any."""
@@ -85,12 +102,14 @@ class Registry(Generic[F]):
         except (NameError, TypeError, ValueError) as error:
             raise ConfigError(f"{what}: its signature cannot be read: {error}") from error
         found = signature.parameters.get("settings")
+        by_name = {*self._optional, "settings"} & set(signature.parameters)
         try:
-            signature.bind(*self._parameters, **({"settings": None} if found else {}))
+            signature.bind(*self._parameters, **dict.fromkeys(by_name))
         except TypeError:
+            more = f", any of {', '.join(self._optional)}" if self._optional else ""
             raise ConfigError(
-                f"{what} takes {signature}; allowed: ({', '.join(self._parameters)}), and a last "
-                "parameter called settings where it has any"
+                f"{what} takes {signature}; allowed: ({', '.join(self._parameters)}){more}, and a "
+                "last parameter called settings where it has any"
             ) from None
         if found is None:
             return None

@@ -2,8 +2,9 @@
 
 checkpoints/step_000012/
     actor/           what the training engine has saved, with a list of its files
+    critic/          the same of a value model, if there is one
     state.json       all else that a run goes on from
-    manifest.json    size and checksum of state.json, which has those of the list in actor/
+    manifest.json    size and checksum of state.json, which has those of the lists of the engines
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mcore_rl.checkpoint.raw_file import size_and_checksum
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
-ACTOR = "actor"
+ACTOR, CRITIC = "actor", "critic"
 MADE_IN = "made_in"  # in `state`, where it is not the folder of the run itself
 _STATE, _MANIFEST = "state.json", "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -35,10 +36,6 @@ class RunCheckpoint:
     path: Path
     step: int
     state: Mapping[str, Any]  # what `publish` was given
-
-    @property
-    def actor(self) -> Path:
-        return self.path / ACTOR
 
     @property
     def run(self) -> Path:
@@ -61,15 +58,23 @@ def read_checkpoint(path: Path) -> RunCheckpoint:
     if not (path / _MANIFEST).is_file():
         raise ConfigError(f"{path} is no training checkpoint: it has no {_MANIFEST}")
     listed = read_json_object(path / _MANIFEST)
-    check_files(path, listed, besides=(_MANIFEST, ACTOR))
+    check_files(path, listed, besides=(_MANIFEST, ACTOR, CRITIC))
     state = read_json_object(path / _STATE)
-    info = path / ACTOR / INFO_FILE
+    for engine in (ACTOR, CRITIC):
+        if engine in state:
+            _check_engine(path / engine, state[engine])
+        elif (path / engine).exists():
+            raise ConfigError(f"{path / engine} does not belong to it")
+    return RunCheckpoint(path, state["step"], state)
+
+
+def _check_engine(folder: Path, sums: Sequence[object]) -> None:
+    info = folder / INFO_FILE
     if not info.is_file():
         raise ConfigError(f"{info} is missing")
-    if list(size_and_checksum(info)) != state[ACTOR]:
+    if list(size_and_checksum(info)) != sums:
         raise ConfigError(f"{info} is damaged: its checksum differs")
-    check_checkpoint(path / ACTOR)
-    return RunCheckpoint(path, state["step"], state)
+    check_checkpoint(folder)
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> RunCheckpoint | None:
@@ -107,20 +112,21 @@ class RunCheckpoints:
         self.folder = folder
 
     def begin(self, step: int) -> Path:
-        """A new folder, aside, that a training engine saves into as `ACTOR`."""
+        """A new folder, aside, that training engines save into as `ACTOR` and `CRITIC`."""
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
         aside.mkdir(parents=True)
         return aside
 
     def publish(self, step: int, state: Mapping[str, Any]) -> Path:
-        """The engine has saved: with `state` the checkpoint is whole, and gets its name.
+        """The engines have saved: with `state` the checkpoint is whole, and gets its name.
 
         `state` is what JSON can hold. One of the same step that was there is replaced.
         """
         aside, path = self._aside(step), self.folder / name_of(step)
-        sums = size_and_checksum(aside / ACTOR / INFO_FILE)
-        (aside / _STATE).write_text(json.dumps({"step": step, **state, ACTOR: sums}, indent=1))
+        saved = [engine for engine in (ACTOR, CRITIC) if (aside / engine).exists()]
+        sums = {engine: size_and_checksum(aside / engine / INFO_FILE) for engine in saved}
+        (aside / _STATE).write_text(json.dumps({"step": step, **state, **sums}, indent=1))
         (aside / _MANIFEST).write_text(json.dumps(manifest_of([aside / _STATE])))
         old = self._moved_aside(step) if path.exists() else None
         aside.rename(path)

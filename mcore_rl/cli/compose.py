@@ -22,12 +22,15 @@ from mcore_rl.config.errors import ConfigError
 T = TypeVar("T")
 Settings = Mapping[str, Setting]  # by key
 _RECIPE = "recipe"  # the one key that is no setting
+_TERMS = "dict[str, dict[str, Any]]"  # reward.terms, which contains settings of functions
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true, false",
     "str": "text, in which ${...} is looked up",
     "dict[str, Any]": "settings of a function, as in {name: value}",
+    "Any": "a value; for a term of reward.terms {} or {name: ..., weight: ..., settings: ...}",
+    _TERMS: "terms by name, as in {math: {weight: 1.0}}",
 }
 _LISTS = {"list[str]": "a,b", "list[float]": "1,2.5"}  # entries of a list that is empty by default
 _FEW = 12  # names that are listed in one message
@@ -96,7 +99,9 @@ def _split(argument: str, settings: Settings) -> tuple[str, str]:
 def _is_known(key: str, settings: Settings) -> bool:
     """Those of a function outside the package are known to that function only."""
     mapping = settings.get(key.rpartition(".")[0])
-    return key in settings or (mapping is not None and mapping.is_mapping)
+    if key in settings or (mapping is not None and mapping.is_mapping):
+        return True
+    return any(s.kind == _TERMS and key.startswith(f"{name}.") for name, s in settings.items())
 
 
 def _setting(key: str, settings: Settings) -> Setting:

@@ -18,6 +18,7 @@ COMMANDS = {
     "sft": "supervised training: mcore-rl sft model.path=DIR data.train_file=FILE ...",
     "dpo": "training on preference pairs: mcore-rl dpo model.path=DIR data.train_file=FILE ...",
     "rm": "a reward model from preference pairs: mcore-rl rm model.path=DIR ...",
+    "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
     "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",
     "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",

@@ -11,19 +11,69 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 
-from mcore_rl.config import resolve, resolve_engine, schema
+from mcore_rl.config import resolve, resolve_algorithm, resolve_engine, schema
 
 # Values of the settings that choose something by name, by the last two parts of their keys. Those
 # of the registries are repeated here, since filling one imports torch.
 CHOICES: Mapping[str, Sequence[str]] = {
-    "algorithm.advantage": ("grpo",),
-    "algorithm.kl_estimator": ("k1", "k2", "k3"),
-    "algorithm.loss": ("ppo_clip",),
+    "algorithm.advantage": (
+        "gae",
+        "gdpo",
+        "gigpo",
+        "gpg",
+        "grpo",
+        "grpo_passk",
+        "lite_ppo",
+        "maxrl",
+        "opo",
+        "optimal_token_baseline",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "rloo",
+    ),
+    "algorithm.kl_estimator": (
+        "abs",
+        "abs+",
+        "k1",
+        "k1+",
+        "k2",
+        "k3",
+        "k3+",
+        "low_variance",
+        "low_variance+",
+    ),
+    "algorithm.kl_in": resolve_algorithm.KL_IN,
+    "algorithm.loss": (
+        "cispo",
+        "clip_cov",
+        "decoupled_ppo",
+        "dppo_kl",
+        "dppo_tv",
+        "dro",
+        "gmpo",
+        "gpg",
+        "gspo",
+        "gspo_token",
+        "kimi",
+        "kl_cov",
+        "luspo",
+        "m2po",
+        "positive_nll",
+        "ppo_clip",
+        "reinforce",
+        "sapo",
+        "topr",
+        "vespo",
+    ),
     "algorithm.loss_aggregation": (
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
+        "sequence_sum_fixed_length",
         "token_mean",
     ),
+    "correction.level": resolve_algorithm.CORRECTION_LEVELS,
+    "correction.method": resolve_algorithm.CORRECTION_METHODS,
     "actor.backend": resolve_engine.BACKENDS,
     "actor.modules": resolve_engine.MODULES,
     "data.long_rows": ("refuse", "drop"),
@@ -31,6 +81,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "engine.modules": resolve_engine.MODULES,
     "loss": ("dpo", "ipo", "orpo", "simpo"),
     "loss_aggregation": ("sequence_mean_token_mean", "sequence_mean_token_sum", "token_mean"),
+    "critic.backend": resolve_engine.BACKENDS,
+    "critic.modules": resolve_engine.MODULES,
     "data.long_prompts": resolve.LONG_PROMPTS,
     "model.dtype": ("auto", *resolve.DTYPES),
     "moe.aux_loss": resolve_engine.AUX_LOSSES,
@@ -38,19 +90,31 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "moe.router_replay": resolve_engine.ROUTER_REPLAYS,
     "optimizer.schedule": resolve_engine.SCHEDULES,
     "placement.actor": ("shared", "own"),
+    "placement.critic": ("shared", "own"),
     "placement.reference": ("shared", "own"),
     "placement.rollout": ("auto", "shared", "own"),
     "recompute.granularity": resolve_engine.GRANULARITIES,
     "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
     "reference.placement": ("shared", "own"),
-    "reward.name": ("final_number",),
+    "reward.name": (
+        "choice",
+        "cosine",
+        "final_number",
+        "format",
+        "math",
+        "overlong",
+        "pattern",
+        "substring",
+    ),
+    "reward.on_error": resolve.ON_ERROR,
     "task.name": tuple(name for name in resolve.TASKS if name),
     "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,
     "weight_sync.transport": resolve.TRANSPORTS,
     "weight_sync.verify": resolve.VERIFY,
 }
 
-# Settings of the functions that come with the package, by the key under which they are given.
+# Settings of the default functions, by the key under which they are given. Those of others are
+# beside the functions, and in docs/algorithms.md.
 OF_FUNCTIONS: Mapping[str, Sequence[type]] = {
     "algorithm.advantage_settings": (schema.GRPOSettings,),
     "algorithm.loss_settings": (schema.PPOClipSettings,),
@@ -83,13 +147,6 @@ class SettingGroup:
 def groups(part: object, key: str = "") -> Iterator[SettingGroup]:
     """The groups of settings in an instance of a dataclass of settings, outer ones first."""
     kind = type(part)
-    comments: dict[tuple[str, str], str] = {}
-    for parent in reversed(kind.__mro__[:-1]):
-        comments |= {
-            (kind.__name__, n): c
-            for (of, n), c in _comments(parent.__module__).items()
-            if of == parent.__name__
-        }
     found, inner = [], []
     for entry in fields(part):  # type: ignore[arg-type]
         value, name = getattr(part, entry.name), f"{key}.{entry.name}".lstrip(".")
@@ -97,7 +154,8 @@ def groups(part: object, key: str = "") -> Iterator[SettingGroup]:
             inner.append((value, name))
             continue
         choices = tuple(CHOICES.get(".".join(name.split(".")[-2:]), ()))
-        meaning = _with_choices(comments[kind.__name__, entry.name], choices)
+        of = next(base for base in kind.__mro__ if entry.name in base.__annotations__)
+        meaning = _with_choices(_comments(of.__module__)[of.__name__, entry.name], choices)
         found.append(Setting(name, str(entry.type), value, meaning, choices))
     about = kind.__doc__ or ""
     if about.startswith(f"{kind.__name__}("):  # what dataclass writes where there is no docstring

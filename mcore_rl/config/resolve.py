@@ -8,10 +8,12 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_algorithm import resolve_algorithm
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
     resolve_engine,
@@ -20,9 +22,9 @@ from mcore_rl.config.resolve_engine import (
     resolve_schedule,
 )
 from mcore_rl.config.schema import (
-    AlgorithmConfig,
     DataConfig,
     PlacementConfig,
+    RewardConfig,
     RLConfig,
     RolloutConfig,
     WeightSyncConfig,
@@ -36,11 +38,28 @@ LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
+ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "last_digit")
 LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
 _CORES = "[0-9]+([-,|][0-9]+)*"
+# What a term of reward.terms may have.
+_TERM_PARTS: dict[str, tuple[Any, str]] = {
+    "name": (str, "text"),
+    "weight": (int | float, "a number"),
+    "settings": (dict, "settings of that reward, as in {name: value}"),
+}
+MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """A reward in a weighted sum."""
+
+    name: str  # in the registry, or an import path
+    weight: float = 1.0
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve(config: RLConfig) -> None:
@@ -77,13 +96,25 @@ def resolve(config: RLConfig) -> None:
             "actor.moe.router_replay='rollout': servers do not report the experts of a token; "
             "allowed: 'off', 'record'"
         )
+    replay = config.actor.moe.router_replay
+    if replay == "record" and config.algorithm.correction.use_rollout_log_probs:
+        raise ConfigError(
+            "actor.moe.router_replay='record' records while log-probs are computed, and "
+            "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
+        )
     _resolve_rollout(config.rollout)
+    _resolve_reward(config.reward)
     _resolve_weight_sync(config)
     _resolve_placement(config)
-    _resolve_algorithm(config.algorithm)
+    resolve_algorithm(config.algorithm)
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
+    resolve_engine("critic", config.critic)
+    at_least("critic.warmup_steps", config.critic.warmup_steps, 0)
+    positive("critic.clip_range", config.critic.clip_range)
+    if config.critic.lora.rank or config.critic.moe.router_replay != "off":
+        raise ConfigError("critic.lora and critic.moe.router_replay: allowed: none, and 'off'")
     warm = config.warm_start
     at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
@@ -115,7 +146,13 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
         trainer = replace(trainer, max_logprob_gap=largest)
     if trainer.mean_logprob_gap is None:
         trainer = replace(trainer, mean_logprob_gap=mean)
-    return replace(config, model=replace(config.model, dtype=dtype), trainer=trainer)
+    algorithm = config.algorithm
+    if algorithm.loss_aggregation == "sequence_sum_fixed_length":
+        length = {"length": config.rollout.max_response_tokens}
+        settings = length | algorithm.loss_aggregation_settings
+        algorithm = replace(algorithm, loss_aggregation_settings=settings)
+    model = replace(config.model, dtype=dtype)
+    return replace(config, model=model, trainer=trainer, algorithm=algorithm)
 
 
 def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
@@ -246,11 +283,40 @@ def _resolve_rollout(config: RolloutConfig) -> None:
         )
 
 
-def _resolve_algorithm(config: AlgorithmConfig) -> None:
-    at_least("algorithm.group_size", config.group_size, 2)
-    at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
-    at_least("algorithm.kl_coef", config.kl_coef, 0)
-    at_least("algorithm.entropy_coef", config.entropy_coef, 0)
+def _resolve_reward(config: RewardConfig) -> None:
+    one_of("reward.on_error", config.on_error, ON_ERROR)
+    positive("reward.timeout_s", config.timeout_s)
+    at_least("reward.num_processes", config.num_processes, 1)
+    for key, given, default in (
+        ("name", config.name, RewardConfig.name),
+        ("settings", config.settings, {}),
+    ):
+        if config.terms and given != default:
+            raise ConfigError(
+                f"reward.{key}={given!r} has no part in reward.terms={', '.join(config.terms)}; "
+                "allowed: one of the two"
+            )
+    reward_terms(config)
+
+
+def reward_terms(config: RewardConfig) -> dict[str, RewardTerm]:
+    """The rewards of a run by their names in metrics; the name of a single one is empty."""
+    if not config.terms:
+        return {"": RewardTerm(config.name, settings=config.settings)}
+    found = {}
+    for name, parts in config.terms.items():
+        key = f"reward.terms.{name}"
+        if not re.fullmatch("[A-Za-z0-9_-]+", str(name)):
+            raise ConfigError(f"{key}; allowed: names of letters, digits, '_' and '-'")
+        for part, value in parts.items():
+            if part not in _TERM_PARTS:
+                raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TERM_PARTS)}")
+            kind, words = _TERM_PARTS[part]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f"{key}.{part}={value!r}; allowed: {words}")
+        found[name] = RewardTerm(**{"name": name, **parts})
+        between(f"{key}.weight", found[name].weight, -MAX_WEIGHT, MAX_WEIGHT)
+    return found
 
 
 def _resolve_batch(config: RLConfig) -> None:
@@ -260,12 +326,13 @@ def _resolve_batch(config: RLConfig) -> None:
             f"algorithm.num_mini_batches={mini_batches} does not divide "
             f"trainer.prompts_per_step={prompts}"
         )
-    samples, dp = prompts // mini_batches * config.algorithm.group_size, config.actor.layout.dp
-    if samples % dp:
-        raise ConfigError(
-            f"actor.layout.dp={dp} does not divide the {samples} samples of a mini-batch "
-            f"(trainer.prompts_per_step / algorithm.num_mini_batches * algorithm.group_size)"
-        )
+    samples = prompts // mini_batches * config.algorithm.group_size
+    for role, engine in (("actor", config.actor), ("critic", config.critic)):
+        if samples % (dp := engine.layout.dp):
+            raise ConfigError(
+                f"{role}.layout.dp={dp} does not divide the {samples} samples of a mini-batch "
+                f"(trainer.prompts_per_step / algorithm.num_mini_batches * algorithm.group_size)"
+            )
     warm = config.warm_start
     if warm.num_steps and warm.batch_size % warm.layout.dp:
         raise ConfigError(

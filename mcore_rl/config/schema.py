@@ -116,6 +116,16 @@ class EngineConfig:
 
 
 @dataclass
+class CriticConfig(EngineConfig):
+    """The value model's engine; there is one if algorithm.advantage needs values, as gae does."""
+
+    model_path: str = ""  # of a value model or a language model; empty: what the actor begins with
+    warmup_steps: int = 0  # first steps, in which only the critic is updated
+    clip_range: float = 0.2  # of the move of a value from what it was, in the unit of the returns
+    loss_aggregation: str = "token_mean"  # how token losses are averaged
+
+
+@dataclass
 class RolloutConfig:
     """The vLLM servers that generate."""
 
@@ -154,6 +164,16 @@ class DataConfig:
 class RewardConfig:
     name: str = "final_number"  # a name in the reward registry, or an import path
     settings: dict[str, Any] = field(default_factory=dict)  # settings of that reward
+    # A weighted sum of several rewards in place of reward.name, by their names in metrics:
+    # {math: {weight: 1.0}, brief: {name: overlong, settings: {buffer_tokens: 512}}}
+    terms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # If a reward raises, returns no valid result or takes too long: stop (the run ends), drop (the
+    # response is left out of the step) or zero (its reward is 0).
+    on_error: str = "stop"
+    # Limit on one call of a reward, unless that has a setting timeout_s of its own.
+    timeout_s: float = 60.0
+    # Processes for each reward that is called in processes of its own, as math is; for each server.
+    num_processes: int = 2
     shuffle: bool = False  # control experiment: permute the rewards of a batch at random
 
 
@@ -170,10 +190,35 @@ class PPOClipSettings:
 
     clip_ratio_low: float = 0.2  # ratios are clipped at 1 - clip_ratio_low
     clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
+    dual_clip: float | None = None  # most that a ratio counts with a negative advantage; null: none
 
     def __post_init__(self) -> None:
         between("clip_ratio_low", self.clip_ratio_low, 0, 1)
         at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        if self.dual_clip is not None:
+            at_least("dual_clip", self.dual_clip, 1)
+
+
+@dataclass
+class CorrectionConfig:
+    """What is done about servers and trainer that do not give a token the same probability.
+
+    The ratio is the trainer's probability divided by the server's.
+    """
+
+    level: str = "off"  # importance weights from ratios of what: off, token, sequence, geometric
+    # Weights beyond the bounds: truncate (those above weight_max become weight_max) or mask (those
+    # outside of weight_min to weight_max become 0).
+    method: str = "truncate"
+    weight_min: float = 0.0  # smallest importance weight, with method mask
+    weight_max: float = 2.0  # largest importance weight
+    normalize: bool = False  # divide the weights by their mean over the batch
+    # Rules by which tokens and sequences are left out of the loss, each with its bound or its two
+    # bounds, such as {sequence_mean_k3: 0.01, veto: [1.0e-4, 1.0e4]}.
+    reject: dict[str, Any] = field(default_factory=dict)
+    unbiased_kl: bool = False  # multiply the KL in the loss by the ratio of policy and server
+    # Take the servers' log-probs for the trainer's, which are not computed: nothing is checked.
+    use_rollout_log_probs: bool = False
 
 
 @dataclass
@@ -195,9 +240,20 @@ class AlgorithmConfig:
     # Settings of that function.
     loss_aggregation_settings: dict[str, Any] = field(default_factory=dict)
     entropy_coef: float = 0.0  # weight of the entropy bonus; 0 disables it
+    # Change the weight by entropy_coef_step each step, up where the entropy is below this many nats
+    # a token; there is no bonus above it. null: the weight is fixed.
+    entropy_target: float | None = None
+    entropy_coef_step: float = 0.005  # that change
+    entropy_coef_max: float = 1.0  # the largest weight that comes of it
+    top_entropy_share: float = 1.0  # share of the batch's tokens, of highest entropy, to train on
+    cross_entropy_coef: float = 0.0  # weight of the cross entropy of tokens not by the policy
     kl_coef: float = 0.0  # weight of the KL to the reference model; 0 loads no reference
+    kl_in: str = "loss"  # where the KL counts: loss, or reward (taken off it at each token)
+    kl_target: float | None = None  # change the weight until the KL is this many nats a token
+    kl_horizon: int = 10000  # samples in which kl_target changes the weight by up to a fifth
     kl_estimator: str = "k3"  # estimator of the KL from one sample
     kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
 
 @dataclass
@@ -280,6 +336,7 @@ class PlacementConfig:
 
     actor: str = "shared"  # the trainer
     reference: str = "shared"  # the frozen model of the KL, if there is one
+    critic: str = "shared"  # the value model, if there is one
     # The generation servers. "auto": "own" with weight_sync.method="disaggregated", else "shared".
     rollout: str = "auto"
 
@@ -305,6 +362,7 @@ class RLConfig:
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     actor: EngineConfig = field(default_factory=EngineConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

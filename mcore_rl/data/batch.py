@@ -70,9 +70,12 @@ class Batch:
 
     Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
-    reference_log_probs, entropy, advantages, loss_weights; routed_experts: [MoE layers, experts a
-    token] a prompt or response token; one value a sample: rewards, reward/<part>, group_ids,
-    finish_reasons.
+    reference_log_probs, entropy, values, advantages, returns, process_rewards, token_rewards,
+    correction_weights, policy_mask, top_entropy_mask, cross_entropy_mask, state_ids,
+    sum_pi_squared, and weights of losses: loss_weights, kl_weights, entropy_weights,
+    cross_entropy_weights; routed_experts: [MoE layers, experts a token] a prompt or response token;
+    one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
+    one), baseline_rewards, group_ids, finish_reasons.
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -83,7 +86,7 @@ class Batch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Batch:
-        parts = samples[0].reward_parts if samples else {}
+        parts = dict.fromkeys(part for s in samples for part in s.reward_parts)
         return cls(
             {
                 "prompt_ids": Jagged.of((s.prompt_ids for s in samples), np.int64),
@@ -93,9 +96,12 @@ class Batch:
                 "weight_versions": Jagged.of((s.weight_versions for s in samples), np.int64),
                 "rewards": np.array([s.reward for s in samples], dtype=np.float32),
                 "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
+                "reward_errors": np.array([s.reward_error for s in samples], dtype=np.str_),
                 "finish_reasons": np.array([s.finish_reason for s in samples], dtype=np.str_),
                 **{
-                    f"reward/{part}": np.array([s.reward_parts[part] for s in samples], np.float32)
+                    f"reward/{part}": np.array(
+                        [s.reward_parts.get(part, np.nan) for s in samples], np.float32
+                    )
                     for part in parts
                 },
             }

@@ -117,12 +117,13 @@ class FilePrompts:
 
     def _too_long(self, lengths: npt.NDArray[np.int32], config: DataConfig) -> ConfigError:
         longest, limit = int(lengths.argmax()), f"data.max_prompt_tokens={config.max_prompt_tokens}"
-        told = f"{self._rows.source}: the prompt of row {longest} has {lengths[longest]} tokens"
+        source = f"{self._rows.source}:"
+        told = f"the prompt of row {longest} has {lengths[longest]} tokens; allowed: up to {limit}"
         if self.num_dropped == len(lengths):
-            return ConfigError(f"{told}; allowed: up to {limit}, and no row has so few")
+            return ConfigError(f"{source} no row is short enough: {told}")
         return ConfigError(
-            f"{told}; allowed: up to {limit}, or data.long_prompts=drop, which leaves out "
-            f"{self.num_dropped} of {len(lengths)} rows"
+            f"{source} {told}, or data.long_prompts=drop, which leaves out {self.num_dropped} of "
+            f"{len(lengths)} rows"
         )
 
 
@@ -163,7 +164,7 @@ def load_supervised(
     responses: list[list[int]] = []
     for rows in _chunks(open_rows(path, setting)):
         texts = [_templated(row, prompt, tools, tokenizer) for row in rows]
-        answers = [_text(row, response) for row in rows]
+        answers = [response.text(row) for row in rows]
         prompts += _encode(texts, tokenizer)
         responses += [[*ids, tokenizer.eos_token_id] for ids in _encode(answers, tokenizer)]
     response_ids = Jagged.of(responses, np.int64)
@@ -193,16 +194,7 @@ def _chunks(rows: RowSource) -> Iterator[list[Row]]:
 def _check_answer(row: Row, column: Column) -> None:
     answer = column.of(row)
     if answer is None or answer != answer:  # what pandas writes for a missing number
-        raise row.refusal(
-            f"has no answer in column {column.name!r} ({column.setting}): it is {answer}"
-        )
-
-
-def _text(row: Row, column: Column) -> str:
-    value = column.of(row)
-    if not isinstance(value, str):
-        raise column.refusal(row, value, "text")
-    return value
+        raise row.refusal(f"has no answer in {column}: it is {answer}")
 
 
 def _templated(

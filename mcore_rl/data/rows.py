@@ -19,23 +19,28 @@ _TOOLS = "a list of tool schemas, each an object, or that list as JSON text"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column by its name, and the setting that names it."""
+    """A column by its name, and the setting that names it, if one does."""
 
     name: str
-    setting: str
+    setting: str = ""
+
+    def __str__(self) -> str:
+        return f"column {self.name!r}" + (f" ({self.setting})" if self.setting else "")
 
     def of(self, row: Row) -> Any:
         """Its value; ConfigError where the row has no such column."""
         if self.name not in row.values:
-            raise row.refusal(
-                f"has no column {self.name!r} ({self.setting}); it has: {', '.join(row.values)}"
-            )
+            raise row.refusal(f"has no {self}; it has: {', '.join(row.values)}")
         return row.values[self.name]
 
+    def text(self, row: Row) -> str:
+        value = self.of(row)
+        if not isinstance(value, str):
+            raise self.refusal(row, value, "text")
+        return value
+
     def refusal(self, row: Row, value: object, allowed: str) -> ConfigError:
-        return row.refusal(
-            f"of column {self.name!r} ({self.setting}) is {str(value)[:80]!r}; it must be {allowed}"
-        )
+        return row.refusal(f"of {self} is {str(value)[:80]!r}; it must be {allowed}")
 
 
 @dataclass(frozen=True, slots=True)

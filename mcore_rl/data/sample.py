@@ -22,6 +22,7 @@ class Sample:
     group_id: int  # responses to one prompt share it
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str = ""  # why there is no reward; then `reward` is 0 and there are no parts
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
 
     def __post_init__(self) -> None:

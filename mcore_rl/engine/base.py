@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from mcore_rl.algorithms.inputs import LossInputs, LossResult
+from mcore_rl.algorithms.inputs import Losses, LossInputs
 from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import BACKENDS
@@ -22,7 +22,7 @@ from mcore_rl.reshard.executor import LocalWeights
 
 # From a micro-batch to the loss of each of its response tokens, and metrics. Its `needs` (see
 # algorithms/inputs.py) say whether it reads the entropy, which is computed for no other.
-LossFunction = Callable[[LossInputs], LossResult]
+LossFunction = Callable[[LossInputs], Losses]
 Metrics = dict[str, float]
 Place = Literal["host", "device"]
 
@@ -122,7 +122,9 @@ class BaseEngine(ABC):
 
         The sum is over the tokens of all ranks. The loss function reads scores at `temperature`, as
         infer_batch gives them. Its metrics are returned as means over the trained tokens of all
-        ranks: those whose loss weight is not 0.
+        ranks: those whose loss weight is not 0. A loss function that returns several losses, by the
+        columns of their weights, adds a sum each: "loss" is the total, "kl_loss" that of
+        kl_weights, "policy_loss" that of loss_weights.
 
         They, and those of the load of experts ("moe/..."), come from the last pipeline stage; the
         others return "grad_norm" and "lr" only.

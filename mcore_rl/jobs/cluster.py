@@ -45,7 +45,8 @@ def devices(config: RLConfig, gpus_per_node: int) -> dict[str, list[int]]:
 def _num_ranks(config: RLConfig, role: str) -> int:
     if role == "rollout":
         return config.rollout.num_servers * config.rollout.tp
-    return config.actor.layout.world_size
+    engine = config.critic if role == "critic" else config.actor
+    return engine.layout.world_size
 
 
 def _bundles(plan: PoolPlan, start: int, gpus_per_node: int) -> Iterator[int]:
@@ -82,7 +83,7 @@ def _named(config: RLConfig, role: str, ranks: list[int]) -> str:
         workers = f", workers {_span(first % tp, last % tp)}" if tp > 1 else ""
         return f"server {first // tp}{workers}"
     text = _span(first, last)
-    layout = config.actor.layout
+    layout = config.critic.layout if role == "critic" else config.actor.layout
     if layout.pp > 1:
         stage = layout.world_size // layout.pp
         text += f" (pp {_span(first // stage, last // stage)})"

@@ -200,7 +200,8 @@ class RunOutput:
         if "reward" not in metrics:
             return f"loss {metrics['loss']:.3f}"
         self._rewards.append(metrics["reward"])
-        self.compared(metrics)
+        if "max_logprob_gap" in metrics:  # not of a step that trusts the servers
+            self.compared(metrics)
         return _step_report(metrics)
 
     def _is_kept(self, row: Mapping[str, Any], step: int) -> bool:
@@ -245,7 +246,9 @@ class RunOutput:
             accuracy_before=before,
             accuracy_after=after,
         )
-        print_before_after("Held-out accuracy, sampled", [("GRPO", before, after)])
+        assert isinstance(self._config, RLConfig)
+        name = self._config.algorithm.advantage.upper()
+        print_before_after("Held-out accuracy, sampled", [(name, before, after)])
         self._write_summary(peak_memory_bytes, wall_s)
 
     def _write_summary(self, peak_memory_bytes: int, wall_s: float) -> None:

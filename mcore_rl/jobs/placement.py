@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.algorithms.advantages import ADVANTAGES
+from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.config.resolve import OWN_POOL
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.pool import ResourcePool
@@ -35,6 +37,8 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
         sizes["actor"] = max(sizes["actor"], config.warm_start.layout.world_size)
     if needs_reference(config):
         sizes["reference"] = config.actor.layout.world_size
+    if needs_critic(config):
+        sizes["critic"] = config.critic.layout.world_size
     sizes["rollout"] = rollout.num_servers * rollout.tp
     members: dict[str, list[str]] = {}
     for role, pool in asdict(config.placement).items():
@@ -64,6 +68,17 @@ def places(groups: Sequence[WorkerGroup]) -> list[str]:
 def needs_reference(config: RLConfig) -> bool:
     """Whether there is a separate reference model; a LoRA actor is its own reference."""
     return bool(config.algorithm.kl_coef) and not config.actor.lora.rank
+
+
+def needs_critic(config: RLConfig) -> bool:
+    """Whether there is a value model: the advantage function reads values."""
+    return "values" in needs_of(ADVANTAGES[config.algorithm.advantage])
+
+
+def models_of(config: RLConfig) -> set[str]:
+    """The roles of a run that have a training engine."""
+    found = {"reference": needs_reference(config), "critic": needs_critic(config)}
+    return {"actor"} | {role for role, is_needed in found.items() if is_needed}
 
 
 def num_devices(plans: Mapping[str, PoolPlan]) -> int:

@@ -12,9 +12,14 @@ import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_rollout_model
-from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
+from mcore_rl.config.resolve_engine import (
+    resolve_model_engine,
+    resolve_model_layout,
+    resolve_schedule,
+)
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
@@ -28,6 +33,7 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
+from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -37,14 +43,18 @@ from mcore_rl.models.base import (
     padded_vocab_size,
     read_config,
 )
+from mcore_rl.models.heads import value_config
 from mcore_rl.reshard.rules import logical_tensors
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
 from mcore_rl.workers.policy_loss import check_functions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_CRITIC_AGGREGATIONS = "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +117,7 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
 
 def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm)
-    get_reward(config.reward.name, config.reward.settings)
+    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
     backend_of(config.actor).check_modules(config.actor.modules)
@@ -201,6 +211,8 @@ def check_layouts(config: RLConfig) -> HFConfig:
     resolve_model_engine("actor", config.actor, sizes)
     if config.warm_start.num_steps:
         resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
+    if needs_critic(config):
+        _check_critic(config, found)
     resolve_rollout_model(config.rollout, sizes)
     _check_cache(config, found)
     _check_lengths(config)
@@ -208,6 +220,16 @@ def check_layouts(config: RLConfig) -> HFConfig:
         weights = family.weights(found, padded_vocab_size(found, 1))
         check_targets("actor.lora", weights, config.actor.lora)
     return found
+
+
+def _check_critic(config: RLConfig, actor: HFConfig) -> None:
+    critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
+    starts_from = read_config(critic.model_path) if critic.model_path else actor
+    sizes = model_sizes(value_config(starts_from))
+    resolve_model_layout("critic.layout", critic.layout, sizes)
+    resolve_model_engine("critic", critic, sizes)
+    resolve_schedule("critic.optimizer", critic.optimizer, steps)
+    one_of("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 
 def _refuse_quantised(config: RLConfig) -> NoReturn:

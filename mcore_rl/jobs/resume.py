@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import (
+    CRITIC,
     RunCheckpoint,
     newest_checkpoint,
     read_checkpoint,
@@ -19,6 +20,7 @@ from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.jobs.output import STARTED, SUMMARY
+from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.preflight import prepare_task
 from mcore_rl.workers.checkpointer import CHECKPOINTS, tell
 
@@ -87,7 +89,17 @@ def has_ended(config: RLConfig | TrainConfig, found: RunCheckpoint | None, folde
     return found.step >= config.trainer.num_steps and (folder / SUMMARY).exists()
 
 
+def _check_critic(config: RLConfig, found: RunCheckpoint) -> None:
+    if needs_critic(config) and not (found.path / CRITIC).exists():
+        raise ConfigError(
+            f"{found.path} has no critic, which algorithm.advantage={config.algorithm.advantage!r} "
+            "needs; allowed: a checkpoint of a run with one"
+        )
+
+
 def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> None:
+    if isinstance(config, RLConfig):
+        _check_critic(config, found)
     mine, theirs = dict(_flat(asdict(config))), dict(_flat(found.state["settings"]))
     differ = [key for key in mine if mine[key] != theirs.get(key)]
     layout = f"{WARM_START}.layout."  # no ranks start for it any more

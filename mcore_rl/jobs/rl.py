@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mcore_rl.algorithms.losses import negative_log_likelihood
+from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
@@ -27,7 +29,7 @@ from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
-from mcore_rl.jobs.placement import Pools, needs_reference, num_devices, places, pool_plans
+from mcore_rl.jobs.placement import Pools, models_of, num_devices, places, pool_plans
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import WARM_START, checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.observability.console import waiting
@@ -170,12 +172,13 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
         rollout, actor = RolloutPool(turns.servers, config.rollout, config.seed), turns.actor
         weights = config.data.train_weights
         prompts = PromptBatches(inputs.train, config.trainer.prompts_per_step, config.seed, weights)
+        coefficients = Coefficients(config.algorithm)
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
         checkpointer = Checkpointer(
             run.asked,
             output.folder,
             turns,
-            {"prompts": prompts},
+            {"prompts": prompts, "coefficients": coefficients},
             lambda: output.results,
             run.stop,
             num_bytes,
@@ -186,7 +189,12 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
         else:
             with waiting("loading the checkpoint"):
                 checkpointer.restore(run.found)
-        trainer = SyncTrainer(config, turns, rollout, checkpointer)
+        if config.algorithm.correction.use_rollout_log_probs:
+            print(
+                "algorithm.correction.use_rollout_log_probs=true: no step compares the servers' "
+                "log-probs with the trainer's"
+            )
+        trainer = SyncTrainer(config, turns, rollout, checkpointer, coefficients)
         try:
             with (
                 output.progress("training", config.trainer.num_steps) as report,
@@ -215,36 +223,51 @@ def _started(
 
     What shares devices loads one after the other, and leaves them to the next.
     """
-    loss, placement = PolicyLoss(config.algorithm), config.placement
+    loss, placement, roles = PolicyLoss(config.algorithm), config.placement, models_of(config)
     servers = stack.enter_context(_servers(config, pools))
     preparing = servers.prepare.submit()
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
-    spec, reference = _engine_spec(config, config.actor, total_steps), None
+    spec = _engine_spec(config, config.actor, total_steps)
     if ranks is None:
         actor = stack.enter_context(_model(pools, "actor", spec, loss, wait=False))
     else:
         actor = ranks
         actor.rebuild("actor", config.actor.layout, spec, loss)
-    if needs_reference(config):
+    models = {"actor": actor}
+    if "reference" in roles:
         frozen = _engine_spec(config, _frozen(config.actor), 0)
-        reference = stack.enter_context(_model(pools, "reference", frozen, None, wait=False))
-    models = {"actor": actor} | ({"reference": reference} if reference is not None else {})
+        models["reference"] = stack.enter_context(
+            _model(pools, "reference", frozen, None, wait=False)
+        )
+    if "critic" in roles:
+        models["critic"] = stack.enter_context(_critic(config, pools, total_steps))
     wait_until_built([servers, *models.values()])
     for line in places([*models.values(), servers]):
         print(line)
     waiting_for = [preparing]
-    if not servers_sleep(placement, reference is not None):
+    if not servers_sleep(placement, roles):
         waiting_for.append(servers.start.submit())
     for name, model in models.items():
         waiting_for.append(model.initialize.submit())
-        if model_moves(placement, name, reference is not None):
+        if model_moves(placement, name, roles):
             gathered(waiting_for)
             model.to("host")
     gathered(waiting_for)
-    if servers_sleep(placement, reference is not None):
+    if servers_sleep(placement, roles):
         servers.start()
     sync = connect(config, actor, servers, room.weight_bytes(config))
-    return Turns(placement, actor, reference, servers, sync)
+    return Turns(placement, models, servers, sync)
+
+
+def _critic(
+    config: RLConfig, pools: Pools, total_steps: int
+) -> AbstractContextManager[WorkerGroup]:
+    critic = config.critic
+    spec = _engine_spec(config, critic, total_steps)
+    if critic.model_path:
+        spec = replace(spec, model=replace(spec.model, path=critic.model_path))
+    loss = functools.partial(value_clip, settings=ValueClipSettings(critic.clip_range))
+    return _model(pools, "critic", spec, loss, model_type="value_model", wait=False)
 
 
 def _frozen(engine: EngineConfig) -> EngineConfig:
@@ -290,6 +313,7 @@ def _model(
     loss: LossFunction | None,
     name: str = "",
     *,
+    model_type: str = "language_model",
     wait: bool = True,
 ) -> Iterator[WorkerGroup]:
     """A training engine on ranks of its own; it has yet to be initialized.
@@ -300,7 +324,7 @@ def _model(
     with pools.group(
         role,
         ModelWorker,
-        (spec, loss),
+        (spec, loss, model_type),
         layout,
         name=name or role,
         threads_per_rank=spec.engine.threads_per_rank,
@@ -321,7 +345,7 @@ def _servers(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
         reward=config.reward,
         seed=config.seed,
         timeout_s=config.inner_timeout_s,
-        can_sleep=servers_sleep(config.placement, needs_reference(config)),
+        can_sleep=servers_sleep(config.placement, models_of(config)),
         gpu_ids=pools.gpu_ids("rollout"),
     )
     layout = Layout(dp=config.rollout.num_servers, tp=config.rollout.nodes_per_server)

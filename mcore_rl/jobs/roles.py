@@ -10,7 +10,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.config.train_schema import RMConfig, TrainConfig
 from mcore_rl.engine.lora_targets import adapted_linear
-from mcore_rl.jobs.placement import needs_reference
+from mcore_rl.jobs.placement import needs_critic, needs_reference
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -18,7 +18,7 @@ from mcore_rl.models.base import (
     model_sizes,
     padded_vocab_size,
 )
-from mcore_rl.models.heads import model_weights, value_config
+from mcore_rl.models.heads import model_weights, value_config, value_weights
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import Chunk, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
@@ -78,6 +78,8 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
         found.append(
             _trainer("reference", "log-probs for the KL", plain, config, model, trains=False)
         )
+    if needs_critic(config):
+        found.append(_trainer("critic", "values, updates", config.critic, config, model))
     return [*found, _servers(config, model)]
 
 
@@ -108,11 +110,12 @@ def _trainer(
     num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef else 0
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
     mesh = Mesh(layout)
-    weights = [
-        weight
-        for weight in model_weights(model, padded_vocab_size(model, layout.tp))
-        if num_mtp or weight.stage != "mtp"
-    ]
+    padded = padded_vocab_size(model, layout.tp)
+    if name == "critic":
+        whole = value_weights(value_config(model), padded)
+    else:
+        whole = model_weights(model, padded)
+    weights = [weight for weight in whole if num_mtp or weight.stage != "mtp"]
     held = _held(TrainingRanks(mesh, chunks, sizes.num_experts), weights, engine.lora)
     itemsize = ITEMSIZES[config.model.dtype]
     stages = []

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.errors import ConfigError
-from mcore_rl.rewards.base import register_reward
+from mcore_rl.config.checks import between
+from mcore_rl.rewards.base import answer_of, in_process, register_reward
 
 _FINAL_LINE = re.compile(r"#### ([0-9]+)")
+
+
+@dataclass(frozen=True)
+class MathSettings:
+    """Settings of `reward.name=math`."""
+
+    boxed_only: bool = True  # false: without a \\boxed{}, the last formula or number is the answer
+    digits: int = 6  # decimals to which numbers are compared, where one has a decimal point
+    timeout_s: float = 5.0  # for one response; one that takes longer is wrong
+
+    def __post_init__(self) -> None:
+        between("digits", self.digits, 0, 15)
 
 
 @register_reward("final_number")
@@ -20,12 +34,84 @@ def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> di
     `format` is 1.0 when the response ended in such a line, right or wrong. Answers are compared as
     text, so `07` is not `7`. Raises ConfigError when the fields hold no answer.
     """
-    if "answer" not in fields:
-        raise ConfigError(
-            f"reward.name='final_number' needs the field 'answer' (data.answer_column); "
-            f"this sample has {', '.join(sorted(fields)) or 'no field'}"
-        )
+    answer = answer_of(fields, "final_number")
     match = _FINAL_LINE.fullmatch(text.rpartition("\n")[2])
     if match is None or finish_reason != "stop":
         return {"reward": 0.0, "format": 0.0}
-    return {"reward": float(match[1] == str(fields["answer"])), "format": 1.0}
+    return {"reward": float(match[1] == answer), "format": 1.0}
+
+
+@register_reward("math")
+@in_process("math_verify", unchecked={"reward": 0.0, "answered": 1.0, "unchecked": 1.0})
+def math(
+    text: str, fields: Mapping[str, Any], finish_reason: str, settings: MathSettings
+) -> dict[str, float]:
+    """1.0 if the answer of the response equals the field `answer`, by math-verify.
+
+    The answer is what is in the last \\boxed{}. The field is text or LaTeX: an answer, or a
+    solution with a \\boxed{}. Units are not compared, words without regard to case, and 50% equals
+    0.5 and, as math-verify has it, 50. `answered` is 1.0 where there is an answer that can be read;
+    `unchecked` where the check took longer than timeout_s, or ended its process. Raises ValueError
+    if the field cannot be read.
+    """
+    from math_verify import verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of its limits being off
+    wanted = answer_of(fields, "math")
+    boxed = last_boxed(wanted)
+    gold = _parsed(_marked(wanted if boxed is None else boxed))
+    if not gold:
+        raise ValueError(f"the answer {wanted!r} of the data cannot be read as mathematics")
+    boxed = last_boxed(text)
+    if boxed is not None:
+        found = _parsed(_marked(boxed))
+    else:
+        found = [] if settings.boxed_only else _parsed(text)
+    is_equal = verify(
+        gold,
+        found,
+        float_rounding=settings.digits,
+        allow_set_relation_comp=True,  # 0 < x < 1 is (0, 1), whichever of them is the answer
+        timeout_seconds=None,  # the process has a limit
+    )
+    return {"reward": float(is_equal), "answered": float(bool(found)), "unchecked": 0.0}
+
+
+def last_boxed(text: str) -> str | None:
+    """What is between the braces of the last \\boxed{}; None without one that is complete.
+
+    >>> last_boxed(r"\\boxed{1}, so \\boxed{\\frac{1}{2}}")
+    '\\\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", text[start + 6 :], re.DOTALL) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if brace[0] == "}" and not depth:
+            return text[start + 7 : start + 6 + brace.start()]
+    return None
+
+
+def _marked(answer: str) -> str:
+    """An answer as LaTeX that math-verify reads as a whole.
+
+    Without this it reads "1 2/3" as 1, "1 000" as 1 + 0, "12 34" as 12 + 34, "7." not at all, a
+    per cent sign inside of \\boxed{} not at all, and words as products of their letters: "tea"
+    would equal "eat".
+    """
+    found = answer.replace("\\$", "").replace("$", "").strip().rstrip(".").strip()
+    found = re.sub(r"(?<=\d)(?:\\[,;:! ]|[ ~])(?=\d{3}(?!\d))", "", found)
+    found = re.sub(r"(?<![\d.])(\d+) +(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", found)
+    found = re.sub(r"(?<=\d)\s+(?=\d)", ",", found)
+    number = re.sub(r"\s*(?:\\?%|(?i:per ?cent))$", "", found)
+    if re.fullmatch(r"[A-Za-z][A-Za-z ]{2,}", number):
+        return f"$\\boxed{{\\text{{{number}}}}}$"
+    return f"$\\boxed{{{number}}}${'%' * (number != found)}"
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify makes of the last answer in a text: an expression, and its text."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    kinds = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+    return parse(text, kinds, parsing_timeout=None)

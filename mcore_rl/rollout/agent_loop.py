@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -12,9 +12,9 @@ from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Content = Sequence[int] | Sequence[Message]  # token ids, or chat messages still to be rendered
-# (response text, columns of the data source, finish reason, which prompt it was, in words)
-# -> "reward" (the total) and its parts
-Reward = Callable[[str, dict[str, Any], str, str], Mapping[str, float]]
+# (responses to one prompt, their texts, tokens that each may have, which prompt it was, in words):
+# sets reward, reward_parts and reward_error of each
+Reward = Callable[[list[Sample], list[str], int, str], Awaitable[None]]
 
 
 class Tokenizer(Protocol):
@@ -68,8 +68,11 @@ class SingleTurnLoop:
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + group_id * sampling.n)
         completions = await self._generator.submit(prompt_ids, sampling)
+        samples = [self._sample(prompt_ids, c, group_id, fields) for c in completions]
+        texts = [self._text(completion) for completion in completions]
         where = f"row {row} of the data (group {group_id})"
-        return [self._sample(prompt_ids, c, group_id, fields, where) for c in completions]
+        await self._reward(samples, texts, sampling.max_tokens, where)
+        return samples
 
     def _prompt_ids(self, prompt: Content) -> list[int]:
         ids = [token for token in prompt if isinstance(token, int)]
@@ -80,18 +83,16 @@ class SingleTurnLoop:
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
 
-    def _sample(
-        self,
-        prompt_ids: list[int],
-        completion: Completion,
-        group_id: int,
-        fields: dict[str, Any],
-        where: str,
-    ) -> Sample:
+    def _text(self, completion: Completion) -> str:
         ids = completion.token_ids
         ended = completion.finish_reason == "stop"  # then the last token is the end of sequence
-        text = self._tokenizer.decode(ids[:-1] if ended else ids)
-        parts = dict(self._reward(text, fields, completion.finish_reason, where))
+        return self._tokenizer.decode(ids[:-1] if ended else ids)
+
+    @staticmethod
+    def _sample(
+        prompt_ids: list[int], completion: Completion, group_id: int, fields: dict[str, Any]
+    ) -> Sample:
+        ids = completion.token_ids
         return Sample(
             prompt_ids=prompt_ids,
             response_ids=ids,
@@ -100,7 +101,5 @@ class SingleTurnLoop:
             weight_versions=completion.weight_versions,
             finish_reason=completion.finish_reason,
             group_id=group_id,
-            reward=parts.pop("reward"),
-            reward_parts=parts,
             fields=fields,
         )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mcore_rl.algorithms.advantages import ADVANTAGES
+from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.inputs import needs_of
+from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.metrics import Report
@@ -23,6 +27,7 @@ class SyncTrainer:
     turns: Turns  # of actor, reference and servers on their devices
     rollout: RolloutPool
     checkpointer: Checkpointer
+    coefficients: Coefficients  # of KL and entropy, at each step
 
     def train(self, prompts: Iterator[Batch], report: Report) -> None:
         """Run the steps up to trainer.num_steps, from 1 or from where the checkpointer goes on.
@@ -31,29 +36,48 @@ class SyncTrainer:
             RunStopped: a signal has asked for it; the last step is saved.
             PolicyMismatchError: samples came from other weights, or log-probs differ by more than
                 trainer.max_logprob_gap or mean_logprob_gap.
+            ConfigError: no response of a step got a reward.
         """
         config, algorithm = self.config, self.config.algorithm
         temperature = config.rollout.temperature
         for step in range(self.checkpointer.next_step, config.trainer.num_steps + 1):
             clock, seed = Stopwatch(), [config.seed, step]
             with clock("generate"):
-                batch = self.rollout.generate(next(prompts), n=algorithm.group_size)
+                asked = next(prompts)
+                batch = self.rollout.generate(asked, n=algorithm.group_size)
+                if "baseline_rewards" in needs_of(ADVANTAGES[algorithm.advantage]):
+                    greedy = self.rollout.generate(asked, n=1, is_greedy=True)
+                    batch = steps.with_baseline_rewards(batch, greedy)
             steps.check_versions(batch, step - 1)
-            metrics, num_tokens = steps.describe(batch), int(batch.num_tokens.sum())
+            num_tokens = int(batch.num_tokens.sum())
+            batch, metrics = steps.judged(batch, config.reward.on_error)
+            metrics |= steps.describe(batch)
             with clock("log_probs"):
                 self.turns.stop_serving()
                 if algorithm.kl_coef:
                     batch = self.turns.with_reference_log_probs(batch, temperature)
                 self.turns.begin_training()
-                batch = self.turns.actor.compute_log_probs(batch, temperature=temperature)
-            metrics |= steps.checked_gaps(batch, config.trainer, step)
+                batch = steps.with_log_probs(batch, self.turns.actor, algorithm, temperature)
+            metrics |= steps.checked_mismatch(batch, config, step)
             with clock("update"):
                 if config.reward.shuffle:
                     batch = steps.shuffled_rewards(batch, seed)
-                batch = steps.with_advantages(batch, algorithm)
-                metrics |= steps.update(
-                    self.turns.actor, batch, algorithm, temperature=temperature, seed=seed
-                )
+                now, followed = self.coefficients.of_step(batch)
+                batch = with_token_rewards(batch, now)
+                if self.turns.critic is None:
+                    batch = steps.with_advantages(batch, now)
+                else:
+                    with self.turns.critic_on_device() as critic:
+                        batch = steps.with_values(batch, critic)
+                        batch = steps.with_advantages(batch, now)
+                        metrics |= steps.update_critic(critic, batch, config, seed=seed)
+                batch = steps.without_uniform_groups(batch, now)
+                batch, left_out = steps.with_correction(batch, now)
+                metrics |= followed | left_out
+                if step > config.critic.warmup_steps:
+                    metrics |= steps.update(
+                        self.turns.actor, batch, now, temperature=temperature, seed=seed
+                    )
             if self.checkpointer.is_due(step):
                 with clock("save"):
                     self.checkpointer.save(step)

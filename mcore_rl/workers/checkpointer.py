@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mcore_rl.checkpoint.run_checkpoints import (
     ACTOR,
+    CRITIC,
     MADE_IN,
     RunCheckpoint,
     RunCheckpoints,
@@ -20,6 +21,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
 )
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.workers.turns import OneModel, Turns
 
@@ -78,10 +80,13 @@ class Checkpointer:
         self.next_step = 1
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """The actor, the servers and all parts are as they were after the step of a checkpoint."""
+        """Models, servers and all parts are as they were after the step of a checkpoint."""
         self._turns.stop_serving()
         self._turns.begin_training()
-        self._turns.actor.load_checkpoint(str(checkpoint.actor))
+        self._turns.actor.load_checkpoint(str(checkpoint.path / ACTOR))
+        if self._turns.critic is not None:
+            with self._turns.critic_on_device() as critic:
+                critic.load_checkpoint(str(checkpoint.path / CRITIC))
         self._turns.serve(version=checkpoint.state["weight_version"])
         for name, part in self._parts.items():
             part.load_state_dict(checkpoint.state["parts"][name])
@@ -118,7 +123,7 @@ class Checkpointer:
             self._state = self._state_of(step, metrics)
         if self._saving is not None:
             is_last = step == self._config.trainer.num_steps
-            if is_last or is_asked or all(self._turns.actor.is_saved()):
+            if is_last or is_asked or all(all(group.is_saved()) for group in self._trained):
                 self._finish()
         if is_asked:
             self._raise_stopped(step)
@@ -138,17 +143,32 @@ class Checkpointer:
         """Copied to the host when this returns and, unless checkpoint.async_save, written."""
         self._finish()
         try:
-            path = self._written.begin(step) / ACTOR
+            path = self._written.begin(step)
         except OSError as error:
             self._warn(step, str(error))
             return
         in_background = self._config.checkpoint.async_save
-        reasons = self._turns.actor.save_checkpoint(str(path), in_background=in_background)
-        if reasons[0]:
-            self._warn(step, reasons[0])
+        save = self._turns.actor.save_checkpoint
+        reason = save(str(path / ACTOR), in_background=in_background)[0]
+        if self._turns.critic is not None and not reason:
+            with self._turns.critic_on_device() as critic:
+                save = critic.save_checkpoint
+                reason = save(str(path / CRITIC), in_background=in_background)[0]
+        if reason:
+            self._end_saves()
+            self._warn(step, reason)
             self._written.discard(step)
         else:
             self._saving = step
+
+    @property
+    def _trained(self) -> list[Group]:
+        critic = self._turns.critic
+        return [self._turns.actor] + ([critic] if critic is not None else [])
+
+    def _end_saves(self) -> str:
+        """Wait for what is being written in the background; returns why it could not be, or ""."""
+        return next(filter(None, [group.finish_save()[0] for group in self._trained]), "")
 
     def _state_of(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {
@@ -180,7 +200,7 @@ class Checkpointer:
         if self._saving is None:
             return
         step, self._saving = self._saving, None
-        reason = self._turns.actor.finish_save()[0]
+        reason = self._end_saves()
         try:
             if reason:
                 raise OSError(reason)

@@ -9,19 +9,28 @@ import torch
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
-from mcore_rl.algorithms.inputs import LossInputs, LossResult, check_needs, needs_of
+from mcore_rl.algorithms.correction import check_rules
+from mcore_rl.algorithms.inputs import (
+    LOSS_WEIGHTS,
+    Losses,
+    LossInputs,
+    Metric,
+    check_needs,
+    needs_of,
+)
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
-from mcore_rl.algorithms.losses import LOSSES
+from mcore_rl.algorithms.losses import LOSSES, MAX_LOG_RATIO
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss that algorithm.loss names, plus kl_coef times the KL to the reference model.
+    """The loss that algorithm.loss names, and those of KL, entropy and cross entropy.
 
-    Minus entropy_coef times the entropy. It travels to the ranks as its settings: each rank finds
-    the functions by their names or import paths.
+    Each has a column of weights, its coefficient in them; what a batch has no column for is not
+    computed. It travels to the ranks as its settings: each rank finds the functions by their names
+    or import paths.
     """
 
     config: AlgorithmConfig
@@ -29,28 +38,48 @@ class PolicyLoss:
     @property
     def needs(self) -> frozenset[str]:
         """Inputs that not every run has: see registry.needs."""
-        found = set(needs_of(LOSSES[self.config.loss]))
-        if self.config.kl_coef:
+        config = self.config
+        found = set(needs_of(LOSSES[config.loss]))
+        if config.kl_coef and config.kl_in == "loss":
             found.add("reference_log_probs")
-        if self.config.entropy_coef:
+        if config.entropy_coef or config.entropy_target is not None:
             found.add("entropy")
         return frozenset(found)
 
-    def __call__(self, inputs: LossInputs) -> LossResult:
-        config = self.config
+    def __call__(self, inputs: LossInputs) -> Losses:
+        columns = inputs.columns
         loss, metrics = self._policy_loss(inputs)
-        if config.kl_coef:
-            estimator = KL_ESTIMATORS.bound(config.kl_estimator, config.kl_estimator_settings)
-            kl = estimator(inputs.log_probs, inputs.reference_log_probs)
-            _check(kl, "the KL", inputs, f"{KL_ESTIMATORS.setting}={config.kl_estimator!r}")
-            metrics["reference_kl"] = kl.detach()
-            loss = loss + config.kl_coef * kl
-        if config.entropy_coef:
-            metrics["entropy"] = inputs.entropy.detach()
-            loss = loss - config.entropy_coef * inputs.entropy
-        return loss, metrics
+        if "correction_weights" in columns:
+            loss = loss * columns["correction_weights"]
+        losses = {LOSS_WEIGHTS: loss}
+        if "kl_weights" in columns:
+            losses["kl_weights"] = kl = self._reference_kl(inputs)
+            metrics["reference_kl"] = "kl_weights", kl
+        if "entropy_weights" in columns:
+            losses["entropy_weights"] = -inputs.entropy
+            metrics["entropy"] = "entropy_weights", inputs.entropy
+        if "cross_entropy_weights" in columns:
+            losses["cross_entropy_weights"] = -inputs.log_probs
+            metrics["cross_entropy"] = "cross_entropy_weights", -inputs.log_probs
+        return losses, metrics
 
-    def _policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _reference_kl(self, inputs: LossInputs) -> torch.Tensor:
+        """[tokens]; with correction.unbiased_kl times the ratio of the policy and the server's.
+
+        DeepSeek-V3.2 (arXiv:2512.02556, equation 7), where the estimator is k3: k3's gradient is
+        that of KL(policy || reference) again, whatever policy generated. Log ratios are clamped to
+        +-20.
+        """
+        name = self.config.kl_estimator
+        estimator = KL_ESTIMATORS.bound(name, self.config.kl_estimator_settings)
+        kl = estimator(inputs.log_probs, inputs.reference_log_probs)
+        _check(kl, "the KL", inputs, f"{KL_ESTIMATORS.setting}={name!r}")
+        if self.config.correction.unbiased_kl:
+            log_ratio = inputs.log_probs - inputs.rollout_log_probs
+            kl = kl * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return kl
+
+    def _policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Metric]]:
         name = self.config.loss
         found = LOSSES.bound(name, self.config.loss_settings)(inputs)
         what = f"{LOSSES.setting}={name!r}"
@@ -58,20 +87,21 @@ class PolicyLoss:
             raise ConfigError(
                 f"{what} returned {type(found).__name__}; allowed: a loss and a dict of metrics"
             )
-        loss, metrics = found
-        _check(loss, "the loss", inputs, what)
+        metrics = found[1]
+        loss = _check(found[0], "the loss", inputs, what)
         for key, value in metrics.items():
             _check(value, key, inputs, what)
         return loss, dict(metrics)
 
 
-def _check(value: object, called: str, inputs: LossInputs, what: str) -> None:
+def _check(value: object, called: str, inputs: LossInputs, what: str) -> torch.Tensor:
     shape = inputs.sequence_ids.shape
     if not isinstance(value, torch.Tensor) or value.shape != shape:
         found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise ConfigError(
             f"{what} returned {found} for {called}; allowed: a tensor of [tokens], here {[*shape]}"
         )
+    return value
 
 
 def check_functions(config: AlgorithmConfig) -> None:
@@ -85,7 +115,15 @@ def check_functions(config: AlgorithmConfig) -> None:
     ADVANTAGES.bound(config.advantage, config.advantage_settings)
     AGGREGATIONS.bound(config.loss_aggregation, config.loss_aggregation_settings)
     KL_ESTIMATORS.bound(config.kl_estimator, config.kl_estimator_settings)
-    given = {"entropy", "reference_log_probs"} if config.kl_coef else {"entropy"}
-    check_needs(PolicyLoss(config).needs, given, f"{LOSSES.setting}={config.loss!r}")
+    check_rules(config.correction)
+    if config.loss == "decoupled_ppo" and config.correction.level != "off":
+        raise ConfigError(
+            "algorithm.loss='decoupled_ppo' has importance weights of its own; allowed: "
+            "algorithm.correction.level='off'"
+        )
+    given = {"reference_log_probs"} if config.kl_coef else set()
+    needed = PolicyLoss(config).needs
+    check_needs(needed, given | {"entropy"}, f"{LOSSES.setting}={config.loss!r}")
     needed = needs_of(ADVANTAGES[config.advantage])
-    check_needs(needed, given - {"entropy"}, f"{ADVANTAGES.setting}={config.advantage!r}")
+    given |= {"values", "baseline_rewards"}  # what is needed, a run makes
+    check_needs(needed, given, f"{ADVANTAGES.setting}={config.advantage!r}")

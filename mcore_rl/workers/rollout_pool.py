@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ class RolloutPool:
     config: RolloutConfig
     seed: int
 
-    def generate(self, prompts: Batch, n: int) -> Batch:
+    def generate(self, prompts: Batch, n: int, *, is_greedy: bool = False) -> Batch:
         """`n` samples per prompt; the prompts of one call are spread over the servers.
 
         A response depends on the run's seed, its group id, its number in the group, `n` and the
@@ -28,12 +29,24 @@ class RolloutPool:
         """
         sampling = SamplingParams(
             n=n,
-            temperature=self.config.temperature,
+            temperature=0.0 if is_greedy else self.config.temperature,
             top_p=self.config.top_p,
             max_tokens=self.config.max_response_tokens,
             seed=first_seed(self.seed),  # agent loops count from here by the group id
         )
-        return Batch.concat([samples for (samples,) in self.servers.generate(prompts, sampling)])
+        found = [samples for (samples,) in self.servers.generate(prompts, sampling)]
+        return Batch.concat(_with_all_parts(found))
+
+
+def _with_all_parts(batches: Sequence[Batch]) -> list[Batch]:
+    """A server on which no response got a reward does not know the parts of rewards."""
+    parts = {name for batch in batches for name in batch.columns if name.startswith("reward/")}
+    return [
+        batch.with_columns(
+            **{n: np.full(len(batch), np.nan, np.float32) for n in parts if n not in batch}
+        )
+        for batch in batches
+    ]
 
 
 def first_seed(run_seed: int) -> int:

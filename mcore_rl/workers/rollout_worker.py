@@ -15,7 +15,7 @@ from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.rewards.base import Judge
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
@@ -45,7 +45,7 @@ class RolloutWorker:
         self._spec = spec
         if spec.gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[int(os.environ["RANK"])]
-        rank, count = int(os.environ["RANK"]), spec.rollout.nodes_per_server
+        rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
         self._nodes: ServerNodes | None = None
         if count > 1:
             num_ranks = spec.rollout.num_servers * count
@@ -66,9 +66,8 @@ class RolloutWorker:
         if self._nodes is not None and not self._nodes.is_first:
             self._headless = HeadlessWorkers(server)
         tokenizer = load_tokenizer(spec.model_path)
-        self._agent = SingleTurnLoop(
-            self._server, tokenizer, Judge(spec.reward.name, spec.reward.settings)
-        )
+        self._judge = Judge(spec.reward)
+        self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, daemon=True).start()
 
@@ -152,4 +151,5 @@ class RolloutWorker:
     def shut_down(self) -> None:
         if self._headless:
             self._headless.close()
+        self._wait(self._judge.close())
         self._wait(self._server.close())

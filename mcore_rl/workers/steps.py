@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.algorithms.advantages import token_advantages, uniform_groups
-from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
+from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
+from mcore_rl.algorithms.correction import corrected, mismatch
+from mcore_rl.algorithms.inputs import WEIGHTS
+from mcore_rl.algorithms.losses import LOSSES
+from mcore_rl.algorithms.prepared import MiniBatchInputs, is_prepared, prepared_columns
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.metrics import merge
 
 
@@ -32,6 +37,42 @@ def check_versions(batch: Batch, expected: int) -> None:
         )
 
 
+def with_baseline_rewards(batch: Batch, greedy: Batch) -> Batch:
+    """Adds baseline_rewards: of the one greedy response to the same prompt, by its group id.
+
+    Without the samples of prompts whose greedy response got no reward.
+    """
+    pairs = zip(greedy.array("group_ids"), greedy.array("rewards"), strict=True)
+    rewards = {group: reward for group, reward in pairs if not np.isnan(reward)}
+    groups = batch.array("group_ids")
+    rows = [row for row, group in enumerate(groups) if group in rewards]
+    found = np.array([rewards[groups[row]] for row in rows], np.float32)
+    return batch.take(rows).with_columns(baseline_rewards=found)
+
+
+def judged(batch: Batch, on_error: str) -> tuple[Batch, dict[str, float]]:
+    """The batch, with reward.on_error=drop without the samples that got no reward; and metrics.
+
+    Groups may then differ in size, and a group may be gone.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    if on_error == "stop":  # the servers have raised
+        return batch, {}
+    errors = batch.array("reward_errors")
+    left = np.flatnonzero(errors == "").tolist()
+    metrics = {"reward_errors": 1 - len(left) / len(batch)}
+    if on_error != "drop":
+        return batch, metrics
+    if not left:
+        raise ConfigError(
+            f"reward.on_error='drop': none of the {len(batch)} responses of a step got a reward; "
+            f"the first: {errors[0]}"
+        )
+    return batch.take(left), metrics | {"dropped": float(len(batch) - len(left))}
+
+
 def with_reference_log_probs(
     batch: Batch, score: Callable[..., Batch], temperature: float
 ) -> Batch:
@@ -41,6 +82,16 @@ def with_reference_log_probs(
     return batch.with_columns(reference_log_probs=scored["log_probs"])
 
 
+def with_log_probs(
+    batch: Batch, actor: WorkerGroup, algorithm: AlgorithmConfig, temperature: float
+) -> Batch:
+    """Adds log_probs of the actor or, if so configured, those of the servers in their place."""
+    if algorithm.correction.use_rollout_log_probs:
+        return batch.with_columns(log_probs=batch.jagged("rollout_log_probs"))
+    scored: Batch = actor.compute_log_probs(batch, temperature=temperature)
+    return scored
+
+
 def logprob_gaps(batch: Batch) -> dict[str, float]:
     """Absolute difference, in nats, of trainer and rollout log-probs at chosen tokens."""
     trainer, rollout = batch.jagged("log_probs").values, batch.jagged("rollout_log_probs").values
@@ -48,8 +99,18 @@ def logprob_gaps(batch: Batch) -> dict[str, float]:
     return {"max_logprob_gap": float(gaps.max()), "mean_logprob_gap": float(gaps.mean())}
 
 
+def checked_mismatch(batch: Batch, config: RLConfig, step: int) -> dict[str, float]:
+    """Metrics of how far trainer and servers are apart, with the gaps checked.
+
+    None where the servers' log-probs stand for the trainer's.
+    """
+    if config.algorithm.correction.use_rollout_log_probs:
+        return {}
+    return checked_gaps(batch, config.trainer, step) | mismatch(batch)
+
+
 def checked_gaps(batch: Batch, bounds: TrainerConfig, step: int) -> dict[str, float]:
-    """The same, checked against trainer.max_logprob_gap and mean_logprob_gap.
+    """logprob_gaps, checked against trainer.max_logprob_gap and mean_logprob_gap.
 
     Raises:
         PolicyMismatchError: one is beyond its bound.
@@ -72,13 +133,17 @@ def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Adds the column advantages; drops uniform groups if so configured."""
+    """Adds the columns advantages and, for a value model, returns."""
     found = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
-    batch = batch.with_columns(advantages=found)
-    if algorithm.drop_uniform_groups:
-        uniform = uniform_groups(batch.array("rewards"), batch.array("group_ids"))
-        batch = batch.take(np.flatnonzero(~uniform).tolist())
-    return batch
+    return batch.with_columns(**found)
+
+
+def without_uniform_groups(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """With algorithm.drop_uniform_groups only the groups whose rewards are not all the same."""
+    if not algorithm.drop_uniform_groups:
+        return batch
+    uniform = uniform_groups(batch.array("rewards"), batch.array("group_ids"))
+    return batch.take(np.flatnonzero(~uniform).tolist())
 
 
 def mini_batches(batch: Batch, num: int, seed: Sequence[int]) -> list[Batch]:
@@ -91,14 +156,73 @@ def mini_batches(batch: Batch, num: int, seed: Sequence[int]) -> list[Batch]:
     ]
 
 
+def with_correction(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
+    """Adds what algorithm.correction and top_entropy_share leave to train on, and its metrics."""
+    batch, metrics = corrected(batch, algorithm.correction)
+    if algorithm.top_entropy_share < 1:
+        entropy, mask = batch.jagged("entropy"), batch.jagged("response_mask")
+        highest = top_entropy_mask(entropy, mask, algorithm.top_entropy_share)
+        batch = batch.with_columns(top_entropy_mask=highest)
+    return batch, metrics
+
+
 def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Adds the column loss_weights, of a whole mini-batch."""
-    weights = loss_weights(
-        batch.jagged("response_mask"),
-        algorithm.loss_aggregation,
-        algorithm.loss_aggregation_settings,
+    """Adds the weights of each loss, of a whole mini-batch.
+
+    algorithm.loss_aggregation normalises each over its own tokens; then comes its coefficient.
+    loss_weights: over policy_mask or, without one, response_mask; 0 where correction_weights or
+    top_entropy_mask are. kl_weights and entropy_weights: over response_mask. cross_entropy_weights:
+    over cross_entropy_mask or, without one, where response_mask is 0. A loss without a coefficient
+    has no column; one without a token has zeros.
+    """
+    response_mask = batch.jagged("response_mask")
+    policy_mask = batch.jagged("policy_mask") if "policy_mask" in batch else response_mask
+    policy = _weights(policy_mask, 1.0, algorithm)
+    for name in ("correction_weights", "top_entropy_mask"):
+        if name in batch:
+            policy = policy.with_values(np.where(batch.jagged(name).values, policy.values, 0))
+    columns = {"loss_weights": policy}
+    if algorithm.kl_coef and algorithm.kl_in == "loss":
+        columns["kl_weights"] = _weights(response_mask, algorithm.kl_coef, algorithm)
+    if algorithm.entropy_coef:
+        columns["entropy_weights"] = _weights(response_mask, algorithm.entropy_coef, algorithm)
+    if algorithm.cross_entropy_coef:
+        mask = response_mask.with_values(response_mask.values == 0)
+        if "cross_entropy_mask" in batch:
+            mask = batch.jagged("cross_entropy_mask")
+        coef = algorithm.cross_entropy_coef
+        columns["cross_entropy_weights"] = _weights(mask, coef, algorithm)
+    return batch.with_columns(**columns)
+
+
+def _weights(mask: Jagged, coef: float, algorithm: AlgorithmConfig) -> Jagged:
+    if not mask.values.any():
+        return mask.with_values(np.zeros(len(mask.values), np.float32))
+    mode, settings = algorithm.loss_aggregation, algorithm.loss_aggregation_settings
+    weights = loss_weights(mask, mode, settings)
+    return weights.with_values(weights.values * np.float32(coef))
+
+
+def _has_weights(batch: Batch) -> bool:
+    names = [n for n in batch.columns if n.endswith(WEIGHTS) and n != "correction_weights"]
+    return any(batch.jagged(name).values.any() for name in names)
+
+
+def with_prepared_columns(
+    batch: Batch, scored: Batch, algorithm: AlgorithmConfig, seed: Sequence[int]
+) -> Batch:
+    """Adds what the loss reads of a whole mini-batch.
+
+    `scored` has the columns log_probs and entropy of the policy as it is before the update.
+    """
+    current = batch.with_columns(current_log_probs=scored["log_probs"], entropy=scored["entropy"])
+    columns = prepared_columns(
+        LOSSES[algorithm.loss],
+        LOSSES.settings(algorithm.loss, algorithm.loss_settings),
+        MiniBatchInputs(current, seed),
+        f"{LOSSES.setting}={algorithm.loss!r}",
     )
-    return batch.with_columns(loss_weights=weights)
+    return current.with_columns(**columns)
 
 
 def update(
@@ -109,13 +233,42 @@ def update(
     temperature: float,
     seed: Sequence[int],
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch; none if no group is left."""
-    found = [
+    """One optimizer step per mini-batch with a token to train on; none if no group is left.
+
+    For a loss that is prepared (algorithms/inputs.py), the columns that it reads are made of each
+    mini-batch and the policy as it is then.
+    """
+    found = []
+    for index, part in enumerate(mini_batches(batch, algorithm.num_mini_batches, seed)):
+        part = with_loss_weights(part, algorithm)
+        if not _has_weights(part):
+            continue
+        if is_prepared(LOSSES[algorithm.loss]):
+            # Before the first one it is still the policy that has scored the batch.
+            is_scored = not index and not algorithm.correction.use_rollout_log_probs
+            scored = part if is_scored else actor.compute_log_probs(part, temperature=temperature)
+            part = with_prepared_columns(part, scored, algorithm, [*seed, 1 + index])
         # Every data-parallel rank reports what is true of all of them.
-        actor.update(with_loss_weights(part, algorithm), temperature=temperature)[0]
-        for part in mini_batches(batch, algorithm.num_mini_batches, seed)
-    ]
+        found.append(actor.update(part, temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
+
+
+def with_values(batch: Batch, critic: WorkerGroup) -> Batch:
+    """Adds values, of the critic before its update."""
+    scored = critic.compute_values(batch.select("prompt_ids", "response_ids"))
+    return batch.with_columns(values=scored["values"])
+
+
+def update_critic(
+    critic: WorkerGroup, batch: Batch, config: RLConfig, *, seed: Sequence[int]
+) -> dict[str, float]:
+    """One optimizer step per mini-batch, towards the column returns."""
+    columns = "prompt_ids", "response_ids", "response_mask", "group_ids", "values", "returns"
+    found = []
+    for part in mini_batches(batch.select(*columns), config.algorithm.num_mini_batches, seed):
+        weights = loss_weights(part.jagged("response_mask"), config.critic.loss_aggregation)
+        found.append(critic.update(part.with_columns(loss_weights=weights))[0])
+    return {f"critic/{name}": value for name, value in merge(found).items()}
 
 
 def describe(batch: Batch) -> dict[str, float]:
@@ -129,5 +282,5 @@ def describe(batch: Batch) -> dict[str, float]:
     }
     parts = [name for name in batch.columns if name.startswith("reward/")]
     return {k: float(v) for k, v in metrics.items()} | {
-        name: float(batch.array(name).mean()) for name in parts
+        name: float(np.nanmean(batch.array(name))) for name in parts
     }

@@ -1,7 +1,9 @@
 """Turns of roles that share devices. The order of a step:
 
     generate -> servers sleep -> (reference on device -> its log-probs -> off)
-             -> actor on device -> log-probs, update -> gradients and optimizer off
+             -> actor on device -> log-probs
+             -> (actor off -> critic on device -> values, its update -> off -> actor on device)
+             -> update -> gradients and optimizer off
              -> weights awake -> push -> actor off -> KV cache awake
 
 Roles with their own devices stay on them.
@@ -9,6 +11,8 @@ Roles with their own devices stay on them.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from mcore_rl.config.resolve import takes_turns
@@ -22,41 +26,66 @@ from mcore_rl.workers.weight_sync import WeightSync
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`reference` is None if there is none, or if the actor is also the reference."""
+    """`models` are the actor and, if there is one, the reference and the critic.
+
+    A LoRA actor is its own reference.
+    """
 
     placement: PlacementConfig
-    actor: WorkerGroup
-    reference: WorkerGroup | None
+    models: dict[str, WorkerGroup]
     servers: WorkerGroup
     weight_sync: WeightSync
 
+    @property
+    def actor(self) -> WorkerGroup:
+        return self.models["actor"]
+
+    @property
+    def critic(self) -> WorkerGroup | None:
+        return self.models.get("critic")
+
     def stop_serving(self) -> None:
         """Call when the servers have generated all samples of the step."""
-        if servers_sleep(self.placement, self.reference is not None):
+        if servers_sleep(self.placement, self.models):
             self.servers.sleep()
 
     def with_reference_log_probs(self, batch: Batch, temperature: float) -> Batch:
         """Adds reference log-probs, of the reference model or of the actor without adapters."""
-        if self.reference is None:
+        if "reference" not in self.models:
             self.begin_training()
             score = self.actor.compute_reference_log_probs
             return with_reference_log_probs(batch, score, temperature)
-        moves = model_moves(self.placement, "reference", has_reference=True)
-        if moves:
-            self.reference.to("device")
-        batch = with_reference_log_probs(batch, self.reference.compute_log_probs, temperature)
-        if moves:
-            self.reference.to("host")
-        return batch
+        with self._on_device("reference") as reference:
+            return with_reference_log_probs(batch, reference.compute_log_probs, temperature)
 
     def begin_training(self) -> None:
-        if model_moves(self.placement, "actor", self.reference is not None):
+        if model_moves(self.placement, "actor", self.models):
             self.actor.to("device")
+
+    @contextlib.contextmanager
+    def critic_on_device(self) -> Iterator[WorkerGroup]:
+        """Inside, the critic has the devices, of an actor that had them and gets them again."""
+        is_shared = takes_turns(self.placement, "actor", "critic")
+        if is_shared:
+            self.actor.to("host")
+        with self._on_device("critic") as critic:
+            yield critic
+        if is_shared:
+            self.begin_training()
+
+    @contextlib.contextmanager
+    def _on_device(self, role: str) -> Iterator[WorkerGroup]:
+        moves = model_moves(self.placement, role, self.models)
+        if moves:
+            self.models[role].to("device")
+        yield self.models[role]
+        if moves:
+            self.models[role].to("host")
 
     def serve(self, version: int) -> None:
         """Push the updated actor: every server generates with `version` when this returns."""
-        actor_moves = model_moves(self.placement, "actor", self.reference is not None)
-        servers_slept = servers_sleep(self.placement, self.reference is not None)
+        actor_moves = model_moves(self.placement, "actor", self.models)
+        servers_slept = servers_sleep(self.placement, self.models)
         if actor_moves:
             self.actor.to("host", model=False)
         if servers_slept:
@@ -73,6 +102,7 @@ class OneModel:
     """The same for a model that has its devices to itself, without servers."""
 
     actor: Group
+    critic: None = None
 
     def stop_serving(self) -> None: ...
 
@@ -81,12 +111,12 @@ class OneModel:
     def serve(self, version: int) -> None: ...
 
 
-def servers_sleep(placement: PlacementConfig, has_reference: bool) -> bool:
-    mates = ["actor", "reference"] if has_reference else ["actor"]
-    return any(takes_turns(placement, "rollout", mate) for mate in mates)
+def servers_sleep(placement: PlacementConfig, models: Collection[str]) -> bool:
+    """`models` are the roles of the run that have a training engine, here and below."""
+    return any(takes_turns(placement, "rollout", mate) for mate in models)
 
 
-def model_moves(placement: PlacementConfig, role: str, has_reference: bool) -> bool:
-    """Whether a training engine is offloaded for other roles: `role` is actor or reference."""
-    mates = {"actor", "reference", "rollout"} if has_reference else {"actor", "rollout"}
-    return any(takes_turns(placement, role, mate) for mate in mates - {role})
+def model_moves(placement: PlacementConfig, role: str, models: Collection[str]) -> bool:
+    """Whether the training engine of a role is offloaded for other roles."""
+    mates = {*models, "rollout"} - {role}
+    return any(takes_turns(placement, role, mate) for mate in mates)

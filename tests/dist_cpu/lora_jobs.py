@@ -191,10 +191,23 @@ def resume(path: Path, layout: Layout, batch: Batch, folder: Path, dtype: str) -
     return {"steps": taken, "trained": dict(engine.get_per_tensor_param()), "resumed": other}
 
 
-def resumed(path: Path, layout: Layout, batch: Batch, folder: Path, dtype: str) -> Result:
-    """Two steps from a checkpoint."""
-    engine = ranks.started(lora_spec(path, layout, dtype))
+def resumed(
+    path: Path,
+    layout: Layout,
+    batch: Batch,
+    folder: Path,
+    dtype: str,
+    saved_again: Path | None = None,
+) -> Result:
+    """Two steps from a checkpoint; with `saved_again`, which is to be one of it, by a sharded
+    optimizer.
+    """
+    spec = lora_spec(path, layout, dtype)
+    optimizer = replace(spec.engine.optimizer, distributed=saved_again is not None)
+    engine = ranks.started(replace(spec, engine=replace(spec.engine, optimizer=optimizer)))
     engine.load_checkpoint(folder)
+    if saved_again is not None:
+        engine.save_checkpoint(saved_again)
     mine = batch.take(ranks.share_of(engine, batch))
     taken = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
     return {"steps": taken, "trained": dict(engine.get_per_tensor_param())}

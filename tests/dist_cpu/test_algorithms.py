@@ -1,7 +1,10 @@
-"""Functions outside of the package, by import path, against plain torch on whole sequences.
+"""Long because: its models and ranks serve all of them.
+
+GSPO, KL-Cov and GAE against plain torch on whole sequences.
 
 GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
-those of others in a pack. GAE has advantages of tokens, from the values of a value model.
+those of others in a pack. GAE has advantages of tokens, from the values of a value model. KL-Cov
+selects tokens of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -24,17 +27,25 @@ from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.value_engine import ValueEngine
 from mcore_rl.parallel.groups import initialize_groups
 from mcore_rl.workers.policy_loss import PolicyLoss
-from mcore_rl.workers.steps import with_advantages, with_loss_weights
+from mcore_rl.workers.steps import (
+    update,
+    with_advantages,
+    with_loss_weights,
+    with_prepared_columns,
+)
 from tests.nightly import all_but
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GSPO = AlgorithmConfig(
-    loss=f"{EXAMPLES / 'gspo.py'}:gspo",
+    loss="gspo",
     loss_settings={"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
     loss_aggregation="sequence_mean_token_mean",
 )
+KL_COV = AlgorithmConfig(
+    loss="kl_cov", loss_settings={"fraction": 0.3, "kl_coef": 0.5}, num_mini_batches=2
+)
 GAE = AlgorithmConfig(
-    advantage=f"{EXAMPLES / 'gae.py'}:gae", advantage_settings={"gamma": 0.9, "lam": 0.8}
+    advantage="gae", advantage_settings={"gamma": 0.9, "lam": 0.8, "whiten": False}
 )
 ONE_PACK, PACKS, ALONE = 10_000, 132, 16  # budgets in tokens; the last is below most samples
 LAYOUTS = {
@@ -75,6 +86,32 @@ def trained(
     found: ranks.Result = {"metrics": engine._summed(results), "gradients": ranks.gradients(engine)}
     found["steps"] = [engine.train_batch(mine, loss) for _ in range(2)]
     return found | {"trained": dict(engine.get_per_tensor_param())}
+
+
+@ranks.on_ranks()
+def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig) -> ranks.Result:
+    """What an update of two mini-batches gives the model, and its weights before each."""
+    engine, loss = ranks.started(ranks.engine_spec(path, layout)), PolicyLoss(algorithm)
+    found: list[ranks.Result] = []
+
+    class Actor:
+        """A worker group of this rank."""
+
+        def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
+            return engine.infer_batch(batch, temperature=temperature)
+
+        def update(self, batch: Batch, *, temperature: float) -> list[Any]:
+            names = ("group_ids", "log_probs", "current_log_probs", "selected")
+            values = {n: getattr(batch[n], "values", batch[n]) for n in names}
+            tensors = {n: torch.from_numpy(value.copy()) for n, value in values.items()}
+            weights = {n: w.clone() for n, w in engine.get_per_tensor_param()}
+            found.append({"columns": tensors, "weights": weights})
+            return [engine.train_batch(batch, loss, temperature=temperature)]
+
+    actor: Any = Actor()
+    scored = actor.compute_log_probs(batch, temperature=1.0)
+    metrics = update(actor, scored, algorithm, temperature=1.0, seed=[0, 1])
+    return {"mini_batches": found, "metrics": metrics}
 
 
 @ranks.on_ranks()
@@ -135,6 +172,9 @@ class Runs:
     def gspo(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
         return trained(self.path, LAYOUTS[layout], gspo_batch(), GSPO, budget)
 
+    def kl_cov(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
+        return trained(self.path, LAYOUTS[layout], kl_cov_batch(), KL_COV, budget)
+
     def gae(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
         by_rank = values_of(self.value_path, LAYOUTS[layout], rewarded_batch())
         by_row = {row: values for result in by_rank for row, values in result.items()}
@@ -163,6 +203,7 @@ def value_model() -> Any:
 def sampled_batch() -> Batch:
     """Old log-probs near those of the model, some sequences far enough for a clip."""
     batch = tiny_models.make_batch()
+    batch = batch.select(*batch.columns.keys() - {"kl_weights"})
     _, log_probs, _ = tiny_models.reference_scores(tiny_models.build("qwen3"), batch)
     rng, responses = np.random.default_rng(7), batch.jagged("response_ids")
     away = np.repeat(rng.normal(0, 0.2, len(batch)), responses.lengths)
@@ -172,6 +213,17 @@ def sampled_batch() -> Batch:
 
 def gspo_batch() -> Batch:
     return with_loss_weights(sampled_batch(), GSPO)
+
+
+def kl_cov_batch() -> Batch:
+    batch = sampled_batch()
+    _, log_probs, entropy = tiny_models.reference_scores(tiny_models.build("qwen3"), batch)
+    columns = {"log_probs": log_probs, "entropy": entropy}
+    responses = batch.jagged("response_ids")
+    scored = {n: responses.with_values(c.astype(np.float32)) for n, c in columns.items()}
+    return with_prepared_columns(
+        with_loss_weights(batch, KL_COV), batch.with_columns(**scored), KL_COV, [0]
+    )
 
 
 def rewarded_batch() -> Batch:
@@ -231,6 +283,26 @@ def gspo_reference(runs) -> Reference:
     means = {name: float(np.average(values, weights=counts)) for name, values in metrics.items()}
     assert 0.2 < np.mean(clipped) < 0.8  # guards the comparisons: both sides of the clip are there
     return Reference(loss.item(), means, gradients_of(model, runs.folder / "gspo"))
+
+
+@pytest.fixture(scope="module")
+def kl_cov_reference(runs) -> Reference:
+    """All tokens in a row: section 4 of arXiv:2505.22617."""
+    model = tiny_models.build("qwen3")
+    rows = rows_of(model, sampled_batch())
+    new, old, advantages = (
+        torch.cat([row[name][row["mask"]] for row in rows])
+        for name in ("new", "log_probs", "advantages")
+    )
+    covariances = (new - new.mean()) * (advantages - advantages.mean())
+    highest = covariances.detach().sort(descending=True).indices[: int(0.3 * len(new))]
+    selected = torch.zeros(len(new), dtype=torch.float64)
+    selected[highest] = 1
+    ratio = (new - old).exp()
+    loss = (-ratio * advantages + 0.5 * selected * ratio.log().abs()).mean()
+    loss.backward()
+    metrics = {"selected": selected.mean().item(), "ratio": ratio.mean().item()}
+    return Reference(loss.item(), metrics, gradients_of(model, runs.folder / "kl_cov"))
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +366,42 @@ def assert_same_steps(by_rank: list[ranks.Result], one: ranks.Result) -> None:
 @pytest.mark.parametrize(("layout", "budget"), CASES)
 def test_gspo_equals_plain_torch_on_whole_sequences(runs, gspo_reference, layout, budget):
     assert_equals(runs.gspo(layout, budget), gspo_reference)
+
+
+@pytest.mark.parametrize(("layout", "budget"), all_but(
+    [("cp2", PACKS), ("dp2", ALONE)],
+    [(layout, budget) for layout in LAYOUTS for budget in BUDGETS],
+))  # fmt: skip
+def test_kl_cov_equals_plain_torch_on_the_whole_mini_batch(runs, kl_cov_reference, layout, budget):
+    assert_equals(runs.kl_cov(layout, budget), kl_cov_reference)
+
+
+def test_tokens_are_selected_by_the_policy_before_each_mini_batch(runs):
+    batch = sampled_batch()
+    batch = batch.with_columns(group_ids=np.arange(len(batch)) // 2)
+    [found] = updated(runs.path, Layout(), batch, KL_COV)
+    first, second = found["mini_batches"]
+    assert found["metrics"]["actor/loss"] != 0
+    assert torch.equal(first["columns"]["current_log_probs"], first["columns"]["log_probs"])
+    for part in (first, second):
+        columns, model = part["columns"], tiny_models.build("qwen3")
+        model.load_state_dict(part["weights"], strict=False)
+        rows = [batch.array("group_ids").tolist().index(g) for g in columns["group_ids"].tolist()]
+        rows = [row + rows[:place].count(row) for place, row in enumerate(rows)]
+        mini_batch = batch.take(rows)
+        log_probs = tiny_models.reference_scores(model, mini_batch)[1]
+        np.testing.assert_allclose(columns["current_log_probs"], log_probs, atol=1e-5)
+        trained = mini_batch.jagged("response_mask").values != 0
+        advantages = mini_batch.jagged("advantages").values.astype(np.float64)
+        covariances = (log_probs - log_probs[trained].mean()) * (
+            advantages - advantages[trained].mean()
+        )
+        highest = np.sort(covariances[trained])[::-1][: int(0.3 * trained.sum())]
+        np.testing.assert_array_equal(
+            columns["selected"] != 0, trained & (covariances >= highest[-1])
+        )
+    moved = second["columns"]["current_log_probs"] - second["columns"]["log_probs"]
+    assert moved.abs().max() > 1e-3  # the first mini-batch has changed the policy
 
 
 @pytest.mark.parametrize("layout", PARALLEL)

@@ -89,9 +89,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for dtype, name in (("float32", "tp2etp2"), ("bfloat16", "tp2ep2")):
         add(f"resume {dtype}", resume, "qwen3_moe", moe[name], batch, written[dtype], dtype)
     add("resumed", resumed, "qwen3_moe", moe["one"], batch, written["float32"], "float32")
+    replicated, sharded = written["float32"], folder / "sharded"
+    again = moe["one"], batch, sharded, "float32"
+    add("sharded", resumed, "qwen3_moe", moe["ep2"], batch, replicated, "float32", sharded)
+    add("resumed sharded", resumed, "qwen3_moe", *again)
     add("refusals", lora_jobs.refusals, "qwen3_moe", moe["one"], written["float32"])
     add("formed", lora_jobs.formed_weights, "qwen3_moe", moe["one"], batch)
-    needs = dict.fromkeys(("resumed", "refusals"), "resume float32")
+    needs = dict.fromkeys(("resumed", "refusals", "sharded"), "resume float32")
+    needs["resumed sharded"] = "sharded"
     return Runs(batch, ranks.Results(jobs, needs), paths)
 
 
@@ -300,10 +305,13 @@ def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, dtype):
             assert torch.equal(result["resumed"]["trained"][name], tensor), name
 
 
-def test_another_layout_resumes_alike(runs):
+@pytest.mark.parametrize("name", ["resumed", "sharded", "resumed sharded"])
+def test_another_layout_and_optimizer_resume_alike(runs, name):
+    """A sharded optimizer goes on from a replicated one, and the other way round."""
     without_stop = runs.results["resume float32"][0]
-    check_steps(runs.results["resumed"][0]["steps"], without_stop["steps"][2:])
-    check_weights(runs.results["resumed"][0]["trained"], without_stop["trained"])
+    for result in runs.results[name]:
+        check_steps(result["steps"], without_stop["steps"][2:])
+    check_weights(runs.results[name][0]["trained"], without_stop["trained"])
 
 
 def test_other_adapters_and_unknown_targets_are_refused(runs):

@@ -120,8 +120,9 @@ def balance_with_an_empty_rank(
 
 def gradients_of(engine: MegatronEngine, batch: Batch, rows: list[int]) -> ranks.Result:
     mine = batch.take(rows)
-    weights = mine.jagged("loss_weights")
-    mine = mine.with_columns(loss_weights=weights.with_values(np.zeros_like(weights.values)))
+    nothing = mine.jagged("loss_weights")
+    nothing = nothing.with_values(np.zeros_like(nothing.values))
+    mine = mine.with_columns(loss_weights=nothing, kl_weights=nothing)
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
     micros = engine._micro_batches(mine, training=True)

@@ -100,7 +100,11 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     path, batch = tiny_models.save(MODEL, folder), tiny_models.make_batch()
     weights = loss_weights(batch.jagged("response_mask"), "sequence_mean_token_sum")
-    batch = batch.with_columns(loss_weights=weights)
+    batch = batch.with_columns(
+        loss_weights=weights,
+        kl_weights=weights.with_values(0.1 * weights.values),
+        entropy_weights=weights.with_values(0.3 * weights.values),
+    )
     jobs: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
     for name, layout in LAYOUTS.items():
         for job in (policy_jobs.update, policy_jobs.gradients):

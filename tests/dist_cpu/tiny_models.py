@@ -62,12 +62,13 @@ def save(name: str, folder: Path, seed: int = 0) -> Path:
 
 
 def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
-    """Samples of uneven length, with all that a policy loss reads."""
+    """Samples of uneven length, with all that a policy loss reads; the KL counts a tenth."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, VOCAB, rng.integers(1, 23)) for _ in range(num_samples)]
     responses = [rng.integers(2, VOCAB, rng.integers(1, 19)) for _ in range(num_samples)]
     lengths = [len(r) for r in responses]
     mask = Jagged.of([rng.integers(0, 2, n) | (np.arange(n) == 0) for n in lengths], np.int8)
+    weights = loss_weights(mask, "token_mean")
     return Batch(
         {
             "prompt_ids": Jagged.of(prompts, np.int64),
@@ -76,7 +77,8 @@ def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
             "log_probs": Jagged.of([rng.normal(-5, 1, n) for n in lengths], np.float32),
             "reference_log_probs": Jagged.of([rng.normal(-5, 1, n) for n in lengths], np.float32),
             "advantages": Jagged.of([np.full(n, rng.normal()) for n in lengths], np.float32),
-            "loss_weights": loss_weights(mask, "token_mean"),
+            "loss_weights": weights,
+            "kl_weights": weights.with_values(0.1 * weights.values),
         }
     )
 

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,16 +40,24 @@ class Job:
     Temporary files go to a folder of the job's own, so that what it leaves can be told from what
     others make at the same time. With `disk`, a size such as "24m", `output` is a file system of
     its own that only the job sees. `output` is elsewhere where several jobs are to have one.
+    `command` is another one that takes settings, and `variables` are of its environment.
     """
 
     def __init__(
-        self, folder: Path, *settings: str, disk: str = "", output: Path | None = None
+        self,
+        folder: Path,
+        *settings: str,
+        disk: str = "",
+        output: Path | None = None,
+        command: Sequence[str | Path] = (),
+        **variables: str,
     ) -> None:
         self.output = output or folder / "out"
         self.temp = Path(tempfile.mkdtemp(prefix="job", dir="/tmp"))  # sockets need short paths
         self._streams = {name: folder / name for name in ("stdout", "stderr")}
         job = [Path(sys.executable).with_name("mcore-rl"), "rl", "recipe=quickstart"]
-        command = [*job, *settings, f"output_dir={self.output}"]
+        command = [*(command or job), *settings, f"output_dir={self.output}"]
+        its = {"TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED}
         if disk:
             self.output.mkdir()
             command = on_small_disk(self.output, disk, command)
@@ -58,7 +66,7 @@ class Job:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED},
+                env=os.environ | its | variables,
                 start_new_session=True,
                 preexec_fn=_heed_interrupts,
                 **streams,

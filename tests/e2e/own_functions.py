@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mcore_rl.algorithms.advantages import grpo
+from mcore_rl.algorithms.group_advantages import grpo
 from mcore_rl.algorithms.inputs import AdvantageInputs, LossInputs
 from mcore_rl.algorithms.losses import ppo_clip
 from mcore_rl.config.schema import GRPOSettings, PPOClipSettings
 from mcore_rl.data.batch import Jagged
+from mcore_rl.data.tasks import last_digit
 from mcore_rl.reshard.executor import Bucket, Exchange
 
 
@@ -37,6 +38,13 @@ def fingerprint(text: str, fields: Mapping[str, Any], finish_reason: str) -> dic
     """The mean of the parts tells which samples a step has; half of all rewards are 1."""
     digest = zlib.crc32(f"{fields['answer']} {text} {finish_reason}".encode())
     return {"reward": float(digest % 2), "fingerprint": digest / 2**32}
+
+
+def problems() -> Iterator[dict[str, Any]]:
+    """A few prompts, as a source of data."""
+    for problem in last_digit.split_problems()[0][:10]:
+        messages = [{"role": "user", "content": last_digit.question(problem)}]
+        yield {"messages": messages, "answer": last_digit.answer(problem)}
 
 
 def first_token(inputs: AdvantageInputs) -> Jagged:

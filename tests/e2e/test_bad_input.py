@@ -34,7 +34,6 @@ DEFAULTS = {
 }
 WARM_START = {"warm_start.num_steps": "1", "warm_start.train_file": "warm_start.parquet"}
 NORM = "model.norm.weight"
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True)
@@ -179,9 +178,13 @@ BAD_SETTINGS = {
         {"algorithm.loss_settings.clip": "0.1"},
         ["algorithm.loss_settings.clip is no setting of", "'ppo_clip'", "clip_ratio_low"],
     ),
-    "advantage that needs a critic": (
-        {"algorithm.advantage": f"{EXAMPLES / 'gae.py'}:gae"},
-        ["gae.py:gae' asks for values, which this run does not have"],
+    "advantage of environments": (
+        {"algorithm.advantage": "gigpo"},
+        ["algorithm.advantage='gigpo' asks for state_ids, which this run does not have"],
+    ),
+    "layout of the critic": (
+        {"algorithm.advantage": "gae", "critic.layout.tp": "3"},
+        ["critic.layout.tp=3"],
     ),
     "aggregation": (
         {"algorithm.loss_aggregation": "sum_of_squares"},

@@ -16,6 +16,7 @@ from mcore_rl.controller.run_scope import run_scope
 from tests.e2e.test_kill import TRAINING, is_training
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_and_data):
     """Of two ranks, the one that does not write among them."""
     settings = (

@@ -26,7 +26,9 @@ DISAGGREGATED = (
 OWN_FUNCTIONS = (
     "algorithm.loss=examples/gspo.py:gspo", "algorithm.loss_settings.clip_ratio_low=0.1",
     "algorithm.advantage=tests.e2e.own_functions:first_token",
-    "reward.name=tests/e2e/own_functions.py:length", "reward.settings.per_character=0.5",
+    "reward.terms.length.name=tests/e2e/own_functions.py:length", "reward.terms.length.weight=2",
+    "reward.terms.length.settings.per_character=0.5", "reward.terms.math.weight=8",
+    "reward.terms.overlong.settings.buffer_tokens=16", "reward.on_error=drop",
 )  # fmt: skip
 
 
@@ -55,8 +57,8 @@ def interrupt_an_export(job) -> None:
     (aside / "shard-1").write_bytes(b"half a te")
 
 
-def assert_gone_soon(job) -> None:
-    deadline = time.monotonic() + 30  # a second, on a machine that has nothing else to do
+def assert_gone_soon(job, seconds=30) -> None:
+    deadline = time.monotonic() + seconds  # a second, on a machine that has nothing else to do
     while left := job.left():
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -89,7 +91,8 @@ def assert_logs(job) -> None:
 def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_model_and_data):
     """With servers on devices of their own and a reference model, until a second step.
 
-    Loss, advantage and reward are files and modules of the folder that it is started in.
+    Loss, advantage and reward are files and modules of the folder that it is started in. The
+    reward `math` has processes of its own.
     """
     job = start_job(*own_model_and_data, *DISAGGREGATED, *OWN_FUNCTIONS)
     job.wait_until(lambda: len(steps(job)) >= 2, "the second step")
@@ -103,7 +106,11 @@ def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_mod
     for row in steps(job):
         assert 0 < row["max_logprob_gap"] <= 1e-4
         assert "actor/reference_kl" in row
-        assert row["reward"] == pytest.approx(row["reward/characters"] / 2, rel=1e-5)
+        assert row["reward/length"] == pytest.approx(row["reward/length/characters"] / 2, rel=1e-5)
+        terms = [row[f"reward/{name}"] for name in ("length", "math", "overlong")]
+        total = 2 * terms[0] + 8 * terms[1] + terms[2]
+        assert row["reward"] == pytest.approx(total, rel=1e-4)
+        assert row["reward_errors"] == row["dropped"] == row["reward/math/unchecked"] == 0
         assert row["actor/ratio"] == pytest.approx(1, abs=0.05)
         assert "actor/approx_kl" not in row  # which is of ppo_clip
 

@@ -66,6 +66,49 @@ def shuffled(run, start_job):
     return ended_under_siege(job)
 
 
+# Settings of algorithms on one rank, from the warm start of `run`.
+ALGORITHMS = {
+    "ppo": (
+        "algorithm.advantage=gae", "algorithm.advantage_settings.lam=1.0",
+        "critic.optimizer.lr=1e-3", "algorithm.drop_uniform_groups=false",
+    ),
+    "dr_grpo": (
+        "algorithm.advantage_settings.normalize_by_std=false",
+        "algorithm.loss_aggregation=sequence_sum_fixed_length",
+    ),
+    "rloo": ("algorithm.advantage=rloo",),
+    "reinforce_plus_plus": (
+        "algorithm.advantage=reinforce_plus_plus", "algorithm.drop_uniform_groups=false"
+    ),
+    "remax": ("algorithm.advantage=remax", "algorithm.drop_uniform_groups=false"),
+    "gspo": ("algorithm.loss=gspo", "algorithm.loss_aggregation=sequence_mean_token_mean"),
+    "cispo": ("algorithm.loss=cispo",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ppo", *map(nightly, sorted(ALGORITHMS.keys() - {"ppo"}))])
+def test_an_algorithm_raises_held_out_accuracy_by_twenty_points(name, run, start_job):
+    task = run.output / "task"
+    job = start_job(
+        "task.name=''",
+        f"model.path={run.output / 'warm_start'}",
+        f"data.train_file={task / 'train.parquet'}",
+        f"data.test_file={task / 'test.parquet'}",
+        "warm_start.num_steps=0",
+        "actor.layout.tp=1",
+        "actor.layout.ep=1",
+        *ALGORITHMS[name],
+        "trainer.num_steps=6",
+        f"trainer.eval_samples={TESTS}",
+        "seed=1",
+    )
+    assert job.process.wait() == 0, job.stderr
+    found = summary(job)
+    assert found["accuracy_grpo"] - found["accuracy_warm_start"] >= 0.20
+    for row in rows(job) if name == "ppo" else ():
+        assert row["critic/grad_norm"] > 0 and row["critic/value_error"] > 0
+
+
 def summary(job) -> dict:
     return json.loads((job.output / "summary.json").read_text())
 

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.checkpoint.run_checkpoints import steps_in
-from tests.e2e.test_kill import assert_whole, metrics, steps
+from tests.e2e.test_kill import assert_whole, steps
 
 pytestmark = pytest.mark.job
 
@@ -26,11 +27,22 @@ SETTINGS = (
 )  # fmt: skip
 ONE_RANK = ("actor.layout.tp=1", "actor.layout.ep=1", "warm_start.layout.dp=1")  # else two
 CLOCKS = ("time/", "tokens_per_s", "wall_time_s")
+# A LoRA actor without its adapters is the reference model.
+LORA = ("actor.lora.rank=4", "actor.optimizer.lr=1e-3", "algorithm.kl_coef=0.05")
 NUM_STEPS = 6
 
 
 def settings(num_steps: int, save_every: int) -> tuple[str, ...]:
     return (*SETTINGS, f"trainer.num_steps={num_steps}", f"trainer.save_every={save_every}")
+
+
+@pytest.fixture(scope="module")
+def mixture(own_model_and_data) -> list[str]:
+    """The same with a second source, outside of the package, that a run draws several times."""
+    [train] = [s for s in own_model_and_data if s.startswith("data.train_file=")]
+    files = f"[{train.partition('=')[2]},tests/e2e/own_functions.py:problems]"
+    others = [s for s in own_model_and_data if s != train]
+    return [*others, f"data.train_files={files}", "data.train_weights=[2,1]"]
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +67,21 @@ def kill(job) -> None:
     job.process.wait()
 
 
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def seconds(row: dict[str, float]) -> float:
+    return sum(value for name, value in row.items() if name.startswith("time/"))
+
+
 def assert_the_same_run(found: Path, wanted: Path, num_steps: int) -> None:
     """Samples, metrics, weights and picture; all but clocks."""
 
     def timeless(folder: Path) -> list[dict[str, float]]:
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [{n: v for n, v in row.items() if not n.startswith(CLOCKS)} for row in rows]
+        return [
+            {n: v for n, v in row.items() if not n.startswith(CLOCKS)} for row in rows_of(folder)
+        ]
 
     assert timeless(found) == timeless(wanted)
     trained = [row for row in timeless(found) if "reward" in row]
@@ -77,15 +98,17 @@ def assert_the_same_run(found: Path, wanted: Path, num_steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(start_job, own_model_and_data) -> Path:
-    return ended(start_job(*own_model_and_data, *settings(NUM_STEPS, 0), *ONE_RANK))
+def undisturbed(start_job, mixture) -> Path:
+    return ended(start_job(*mixture, *settings(NUM_STEPS, 0), *ONE_RANK, *LORA))
 
 
 def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
-    disturb, own_model_and_data, undisturbed
+    disturb, mixture, undisturbed
 ):
-    """Saved in the background; by the last checkpoint, and by one that a signal asks for."""
-    asked = (*own_model_and_data, *settings(NUM_STEPS, 3), *ONE_RANK)
+    """With adapters; saved in the background, by the last checkpoint and by one that a signal asks
+    for.
+    """
+    asked = (*mixture, *settings(NUM_STEPS, 3), *ONE_RANK, *LORA)
     asked += ("checkpoint.async_save=true",)
     killed = disturb(*asked)
     checkpoints = killed.output / "checkpoints"
@@ -110,6 +133,7 @@ def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
 
     output = ended(disturb(*asked))
     assert_the_same_run(output, undisturbed, NUM_STEPS)
+    assert all(row["actor/reference_kl"] > 0 for row in rows_of(output)[-NUM_STEPS + 1 :])
     assert not list(output.rglob(".*partial"))
 
     again = disturb(*asked)
@@ -120,20 +144,47 @@ def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
 
 @pytest.mark.nightly
 def test_a_run_that_is_killed_at_each_step_in_turn_trains_every_sample_once(
-    start_job, disturb, own_model_and_data
+    start_job, own_model_and_data, tmp_path
 ):
-    num_steps, moments = 12, random.Random(0)
-    asked = (*own_model_and_data, *settings(num_steps, 1))
-    undisturbed = ended(start_job(*asked))
-    for step in range(num_steps):
-        job = disturb(*asked)
-        if step:
-            job.wait_until(lambda job=job, step=step: len(steps(job)) >= step, f"step {step}")
-        else:
-            job.wait_until(lambda job=job: len(metrics(job)) >= 4, "the end of the warm start")
-        time.sleep(moments.uniform(0, 2))
+    """With a reference model. It is asked for 6 steps, then for 12, of which the last three and the
+    end are in another folder; and the last step once more, in another layout.
+    """
+    num_steps, moments, places = 12, random.Random(0), [tmp_path / name for name in "abc"]
+    asked = (
+        *own_model_and_data, *SETTINGS, *ONE_RANK, "actor.optimizer.schedule=constant",
+        "algorithm.kl_coef=0.05", "trainer.save_every=1", "checkpoint.keep=2",
+    )  # fmt: skip
+
+    def start(*settings: str, place: Path, num_steps: int = num_steps):
+        return start_job(*asked, f"trainer.num_steps={num_steps}", *settings, output=place)
+
+    undisturbed = ended(start(place=tmp_path / "undisturbed"))
+    step_s = statistics.median(seconds(row) for row in rows_of(undisturbed) if "reward" in row)
+    exact = 0
+    for step in range(1, num_steps + 1):
+        place, resume = places[step > 9], "auto"
+        if step == 10:
+            [*_, newest] = steps_in(places[0] / "checkpoints")
+            resume = f"{places[0]}/checkpoints/step_{newest:06d}"
+        job = start(f"resume={resume}", place=place, num_steps=6 if step <= 6 else num_steps)
+        job.wait_until(lambda job=job, step=step: len(steps(job)) >= step, f"step {step}")
+        time.sleep(moments.uniform(0, 0.7 * step_s))
         kill(job)
-    assert_the_same_run(ended(disturb(*asked)), undisturbed, num_steps)
+        exact += len(steps(job)) == step
+        if step == 6:
+            ended(start("resume=auto", place=place, num_steps=6))
+    assert exact > num_steps / 2  # others were fast, and killed a step later
+    found = ended(start("resume=auto", place=places[1]))
+    assert_the_same_run(found, undisturbed, num_steps)
+    assert all(row["actor/reference_kl"] > 0 for row in rows_of(found)[-num_steps + 1 :])
+
+    last = found / f"checkpoints/step_{num_steps - 1:06d}"
+    layout = ("actor.layout.tp=2", "actor.layout.ep=2", f"resume={last}")
+    rows = [rows_of(folder)[-1] for folder in (ended(start(*layout, place=places[2])), found)]
+    for name in ("step", "reward", "reward/fingerprint", "response_tokens"):
+        assert rows[0][name] == rows[1][name], name
+    for name in ("actor/loss", "actor/grad_norm", "actor/reference_kl"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.nightly

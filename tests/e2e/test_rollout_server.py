@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.sample import Sample
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams, ServerMemory
@@ -282,11 +283,11 @@ def test_a_killed_trainer_leaves_a_server_that_refuses_until_a_whole_update(serv
 
 
 def test_a_loop_gives_samples_of_every_prompt_in_order(server, run):
-    def reward(
-        text: str, fields: dict[str, Any], finish_reason: str, where: str
-    ) -> dict[str, float]:
-        assert "<eos>" not in text
-        return {"reward": float(len(text.split())), "ended": float(finish_reason == "stop")}
+    async def reward(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
+        for sample, text in zip(samples, texts, strict=True):
+            assert "<eos>" not in text
+            sample.reward = float(len(text.split()))
+            sample.reward_parts = {"ended": float(sample.finish_reason == "stop")}
 
     loop = SingleTurnLoop(server, tokenizer(), reward)
     prompts = [Prompt(PROMPT[:n], n, {"n": n}) for n in (4, 9)]

@@ -15,6 +15,7 @@ import pytest
 from mcore_rl.controller import reaper
 from tests.e2e.conftest import ROOT, Job
 from tests.e2e.processes import lives
+from tests.planted import FAULTS, plant
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 
 SETTINGS = (
@@ -22,6 +23,7 @@ SETTINGS = (
     "trainer.num_steps=4", "trainer.eval_samples=8", "trainer.prompts_per_step=8",
     "trainer.save_every=1", "actor.optimizer.warmup_steps=0", "algorithm.num_mini_batches=1",
     "algorithm.drop_uniform_groups=false",
+    f"reward.name={ROOT}/tests/e2e/own_functions.py:fingerprint",  # half of all rewards are 1
 )  # fmt: skip
 LAUNCH = {
     "MCORE_RL_PYTHON": sys.executable,
@@ -34,10 +36,17 @@ A_JOB_S = 300
 class Submitted:
     """run_tiny.sh as a job of the cluster."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, *settings: str, **variables: str) -> None:
+    def __init__(
+        self,
+        slurm: SlurmCluster,
+        folder: Path,
+        *settings: str,
+        num_nodes: int = 2,
+        **variables: str,
+    ) -> None:
         self.slurm, self.output, self._log = slurm, folder / "out", folder / "slurm.out"
         self.number = slurm.submit(
-            f"--output={self._log}", str(ROOT / "launch/run_tiny.sh"),
+            f"--nodes={num_nodes}", f"--output={self._log}", str(ROOT / "launch/run_tiny.sh"),
             f"output_dir={self.output}", *(settings or SETTINGS), **LAUNCH | variables,
         )  # fmt: skip
 
@@ -105,7 +114,9 @@ def undisturbed(start_job: Callable[..., Job]) -> list[dict[str, float]]:
     """The metrics of the same run on one node."""
     job = start_job("rollout.num_servers=2", *SETTINGS)
     assert job.process.wait(A_JOB_S) == 0, job.stderr
-    return timeless(job.output)
+    rows = timeless(job.output)
+    assert all(row["actor/grad_norm"] > 0 for row in rows if "reward" in row)
+    return rows
 
 
 @pytest.mark.nightly
@@ -191,16 +202,45 @@ def test_a_busy_port_ends_the_job_with_the_node_the_port_and_the_remedy(slurm, t
 
 @pytest.mark.nightly
 def test_a_node_that_does_not_come_is_named(slurm, tmp_path):
-    script = tmp_path / "python"
-    script.write_text(
-        f'#!/bin/sh\n[ "$SLURMD_NODENAME" = n1 ] || case "$*" in *" hold "*) sleep 1000;; esac\n'
-        f'exec {sys.executable} "$@"\n'
-    )
-    script.chmod(0o755)
-    job = Submitted(slurm, tmp_path, MCORE_RL_PYTHON=str(script), MCORE_RL_NODES_S="40")
+    python = on_node(tmp_path, "n2", "hold", "sleep 1000")
+    job = Submitted(slurm, tmp_path, MCORE_RL_PYTHON=python, MCORE_RL_NODES_S="40")
     slurm.wait_until(lambda: "did not join" in job.log, "it says so", A_JOB_S)
     slurm.run("scancel", job.number)
     assert re.search(r"node: n2 did not join the Ray of .* in 40 s; alive: n1\.", job.log)
+
+
+def on_node(folder: Path, node: str, command: str, shell: str) -> str:
+    """A Python that on one node, where it is to run a command of node.py, does this before."""
+    script = folder / "python"
+    script.write_text(
+        f'#!/bin/sh\n[ "$SLURMD_NODENAME" = {node} ] && case "$*" in *" {command} "*) {shell};;\n'
+        f'esac\nexec {sys.executable} "$@"\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_node_on_which_ray_has_failed_is_left_out_the_next_time(slurm, tmp_path):
+    """A job of one of the two nodes; what it is told to train is refused where Ray comes up."""
+    python = on_node(tmp_path, "n1", "hold", 'set -- "$@" --interface=ib9')
+    job = Submitted(slurm, tmp_path, "trainer.num_steps=0", num_nodes=1, MCORE_RL_PYTHON=python)
+    found = job.wait("FAILED")
+    assert re.search(r"n1: interface 'ib9' has no IPv4 address; allowed: .*lo", job.log), job.log
+    assert "next time without n1" in job.log
+    assert "attempt 2 on n2" in job.log
+    assert "mcore-rl rl: trainer.num_steps=0" in job.log
+    wanted = {"Restarts": "1", "ExitCode": "2:0", "ExcNodeList": "n1", "BatchHost": "n2"}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_a_node_that_is_not_fit_ends_the_job_before_ray_and_tells_what_to_do(slurm, tmp_path):
+    planted = plant(tmp_path, FAULTS["version"].world)
+    job = Submitted(slurm, tmp_path, MCORE_RL_DOCTOR="1", **planted)
+    slurm.wait_until(lambda: "ended twice" in job.log, "it gives up", A_JOB_S)
+    assert job.wait("FAILED")["Restarts"] == "1"
+    assert re.search(r"n2.*ray.*2\.59\.0.*make the nodes alike", job.log), job.log
+    assert job.log.count("the nodes are not fit for a run") == 2
+    assert "start Ray" not in job.log and not (job.output / "config.json").exists()
 
 
 def test_a_wrong_path_is_told_at_once(slurm, tmp_path):

@@ -316,6 +316,7 @@ def test_the_command_passes_a_good_model(verify, tmp_path):
         assert "first_differing_module" not in pair
 
 
+@pytest.mark.nightly  # CI has its faults in one process, above
 def test_the_command_names_the_module_of_a_fault(verify, tmp_path):
     fault = next(fault for fault in FAULTS if fault.plant is another_rotary_base)
     good = saved(fault.family, tmp_path)

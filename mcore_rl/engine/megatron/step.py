@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 
+from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, stream_name
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
@@ -145,27 +146,29 @@ class TokenCounts:
     """Of all micro-batches of all data- and context-parallel ranks."""
 
     total: int  # of samples, without padding: what Megatron will divide gradients by
-    trained: int  # response tokens with a loss weight: what metrics are means over
+    trained: Mapping[str, int]  # response tokens with a weight, by column: what means are over
 
 
 def count_tokens(micros: list[MicroBatch], device: torch.device) -> TokenCounts:
-    trained = [micro.columns["loss_weights"].count_nonzero() for micro in micros]
+    names = [name for name in micros[0].columns if name.endswith(WEIGHTS)]
     total = torch.tensor(sum(micro.num_tokens for micro in micros), device=device)
-    counts = torch.stack([total, torch.stack(trained).sum()])
+    trained = [torch.stack([m.columns[name].count_nonzero() for m in micros]) for name in names]
+    counts = torch.stack([total, *(found.sum() for found in trained)])
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(counts, group=group)
-    return TokenCounts(*counts.tolist())
+    first, *others = counts.tolist()
+    return TokenCounts(first, dict(zip(names, others, strict=True)))
 
 
 def training(
     head: Head, loss_function: LossFunction, counts: TokenCounts, mtp_loss_coef: float = 0.0
 ) -> Callable[[Any, MicroBatch], LossClosure]:
-    """The sum of loss_weights * loss over the response tokens; parts of the means of its metrics.
+    """The sum of weights * loss over the response tokens and streams; parts of means of metrics.
 
     With multi-token prediction, its loss times `mtp_loss_coef` on top; "loss" is without it.
 
     Weights do not sum to one in every aggregation, so that metrics have a norm of their own: each
-    micro-batch gives the sum over its trained tokens, divided by those of all.
+    micro-batch gives the sum over its tokens with a weight, divided by those of all.
 
     Megatron divides gradients by the number of tokens of all ranks and micro-batches, which is what
     its router losses need. Our weights already contain every mean, so the loss is multiplied by
@@ -194,13 +197,17 @@ def _loss_closure(
     def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
         output, *predictions = output.chunk(1 + len(micro.ahead))
         scores = head(chunk, output, micro)
-        loss, metrics = loss_function(loss_inputs(scores, micro))
-        weights = micro.columns["loss_weights"]
-        total = (loss * weights).sum()
-        result = {
-            name: torch.where(weights != 0, value.detach(), 0).sum() / max(counts.trained, 1)
-            for name, value in metrics.items()
-        }
+        losses, metrics = loss_function(loss_inputs(scores, micro))
+        streams = losses if isinstance(losses, Mapping) else {LOSS_WEIGHTS: losses}
+        sums = {name: (loss * micro.columns[name]).sum() for name, loss in streams.items()}
+        total = torch.stack([*sums.values()]).sum()
+        result = {}
+        for name, metric in metrics.items():
+            column, value = metric if isinstance(metric, tuple) else (LOSS_WEIGHTS, metric)
+            chosen = torch.where(micro.columns[column] != 0, value.detach(), 0)
+            result[name] = chosen.sum() / max(counts.trained[column], 1)
+        if isinstance(losses, Mapping):
+            result |= {stream_name(name): value.detach() for name, value in sums.items()}
         result["loss"] = total.detach()
         if predictions:
             mtp_loss = prediction_loss(head, chunk, predictions, micro)

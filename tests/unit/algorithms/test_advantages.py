@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages import ADVANTAGES, grpo, token_advantages, uniform_groups
+from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages, uniform_groups
+from mcore_rl.algorithms.group_advantages import grpo
 from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import GRPOSettings
+from mcore_rl.config.schema import AlgorithmConfig, GRPOSettings
 from mcore_rl.data.batch import Batch, Jagged
-
-GAE = f"{Path(__file__).parents[3] / 'examples' / 'gae.py'}:gae"
+from mcore_rl.workers.policy_loss import check_functions
 
 
 def advantages_of(
@@ -29,7 +29,6 @@ def test_grpo_matches_a_case_worked_by_hand():
     group_ids = np.array([7, 4, 7, 4, 7, 7])
     expected = [1.5, -(0.5**0.5), -0.5, 0.5**0.5, -0.5, -0.5]
     advantages = advantages_of(rewards, group_ids, normalize_by_std=True)
-    assert advantages.dtype == np.float32
     np.testing.assert_allclose(advantages, expected, rtol=1e-5)
 
 
@@ -76,8 +75,10 @@ def test_uniform_groups_are_those_whose_rewards_are_all_equal():
 
 
 def test_an_unknown_advantage_names_the_setting_and_what_is_allowed():
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage='gae' is unknown; allowed: grpo"):
-        ADVANTAGES["gae"]
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.advantage='gea' is unknown; allowed: gae, gdpo"
+    ):
+        ADVANTAGES["gea"]
 
 
 def answered(lengths: list[int], seed: int = 0) -> Batch:
@@ -99,40 +100,100 @@ def answered(lengths: list[int], seed: int = 0) -> Batch:
 def test_the_advantage_of_a_sample_is_that_of_each_of_its_tokens():
     batch = answered([2, 0, 3])
     wanted = grpo(AdvantageInputs(batch), GRPOSettings())
-    found = token_advantages(batch, "grpo", {})
+    found = token_advantages(batch, "grpo", {})["advantages"]
     assert found.values.dtype == np.float32
-    assert found.values.tolist() == np.repeat(wanted, [2, 0, 3]).tolist()
+    assert found.values.tolist() == np.repeat(wanted.astype(np.float32), [2, 0, 3]).tolist()
+
+
+def columns(masks: list[list[int]], **given: object) -> Batch:
+    """Jagged columns have one number a response token, in order."""
+    mask = Jagged.of(masks, np.int8)
+    jagged = {name: mask.with_values(np.array(rows)) for name, rows in given.items()}
+    return Batch({"response_ids": mask, "response_mask": mask, **jagged})
 
 
 def test_gae_matches_a_case_worked_by_hand():
     """gamma 0.5, lambda 0.5, reward 2; the policy did not choose the third token.
 
     deltas: 0 + 0.5 * 3 - 1 = 0.5; 0 + 0.5 * 2 - 3 = -2; 2 + 0 - 2 = 0.
-    advantages, from the last: 0; -2 + 0.25 * 0 = -2; 0.5 + 0.25 * -2 = 0.
+    advantages, from the last: 0; -2 + 0.25 * 0 = -2; 0.5 + 0.25 * -2 = 0. Plus the values: returns.
     """
-    rows = Jagged.of([[1.0, 3.0, 9.0, 2.0]], np.float32)
-    mask = rows.with_values(np.array([1, 1, 0, 1], np.int8))
-    columns = {"response_ids": rows, "values": rows, "response_mask": mask}
-    batch = Batch({**columns, "rewards": np.array([2.0], np.float32)})
-    found = token_advantages(batch, GAE, {"gamma": 0.5, "lam": 0.5})
-    assert found[0].tolist() == [0.0, -2.0, 0.0, 0.0]
+    batch = columns([[1, 1, 0, 1]], values=[1.0, 3.0, 9.0, 2.0]).with_columns(rewards=np.array([2]))
+    found = token_advantages(batch, "gae", {"gamma": 0.5, "lam": 0.5, "whiten": False})
+    assert found["advantages"][0].tolist() == [0.0, -2.0, 0.0, 0.0]
+    assert found["returns"][0].tolist() == [1.0, 1.0, 0.0, 2.0]
+    assert found["returns"].values.dtype == np.float32
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0)])
-def test_gae_equals_the_sum_of_its_definition_in_plain_torch(gamma, lam):
-    batch = answered([5, 1, 0, 17, 8])
-    found = token_advantages(batch, GAE, {"gamma": gamma, "lam": lam})
-    for row, reward in enumerate(batch.array("rewards")):
-        chosen = torch.from_numpy(batch.jagged("response_mask")[row].copy()) != 0
-        values = torch.from_numpy(batch.jagged("values")[row].copy()).double()[chosen]
-        rewards = torch.zeros(len(values), dtype=torch.float64)
-        rewards[-1:] = float(reward)
-        deltas = rewards + gamma * torch.cat([values[1:], torch.zeros(len(values[:1]))]) - values
-        steps = torch.arange(len(values))
-        powers = torch.triu((gamma * lam) ** (steps[None] - steps[:, None]).clamp(min=0).double())
-        wanted = torch.zeros(len(chosen), dtype=torch.float64)
-        wanted[chosen] = powers @ deltas
-        np.testing.assert_allclose(found[row], wanted.numpy(), rtol=1e-5, atol=1e-6)
+def test_gigpo_compares_turns_of_a_group_that_were_taken_in_one_state():
+    """gamma 0.5, omega 2. Each response has two turns with a token of the environment between.
+
+    Returns of the turns, 1 + 0.5 * 3 = 2.5 and 3; 0 + 0.5 * 1 = 0.5 and 1. Both begin in state 7:
+    2.5 and 0.5 are 1 and -1 off the mean. States 8 and 9 were seen once, and state 8 of the other
+    group is another one. Sums of the rewards, 4 and 1, are 1.5 and -1.5 off the mean.
+    """
+    batch = columns(
+        [[1, 0, 1], [1, 0, 1], [1]],
+        token_rewards=[1.0, 0.0, 3.0, 0.0, 5.0, 1.0, 4.0],
+        state_ids=[7, 0, 8, 7, 0, 9, 8],
+    ).with_columns(group_ids=np.array([3, 3, 4]))
+    settings = {"gamma": 0.5, "step_weight": 2, "normalize_by_std": False}
+    found = token_advantages(batch, "gigpo", settings)["advantages"]
+    assert [row.tolist() for row in found] == [[3.5, 0, 1.5], [-3.5, 0, -1.5], [0]]
+
+
+def test_gpg_makes_up_for_samples_that_teach_nothing():
+    """Two of six are in a group of equal rewards, so alpha is 6 / 4 = 1.5."""
+    rewards, group_ids = np.array([1.0, 0, 0, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1])
+    mask = Jagged.of([[1]] * 6, np.int8)
+    batch = Batch({"response_ids": mask, "rewards": rewards, "group_ids": group_ids})
+    found = token_advantages(batch, "gpg", {})["advantages"]
+    assert found.values.tolist() == [0.75, -0.75, -0.75, 0.75, 0, 0]
+
+
+def test_maxrl_weighs_a_success_by_how_rare_it_is():
+    """One success of four: (1 - 0.25) / 0.25 = 3. No success: 0. A reward below 0 is refused."""
+    rewards, group_ids = np.array([0.0, 0, 1, 0, 0, 0]), np.array([5, 5, 5, 5, 6, 6])
+    mask = Jagged.of([[1]] * 6, np.int8)
+    batch = Batch({"response_ids": mask, "rewards": rewards, "group_ids": group_ids})
+    found = token_advantages(batch, "maxrl", {})["advantages"]
+    assert found.values.tolist() == [-1, -1, 3, -1, 0, 0]
+    with pytest.raises(ConfigError, match=r"advantage='maxrl' was given the reward -1; allowed: 0"):
+        token_advantages(batch.with_columns(rewards=rewards - 1), "maxrl", {})
+
+
+@pytest.mark.parametrize("parts", ["", "accuracy,", "accuracy=x", "a,a", "a=inf", "=1"])
+def test_parts_that_are_no_names_with_weights_are_refused(parts):
+    message = rf"algorithm.advantage_settings.parts={parts!r}; allowed: names, each once, with"
+    with pytest.raises(ConfigError, match=message):
+        ADVANTAGES.bound("gdpo", {"parts": parts})
+
+
+def test_a_part_that_the_reward_does_not_give_is_named():
+    batch = answered([2, 1]).with_columns(**{"reward/format": np.zeros(2)})
+    with pytest.raises(ConfigError, match=r"the part 'speed' of the reward; reward.name gives fo"):
+        token_advantages(batch, "gdpo", {"parts": "format,speed"})
+
+
+def test_the_reward_of_a_response_is_at_its_last_chosen_token():
+    batch = columns([[1, 1, 0], [], [0, 0], [0, 1]]).with_columns(rewards=np.array([5.0, 6, 7, 8]))
+    rows = [row.tolist() for row in AdvantageInputs(batch).token_rewards]
+    assert rows == [[0, 5, 0], [], [0, 0], [0, 8]]
+    assert AdvantageInputs(batch).scores.tolist() == [5, 6, 7, 8]
+
+
+def test_rewards_of_tokens_that_the_policy_did_not_choose_do_not_count():
+    batch = columns([[1, 1, 0], [], [0, 1]], token_rewards=[1.0, 2, 50, 50, 4])
+    assert AdvantageInputs(batch).scores.tolist() == [3, 0, 4]
+
+
+def test_the_example_of_the_page_is_an_advantage(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    code = page.partition("## An advantage\n\n```python\n")[2].partition("```")[0]
+    (tmp_path / "own.py").write_text(code)
+    batch = answered([2, 1, 3]).with_columns(rewards=np.array([3.0, 1, 2]))
+    found = token_advantages(batch, f"{tmp_path / 'own.py'}:above_median", {})["advantages"]
+    assert found.values.tolist() == [1, 1, -1, -1, -1, -1]
 
 
 OWN = """
@@ -158,7 +219,7 @@ def wrong(inputs):
     return {}["length"]
 
 def lacking(inputs):
-    return inputs.token_rewards
+    return inputs.state_ids
 """
 
 
@@ -184,5 +245,20 @@ def test_what_an_advantage_must_not_return_is_told_by_its_name(tmp_path, name, m
 def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN)
-    with pytest.raises(ConfigError, match=r"advantage asks for token_rewards.*reward.name gives"):
+    with pytest.raises(ConfigError, match=r"advantage asks for state_ids, .*no agent loop names"):
         token_advantages(answered([2, 1, 3]), f"{path}:lacking", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking", "why"),
+    [
+        ("gigpo", "state_ids", "no agent loop names the states"),
+        ("optimal_token_baseline", "sum_pi_squared", "its engine does not compute"),
+    ],
+)
+def test_an_advantage_whose_input_a_run_lacks_is_refused_before_it_starts(name, lacking, why):
+    message = (
+        f"algorithm.advantage='{name}' asks for {lacking}, which this run does not have: {why}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_functions(AlgorithmConfig(advantage=name))

@@ -11,6 +11,8 @@ masks = st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=
     lambda rows: any(map(any, rows))
 )
 
+SETTINGS = {"sequence_sum_fixed_length": {"length": 7}}
+
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
@@ -18,11 +20,12 @@ masks = st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=
         ("token_mean", [[0.25, 0.25, 0.25, 0], [0.25], [0, 0]]),
         ("sequence_mean_token_mean", [[1 / 6, 1 / 6, 1 / 6, 0], [1 / 2], [0, 0]]),
         ("sequence_mean_token_sum", [[1 / 2, 1 / 2, 1 / 2, 0], [1 / 2], [0, 0]]),
+        ("sequence_sum_fixed_length", [[1 / 14, 1 / 14, 1 / 14, 0], [1 / 14], [0, 0]]),
     ],
 )
 def test_weights_match_a_case_worked_by_hand(mode, expected):
     mask = Jagged.of([[1, 1, 1, 0], [1], [0, 0]], np.int8)
-    weights = loss_weights(mask, mode)
+    weights = loss_weights(mask, mode, SETTINGS.get(mode))
     assert weights.values.dtype == np.float32
     for row, expected_row in zip(weights, expected, strict=True):
         np.testing.assert_allclose(row, expected_row, rtol=1e-6)
@@ -37,8 +40,9 @@ def test_the_weighted_sum_is_the_aggregated_loss(rows, mode, seed):
         "token_mean": lambda: np.concatenate(trained).mean(),
         "sequence_mean_token_mean": lambda: np.mean([loss.mean() for loss in trained]),
         "sequence_mean_token_sum": lambda: np.mean([loss.sum() for loss in trained]),
+        "sequence_sum_fixed_length": lambda: np.mean([loss.sum() / 7 for loss in trained]),
     }[mode]()
-    weights = loss_weights(mask, mode)
+    weights = loss_weights(mask, mode, SETTINGS.get(mode))
     assert weights.values @ losses.values == pytest.approx(reference, rel=1e-5, abs=1e-5)
     assert not weights.values[mask.values == 0].any()
 
@@ -47,8 +51,9 @@ def test_the_weighted_sum_is_the_aggregated_loss(rows, mode, seed):
 def test_weights_go_with_their_sample_however_the_batch_is_cut(rows, mode, seed):
     mask = Jagged.of(rows, np.int8)
     order = np.random.default_rng(seed).permutation(len(mask)).tolist()
-    shuffled = loss_weights(mask.take(order), mode)
-    np.testing.assert_allclose(shuffled.values, loss_weights(mask, mode).take(order).values)
+    shuffled = loss_weights(mask.take(order), mode, SETTINGS.get(mode))
+    whole = loss_weights(mask, mode, SETTINGS.get(mode))
+    np.testing.assert_allclose(shuffled.values, whole.take(order).values)
 
 
 def test_a_mini_batch_without_a_token_to_train_on_is_refused():

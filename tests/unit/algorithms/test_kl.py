@@ -3,8 +3,11 @@ import math
 import pytest
 import torch
 
+from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
+from mcore_rl.workers.policy_loss import PolicyLoss
 
 
 def test_estimators_match_a_case_worked_by_hand():
@@ -57,5 +60,56 @@ def test_k3_stays_finite_where_the_policies_part():
 
 
 def test_an_unknown_estimator_names_the_setting_and_what_is_allowed():
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_estimator='k4'.*allowed: k1, k2, k3"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.kl_estimator='k4'.*allowed: .*k1, .*k2, .*k3"
+    ):
         KL_ESTIMATORS["k4"]
+
+
+def by_the_formula(name: str, policy: float, reference: float) -> float:
+    log_r = reference - policy
+    k3 = math.exp(max(-20.0, min(20.0, log_r))) - 1 - max(-20.0, min(20.0, log_r))
+    values = {"k1": -log_r, "k2": log_r**2 / 2, "k3": k3, "low_variance": min(k3, 10.0)}
+    return (values | {"abs": abs(log_r)})[name.removesuffix("+")]
+
+
+@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS.names))
+def test_an_estimator_and_its_gradient_equal_its_formula(name):
+    """Those with a + have the gradient of k2; gradcheck has the others."""
+    torch.manual_seed(1)
+    policy, reference = 4 * torch.randn(2, 1000, dtype=torch.float64)
+    policy.requires_grad_()
+    found = KL_ESTIMATORS[name](policy, reference)
+    pairs = zip(policy.tolist(), reference.tolist(), strict=True)
+    wanted = torch.tensor([by_the_formula(name, *pair) for pair in pairs], dtype=torch.float64)
+    torch.testing.assert_close(found, wanted)
+    if name.endswith("+"):
+        torch.testing.assert_close(
+            torch.autograd.grad(found.sum(), policy)[0], (policy - reference).detach()
+        )
+    else:
+        few = [x[:50].detach().requires_grad_() for x in (policy, reference)]
+        assert torch.autograd.gradcheck(KL_ESTIMATORS[name], few)
+
+
+def test_k3_with_the_ratio_has_the_gradient_of_the_kl_whatever_policy_generated(two_policies):
+    """Over all tokens, each as often as the server's policy has it."""
+    logits, reference = two_policies
+    server = (logits + 0.5 * torch.randn(32, dtype=torch.float64)).log_softmax(0)
+    logits.requires_grad_()
+    policy = logits.log_softmax(0)
+    inputs = LossInputs(
+        scores={"log_probs": policy},
+        columns={"reference_log_probs": reference, "rollout_log_probs": server},
+        sequence_ids=torch.arange(32),
+        num_sequences=32,
+    )
+    config = AlgorithmConfig(kl_coef=1.0, correction=CorrectionConfig(unbiased_kl=True))
+    kl = PolicyLoss(config)._reference_kl(inputs)
+    exact = (policy.exp() * (policy - reference)).sum()
+    expected = (server.exp() * kl).sum()
+    torch.testing.assert_close(expected, exact)
+    gradients = [
+        torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (expected, exact)
+    ]
+    torch.testing.assert_close(*gradients)

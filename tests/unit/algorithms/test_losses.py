@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,28 @@ def test_value_clip_matches_cases_worked_by_hand(moved_to, target, loss, clipped
     assert bool(metrics["value_clipped"]) is clipped
     assert metrics["value_error"].item() == (moved_to - target) ** 2
     assert values.grad.item() == pytest.approx(gradient)
+
+
+def test_value_clip_is_the_larger_of_two_squares_at_each_token():
+    rng = np.random.default_rng(0)
+    values, old, target = rng.normal(size=(3, 1000))
+    given = [torch.from_numpy(column.copy()) for column in (values, old, target)]
+    found, metrics = value_clip(
+        value(given[0].requires_grad_(), *given[1:]), ValueClipSettings(0.5)
+    )
+    (gradient,) = torch.autograd.grad(found.sum(), given[0])
+    for t in range(1000):
+        bounded = min(max(values[t], old[t] - 0.5), old[t] + 0.5)
+        squares = (values[t] - target[t]) ** 2, (bounded - target[t]) ** 2
+        assert found[t].item() == pytest.approx(max(squares) / 2)
+        is_clipped = squares[1] > squares[0]
+        assert bool(metrics["value_clipped"][t]) == is_clipped
+        assert gradient[t].item() == pytest.approx(0 if is_clipped else values[t] - target[t])
+    few = [column[:50].detach() for column in given]
+    assert torch.autograd.gradcheck(
+        lambda new: value_clip(value(new, *few[1:]), ValueClipSettings(0.5))[0],
+        few[0].requires_grad_(),
+    )
 
 
 def test_value_clip_without_a_bound_is_half_the_squared_error():

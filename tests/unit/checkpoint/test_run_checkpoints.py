@@ -13,6 +13,7 @@ from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
 from mcore_rl.checkpoint.manifest import manifest_of
 from mcore_rl.checkpoint.run_checkpoints import (
     ACTOR,
+    CRITIC,
     RunCheckpoints,
     newest_checkpoint,
     read_checkpoint,
@@ -142,3 +143,23 @@ def test_what_cannot_become_a_checkpoint_leaves_nothing(checkpoints):
     checkpoints.begin(2)
     checkpoints.discard(2)
     assert list(checkpoints.folder.iterdir()) == []
+
+
+def test_a_critic_is_checked_as_the_actor_is(checkpoints):
+    aside = checkpoints.begin(2)
+    for engine in (ACTOR, CRITIC):
+        (aside / engine).mkdir()
+        (aside / engine / ".metadata").write_bytes(os.urandom(100))
+        write_checkpoint_info(aside / engine, {}, manifest_of((aside / engine).iterdir()))
+    path = checkpoints.publish(2, {})
+    assert read_checkpoint(path).step == 2
+    flip(path / CRITIC / ".metadata")
+    with pytest.raises(ConfigError, match=r"critic/.metadata is damaged"):
+        read_checkpoint(path)
+
+
+def test_a_critic_that_a_checkpoint_was_not_written_with_is_foreign(checkpoints):
+    path = saved(checkpoints, 2)
+    (path / CRITIC).mkdir()
+    with pytest.raises(ConfigError, match=r"critic does not belong to it"):
+        read_checkpoint(path)

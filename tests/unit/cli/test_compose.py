@@ -203,9 +203,25 @@ def test_a_recipe_adds_to_the_settings_of_a_function_and_an_empty_mapping_clears
     assert found == [{"low": 0.1, "high": 0.2}, {}]
 
 
+def test_terms_of_a_reward_are_given_by_a_recipe_and_changed_one_by_one(tmp_path):
+    recipe = tmp_path / "terms.yaml"
+    recipe.write_text("reward: {terms: {math: {}, short: {name: a.py:b, settings: {x: 1}}}}")
+    changes = ["reward.terms.math.weight=3", "reward.terms.short.settings.x=2"]
+    found = compose_config(RLConfig, [f"recipe={recipe}", *changes]).reward.terms
+    assert found == {"math": {"weight": 3}, "short": {"name": "a.py:b", "settings": {"x": 2}}}
+    given = ["reward.terms={math: {weight: 0.5}}", "reward.terms.mine.name=a.py:b"]
+    made = compose_config(RLConfig, given)
+    assert made.reward.terms == {"math": {"weight": 0.5}, "mine": {"name": "a.py:b"}}
+    (tmp_path / "again.yaml").write_text(as_recipe(made))
+    assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == made
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
+        ("reward.terms=[math]", r"reward.terms=\['math'\]; allowed: terms by name, as in {math"),
+        ("reward.terms.math=0.5", r"reward.terms.math=0.5; allowed: a value; for a term of rewa"),
+        ("reward.terms={math: 0.5}", r"reward.terms={'math': 0.5}; allowed: terms by name"),
         ("algorithm.loss_settings=3", r"loss_settings=3; allowed: settings of a function, as in"),
         ("algorithm.clip_ratio_low=0.1", r"did you mean algorithm.loss_settings.clip_ratio_low\?"),
         ("algorithm.loss_settings.a.b=1", r"unknown setting 'algorithm.loss_settings.a.b'"),

@@ -13,7 +13,14 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import MAX_SEED, for_lane, resolve, resolve_rollout_model
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.config.schema import Layout, OptimizerConfig, PlacementConfig, RLConfig, RolloutConfig
+from mcore_rl.config.schema import (
+    Layout,
+    LoRAConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    RLConfig,
+    RolloutConfig,
+)
 
 
 def config(**changes):
@@ -98,6 +105,26 @@ BAD = [
     ({"timeouts__start_s": 0.0}, "timeouts.start_s=0.0; allowed: above 0"),
     ({"timeouts__call_s": float("nan")}, "timeouts.call_s=nan; allowed: above 0"),
     ({"weight_sync__timeout_s": -1.0}, "weight_sync.timeout_s=-1.0; allowed: above 0"),
+    ({"reward__on_error": "go"}, "reward.on_error='go'; allowed: 'stop', 'drop', 'zero'"),
+    ({"reward__timeout_s": 0.0}, "reward.timeout_s=0.0; allowed: above 0"),
+    ({"reward__num_processes": 0}, "reward.num_processes=0; allowed: at least 1"),
+    (
+        {"reward__terms": {"math": {}}, "reward__name": "choice"},
+        "reward.name='choice' has no part in reward.terms=math; allowed: one of the two",
+    ),
+    ({"reward__terms": {"a/b": {}}}, "reward.terms.a/b; allowed: names of letters, digits"),
+    (
+        {"reward__terms": {"math": {"wight": 1.0}}},
+        "reward.terms.math.wight is unknown; allowed: name, weight, settings",
+    ),
+    (
+        {"reward__terms": {"math": {"weight": "1"}}},
+        "reward.terms.math.weight='1'; allowed: a number",
+    ),
+    (
+        {"reward__terms": {"math": {"weight": math.nan}}},
+        "reward.terms.math.weight=nan; allowed: -1000000.0 to 1000000.0",
+    ),
     ({"seed": -1}, "seed=-1; allowed: 0 to 4294967295"),
     ({"seed": 2_000_000_000_000}, "seed=2000000000000; allowed: 0 to 4294967295"),
     ({"data__long_prompts": "cut"}, "data.long_prompts='cut'; allowed: 'refuse', 'drop'"),
@@ -156,6 +183,90 @@ BAD = [
     ({"rollout__nodes_per_server": 0}, "rollout.nodes_per_server=0; allowed: at least 1"),
     ({"rollout__num_servers": 0}, "rollout.num_servers=0; allowed: at least 1"),
     ({"algorithm__group_size": 1}, "algorithm.group_size=1; allowed: at least 2"),
+    (
+        {"algorithm__group_size": 0, "algorithm__advantage": "gae"},
+        "algorithm.group_size=0; allowed: at least 1",
+    ),
+    ({"critic__warmup_steps": -1}, "critic.warmup_steps=-1; allowed: at least 0"),
+    ({"critic__layout": Layout(dp=3)}, "critic.layout.dp=3 does not divide the"),
+    ({"critic__lora": LoRAConfig(rank=4)}, "critic.lora and critic.moe.router_replay: allowed"),
+    ({"algorithm__kl_in": "both"}, "algorithm.kl_in='both'; allowed: 'loss', 'reward'"),
+    (
+        {"algorithm__kl_in": "reward"},
+        "algorithm.kl_coef=0: there is no KL for algorithm.kl_in; allowed: above 0",
+    ),
+    (
+        {"algorithm__kl_target": 0.1},
+        "algorithm.kl_coef=0: there is no KL for algorithm.kl_target; allowed: above 0",
+    ),
+    (
+        {"algorithm__correction__unbiased_kl": True},
+        "algorithm.kl_coef=0: there is no KL for algorithm.correction.unbiased_kl",
+    ),
+    (
+        {
+            "algorithm__correction__unbiased_kl": True,
+            "algorithm__kl_coef": 0.1,
+            "algorithm__kl_in": "reward",
+        },
+        "algorithm.correction.unbiased_kl=true corrects a gradient",
+    ),
+    ({"algorithm__kl_target": 0.0, "algorithm__kl_coef": 0.1}, "algorithm.kl_target=0.0; allowed"),
+    (
+        {"algorithm__correction__level": "word"},
+        "algorithm.correction.level='word'; allowed: 'off', 'token', 'sequence', 'geometric'",
+    ),
+    (
+        {"algorithm__correction__method": "clip"},
+        "algorithm.correction.method='clip'; allowed: 'truncate', 'mask'",
+    ),
+    (
+        {"algorithm__correction__weight_min": 0.5},
+        "weight_min=0.5; allowed: 0, or up to weight_max=2.0 with algorithm.correction.method=",
+    ),
+    (
+        {"algorithm__correction__weight_min": 3.0, "algorithm__correction__method": "mask"},
+        "weight_min=3.0; allowed: 0, or up to weight_max=2.0",
+    ),
+    (
+        {
+            "algorithm__correction__level": "token",
+            "algorithm__correction__use_rollout_log_probs": True,
+        },
+        "algorithm.correction.use_rollout_log_probs=true computes no log-probs that",
+    ),
+    (
+        {
+            "algorithm__correction__reject": {"token_k3": 0.1},
+            "algorithm__correction__use_rollout_log_probs": True,
+        },
+        "algorithm.correction.use_rollout_log_probs=true computes no log-probs that",
+    ),
+    ({"algorithm__kl_horizon": 0}, "algorithm.kl_horizon=0; allowed: at least 1"),
+    ({"algorithm__entropy_target": 0.0}, "algorithm.entropy_target=0.0; allowed: above 0"),
+    (
+        {"algorithm__entropy_target": 0.2, "algorithm__entropy_coef": 2.0},
+        "algorithm.entropy_coef=2.0; allowed: 0 to 1.0",
+    ),
+    (
+        {"algorithm__top_entropy_share": 0.0},
+        "algorithm.top_entropy_share=0.0; allowed: above 0, up to 1",
+    ),
+    (
+        {"algorithm__top_entropy_share": 0.2, "algorithm__correction__use_rollout_log_probs": True},
+        "algorithm.top_entropy_share=0.2 reads the entropy that comes with the trainer's",
+    ),
+    (
+        {"algorithm__entropy_target": 0.2, "algorithm__correction__use_rollout_log_probs": True},
+        "algorithm.entropy_target=0.2 reads the entropy that comes with the trainer's",
+    ),
+    (
+        {
+            "actor__moe__router_replay": "record",
+            "algorithm__correction__use_rollout_log_probs": True,
+        },
+        "actor.moe.router_replay='record' records while log-probs are computed",
+    ),
     ({"algorithm__num_mini_batches": 3}, "algorithm.num_mini_batches=3 does not divide"),
     (
         {"trainer__prompts_per_step": 1, "actor__layout": Layout(dp=3)},
@@ -174,6 +285,16 @@ BAD = [
         "warm_start.layout: etp * ep * pp = 1 * 3 * 1 = 3 must divide",
     ),
 ]
+
+
+def test_the_fixed_length_of_a_loss_is_that_of_the_longest_response():
+    made = config(rollout__max_response_tokens=77)
+    made.algorithm.loss_aggregation = "sequence_sum_fixed_length"
+    settings = for_lane(made, "cpu").algorithm.loss_aggregation_settings
+    assert settings == {"length": 77}
+    made.algorithm.loss_aggregation_settings = {"length": 5}
+    assert for_lane(made, "cpu").algorithm.loss_aggregation_settings == {"length": 5}
+    assert made.algorithm.loss_aggregation_settings == {"length": 5}
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD, ids=[m for _, m in BAD])

@@ -100,6 +100,17 @@ def test_the_largest_gap_of_the_run_stays_in_the_summary(tmp_path: Path):
     assert output.results == {"max_logprob_gap": 0.5}
 
 
+def test_steps_that_compare_no_log_probs_have_no_gap(tmp_path: Path):
+    names = ("reward", "response_tokens", "tokens_per_s", "time/generate_s", "time/log_probs_s")
+    metrics = dict.fromkeys((*names, "time/update_s", "time/weight_sync_s"), 1.0)
+    output = RunOutput(tmp_path, RLConfig())
+    with output.progress("training", 1) as report:
+        report(1, metrics)
+    assert output.results == {}
+    output.compared({"max_logprob_gap": 0.25})  # of the evaluation in the end
+    assert output.results == {"max_logprob_gap": 0.25}
+
+
 def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path):
     (tmp_path / "mine").write_text("x")
     assert refused(tmp_path) == f"output_dir={str(tmp_path)!r} is not empty; allowed: a new folder"

@@ -52,13 +52,21 @@ def test_a_path_is_taken_from_another_run_and_of_this_one_only_the_newest(tmp_pa
         checkpoint_to_resume(config(tmp_path, str(tmp_path / "nowhere")), tmp_path)
 
 
+def test_a_run_with_a_critic_goes_on_only_from_a_checkpoint_with_one(tmp_path):
+    asked = config(tmp_path)
+    saved(asked, tmp_path, 2)
+    asked.algorithm.advantage = "gae"
+    with pytest.raises(ConfigError, match=r"has no critic, which algorithm.advantage='gae' needs"):
+        checkpoint_to_resume(asked, tmp_path)
+
+
 def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_path, capsys):
     asked = config(tmp_path)
     saved(asked, tmp_path, 2)
     other = config(tmp_path, seed=4, task=replace(asked.task, name="last_digit"))
     with pytest.raises(ConfigError) as raised:
         checkpoint_to_resume(other, tmp_path)
-    told = "seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
+    told = "is of another run: seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
     assert str(raised.value).endswith(told)
     longer = config(tmp_path, trainer=replace(asked.trainer, num_steps=7))
     checkpoint_to_resume(longer, tmp_path)

@@ -22,6 +22,30 @@ SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
 JOBS = [path for path in SCRIPTS if path.name.startswith("run_")]
 
 
+# For each row of the table of failures: what the program says of it, and the test that makes it.
+TROUBLES = {
+    "this is a job of SLURM's": "unit/repo/test_launch.py",
+    " is not there": "e2e/test_slurm.py",
+    "there is neither pyxis in srun nor apptainer": "unit/repo/test_launch.py",
+    "the nodes are not fit for a run": "e2e/test_slurm.py",
+    "cannot be had": "e2e/test_slurm.py",
+    "did not join": "e2e/test_slurm.py",
+    "does not see": "unit/controller/test_node.py",
+    "has no IPv4 address": "e2e/test_slurm.py",
+    "has another token": "e2e/test_launch.py",
+    "where no Ray cluster answers": "e2e/test_bad_input.py",
+    "has too little of what": "e2e/test_ends.py",
+    "devices of one node": "unit/controller/test_node.py",
+    "is in use by": "e2e/test_bad_input.py",
+    "is of another run": "unit/jobs/test_resume.py",
+    "died": "e2e/test_slurm.py",
+    "has not answered in": "e2e/test_kill.py",
+    "no checkpoint: ": "e2e/test_resume.py",
+    "is left out: ": "unit/checkpoint/test_run_checkpoints.py",
+    "ended twice": "e2e/test_slurm.py",
+}
+
+
 def asked(script: Path, option: str) -> str:
     found = re.search(rf"^#SBATCH --{option}=(\S+)$", script.read_text(), re.MULTILINE)
     return found[1] if found else ""
@@ -46,12 +70,11 @@ def test_a_job_asks_for_as_many_devices_as_its_recipe_needs(script):
     assert "#SBATCH --requeue\n" in script.read_text()
 
 
-def test_a_dry_run_prints_every_command_and_starts_nothing(tmp_path):
+def test_a_dry_run_prints_every_command_and_starts_nothing():
     (command,) = [c.text for c in of_kind("launch plan")]
     environment = os.environ | {"MCORE_RL_PYTHON": sys.executable, "SLURM_JOB_NODELIST": ""}
     done = subprocess.run(
-        [*command.split(), f"output_dir={tmp_path / 'out'}", "warm_start.num_steps=1",
-         "warm_start.optimizer.warmup_steps=0"],
+        [*command.split(), "warm_start.num_steps=1", "warm_start.optimizer.warmup_steps=0"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -63,4 +86,60 @@ def test_a_dry_run_prints_every_command_and_starts_nothing(tmp_path):
     places = [done.stdout.index(word) for word in order]
     assert places == sorted(places)
     assert "resume=auto" in done.stdout
+    output = re.search(rf"driver: .* output_dir=({ROOT}/outputs/run_tiny-\d+) ", done.stdout)
+    assert output and not Path(output[1]).exists()  # without output_dir, one of the job's own
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "told"),
+    [
+        ("run_tiny.sh", {}, "this is a job of SLURM's: sbatch "),
+        ("hosts.sh", {}, "MCORE_RL_HOSTS names no host; set it to a list such as 'a1 a2'"),
+        ("local.sh", {"MCORE_RL_IMAGE": "x.sif"}, "there is neither pyxis in srun nor apptainer"),
+    ],
+)
+def test_a_script_that_cannot_start_says_what_it_needs(tmp_path, script, variables, told):
+    if "apptainer" in told and shutil.which("apptainer"):
+        pytest.skip("apptainer is there")
+    usual = {"PATH": "/usr/bin:/bin", "MCORE_RL_PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", ROOT / "launch" / script, f"output_dir={tmp_path / 'out'}"],
+        env=usual | variables, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{script}: ") and told in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_test_makes_each_failure_of_the_table():
+    table = (ROOT / "docs/cluster.md").read_text().partition("\n## Troubleshooting\n")[2]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(TROUBLES) >= 15
+    program = [*SCRIPTS, *(ROOT / "mcore_rl").rglob("*.py")]
+    sources = "".join(file.read_text() for file in program)
+    for row, (words, test) in zip(rows, TROUBLES.items(), strict=True):
+        assert words in row and words in sources, row
+        assert words in (ROOT / "tests" / test).read_text(), (row, test)
+
+
+def test_what_watches_ray_beside_the_driver_leaves_nothing_when_the_driver_has_ended(tmp_path):
+    """Ray, for which a `sleep` stands as for the driver, has ended already. The call returns when
+    nobody is there any more who might print.
+    """
+    script = f"""
+        . {ROOT}/launch/slurm_lib.sh && set +e
+        logs={tmp_path}
+        sleep 0 & ray_pid=$!
+        wait $ray_pid
+        sleep 2 & driver_pid=$!
+        watch_ray & watcher_pid=$!
+        sleep 0.5 # until it has seen that
+        {{end}}
+        wait $watcher_pid
+    """
+    for end in ("kill $watcher_pid", "wait $driver_pid"):
+        done = subprocess.run(
+            ["bash", "-c", script.format(end=end)],
+            timeout=10, stdout=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+        assert "Ray has ended on a node" in done.stdout

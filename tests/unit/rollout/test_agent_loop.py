@@ -44,9 +44,10 @@ class Echo:
         ]
 
 
-def _reward(text, fields, finish_reason, where):
-    right = float(text == fields["answer"])
-    return {"reward": right + (finish_reason == "stop"), "right": right}
+async def _reward(samples, texts, max_tokens, where):
+    for sample, text in zip(samples, texts, strict=True):
+        sample.reward_parts = {"right": float(text == sample.fields["answer"])}
+        sample.reward = sample.reward_parts["right"] + (sample.finish_reason == "stop")
 
 
 def test_a_sample_holds_what_was_chosen_and_what_it_was_worth():
@@ -90,13 +91,12 @@ def test_the_first_failure_is_raised():
         asyncio.run(loop.run_all(prompts, SamplingParams()))
 
 
-def test_a_reward_is_told_which_prompt_it_is_about():
+def test_a_reward_is_told_which_prompt_it_is_about_and_how_long_a_response_may_be():
     asked = []
 
-    def reward(text, fields, finish_reason, where):
-        asked.append(where)
-        return {"reward": 0.0}
+    async def reward(samples, texts, max_tokens, where):
+        asked.append((len(samples), max_tokens, where))
 
     loop = SingleTurnLoop(Echo(), Letters(), reward)
-    asyncio.run(loop.run_all([Prompt([0], 3, row=12)], SamplingParams(n=2)))
-    assert asked == ["row 12 of the data (group 3)"] * 2
+    asyncio.run(loop.run_all([Prompt([0], 3, row=12)], SamplingParams(n=2, max_tokens=33)))
+    assert asked == [(2, 33, "row 12 of the data (group 3)")]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.config.resolve import placement_of
-from mcore_rl.config.schema import RLConfig, TrainerConfig
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.turns import Turns
+
+REPORTED: dict[str, float] = {}  # metrics of the last step
 
 
 class Model:
@@ -30,7 +33,10 @@ class Model:
         self.temperatures.append(temperature)
         responses = batch.jagged("response_ids")
         values = np.full(len(responses.values), self.log_prob, np.float32)
-        return batch.with_columns(log_probs=responses.with_values(values))
+        entropy = np.arange(len(responses.values), dtype=np.float32)
+        return batch.with_columns(
+            log_probs=responses.with_values(values), entropy=responses.with_values(entropy)
+        )
 
     def update(self, batch, *, temperature):
         self.temperatures.append(temperature)
@@ -44,8 +50,11 @@ class Servers:
     def __init__(self, batch: Batch):
         self.batch, self.versions = batch, []
 
-    def generate(self, prompts, n):
-        return self.batch
+    def generate(self, prompts, n, *, is_greedy=False):
+        if not is_greedy:
+            return self.batch
+        rewards = np.array([0.0, 0.25, 0.0], np.float32)
+        return Batch({"group_ids": np.array([2, 1, 0]), "rewards": rewards})
 
     def sleep(self):
         assert self.versions == []
@@ -79,18 +88,29 @@ def answered() -> Batch:
 @pytest.fixture
 def one_step(tmp_path):
     """The actor, the reference and the batch of the only update, after one step."""
+    return after_one_step(tmp_path, {"kl_coef": 0.1, "loss_aggregation": "sequence_mean_token_sum"})
+
+
+def one_step_of(tmp_path, settings, models, warmup_steps=0):
     bounds = {"max_logprob_gap": 9.0, "mean_logprob_gap": 9.0}
     config = RLConfig(trainer=TrainerConfig(num_steps=1, **bounds))
-    config.rollout.temperature = 0.7
-    config.algorithm.kl_coef = 0.1
-    config.algorithm.loss_aggregation = "sequence_mean_token_sum"
-    actor, reference, servers = Model(-1.0625), Model(-3.5), Servers(answered())
-    turns = Turns(placement_of(config), actor, reference, servers, servers)
+    config.rollout.temperature, config.critic.warmup_steps = 0.7, warmup_steps
+    config.algorithm = AlgorithmConfig(**settings)
+    servers = Servers(answered())
+    turns = Turns(placement_of(config), models, servers, servers)
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
-    trained = SyncTrainer(config, turns, servers, checkpointer)
-    trained.train(iter([None]), lambda step, metrics: None)
+    coefficients = Coefficients(config.algorithm)
+    trained = SyncTrainer(config, turns, servers, checkpointer, coefficients)
+    trained.train(iter([None]), lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
+
+
+def after_one_step(tmp_path, settings):
+    actor, reference = Model(-1.0625), Model(-3.5)
+    one_step_of(tmp_path, settings, {"actor": actor, "reference": reference})
     [update] = actor.updates
+    if not settings.get("kl_coef"):
+        return actor, reference, update
     assert reference.places == ["device", "host"]
     assert actor.places == ["device", "host", "host"]
     return actor, reference, update
@@ -115,3 +135,80 @@ def test_tokens_that_the_policy_did_not_choose_have_no_weight(one_step):
     weights, mask = update.jagged("loss_weights"), update.jagged("response_mask")
     assert 0 in mask.values
     np.testing.assert_allclose(weights.values, mask.values / 6, rtol=1e-6)
+
+
+def test_a_step_with_all_that_is_between_generation_and_update(tmp_path):
+    """KL in the reward, its controller, importance weights and the tokens of highest entropy."""
+    settings = dict(
+        kl_coef=0.1, kl_in="reward", kl_target=1.0, kl_horizon=10, kl_estimator="k1",
+        top_entropy_share=0.5, advantage_settings={"normalize_by_std": False},
+        correction=CorrectionConfig(level="token", weight_max=0.5),
+    )  # fmt: skip
+    update = after_one_step(tmp_path, settings)[2]
+    kl = -1.0625 + 3.5  # a token
+    tokens = np.array([2, 1, 2, 1, 1, 1])  # that the policy has chosen
+    rewards = np.array([1.0, 0, 1, 1, 0, 0]) - 0.1 * kl * tokens
+    sums = [row.sum() for row in update.jagged("token_rewards")]
+    np.testing.assert_allclose(sums, rewards, rtol=1e-5)
+    advantages = (rewards.reshape(3, 2) - rewards.reshape(3, 2).mean(1, keepdims=True)).ravel()
+    found = [row[0] for row in update.jagged("advantages")]
+    np.testing.assert_allclose(found, advantages, atol=1e-6)
+    weights, mask = update.jagged("loss_weights").values, update.jagged("response_mask").values
+    assert weights.tolist() == pytest.approx([0, 0, 0, 0, 1 / 8, 0, 1 / 8, 1 / 8, 1 / 8])
+    corrected = update.jagged("correction_weights").values
+    assert corrected.tolist() == pytest.approx((mask * 0.5).tolist())
+    assert REPORTED["algorithm/kl_coef"] == 0.1
+    assert REPORTED["algorithm/reference_kl"] == pytest.approx(kl)
+    assert REPORTED["correction/clipped"] == 1.0
+    assert REPORTED["mismatch/kl"] == pytest.approx(0.0625)
+
+
+def test_a_step_with_the_log_probs_of_the_servers_computes_none(tmp_path):
+    REPORTED.clear()
+    settings = {"correction": CorrectionConfig(use_rollout_log_probs=True)}
+    actor, _, update = after_one_step(tmp_path, settings)
+    assert actor.temperatures == [0.7]  # of the update
+    assert set(update.jagged("log_probs").values.tolist()) == {-1.0}
+    assert not any("gap" in name or "mismatch" in name for name in REPORTED)
+
+
+class ValueModel(Model):
+    """Each token is worth half a reward."""
+
+    def compute_values(self, batch):
+        responses = batch.jagged("response_ids")
+        return batch.with_columns(
+            values=responses.with_values(np.full(len(responses.values), 0.5, np.float32))
+        )
+
+    def update(self, batch):
+        self.updates.append(batch)
+        return [{"loss": 0.25}]
+
+
+@pytest.mark.parametrize(("warmup_steps", "num_updates"), [(0, 1), (1, 0)])
+def test_a_critic_learns_from_all_samples_and_the_actor_when_it_is_warm(
+    tmp_path, warmup_steps, num_updates
+):
+    """Lambda and gamma are 1: the return of a token is the reward, whatever the values."""
+    settings = dict(advantage="gae", drop_uniform_groups=True, advantage_settings={"whiten": False})
+    settings["advantage_settings"]["lam"] = 1.0
+    actor, critic = Model(-1.0625), ValueModel(0.0)
+    one_step_of(tmp_path, settings, {"actor": actor, "critic": critic}, warmup_steps)
+    [learned] = critic.updates
+    rewards = np.repeat([1.0, 0, 1, 1, 0, 0], [2, 1, 3, 1, 1, 1]).astype(np.float32)
+    chosen = learned.jagged("response_mask").values != 0
+    assert learned.jagged("returns").values[chosen].tolist() == rewards[chosen].tolist()
+    assert learned.jagged("loss_weights").values.tolist() == pytest.approx((chosen / 8).tolist())
+    assert critic.places == ["device", "host"]
+    assert REPORTED["critic/loss"] == 0.25
+    assert len(actor.updates) == num_updates
+    for update in actor.updates:
+        assert set(update.array("group_ids").tolist()) == {0}
+        assert update.jagged("advantages").values.tolist() == [0.5, 0.5, -0.5]
+
+
+def test_remax_takes_off_the_reward_of_a_greedy_response(tmp_path):
+    update = after_one_step(tmp_path, {"advantage": "remax"})[2]
+    found = [float(row[0]) for row in update.jagged("advantages")]
+    assert sorted(found) == [0.0, 0.0, 0.0, 0.75, 0.75, 1.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 from pathlib import Path
@@ -57,7 +58,12 @@ class Turns:
     """On which devices who is, in the order of calls."""
 
     def __init__(self):
-        self.actor, self.calls = Actor(), []
+        self.actor, self.critic, self.calls = Actor(), None, []
+
+    @contextlib.contextmanager
+    def critic_on_device(self):
+        self.calls.append("critic")
+        yield self.critic
 
     def stop_serving(self):
         self.calls.append("stop")
@@ -203,6 +209,27 @@ def test_a_run_goes_on_with_its_weights_version_parts_and_step(tmp_path):
     assert again.turns.actor.loaded == str(run.folder / "step_000004" / "actor")
     assert again.turns.calls == ["stop", "train", 4]
     assert (again.prompts.drawn, again.checkpointer.next_step) == (4, 5)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_critic_is_saved_and_goes_on_with_the_actor(tmp_path, in_background):
+    run, again = (Run(tmp_path, async_save=in_background) for _ in range(2))
+    run.turns.critic, again.turns.critic = Actor(), Actor()
+    run.steps(range(1, 7))
+    again.checkpointer.restore(newest_checkpoint(run.folder, pytest.fail))
+    assert again.turns.critic.loaded == str(run.folder / "step_000006" / "critic")
+    assert again.turns.calls == ["stop", "train", "critic", 6]
+
+
+def test_a_critic_that_the_disk_does_not_take_costs_the_checkpoint(tmp_path, capsys):
+    run = Run(tmp_path)
+    run.turns.critic = Actor()
+    run.steps([1, 2])
+    run.turns.critic.is_full = True
+    run.steps([3, 4])
+    assert steps_in(run.folder) == [2]
+    assert "step 4: no checkpoint: " in capsys.readouterr().err
+    assert not list(run.folder.glob(".step_000004*"))
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -11,7 +11,7 @@ import torch
 from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig
 from mcore_rl.workers.policy_loss import PolicyLoss, check_functions
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
@@ -30,25 +30,42 @@ def inputs(**changes: dict[str, torch.Tensor]) -> LossInputs:
 
 
 def test_on_policy_it_is_minus_the_advantage():
-    loss, metrics = PolicyLoss(AlgorithmConfig())(inputs())
-    torch.testing.assert_close(loss, -COLUMNS["advantages"])
+    losses, metrics = PolicyLoss(AlgorithmConfig())(inputs())
+    assert losses.keys() == {"loss_weights"}
+    torch.testing.assert_close(losses["loss_weights"], -COLUMNS["advantages"])
     assert "entropy" not in metrics and "reference_kl" not in metrics
 
 
-def test_the_entropy_is_taken_off_and_the_kl_added():
-    config = AlgorithmConfig(entropy_coef=0.5, kl_coef=2.0)
-    loss, metrics = PolicyLoss(config)(inputs())
+def test_each_loss_has_weights_of_its_own_and_the_policy_alone_is_corrected():
+    names = ("kl_weights", "entropy_weights", "cross_entropy_weights")
+    weights = {name: torch.ones(3) for name in names}
+    correction = torch.tensor([0.5, 0.0, 2.0])
+    found = COLUMNS | weights | {"correction_weights": correction}
+    losses, metrics = PolicyLoss(AlgorithmConfig(entropy_coef=0.5, kl_coef=2.0))(
+        inputs(columns=found)
+    )
     kl = 2.718281828459045**-0.5 - 1 + 0.5  # k3 at a log-ratio of -0.5
-    wanted = -COLUMNS["advantages"] + 2.0 * kl - 0.5 * SCORES["entropy"]
-    torch.testing.assert_close(loss, wanted)
-    assert metrics["reference_kl"][0].item() == pytest.approx(kl, rel=1e-6)
-    assert torch.equal(metrics["entropy"], SCORES["entropy"])
+    torch.testing.assert_close(losses["loss_weights"], -COLUMNS["advantages"] * correction)
+    torch.testing.assert_close(losses["kl_weights"], torch.full((3,), kl))
+    torch.testing.assert_close(losses["entropy_weights"], -SCORES["entropy"])
+    torch.testing.assert_close(losses["cross_entropy_weights"], -LOG_PROBS)
+    assert metrics["reference_kl"][0] == "kl_weights"
+    assert metrics["reference_kl"][1][0].item() == pytest.approx(kl, rel=1e-6)
+    assert metrics["entropy"][0] == "entropy_weights"
+    assert torch.equal(metrics["entropy"][1], SCORES["entropy"])
+    assert metrics["cross_entropy"][0] == "cross_entropy_weights"
+
+
+def test_the_kl_in_the_reward_is_none_of_the_loss():
+    config = AlgorithmConfig(kl_coef=2.0, kl_in="reward")
+    assert PolicyLoss(config).needs == set()
 
 
 def test_the_entropy_is_needed_where_it_counts_only():
     assert PolicyLoss(AlgorithmConfig()).needs == set()
     both = AlgorithmConfig(entropy_coef=0.5, kl_coef=2.0)
     assert PolicyLoss(both).needs == {"entropy", "reference_log_probs"}
+    assert PolicyLoss(AlgorithmConfig(entropy_target=0.2)).needs == {"entropy"}
 
 
 OWN = """
@@ -91,7 +108,7 @@ def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
     loss = PolicyLoss(AlgorithmConfig(loss="own.py:far", kl_coef=1e-9))
     assert loss.needs == {"entropy", "reference_log_probs"}
     found, metrics = loss(inputs())
-    torch.testing.assert_close(found, torch.full((3,), 0.5))
+    torch.testing.assert_close(found["loss_weights"], torch.full((3,), 0.5))
     assert torch.equal(metrics["entropy"], SCORES["entropy"])
 
 
@@ -101,8 +118,6 @@ def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
         ({"loss": "own.py:far"}, r"algorithm.loss='own.py:far' asks for reference_log_probs, which "
          r"this run does not have: algorithm.kl_coef=0 loads no reference model; allowed: above 0"),
         ({"loss": "own.py:gae"}, r"algorithm.loss='own.py:gae' asks for values"),
-        ({"advantage": "own.py:gae"}, r"algorithm.advantage='own.py:gae' asks for values, which "
-         r"this run does not have: a value model gives it, and this run has none"),
         ({"loss": "own.py:nope"}, r"algorithm.loss='own.py:nope': 'own.py' has no function 'nope'; "
          r"it has: far, undeclared, gae"),
         ({"advantage": "nowhere:gae"}, r"algorithm.advantage='nowhere:gae': 'nowhere' cannot be "
@@ -111,6 +126,10 @@ def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
          r"algorithm.loss_settings.clip_ratio_low=1.5; allowed: 0 to 1"),
         ({"loss_settings": {"clip": 0.1}}, r"algorithm.loss_settings.clip is no setting of "
          r"algorithm.loss='ppo_clip'; allowed: clip_ratio_low, clip_ratio_high"),
+        ({"loss": "decoupled_ppo", "correction": CorrectionConfig(level="token")},
+         r"loss='decoupled_ppo' has importance weights of its own; .*correction.level='off'"),
+        ({"correction": CorrectionConfig(reject={"seq": 1})},
+         r"algorithm.correction.reject.seq is no rule; allowed: token_k1, "),
         ({"kl_estimator_settings": {"x": 1}}, r"algorithm.kl_estimator='k3' has no settings"),
     ],
 )  # fmt: skip
@@ -138,8 +157,9 @@ def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(own):
     ],
 )
 def test_a_loss_of_another_form_is_refused(own, settings, message):
+    columns = COLUMNS | {"kl_weights": torch.ones(3)}
     with pytest.raises(ConfigError, match=message):
-        PolicyLoss(AlgorithmConfig(**settings))(inputs())
+        PolicyLoss(AlgorithmConfig(**settings))(inputs(columns=columns))
 
 
 ROOT = Path(__file__).parents[3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
 from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
+from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.workers.rollout_pool import RolloutPool, first_seed
 
+SAMPLE = Sample([5], [1], [1], [0.0], [0], "stop", 0)
 DATASET = PromptDataset([Row([1, row], {}) for row in range(50)])
 
 
@@ -42,11 +45,15 @@ class Tokenizer:
         return ""
 
 
+async def no_reward(samples, texts, max_tokens, where):
+    """Leaves it at 0."""
+
+
 class Servers:
     """A group of one server: the agent loop over a generator."""
 
     def __init__(self, generator):
-        self._loop = SingleTurnLoop(generator, Tokenizer(), lambda *_: {"reward": 1.0})
+        self._loop = SingleTurnLoop(generator, Tokenizer(), no_reward)
 
     def generate(self, prompts, sampling):
         asked = [Prompt([1], group) for group in prompts.array("group_ids").tolist()]
@@ -106,3 +113,19 @@ def test_seeds_are_taken_by_torch_whatever_the_run():
         for end in (first_seed(seed) - 2**32, first_seed(seed) + 2**32):
             assert 0 <= end < 2**63  # vLLM's GPU worker keeps them as int64
             torch.Generator().manual_seed(end)
+
+
+def test_a_server_without_any_reward_has_the_parts_of_the_others_as_missing():
+    def answered(*samples: Sample) -> list[tuple[Batch]]:
+        return [(Batch.of([sample]),) for sample in samples]
+
+    failed = replace(SAMPLE, reward_error="raised")
+    scored = replace(SAMPLE, reward=0.5, reward_parts={"format": 1.0})
+
+    class Two:
+        def generate(self, prompts, sampling):
+            return answered(failed, scored)
+
+    batch = RolloutPool(Two(), RolloutConfig(), 0).generate(Batch({}), 1)
+    assert batch.array("reward_errors").tolist() == ["raised", ""]
+    np.testing.assert_array_equal(batch.array("reward/format"), [np.nan, 1.0])

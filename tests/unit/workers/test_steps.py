@@ -6,17 +6,24 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.workers.steps import (
     PolicyMismatchError,
     check_versions,
     checked_gaps,
+    checked_mismatch,
+    describe,
+    judged,
     logprob_gaps,
     mini_batches,
     shuffled_rewards,
+    update,
     with_advantages,
+    with_log_probs,
     with_loss_weights,
+    with_prepared_columns,
+    without_uniform_groups,
 )
 
 
@@ -104,11 +111,50 @@ def rewarded() -> Batch:
     return batch().with_columns(rewards=REWARDS, response_ids=batch().jagged("log_probs"))
 
 
+def test_samples_without_a_reward_are_dropped_or_stay_and_their_share_is_told():
+    errors = np.array(["", "", "late", "", "late", "late"])
+    batch = rewarded().with_columns(reward_errors=errors)
+    assert judged(batch, "stop") == (batch, {})
+    assert judged(batch, "zero") == (batch, {"reward_errors": 0.5})
+    left, metrics = judged(batch, "drop")
+    assert left.array("group_ids").tolist() == [0, 0, 1]
+    assert metrics == {"reward_errors": 0.5, "dropped": 3.0}
+    scored = with_advantages(left, AlgorithmConfig()).jagged("advantages")
+    high = 0.5 / (np.sqrt(0.5) + 1e-6)  # of group 0, which is whole; one of group 1 is left
+    assert [row.tolist() for row in scored] == [
+        pytest.approx(r) for r in ([high] * 2, [-high], [0])
+    ]
+
+
+def test_a_step_without_any_reward_is_an_error_that_shows_one():
+    batch = rewarded().with_columns(reward_errors=np.array(["reward.name='x' raised E"] * 6))
+    with pytest.raises(ConfigError, match=r"none of the 6 responses.*the first: reward.name='x' r"):
+        judged(batch, "drop")
+
+
+def test_parts_are_means_over_the_samples_that_got_a_reward():
+    parts = {"reward/format": np.array([1, 0, np.nan, 1, np.nan, np.nan], np.float32)}
+    finish_reasons = np.array(["stop"] * 6)
+    found = describe(rewarded().with_columns(finish_reasons=finish_reasons, **parts))
+    assert found["reward/format"] == pytest.approx(2 / 3)
+    assert found["reward"] == pytest.approx(0.5)
+
+
 def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
     scored = with_advantages(rewarded(), AlgorithmConfig()).jagged("advantages")
     high = 0.5 / (np.sqrt(0.5) + 1e-6)
     wanted = [[high] * 2, [-high], [0.0] * 3, [0.0], [0.0], [0.0]]
     assert [row.tolist() for row in scored] == [pytest.approx(row) for row in wanted]
+
+
+def test_an_advantage_with_a_critic_gives_the_returns_as_well():
+    values = batch().jagged("log_probs")
+    known = rewarded().with_columns(
+        values=values, response_mask=values.with_values(values.values != 0)
+    )
+    found = with_advantages(known, AlgorithmConfig(advantage="gae"))
+    assert found.jagged("returns").lengths.tolist() == values.lengths.tolist()
+    assert "returns" not in with_advantages(rewarded(), AlgorithmConfig())
 
 
 def test_settings_of_the_advantage_count():
@@ -125,8 +171,59 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere():
 
 
 def test_uniform_groups_are_left_out_when_asked():
-    kept = with_advantages(rewarded(), AlgorithmConfig(drop_uniform_groups=True))
+    kept = without_uniform_groups(rewarded(), AlgorithmConfig(drop_uniform_groups=True))
     assert kept.array("group_ids").tolist() == [0, 0]
+
+
+PREPARED = """
+import numpy as np
+from mcore_rl.algorithms.prepared import prepared_by
+
+def first(inputs):
+    drawn = np.random.default_rng(inputs.seed).integers(0, 99, len(inputs.log_probs.values))
+    return {"drawn": inputs.log_probs.with_values(drawn)}
+
+@prepared_by(first)
+def good(inputs):
+    return inputs.prepared("drawn") * inputs.log_probs, {}
+
+@prepared_by(lambda inputs: {"rewards": inputs.log_probs})
+def taken(inputs):
+    return inputs.log_probs, {}
+
+@prepared_by(lambda inputs: {"ranks": inputs.log_probs.values})
+def flat(inputs):
+    return inputs.log_probs, {}
+
+@prepared_by(lambda inputs: {"ranks": inputs.log_probs.with_values(np.full(9, np.nan))})
+def nan(inputs):
+    return inputs.log_probs, {}
+"""
+
+
+def test_a_loss_outside_of_the_package_is_prepared_by_its_own_function(tmp_path):
+    (tmp_path / "own.py").write_text(PREPARED)
+    algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:good")
+    scored = rewarded().with_columns(entropy=rewarded()["log_probs"])
+    found = with_prepared_columns(rewarded(), scored, algorithm, [0, 1, 1])
+    wanted = np.random.default_rng([0, 1, 1]).integers(0, 99, 9)
+    np.testing.assert_array_equal(found.jagged("drawn").values, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("taken", r"own.py:taken' prepares rewards, which is a column of the batch already"),
+        ("flat", r"own.py:flat' prepares ranks; allowed: a Jagged with the responses' rows"),
+        ("nan", r"own.py:nan' prepares ranks; allowed: a finite number for each token"),
+    ],
+)
+def test_columns_of_another_form_are_refused(tmp_path, name, message):
+    (tmp_path / "own.py").write_text(PREPARED)
+    scored = rewarded().with_columns(entropy=rewarded()["log_probs"])
+    algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:{name}")
+    with pytest.raises(ConfigError, match=message):
+        with_prepared_columns(rewarded(), scored, algorithm, [0])
 
 
 def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp_path):
@@ -146,3 +243,72 @@ def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp
     algorithm = AlgorithmConfig(loss_aggregation=f"{tmp_path}/own.py:total")
     with pytest.raises(ConfigError, match=r"own.py:total' returned 9.0 .* a finite weight for ea"):
         with_loss_weights(batch(), algorithm)
+
+
+def test_each_loss_has_weights_of_its_own_times_its_coefficient():
+    mask = Jagged.of([[1, 1, 0], [1], [1, 1]], np.int8)
+    made = Batch(
+        {
+            "response_mask": mask,
+            "policy_mask": mask.with_values(np.array([1, 1, 0, 1, 0, 0], np.int8)),
+            "correction_weights": mask.with_values(np.array([2, 0, 0, 1, 1, 1], np.float32)),
+            "top_entropy_mask": mask.with_values(np.array([1, 1, 0, 0, 1, 1], np.int8)),
+        }
+    )
+    algorithm = AlgorithmConfig(kl_coef=0.5, entropy_coef=0.1, cross_entropy_coef=2.0)
+    found = with_loss_weights(made, algorithm)
+    wanted = {
+        "loss_weights": [1 / 3, 0, 0, 0, 0, 0],  # a mean over three, of which two are masked
+        "kl_weights": [0.1, 0.1, 0, 0.1, 0.1, 0.1],
+        "entropy_weights": [0.02, 0.02, 0, 0.02, 0.02, 0.02],
+        "cross_entropy_weights": [0, 0, 2, 0, 0, 0],
+    }
+    for name, weights in wanted.items():
+        assert found.jagged(name).values.tolist() == pytest.approx(weights, rel=1e-6), name
+    mine = made.with_columns(cross_entropy_mask=mask)
+    weights = with_loss_weights(mine, algorithm).jagged("cross_entropy_weights").values
+    assert weights.tolist() == pytest.approx([0.4, 0.4, 0, 0.4, 0.4, 0.4])
+    found = with_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_in="reward"))
+    assert found.columns.keys() - made.columns.keys() == {"loss_weights"}
+
+
+class Actor:
+    def __init__(self):
+        self.updates = []
+
+    def update(self, part, *, temperature):
+        self.updates.append(part)
+        return [{"loss": 1.0}]
+
+
+def test_a_mini_batch_of_which_nothing_is_left_is_no_step():
+    nothing = batch().jagged("response_mask")
+    left = np.ones(9, np.int8)
+    left[:3] = 0  # the first group
+    made = batch().with_columns(
+        policy_mask=nothing.with_values(left),
+        correction_weights=nothing.with_values(np.ones(9, np.float32)),
+    )
+    for algorithm, num in ((AlgorithmConfig(), 2), (AlgorithmConfig(kl_coef=0.1), 3)):
+        actor, algorithm.num_mini_batches = Actor(), 3
+        update(actor, made, algorithm, temperature=1.0, seed=[0])
+        assert len(actor.updates) == num
+        assert all("loss_weights" in part for part in actor.updates)
+
+
+def test_the_log_probs_of_the_servers_are_taken_and_nothing_is_checked():
+    config = RLConfig()
+    config.algorithm.correction.use_rollout_log_probs = True
+    found = with_log_probs(batch(), None, config.algorithm, 1.0)
+    wanted = batch().jagged("rollout_log_probs").values
+    np.testing.assert_array_equal(found.jagged("log_probs").values, wanted)
+    assert checked_mismatch(found, config, 1) == {}
+
+
+def test_the_mismatch_is_reported_and_its_gaps_are_checked():
+    config = RLConfig(trainer=TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3))
+    found = checked_mismatch(batch(), config, 1)
+    assert found["max_logprob_gap"] == found["mismatch/kl"] == pytest.approx(0.25)
+    config.trainer.mean_logprob_gap = 0.1
+    with pytest.raises(PolicyMismatchError):
+        checked_mismatch(batch(), config, 1)

@@ -45,7 +45,8 @@ def a_step(has_reference: bool, **placement: str) -> list[str]:
     actor, reference = Group("actor", told), Group("reference", told)
     servers: Any = Group("servers", told)
     chosen = PlacementConfig(**{"rollout": "shared"} | placement)
-    turns = Turns(chosen, actor, reference if has_reference else None, servers, servers)
+    models = {"actor": actor} | ({"reference": reference} if has_reference else {})
+    turns = Turns(chosen, models, servers, servers)
     ids = Jagged.of([[1, 2]], np.int64)
     turns.stop_serving()
     batch = turns.with_reference_log_probs(Batch({"prompt_ids": ids, "response_ids": ids}), 0.5)
@@ -105,3 +106,46 @@ def test_an_actor_that_is_its_own_reference_scores_when_it_is_there():
     ]  # fmt: skip
     own = {"actor": "own", "rollout": "own"}
     assert a_step(has_reference=False, **own) == ["actor scores at 0.5", "update", "push 4"]
+
+
+@pytest.mark.parametrize(
+    ("placement", "order"),
+    [
+        (
+            {},
+            [
+                "sleep", "actor to device", "actor to host", "critic to device", "learn",
+                "critic to host", "actor to device", "actor to host but for the model",
+                "wake weights", "push 4", "actor to host", "wake kv_cache",
+            ],
+        ),
+        ({"actor": "own", "critic": "own", "rollout": "own"}, ["learn", "push 4"]),
+        (
+            {"critic": "own"},
+            [
+                "sleep", "actor to device", "learn", "actor to host but for the model",
+                "wake weights", "push 4", "actor to host", "wake kv_cache",
+            ],
+        ),
+        (
+            {"actor": "own"},
+            [
+                "sleep", "critic to device", "learn", "critic to host", "wake weights", "push 4",
+                "wake kv_cache",
+            ],
+        ),
+    ],
+    ids=["one pool", "pools of their own", "critic apart", "actor apart"],
+)  # fmt: skip
+def test_a_critic_has_the_devices_between_the_log_probs_and_the_update(placement, order):
+    told: list[str] = []
+    servers: Any = Group("servers", told)
+    models: Any = {"actor": Group("actor", told), "critic": Group("critic", told)}
+    turns = Turns(PlacementConfig(**{"rollout": "shared"} | placement), models, servers, servers)
+    turns.stop_serving()
+    turns.begin_training()
+    with turns.critic_on_device() as critic:
+        assert critic is models["critic"]
+        told.append("learn")
+    turns.serve(4)
+    assert told == order

@@ -1,0 +1,69 @@
+"""mcore-rl data: files to train on, from published data sets and from built-in tasks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mcore_rl.cli.options import Parser
+from mcore_rl.data.publishers import PUBLISHERS
+
+_ABOUT = """\
+Makes a parquet file that mcore-rl trains on, of the files that a publisher ships: parquet, JSONL
+(.jsonl or .jsonl.gz), a folder of save_to_disk of Hugging Face's datasets, or, as MATH once, a
+folder of JSON files. Several inputs are read one after the other. Nothing is downloaded, and no
+file is overwritten."""
+_TASK = "last_digit"
+_TASK_EXAMPLE = f"{_TASK} --output last_digit --seed 7"
+
+
+def main(arguments: list[str]) -> None:
+    options = build_parser().parse_args(arguments)
+    from mcore_rl.jobs import make_data  # slow to import: not for a wrong option
+
+    if options.name == _TASK:
+        make_data.make_last_digit(options.output, options.seed, options.worked_share)
+    else:
+        instruction = getattr(options, "instruction", None)
+        make_data.make_published(options.name, options.input, options.output, instruction)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    examples = [f"{name} {found.example}" for name, found in PUBLISHERS.items()]
+    parser = Parser(
+        prog="mcore-rl data",
+        description=_ABOUT,
+        epilog=_examples(*examples, _TASK_EXAMPLE),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, found in PUBLISHERS.items():
+        add = _subcommand(names, name, found.about, f"{name} {found.example}").add_argument
+        add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="as published")
+        add("--output", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet")
+        if found.instruction is not None:
+            about = f"added to a question; default: {found.instruction or 'none'}"
+            add("--instruction", metavar="TEXT", help=about)
+    about = "the built-in arithmetic task: its prompts, examples and untrained model"
+    add = _subcommand(names, _TASK, about, _TASK_EXAMPLE).add_argument
+    add("--output", type=Path, required=True, metavar="DIR", help="a new or empty folder")
+    add("--seed", type=int, default=0, metavar="N", help="of order, examples and model; default: 0")
+    about = "share of examples that show their work; default: 0.35"
+    add("--worked-share", type=float, default=0.35, metavar="SHARE", help=about)
+    return parser
+
+
+def _subcommand(
+    names: argparse._SubParsersAction[Parser], name: str, about: str, example: str
+) -> Parser:
+    return names.add_parser(
+        name,
+        help=about,
+        description=about,
+        epilog=_examples(example),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _examples(*examples: str) -> str:
+    return "\n".join(["examples:", *(f"  mcore-rl data {example}" for example in examples)])

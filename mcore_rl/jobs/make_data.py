@@ -1,0 +1,141 @@
+"""Files to train on, from what publishers of data sets ship and from built-in tasks."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.config.checks import between, exists
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.resolve import MAX_SEED
+from mcore_rl.data.files import Row, RowSource, open_file, open_rows
+from mcore_rl.data.publishers import PUBLISHERS, LeftOut, Publisher, Values
+from mcore_rl.data.tasks import last_digit
+from mcore_rl.jobs.failure import RunFailed
+
+_GROUP_ROWS = 1000  # of a row group: what a reader of one row has to read
+
+
+def make_published(
+    name: str, inputs: Sequence[Path], output: Path, instruction: str | None = None
+) -> None:
+    """One parquet file from files of the publisher `name`, which are read one after the other.
+
+    Raises:
+        ConfigError: an input is not what the publisher ships, or `output` exists.
+        RunFailed: the file cannot be written. In both cases nothing is left.
+    """
+    publisher = PUBLISHERS[name]
+    if output.suffix != ".parquet":
+        raise ConfigError(f"--output={str(output)!r}; allowed: a name that ends in .parquet")
+    if output.exists():
+        raise ConfigError(f"--output={str(output)!r} exists; allowed: a new file")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output={str(output)!r}: there is no folder {output.parent}")
+    added = publisher.instruction if instruction is None else instruction
+    left_out: Counter[str] = Counter()
+    try:
+        with TemporaryDirectory(dir=output.parent, prefix=".", suffix=".partial") as folder:
+            opened = [_opened(path, Path(folder)) for path in inputs]
+            made = _made(publisher, chain.from_iterable(opened), added or "", left_out)
+            num_rows = _written(made, publisher, Path(folder) / output.name)
+            if not num_rows:
+                raise ConfigError(f"--output={str(output)!r}: no row is left; {_told(left_out)}")
+            (Path(folder) / output.name).rename(output)
+    except OSError as error:
+        raise RunFailed(f"--output={str(output)!r} cannot be written: {error}") from error
+    print(f"{output}: {num_rows} of {sum(map(len, opened))} rows; {_told(left_out)}")
+
+
+def make_last_digit(output: Path, seed: int, worked_share: float) -> None:
+    """The folder of the task: model, training and held-out prompts, supervised examples."""
+    between("--seed", seed, 0, MAX_SEED)
+    between("--worked-share", worked_share, 0, 1)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output={str(output)!r} exists; allowed: a new or empty folder")
+    try:
+        task = last_digit.prepare(output, seed, worked_share)
+    except OSError as error:
+        raise RunFailed(f"--output={str(output)!r} cannot be written: {error}") from error
+    for file in (task.train_file, task.test_file, task.warm_start_file):
+        print(f"{file}: {pq.read_metadata(file).num_rows} rows")
+    print(f"{task.model_dir}: an untrained model and its tokenizer")
+
+
+class _JsonFiles(RowSource):
+    """A JSON object a file, as MATH was first published: train/algebra/1.json."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__("--input")
+        self._files = files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, row: int) -> Row:
+        path = self._files[row]
+        return Row(f"--input={str(path)!r}", 0, read_json_object(path))
+
+
+def _opened(path: Path, folder: Path) -> RowSource:
+    """An input: what `open_rows` opens, JSONL that is compressed, or a folder of JSON files."""
+    if path.name.endswith(".jsonl.gz"):
+        exists("--input", path)
+        unpacked = folder / f"{len(list(folder.iterdir()))}.jsonl"
+        try:
+            with gzip.open(path) as packed, unpacked.open("wb") as file:
+                shutil.copyfileobj(packed, file)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigError(f"--input={str(path)!r} cannot be unpacked: {error}") from error
+        return open_file(unpacked, f"--input={str(path)!r}")
+    if path.is_dir() and not (path / "state.json").exists():
+        files = sorted(file for file in path.rglob("*.json") if file.name != "dataset_dict.json")
+        if files and not (path / "dataset_dict.json").exists():
+            return _JsonFiles(files)
+    return open_rows(path, "--input")
+
+
+def _made(
+    publisher: Publisher, rows: Iterable[Row], instruction: str, left_out: Counter[str]
+) -> Iterator[Values]:
+    answers: dict[bytes, str] = {}  # by the digest of a prompt
+    for row in rows:
+        try:
+            made = publisher.make(row, instruction)
+            if publisher.is_repeated:
+                prompt = hashlib.sha256(json.dumps(made["messages"]).encode()).digest()
+                if prompt in answers:
+                    is_same = answers[prompt] == made["answer"]
+                    raise LeftOut(f"prompt seen before, {'same' if is_same else 'other'} answer")
+                answers[prompt] = made["answer"]
+        except LeftOut as reason:
+            left_out[str(reason)] += 1
+        else:
+            yield made
+
+
+def _written(rows: Iterator[Values], publisher: Publisher, path: Path) -> int:
+    """Rows in groups that are read as a whole; returns how many."""
+    schema, num_rows = pa.schema(publisher.columns), 0
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while group := list(islice(rows, _GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            num_rows += len(group)
+    return num_rows
+
+
+def _told(left_out: Counter[str]) -> str:
+    told = ", ".join(f"{count} ({reason})" for reason, count in left_out.most_common())
+    return f"left out: {told or 'none'}"

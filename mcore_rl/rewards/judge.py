@@ -1,0 +1,250 @@
+"""Rewards as a run uses them: several, with weights, limits on time, and a rule for errors."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mcore_rl.config.checks import positive
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import RewardTerm, reward_terms
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.data.sample import Sample
+from mcore_rl.rewards.base import (
+    OPTIONAL,
+    InProcess,
+    Reward,
+    RewardError,
+    fault,
+    raised,
+    rewards,
+    shown,
+)
+from mcore_rl.rewards.processes import ProcessDiedError, RewardProcesses, TooLateError, within
+
+Found = Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Term:
+    """A reward of a run."""
+
+    name: str  # in metrics; empty: the only one, by reward.name
+    title: str  # in errors
+    weight: float
+    reward: Reward
+    limit_s: float
+    limit_key: str  # the setting of that limit
+    parameters: frozenset[str]
+    runs_in_thread: bool
+    processes: RewardProcesses | None
+    unchecked: Found | None
+    parts: set[str] = field(default_factory=set)  # of the first response
+
+    @property
+    def is_batched(self) -> bool:
+        return "texts" in self.parameters
+
+    def checked(self, result: object) -> Found | _Problem:
+        """The numbers that it returned for a response."""
+        if isinstance(result, _Problem):
+            return result
+        if problem := fault(result):
+            return _Problem(f"returned {problem}")
+        found: Found = {name: float(value) for name, value in result.items()}  # type: ignore[attr-defined]
+        self.parts = self.parts or set(found)
+        if self.parts == set(found):
+            return found
+        keys = f"the keys {sorted(found)}, and {sorted(self.parts)} for an earlier response"
+        return _Problem(f"returned {keys}")
+
+
+class Judge:
+    """The rewards that a config names, with a check on what they return.
+
+    Sync functions by import path run in a thread, one call at a time; async ones in the event loop;
+    those with the mark `in_process` in processes of their own. All calls are of one event loop.
+    """
+
+    def __init__(self, config: RewardConfig, max_tokens: int | None = None) -> None:
+        """Raises ConfigError if a reward or its settings cannot work.
+
+        Args:
+            max_tokens: how long a response may be, where settings are to be checked against it.
+        """
+        self._config, self._thread = config, asyncio.Lock()
+        self._terms: list[_Term] = []
+        for name, term in reward_terms(config).items():
+            self._terms.append(self._term(name, term, max_tokens))
+
+    async def __call__(
+        self, samples: Sequence[Sample], texts: Sequence[str], max_tokens: int, where: str
+    ) -> None:
+        """Sets reward, reward_parts and reward_error of the responses to one prompt.
+
+        Args:
+            texts: of the responses, without the end token.
+            max_tokens: how many tokens each may have.
+            where: which prompt it was, in words, for errors.
+
+        Raises:
+            RewardError: a reward raised, took too long, or returned anything but finite numbers
+                with "reward" among them and the same names as for the first response; with
+                reward.on_error=stop.
+        """
+        found: list[dict[str, Found]] = [{} for _ in samples]  # by term
+        for term in self._terms:
+            rows = [row for row, sample in enumerate(samples) if not sample.reward_error]
+            answers = [
+                {
+                    "text": texts[row],
+                    "fields": samples[row].fields,
+                    "finish_reason": samples[row].finish_reason,
+                    "num_tokens": len(samples[row].response_ids),
+                    "max_tokens": max_tokens,
+                    "rewards": {name: parts["reward"] for name, parts in found[row].items()},
+                }
+                for row in rows
+            ]
+            for row, result in zip(rows, await self._asked(term, answers), strict=True):
+                checked = term.checked(result)
+                if not isinstance(checked, _Problem):
+                    found[row][term.name] = checked
+                    continue
+                problem = f"{term.title} {checked}"
+                if self._config.on_error == "stop":
+                    raise RewardError(_told(problem, samples[row], texts[row], where))
+                samples[row].reward_error = problem
+        for sample, parts in zip(samples, found, strict=True):
+            if not sample.reward_error:
+                self._fill(sample, parts)
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        for term in self._terms:
+            if term.processes is not None:
+                await term.processes.close()
+
+    def _term(self, name: str, term: RewardTerm, max_tokens: int | None) -> _Term:
+        key = f"reward.terms.{name}" if name else "reward"
+        registry = rewards(key)
+        function, bound = registry[term.name], registry.bound(term.name, term.settings)
+        settings: Any = getattr(bound, "keywords", {}).get("settings")
+        parameters = frozenset(inspect.signature(function).parameters)
+        if "rewards" in parameters:
+            self._check_other_terms(key, settings)
+        if max_tokens is not None and hasattr(settings, "check_max_tokens"):
+            settings.check_max_tokens(f"{key}.settings", max_tokens)
+        mark: InProcess | None = getattr(function, "in_process", None)
+        processes = None
+        if mark is not None:
+            asked = {"name": term.name, "settings": term.settings, "modules": mark.modules}
+            processes = RewardProcesses(asked, self._config.num_processes)
+        own_limit: float | None = getattr(settings, "timeout_s", None)
+        if own_limit is not None:
+            positive(f"{key}.settings.timeout_s", own_limit)
+        return _Term(
+            name=name,
+            title=f"{registry.setting}={term.name!r}",
+            weight=term.weight,
+            reward=bound,
+            limit_s=self._config.timeout_s if own_limit is None else own_limit,
+            limit_key="reward.timeout_s" if own_limit is None else f"{key}.settings.timeout_s",
+            parameters=parameters,
+            runs_in_thread=term.name not in registry.names and not _is_async(function),
+            processes=processes,
+            unchecked=mark.unchecked if mark is not None else None,
+        )
+
+    def _check_other_terms(self, key: str, settings: object) -> None:
+        """A setting called `term` names a term before this one."""
+        before = [term.name for term in self._terms]
+        if hasattr(settings, "term") and settings.term not in before:
+            raise ConfigError(
+                f"{key}.settings.term={settings.term!r} is no term before it in reward.terms; "
+                f"allowed: {', '.join(before) or 'none, as there is no term before it'}"
+            )
+
+    def _fill(self, sample: Sample, found: Mapping[str, Found]) -> None:
+        """From the results of all terms."""
+        sample.reward = sum(term.weight * found[term.name]["reward"] for term in self._terms)
+        for name, parts in found.items():
+            for part, value in parts.items():
+                if part != "reward":
+                    sample.reward_parts[f"{name}/{part}" if name else part] = value
+                elif name:  # a term's reward is called as the term is
+                    sample.reward_parts[name] = value
+
+    async def _asked(self, term: _Term, answers: Sequence[Mapping[str, Any]]) -> Sequence[object]:
+        """For each answer what the reward returned."""
+        if not term.is_batched:
+            return await asyncio.gather(*(self._called(term, answer) for answer in answers))
+        if not answers:
+            return []
+        columns: dict[str, Any] = {n: [answer[n] for answer in answers] for n in answers[0]}
+        columns["max_tokens"] = answers[0]["max_tokens"]
+        results = await self._called(term, columns)
+        if isinstance(results, Sequence) and not isinstance(results, str):
+            if len(results) == len(answers):
+                return results
+        elif isinstance(results, _Problem):
+            return [results] * len(answers)
+        problem = _Problem(f"returned {shown(results)} for {len(answers)} responses")
+        return [problem] * len(answers)
+
+    async def _called(self, term: _Term, answer: Mapping[str, Any]) -> object:
+        """What one call returned."""
+        given = [answer[name] for name in ("text", "fields", "finish_reason")]
+        optional = {name: answer[name] for name in OPTIONAL if name in term.parameters}
+        try:
+            if term.processes is not None:
+                found = await term.processes.call(given, optional, term.limit_s)
+                return _Problem(found["error"]) if "error" in found else found["result"]
+            if term.runs_in_thread:
+                async with self._thread:
+                    call = partial(term.reward, *given, **optional)
+                    return await within(term.limit_s, _in_thread(call))
+            result = term.reward(*given, **optional)
+            return await within(term.limit_s, result) if inspect.isawaitable(result) else result
+        except (TooLateError, ProcessDiedError) as error:
+            limit = f" ({term.limit_key})" if isinstance(error, TooLateError) else ""
+            return term.unchecked or _Problem(f"{error}{limit}")
+        except Exception as error:  # noqa: BLE001 (of a function that is not ours)
+            return _Problem(raised(error))
+
+
+class _Problem(str):
+    """Why there is no result."""
+
+
+def _is_async(function: Reward) -> bool:
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+async def _in_thread(call: Callable[[], object]) -> object:
+    """What it returns or raises. One that nobody waits for any more goes on in its thread."""
+    future: Future[object] = Future()
+    future.set_running_or_notify_cancel()  # else the time limit would cancel it under the thread
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 (sys.exit ends no server, nor StopIteration)
+            future.set_result(_Problem(raised(error)))
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _told(problem: str, sample: Sample, text: str, where: str) -> str:
+    return (
+        f"{problem}; it must return a dict of finite numbers, with 'reward' and the same keys for "
+        f"every response. It was asked about {where}, with the fields {shown(sample.fields)} and "
+        f"the response {shown(text)}"
+    )

@@ -1,0 +1,179 @@
+"""Every advantage that verl has, against verl's on 1,000 random cases, padded into its tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from verl.trainer.ppo import core_algos
+
+from mcore_rl.algorithms.advantages import token_advantages
+from mcore_rl.data.batch import Batch, Jagged
+from tests.unit.algorithms import advantage_oracles as oracles
+
+Tensors = dict[str, Any]
+
+
+def padded(column: Jagged) -> torch.Tensor:
+    """[samples, longest]"""
+    rows = [torch.from_numpy(row.astype(np.float64)) for row in column]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def for_verl(batch: Batch) -> Tensors:
+    rewards = batch.array("rewards")
+    last = [np.flatnonzero(row)[-1:] for row in batch.jagged("response_mask")]
+    at_last = [np.zeros(n) for n in batch.jagged("response_ids").lengths]
+    for row, place, reward in zip(at_last, last, rewards, strict=True):
+        row[place] = reward
+    given = batch.jagged("token_rewards") if "token_rewards" in batch else Jagged.of(at_last, "f8")
+    mask = padded(batch.jagged("response_mask"))
+    return {
+        "token_level_rewards": padded(given) * mask,
+        "response_mask": mask,
+        "index": batch.array("group_ids"),
+        "values": padded(batch.jagged("values")),
+        "reward_baselines": torch.from_numpy(batch.array("baseline_rewards")).double(),
+        "old_log_probs": padded(batch.jagged("log_probs")),
+        "sum_pi_squared": padded(batch.jagged("sum_pi_squared")),
+    }
+
+
+@functools.cache
+def fair_cases() -> list[tuple[Batch, Tensors]]:
+    """Cases in which verl compares and whitens as well: no group of one, no response of no step.
+
+    Each sample is there twice, the second time with other rewards.
+    """
+    found = []
+    for seed in range(1000):
+        case = oracles.random_case(seed, nonnegative=False)
+        rng = np.random.default_rng(seed)
+        one, two = (oracles.batch_of(case) for _ in range(2))
+        changed = {"rewards": rng.normal(size=len(two)).astype(np.float32)}
+        if case.process:
+            tokens = two.jagged("token_rewards")
+            changed = {"token_rewards": tokens.with_values(rng.normal(size=len(tokens.values)))}
+        both = Batch.concat([one, two.with_columns(**changed)])
+        chosen = [row.any() for row in both.jagged("response_mask")]
+        if sum(chosen) >= 4:
+            batch = both.take(np.flatnonzero(chosen).tolist())
+            found.append((batch, for_verl(batch)))
+    return found
+
+
+def of_one_turn(batch: Batch) -> Batch:
+    """The same with every token chosen: verl has another function for responses with tools."""
+    mask = batch.jagged("response_mask")
+    return batch.with_columns(response_mask=mask.with_values(np.ones_like(mask.values)))
+
+
+def gdpo_of_verl(tensors: Tensors, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = tensors["response_mask"]
+    keys = ["reward/accuracy", "reward/format"]
+    attention = torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.int64)
+    return core_algos.compute_gdpo_outcome_advantage(
+        tensors["token_level_rewards"],
+        mask,
+        tensors["index"],
+        config={"gdpo_reward_keys": keys, "gdpo_reward_weights": [1.0, 0.5]},
+        non_tensor_batch={key: batch.array(key) for key in keys},
+        batch={"prompts": torch.ones(len(mask), 1), "attention_mask": attention},
+    )
+
+
+def of_verl(name: str, inputs: str, **given: Any) -> Callable[[Tensors, Batch], Any]:
+    function = core_algos.get_adv_estimator_fn(name)
+    names = ["token_level_rewards", "response_mask", *inputs.split()]
+
+    def found(tensors: Tensors, batch: Batch) -> Any:
+        copies = {name: tensors[name] for name in names}
+        return function(**copies | {"token_level_rewards": tensors["token_level_rewards"].clone()},
+                        **given)  # fmt: skip
+
+    return found
+
+
+def gpg_of_verl(tensors: Tensors, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """With the alpha of the paper in place of `m = torch.count_nonzero(scores)`."""
+    found = of_verl("gpg", "index")(tensors, batch)
+    scores = tensors["token_level_rewards"].sum(1).tolist()
+    groups: dict[int, set[float]] = {}
+    for group, score in zip(tensors["index"].tolist(), scores, strict=True):
+        groups.setdefault(group, set()).add(score)
+    taught = sum(len(groups[group]) > 1 for group in tensors["index"].tolist())
+    scale = max(np.count_nonzero(scores), 1) / max(taught, 1)
+    return found[0] * scale, found[1] * scale
+
+
+PASSK, CONFIG = {"norm_adv_by_std_in_grpo": False}, {"norm_adv_by_std_in_grpo": True}
+ENERGY = "index old_log_probs sum_pi_squared"
+COMPARED: dict[str, tuple[str, Mapping[str, object], Callable[[Tensors, Batch], Any]]] = {
+    "gae": (
+        "gae",
+        {"gamma": 0.9, "lam": 0.8},
+        of_verl("gae", "values", gamma=0.9, lam=0.8),
+    ),
+    "grpo": ("grpo", {}, of_verl("grpo", "index")),
+    "dr_grpo": (
+        "grpo",
+        {"normalize_by_std": False},
+        of_verl("grpo", "index", norm_adv_by_std_in_grpo=False),
+    ),
+    "grpo_passk": ("grpo_passk", {}, of_verl("grpo_passk", "index", config=CONFIG)),
+    "grpo_passk without std": (
+        "grpo_passk",
+        {"normalize_by_std": False},
+        of_verl("grpo_passk", "index", config=PASSK),
+    ),
+    "rloo": ("rloo", {}, of_verl("rloo", "index")),
+    "rloo_vectorized": ("rloo", {}, of_verl("rloo_vectorized", "index")),
+    "reinforce_plus_plus": (
+        "reinforce_plus_plus",
+        {"gamma": 0.9},
+        of_verl("reinforce_plus_plus", "", config=core_algos.AlgoConfig(gamma=0.9)),
+    ),
+    "reinforce_plus_plus_baseline": (
+        "reinforce_plus_plus_baseline",
+        {},
+        of_verl("reinforce_plus_plus_baseline", "index"),
+    ),
+    "remax": ("remax", {}, of_verl("remax", "reward_baselines")),
+    "opo": ("opo", {}, of_verl("opo", "index")),
+    "gpg": ("gpg", {}, gpg_of_verl),
+    "gdpo": ("gdpo", {"parts": "accuracy,format=0.5"}, gdpo_of_verl),
+    "optimal_token_baseline": (
+        "optimal_token_baseline",
+        {},
+        of_verl("optimal_token_baseline", ENERGY),
+    ),
+    "tir_optimal_token_baseline": (
+        "optimal_token_baseline",
+        {},
+        of_verl("tir_optimal_token_baseline", ENERGY),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_it_equals_verl(name):
+    ours, settings, verl = COMPARED[name]
+    assert len(fair_cases()) > 800
+    for batch, tensors in fair_cases():
+        if name == "optimal_token_baseline":
+            batch = of_one_turn(batch)
+            tensors = for_verl(batch)
+        columns = token_advantages(batch, ours, settings)
+        chosen = tensors["response_mask"] != 0
+        advantages, returns = verl(tensors, batch)
+        pairs = [(columns["advantages"], advantages)]
+        if "returns" in columns:
+            pairs.append((columns["returns"], returns))
+        for found, wanted in pairs:
+            torch.testing.assert_close(
+                padded(found)[chosen], wanted[chosen].double(), rtol=1e-4, atol=1e-4
+            )

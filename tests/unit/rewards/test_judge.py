@@ -1,0 +1,316 @@
+"""Several rewards with weights, functions of every kind, limits on time, and what errors do."""
+
+import asyncio
+import re
+import time
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.rewards import base
+from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.judge import Judge
+from tests.unit.rewards.judging import judged, judged_by, response
+
+OWN = """
+import asyncio
+import math
+import threading
+import time
+from dataclasses import dataclass
+
+from mcore_rl.rewards.base import in_process
+
+@dataclass(frozen=True)
+class Settings:
+    per_token: float = 1.0
+
+def words(text, fields, finish_reason, settings: Settings):
+    return {"reward": settings.per_token * len(text.split())}
+
+def text_only(text):
+    return {"reward": 0.0}
+
+def threads(text, fields, finish_reason):
+    return {"reward": float(threading.current_thread() is threading.main_thread())}
+
+together = []
+
+async def meets(text, fields, finish_reason, num_tokens):
+    together.append(text)
+    while len(together) < 3:
+        await asyncio.sleep(0)
+    return {"reward": num_tokens, "letters": len(text)}
+
+def batched(texts, fields, finish_reasons, num_tokens, max_tokens):
+    mean = sum(num_tokens) / len(texts)
+    return [{"reward": (n - mean) / max_tokens} for n in num_tokens]
+
+async def batched_later(texts, fields, finish_reasons, rewards):
+    await asyncio.sleep(0)
+    return [{"reward": len(texts) * part["words"]} for part in rewards]
+
+def raises_or_sleeps(text, fields, finish_reason):
+    if text == "raises":
+        raise KeyError("solution")
+    if text == "stops":
+        next(iter(()))
+    if text == "exits":
+        raise SystemExit(3)
+    if text == "sleeps":
+        time.sleep(20)
+    if text == "prints":
+        print("no answer")
+    return {"reward": math.nan if text == "nan" else 2.0, "length": len(text)}
+
+async def waits(text, fields, finish_reason):
+    if text == "times out":
+        raise TimeoutError
+    await asyncio.sleep(20)
+
+@in_process()
+def apart(text, fields, finish_reason):
+    return raises_or_sleeps(text, fields, finish_reason)
+
+def too_few(texts, fields, finish_reasons):
+    return [{"reward": 1.0}]
+
+def fails(texts, fields, finish_reasons):
+    raise ValueError("no server")
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return "own.py:{}".format
+
+
+def judge(monkeypatch, *answers):
+    left = iter(answers)
+
+    def given(text, fields, finish_reason):
+        answer = next(left)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setitem(base._REWARDS._functions, "for_tests", given)
+    return judged(RewardConfig("for_tests"), ["so #### 12" * 100 for _ in answers])
+
+
+def test_numbers_of_any_kind_come_back_as_floats(monkeypatch):
+    [found] = judge(monkeypatch, {"reward": np.float32(0.5), "right": True, "length": np.int64(3)})
+    assert (found.reward, found.reward_parts) == (0.5, {"right": 1.0, "length": 3.0})
+    assert {type(value) for value in found.reward_parts.values()} == {float}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (0.5, "returned 0.5, which is no dict but float"),
+        (None, "returned None, which is no dict but NoneType"),
+        ("text", "returned 'text', which is no dict but str"),
+        ({"score": 1.0}, "returned a dict without 'reward', with the keys ['score']"),
+        ({"reward": float("nan")}, "returned nan for 'reward', which is no finite number"),
+        ({"reward": 1.0, "x": -np.inf}, "returned -inf for 'x', which is no finite number"),
+        ({"reward": "1.0"}, "returned '1.0' for 'reward', which is no finite number"),
+        ({"reward": 1.0, 3: 2.0}, "returned the key 3, which is no text"),
+        (KeyError("solution"), "raised KeyError: 'solution'"),
+        (ConfigError("a field\nis missing"), "raised ConfigError: a field is missing"),
+    ],
+)
+def test_a_wrong_answer_names_the_reward_the_row_and_what_must_come_back(monkeypatch, answer, said):
+    with pytest.raises(RewardError) as raised:
+        judge(monkeypatch, answer)
+    line = str(raised.value)
+    assert line.startswith(f"reward.name='for_tests' {said}; it must return a dict of finite")
+    assert "with 'reward' and the same keys for every response." in line
+    assert "about row 3 of the data, with the fields {'answer': '7'} and the response" in line
+    assert "'so #### 12so" in line and len(line) < 700
+
+
+def test_parts_that_come_and_go_are_refused(monkeypatch):
+    with pytest.raises(
+        RewardError, match=r"the keys \['reward'\], and \['reward', 'right'\] for an"
+    ):
+        judge(monkeypatch, {"reward": 1.0, "right": 1.0}, {"reward": 0.0})
+
+
+def test_a_reward_outside_of_the_package_has_settings_and_is_checked_alike(own):
+    [found] = judged(RewardConfig(own("words"), {"per_token": 0.5}), ["three words here"])
+    assert (found.reward, found.reward_parts) == (1.5, {})
+    with pytest.raises(RewardError, match=r"own.py:words' returned nan for 'reward'"):
+        judged(RewardConfig(own("words"), {"per_token": float("nan")}), ["a"])
+    with pytest.raises(ConfigError, match=r"reward.settings.per_word is no setting of rew"):
+        Judge(RewardConfig(own("words"), {"per_word": 0.5}))
+    with pytest.raises(ConfigError, match=r"takes \(text\); allowed: \(text, fields, fin"):
+        Judge(RewardConfig(own("text_only")))
+
+
+def test_a_sync_function_of_a_user_leaves_the_event_loop_its_thread(own):
+    """A built-in one, which takes microseconds, does not."""
+    assert [s.reward for s in judged(RewardConfig(own("threads")), ["a", "b"])] == [0.0, 0.0]
+
+
+def test_async_calls_are_made_at_the_same_time(own):
+    found = judged(
+        RewardConfig(own("meets")), ["a", "bc", "def"], [response(num_tokens=n) for n in (4, 5, 6)]
+    )
+    assert [(s.reward, s.reward_parts) for s in found] == [
+        (4.0, {"letters": 1.0}),
+        (5.0, {"letters": 2.0}),
+        (6.0, {"letters": 3.0}),
+    ]
+
+
+def test_a_weighted_sum_has_its_terms_and_their_parts_as_metrics(own):
+    """By hand: 2 * words - 0.5 * right + 0 * batched_later; math of 7 and 8 against 7."""
+    terms = {
+        "words": {"name": own("words"), "weight": 2.0, "settings": {"per_token": 3.0}},
+        "right": {"name": "final_number", "weight": -0.5},
+        "spread": {"name": own("batched"), "weight": 16.0},
+        "later": {"name": own("batched_later"), "weight": 0.0},
+    }
+    samples = [response(num_tokens=2), response(num_tokens=6)]
+    first, second = judged(RewardConfig(terms=terms), ["#### 7", "so it is\n#### 8"], samples)
+    assert first.reward == pytest.approx(2.0 * 6 - 0.5 - 2)
+    assert second.reward == pytest.approx(2.0 * 15 + 2)
+    assert first.reward_parts == {
+        "words": 6.0, "right": 1.0, "right/format": 1.0, "spread": -0.125, "later": 12.0
+    }  # fmt: skip
+    assert second.reward_parts == {
+        "words": 15.0, "right": 0.0, "right/format": 1.0, "spread": 0.125, "later": 30.0
+    }  # fmt: skip
+
+
+TEXTS = ["fine", "raises", "stops", "exits", "sleeps", "nan", "prints"]
+ERRORS = [
+    "",
+    "raised KeyError: 'solution'",
+    "raised StopIteration:",
+    "raised SystemExit: 3",
+    "took longer than 0.5 s (reward.timeout_s)",
+    "returned nan for 'reward', which is no finite number",
+    "",
+]
+
+
+@pytest.mark.parametrize("function", ["raises_or_sleeps", "apart"])
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+def test_an_error_marks_its_sample_and_no_other(own, function, on_error):
+    """Whether in a thread or in a process; a call that goes on does not delay those after it."""
+    config = RewardConfig(own(function), on_error=on_error, timeout_s=0.5)
+    found = judged(config, TEXTS)
+    expected = list(ERRORS)
+    if function == "apart":  # there it ends its process
+        expected[3] = "ended its process with status 3"
+    for sample, text, error in zip(found, TEXTS, expected, strict=True):
+        said = f"reward.name={own(function)!r} {error}".strip() if error else ""
+        assert sample.reward_error.strip() == said
+        assert sample.reward == (0.0 if error else 2.0)
+        assert sample.reward_parts == ({} if error else {"length": len(text)})
+
+
+@pytest.mark.parametrize("text", ["raises", "sleeps"])
+def test_with_stop_an_error_is_raised(own, text):
+    with pytest.raises(RewardError, match=r"raises_or_sleeps' (raised Key|took longer than 0.2 s)"):
+        judged(RewardConfig(own("raises_or_sleeps"), timeout_s=0.2), ["fine", text])
+
+
+def test_an_async_call_has_a_limit_and_may_raise_a_time_out_of_its_own(own):
+    config = RewardConfig(own("waits"), on_error="zero", timeout_s=0.2)
+    first, second = judged(config, ["times out", "waits"])
+    assert first.reward_error.endswith("raised TimeoutError: ")
+    assert second.reward_error.endswith("took longer than 0.2 s (reward.timeout_s)")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("too_few", "returned [{'reward': 1.0}] for 2 responses"), ("fails", "ValueError: no server")],
+)
+def test_an_error_of_a_batch_is_that_of_all_its_samples(own, function, said):
+    found = judged(RewardConfig(own(function), on_error="zero"), ["a", "b"])
+    assert [said in sample.reward_error for sample in found] == [True, True]
+
+
+def test_a_sample_with_an_error_is_not_asked_about_again(own):
+    terms = {
+        "first": {"name": own("raises_or_sleeps")},
+        "words": {"name": own("words")},
+        "later": {"name": own("batched_later")},
+    }
+    config = RewardConfig(terms=terms, on_error="zero")
+    found = judged(config, ["raises", "all is well"])
+    assert found[0].reward_error == (
+        "reward.terms.first.name='own.py:raises_or_sleeps' raised KeyError: 'solution'"
+    )
+    assert found[1].reward_parts["later"] == 3.0  # one response, of three words
+    assert judged(config, ["raises"])[0].reward_parts == {}
+
+
+def test_a_process_that_cannot_start_is_no_wrong_answer(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.chdir("/")
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RewardError, match=r"'math' raised RuntimeError: the start of its process"):
+        judged(RewardConfig("math"), [r"\boxed{7}"])
+
+
+def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
+    async def run():
+        judge = Judge(RewardConfig(own("apart"), num_processes=1))
+        await judged_by(judge, ["fine"])
+        [process] = judge._terms[0].processes._idle
+        waiting = asyncio.create_task(judged_by(judge, ["sleeps"]))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert process.returncode == -9
+        await judged_by(judge, ["fine"])
+        [process] = judge._terms[0].processes._idle
+        process.kill()  # by the kernel, say, while nobody asks it
+        await process.wait()
+        await judged_by(judge, ["fine"])
+        await judge.close()
+        assert judge._terms[0].processes._idle == []
+
+    started = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - started < 15
+
+
+WRONG = {
+    "reward.terms.maths.name='maths' is unknown; allowed: choice, cosine,": {"maths": {}},
+    "reward.terms.math.settings.digit is no setting of reward.terms.math.name='math'": {
+        "math": {"settings": {"digit": 3}}
+    },
+    "reward.terms.math.settings.timeout_s=0.0; allowed: above 0": {
+        "math": {"settings": {"timeout_s": 0}}
+    },
+    "reward.terms.cosine.settings.term='math' is no term before it in reward.terms; allowed: x": {
+        "x": {"name": "final_number"},
+        "cosine": {"settings": {"term": "math"}},
+        "math": {},
+    },
+    "reward.terms.overlong.settings.buffer_tokens=17; allowed: 1 to 16": {
+        "overlong": {"settings": {"buffer_tokens": 17}}
+    },
+    "reward.terms.format.settings.tags='<a>'; allowed: names with commas between them": {
+        "format": {"settings": {"tags": "<a>"}}
+    },
+    "reward.terms.pattern.settings.pattern='(a'": {"pattern": {"settings": {"pattern": "(a"}}},
+    "reward.terms.choice.settings.letters='abc'; allowed: two or more of A to Z": {
+        "choice": {"settings": {"letters": "abc"}}
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_setting_is_refused_before_a_run(message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Judge(RewardConfig(terms=WRONG[message]), max_tokens=16)

@@ -1,0 +1,54 @@
+"""What docs/rewards.md shows works, and its tables have every reward with its settings."""
+
+import json
+import re
+from dataclasses import MISSING, fields
+
+import pytest
+
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.config.resolve import resolve
+from mcore_rl.config.schema import RewardConfig, RLConfig
+from mcore_rl.rewards.base import rewards
+from mcore_rl.rewards.judge import Judge
+from tests.pages import FENCE, ROOT
+from tests.unit.rewards.judging import judged, response
+
+PAGE = (ROOT / "docs" / "rewards.md").read_text()
+BLOCKS = FENCE.findall(PAGE)
+TABLES = PAGE.partition("| Here |")[0]
+ROWS = dict(re.findall(r"^\| `(\w+)` \|.*\| (.*) ?\|$", TABLES, re.MULTILINE))
+
+
+def shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@pytest.mark.parametrize("name", rewards().names)
+def test_the_tables_have_the_settings_of_each_reward_and_their_defaults(name):
+    kind = rewards().settings_of(name)
+    expected = [
+        field.name + ("" if field.default is MISSING else f"={shown(field.default)}")
+        for field in fields(kind or RewardConfig)
+    ]
+    assert re.findall("`(.*?)`", ROWS[name]) == (expected if kind else [])
+
+
+@pytest.mark.parametrize("block", [text for language, text in BLOCKS if language == "yaml"])
+def test_the_recipes_are_of_rewards_that_there_are(block, tmp_path):
+    (tmp_path / "mine.yaml").write_text(block)
+    config = compose_config(RLConfig, [f"recipe={tmp_path / 'mine.yaml'}"])
+    resolve(config)
+    Judge(config.reward, config.rollout.max_response_tokens)
+
+
+def test_the_functions_are_rewards(tmp_path):
+    [block] = [text for language, text in BLOCKS if language == "python"]
+    file = tmp_path / "own.py"
+    file.write_text(f"{block}\n\nasync def ask_my_service(answer, text):\n    return 0.25\n")
+    texts, samples = ["two, please", "no"], [response(num_tokens=n) for n in (4, 8)]
+    found = {}
+    for name in ("polite", "judged", "batched"):
+        config = RewardConfig(f"{file}:{name}")
+        found[name] = [sample.reward for sample in judged(config, texts, samples)]
+    assert found == {"polite": [1.0, 0.0], "judged": [0.25, 0.25], "batched": [1.0, 0.5]}

@@ -1,0 +1,108 @@
+"""Form, choices and texts: what counts and what only looks like it."""
+
+import time
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.rewards.base import RewardError, get_reward
+from tests.unit.rewards.judging import judged
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na < b\n</think>\n\n<answer>b</answer>\n", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> end", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("<think>a<answer>b</answer></think><answer>b</answer>", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<thinking>a</thinking><answer>b</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(text, reward):
+    assert get_reward("format")(text, {}, "stop") == {"reward": reward}
+
+
+def test_format_has_the_tags_that_it_is_told():
+    reward = get_reward("format", {"tags": "plan, code"})
+    assert reward("<plan>a</plan><code>b</code>", {}, "stop") == {"reward": 1.0}
+    assert reward("<think>a</think><answer>b</answer>", {}, "stop") == {"reward": 0.0}
+
+
+def test_pattern_has_to_match_the_whole_response_in_time():
+    """(a|aa)+ tries every way to split the letters, more than there are atoms."""
+    settings = {"pattern": r"(a|aa)+b.*", "timeout_s": 2.0}
+    texts = ["aab\nand more", "so aab", "a" * 400]
+    started = time.monotonic()
+    found = judged(RewardConfig("pattern", settings), texts)
+    assert [(s.reward, s.reward_parts["unchecked"]) for s in found] == [(1, 0), (0, 0), (0, 1)]
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "answered"),
+    [
+        (r"so \boxed{B}", 1.0, 1.0),
+        (r"so \boxed{\text{(B)}}", 1.0, 1.0),
+        (r"\boxed{10B}", 0.0, 0.0),
+        (r"\boxed{B} or rather \boxed{C}", 0.0, 1.0),
+        (r"The answer is B, hence \boxed{C}", 0.0, 1.0),
+        ("The answer is (B).", 1.0, 1.0),
+        ("Answer: **B**", 1.0, 1.0),
+        ("**Answer:** B", 1.0, 1.0),
+        ("The answer is A. No, the answer is B", 1.0, 1.0),
+        ("The answer is Berlin", 0.0, 0.0),
+        ("The answer is not B", 0.0, 0.0),
+        ("B", 1.0, 1.0),
+        ("(B)\n", 1.0, 1.0),
+        ("B is wrong", 0.0, 0.0),
+        ("A", 0.0, 1.0),
+        ("E", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_choice(text, reward, answered):
+    found = get_reward("choice")(text, {"answer": "(b)"}, "stop")
+    assert found == {"reward": reward, "answered": answered}
+
+
+def test_choice_needs_an_answer_that_is_one_of_the_letters():
+    assert get_reward("choice", {"letters": "ABCDE"})("E", {"answer": "E"}, "stop")["reward"] == 1
+    with pytest.raises(
+        RewardError, match=r"data.answer_column has '7'; allowed with .* A, B, C, D"
+    ):
+        judged(RewardConfig("choice"), ["A"])
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "reward"),
+    [
+        ("It is New\nYork.", {}, 1.0),
+        ("it is new york", {}, 1.0),
+        ("it is new york", {"ignore_case": False}, 0.0),
+        ("New Yorkers", {}, 0.0),
+        ("New Yorkers", {"whole_words": False}, 1.0),
+        ("York, New", {}, 0.0),
+        ("", {}, 0.0),
+    ],
+)
+def test_substring(text, settings, reward):
+    found = get_reward("substring", settings)(text, {"answer": "New  York"}, "stop")
+    assert found == {"reward": reward}
+
+
+def test_a_number_is_not_in_a_longer_one():
+    reward = get_reward("substring")
+    assert reward("it is 123", {"answer": "12"}, "stop") == {"reward": 0.0}
+    assert reward("it is (12)", {"answer": "12"}, "stop") == {"reward": 1.0}
+    with pytest.raises(ConfigError, match=r"data.answer_column has ''"):
+        reward("it is 123", {"answer": " "}, "stop")
+    assert reward("it costs a+b.", {"answer": "a+b"}, "stop") == {"reward": 1.0}
