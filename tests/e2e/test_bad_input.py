@@ -182,10 +182,6 @@ BAD_SETTINGS = {
         {"algorithm.advantage": "gigpo"},
         ["algorithm.advantage='gigpo' asks for state_ids, which this run does not have"],
     ),
-    "layout of the critic": (
-        {"algorithm.advantage": "gae", "critic.layout.tp": "3"},
-        ["critic.layout.tp=3"],
-    ),
     "aggregation": (
         {"algorithm.loss_aggregation": "sum_of_squares"},
         ["algorithm.loss_aggregation='sum_of_squares'", "token_mean"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from safetensors.torch import save_file
 
 from mcore_rl.checkpoint.fp8 import quantization_config, quantize_blocks
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import ModelConfig, RLConfig
-from mcore_rl.jobs.preflight import check_inputs
+from mcore_rl.config.schema import Layout, ModelConfig, RLConfig
+from mcore_rl.jobs.preflight import check_inputs, check_layouts
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
@@ -37,3 +38,14 @@ def test_a_model_in_float8_is_refused_with_the_way_out(tmp_path: Path, is_named,
         ConfigError, match=message if is_named or is_there else "has no 'hidden_size'"
     ):
         check_inputs(RLConfig(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_path: Path):
+    qwen = Path(__file__).parents[1] / "models" / "published" / "Qwen3-30B-A3B.json"
+    shutil.copy(qwen, tmp_path / "config.json")
+    config = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    config.critic.layout = Layout(tp=3)
+    assert check_layouts(config)["num_hidden_layers"] == 48  # without a critic nobody reads it
+    config.algorithm.advantage = "gae"
+    with pytest.raises(ConfigError, match=r"critic\.layout\.tp=3 does not divide"):
+        check_layouts(config)
