@@ -53,7 +53,7 @@ def save_for_ever(model: Path, folder: Path, in_background: bool, told: int) -> 
     found = newest_checkpoint(folder, lambda warning: None)
     step = 0
     if found is not None:
-        engine.load_checkpoint(found.actor)
+        engine.load_checkpoint(found.path / ACTOR)
         step = found.step
         assert digests(engine) == found.state["digests"]
     os.write(told, f"{step} {os.getpid()}\n".encode())

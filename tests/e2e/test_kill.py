@@ -24,8 +24,8 @@ DISAGGREGATED = (
     "algorithm.drop_uniform_groups=false",
 )  # fmt: skip
 OWN_FUNCTIONS = (
-    "algorithm.loss=examples/gspo.py:gspo", "algorithm.loss_settings.clip_ratio_low=0.1",
-    "algorithm.advantage=tests.e2e.own_functions:first_token",
+    "algorithm.loss=examples.gspo:gspo", "algorithm.loss_settings.clip_ratio_low=0.1",
+    "algorithm.advantage=tests/e2e/own_functions.py:first_token",
     "reward.terms.length.name=tests/e2e/own_functions.py:length", "reward.terms.length.weight=2",
     "reward.terms.length.settings.per_character=0.5", "reward.terms.math.weight=8",
     "reward.terms.overlong.settings.buffer_tokens=16", "reward.on_error=drop",
