@@ -97,6 +97,7 @@ open_logs() {
     mkdir -p "$logs" || die "$logs cannot be made; output_dir must be a folder that you may write to"
     ln -sfn "attempt_$number" "$output/logs/latest"
     # Every Ray port asks for this token, and only this user can read it.
+    unset RAY_AUTH_TOKEN # it would come before the file
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/.token
     (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
     phase "attempt $number on ${nodes[*]}; to follow it: tail -F $output/logs/latest/*.log"

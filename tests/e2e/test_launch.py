@@ -66,6 +66,7 @@ def test_the_ray_of_a_host_ends_with_a_launch_script_that_is_killed(launch, tmp_
     assert job.left()
     (tmp_path / "token").write_text("0" * 64)
     other = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    other.pop("RAY_AUTH_TOKEN", None)  # of another test's Ray in this process
     head = re.search(r"start Ray at (\S+)", job.stdout)
     waiting = [sys.executable, "-m", "mcore_rl.controller.node", "wait", "--seconds=20"]
     waiting += [f"--head={head[1]}", "--names=a1", f"--logs={tmp_path}"]
