@@ -41,11 +41,13 @@ class SingleTurnLoop:
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
         """Samples of all prompts, in the prompts' order. The first failure cancels the rest."""
-        tasks = [
-            asyncio.create_task(self.run(p.content, sampling, p.group_id, p.fields, p.row))
-            for p in prompts
-        ]
+        tasks: list[asyncio.Task[list[Sample]]] = []
         try:
+            async with self._generator.held():
+                for p in prompts:
+                    run = self.run(p.content, sampling, p.group_id, p.fields, p.row)
+                    tasks.append(asyncio.create_task(run))
+                await asyncio.sleep(0)  # each runs until it waits for its completions
             return [sample for group in await asyncio.gather(*tasks) for sample in group]
         finally:
             for task in tasks:

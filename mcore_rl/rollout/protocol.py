@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -76,6 +77,13 @@ class Generator(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """End a request: its tokens so far are returned with the finish reason "abort"."""
+
+    def held(self) -> AbstractAsyncContextManager[None]:
+        """Requests that are made inside start together when it ends.
+
+        Else those that come first run in a batch of their own, which one depends on the moment, and
+        sums of floats in another batch differ in their last digits.
+        """
 
 
 class GenerationServer(Generator, Protocol):

@@ -34,7 +34,7 @@ from mcore_rl.rollout.protocol import (
     SleepTag,
     TokenScores,
 )
-from mcore_rl.rollout.vllm_outputs import completion_of, log_probs_of, scores_of
+from mcore_rl.rollout.vllm_requests import completion_of, log_probs_of, request_of, scores_of
 from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ class VLLMServer:
             except RuntimeError as error:
                 raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
         await self._serving.update_weight_version(str(self._version))
+        await self._serving.get_supported_tasks()  # kept: later requests do not wait for it
 
     def _timeouts(self) -> dict[str, Any]:
         """The engine arguments; what else vLLM limits goes into the environment."""
@@ -204,6 +205,15 @@ class VLLMServer:
     async def abort(self, request_id: str) -> None:
         if own := self._running.get(request_id):
             await self._serving.abort(own)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        with self._lifecycle.request():
+            await self._serving.pause_generation(mode="keep", clear_cache=False)
+            try:
+                yield
+            finally:
+                await self._serving.resume_generation()
 
     async def score(self, token_ids: list[int]) -> TokenScores:
         """Scores of all tokens but the first, from a prefill of them.
@@ -285,19 +295,10 @@ class VLLMServer:
         self, prompt_ids: list[int], request_id: str = "", **sampling: Any
     ) -> AsyncIterator[Any]:
         """The outputs of one request; `sampling` are fields of vLLM's SamplingParams."""
-        from vllm import SamplingParams as EngineSampling
-        from vllm.sampling_params import RequestOutputKind
-
-        kind = RequestOutputKind[sampling.pop("output_kind", "FINAL_ONLY")]
-        parameters = EngineSampling(
-            **{"logprobs": 0} | sampling,  # 0: of the sampled token only
-            detokenize=False,
-            output_kind=kind,
-        )
+        prompt, parameters = request_of(prompt_ids, **sampling)
         own = f"{request_id}#{next(self._request_ids)}"
         self._running[request_id or own] = own
         try:
-            prompt = {"prompt_token_ids": prompt_ids}
             async for output in self._serving.generate(prompt, parameters, own):
                 yield output
         finally:

@@ -311,6 +311,26 @@ def test_seeded_prompts_beyond_one_step_of_prefill_are_served(server, run, moe):
         assert moe[0].gap(prompt, completion) < 1e-4
 
 
+def test_requests_that_are_held_start_together_in_the_order_in_which_they_came(server, run):
+    async def generate() -> tuple[bool, list[str]]:
+        ended: list[str] = []
+
+        async def ask(name: str, num_tokens: int) -> None:
+            await server.submit(PROMPT, SamplingParams(max_tokens=num_tokens, seed=1))
+            ended.append(name)
+
+        async with server.held():
+            first = asyncio.create_task(ask("first", 1))
+            await asyncio.sleep(0.5)  # a token takes some 10 ms
+            started = first.done()
+            second = asyncio.create_task(ask("second", 1))
+            await asyncio.sleep(0)
+        await asyncio.gather(first, second)
+        return started, ended
+
+    assert run(generate()) == (False, ["first", "second"])
+
+
 def test_a_response_that_cannot_fit_is_refused(server, run):
     with pytest.raises(ConfigError, match=r"31 tokens and rollout.max_response_tokens = 226"):
         run(server.submit(PROMPT, SamplingParams(max_tokens=MAX_TOKENS - 30)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,10 @@ class Echo:
 
     def __init__(self):
         self.asked = []
+
+    @asynccontextmanager
+    async def held(self):
+        yield
 
     async def submit(self, prompt_ids, sampling):
         self.asked.append(sampling)

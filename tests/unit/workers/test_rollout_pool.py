@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,10 @@ class Generator:
 
     def __init__(self):
         self.asked: list[SamplingParams] = []
+
+    @asynccontextmanager
+    async def held(self):
+        yield
 
     async def submit(self, prompt_ids, sampling):
         self.asked.append(sampling)

@@ -1,10 +1,29 @@
-"""What vLLM answers, as the types of protocol.py."""
+"""What vLLM is asked, and its answers as the types of protocol.py."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.rollout.protocol import Completion, TokenScores
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import TokensInput
+    from vllm.sampling_params import SamplingParams as EngineSampling
+
+
+def request_of(prompt_ids: list[int], **sampling: Any) -> tuple[TokensInput, EngineSampling]:
+    """`sampling`: fields of vLLM's SamplingParams; `output_kind` by its name."""
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    kind = RequestOutputKind[sampling.pop("output_kind", "FINAL_ONLY")]
+    parameters = SamplingParams(
+        **{"logprobs": 0} | sampling,  # 0: of the sampled token only
+        detokenize=False,
+        output_kind=kind,
+    )
+    # As an engine's input it goes there at once; a prompt would go through a thread first.
+    return tokens_input(prompt_ids), parameters
 
 
 def completion_of(output: Any) -> Completion:
