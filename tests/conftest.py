@@ -18,6 +18,7 @@ from hypothesis import settings
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 
 LANES = ("job", "ranks", "server")  # the longest first
+JOBS_ON_NODES = {"test_slurm.py", "test_launch.py", "test_doctor.py", "test_server_nodes.py"}
 LANE_OF_FOLDER = {"dist_cpu": "ranks", "e2e": "job"}
 UNIT = "not (ranks or server or job or nightly)"  # as in pyproject.toml
 
@@ -78,8 +79,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, lane in lanes.items():
         if lane:
             item.add_marker(lane)
-        item.add_marker(pytest.mark.xdist_group(lane or "/".join(item.path.parts[-2:])))
+        item.add_marker(pytest.mark.xdist_group(group_of(item, lane)))
     items.sort(key=lambda item: LANES.index(lanes[item]) if lanes[item] else len(LANES))
+
+
+def group_of(item: pytest.Item, lane: str | None) -> str:
+    """Tests of a group run one after the other. Jobs on several nodes are a group of their own."""
+    if lane == "job" and item.path.name in JOBS_ON_NODES:
+        return "job on nodes"
+    return lane or "/".join(item.path.parts[-2:])
 
 
 def lane_of(item: pytest.Item) -> str | None:

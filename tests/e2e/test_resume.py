@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.checkpoint.run_checkpoints import steps_in
+from tests.e2e.outcomes import rows_of, timeless
 from tests.e2e.test_kill import assert_whole, steps
 
 pytestmark = pytest.mark.job
@@ -26,7 +27,6 @@ SETTINGS = (
     "reward.name=tests/e2e/own_functions.py:fingerprint", "data.max_prompt_tokens=64",
 )  # fmt: skip
 ONE_RANK = ("actor.layout.tp=1", "actor.layout.ep=1", "warm_start.layout.dp=1")  # else two
-CLOCKS = ("time/", "tokens_per_s", "wall_time_s")
 # A LoRA actor without its adapters is the reference model.
 LORA = ("actor.lora.rank=4", "actor.optimizer.lr=1e-3", "algorithm.kl_coef=0.05")
 NUM_STEPS = 6
@@ -67,21 +67,12 @@ def kill(job) -> None:
     job.process.wait()
 
 
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def seconds(row: dict[str, float]) -> float:
     return sum(value for name, value in row.items() if name.startswith("time/"))
 
 
 def assert_the_same_run(found: Path, wanted: Path, num_steps: int) -> None:
     """Samples, metrics, weights and picture; all but clocks."""
-
-    def timeless(folder: Path) -> list[dict[str, float]]:
-        return [
-            {n: v for n, v in row.items() if not n.startswith(CLOCKS)} for row in rows_of(folder)
-        ]
 
     assert timeless(found) == timeless(wanted)
     trained = [row for row in timeless(found) if "reward" in row]

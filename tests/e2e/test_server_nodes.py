@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from tests.e2e.outcomes import timeless
 from tests.e2e.processes import lives
 
 pytestmark = [pytest.mark.job, pytest.mark.nightly]
@@ -24,11 +24,7 @@ def test_samples_and_losses_are_those_of_a_server_on_one_node(start_job):
         nodes = f"rollout.nodes_per_server={num_nodes}"
         job = start_job(*SETTINGS, nodes, "trainer.num_steps=2")
         assert job.process.wait(300) == 0, job.stderr
-        rows = [
-            json.loads(line) for line in (job.output / "metrics.jsonl").read_text().splitlines()
-        ]
-        clocks = ("time/", "tokens_per_s", "wall_time_s")
-        found.append([{n: v for n, v in r.items() if not n.startswith(clocks)} for r in rows])
+        found.append(timeless(job.output))
     assert found[0] == found[1]
     assert [row["step"] for row in found[0] if "reward" in row] == [1, 2]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -14,6 +13,7 @@ import pytest
 
 from mcore_rl.controller import reaper
 from tests.e2e.conftest import ROOT, Job
+from tests.e2e.outcomes import timeless
 from tests.e2e.processes import lives
 from tests.planted import FAULTS, plant
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
@@ -73,13 +73,6 @@ class Submitted:
 
     def metrics(self) -> list[dict[str, float]]:
         return timeless(self.output)
-
-
-def timeless(output: Path) -> list[dict[str, float]]:
-    """Metrics of a run but for clocks."""
-    clocks = ("time/", "tokens_per_s", "wall_time_s")
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{n: v for n, v in row.items() if not n.startswith(clocks)} for row in rows]
 
 
 def nothing_is_left(slurm: SlurmCluster, before: set[str]) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from mcore_rl.cli.main import main
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tasks.last_digit import answer, question, split_problems, worked_response
+from tests.e2e.outcomes import rows_of, timeless
 from tests.pages import of_kind
 
 ROOT = Path(__file__).parents[2]
@@ -102,12 +103,6 @@ def ended(done: subprocess.CompletedProcess[str], output: Path) -> dict:
     return json.loads((output / "summary.json").read_text())
 
 
-def rows(output: Path) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time/", "tokens_per_s", "wall_time_s")
-    return [{n: v for n, v in row.items() if not n.startswith(clocks)} for row in found]
-
-
 @pytest.fixture(scope="module")
 def sft(data, tmp_path_factory) -> tuple[Path, dict, str]:
     output = tmp_path_factory.mktemp("sft") / "out"
@@ -125,7 +120,7 @@ def test_sft_learns_both_turns_in_an_epoch_and_says_so(sft):
     output, summary, stdout = sft
     assert summary["test_before"]["loss"] > 5
     assert summary["test_after"]["loss"] < 0.5 * summary["test_before"]["loss"]
-    assert [row["step"] for row in rows(output)] == list(range(1, 21))  # 640 rows, 32 a step
+    assert [row["step"] for row in rows_of(output)] == list(range(1, 21))  # 640 rows, 32 a step
     assert "training 20/20  loss " in stdout
     assert "held-out loss: " in stdout
 
@@ -172,7 +167,7 @@ def test_dpo_under_torchrun_learns_to_prefer(dpo):
     assert summary["test_before"]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert summary["test_after"]["accuracy"] >= 0.95
     assert summary["test_after"]["loss"] < 0.5
-    assert len(rows(output)) == DPO_STEPS
+    assert len(rows_of(output)) == DPO_STEPS
 
 
 def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, tmp_path):
@@ -183,7 +178,7 @@ def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, 
     done = command("dpo", *dpo_settings(data, again), resume)
     assert "going on after step 6" in done.stdout
     assert ended(done, again)["test_after"] == summary["test_after"]
-    assert rows(again) == rows(output)
+    assert timeless(again) == timeless(output)
     file = "checkpoint/model.safetensors"
     assert (again / file).read_bytes() == (output / file).read_bytes()
 
