@@ -14,6 +14,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Kinds of commands, and the file of the tests that runs all commands of the kind. A command of no
 # kind says on its page what it needs that machines of tests lack: `COMMAND   # needs GPUs`.
 KINDS = {
+    "new algorithm": (r"mcore-rl .*\branked.yaml.*|python -m pytest .*", "e2e/test_page_jobs"),
     "prints": (r"mcore-rl (--version|rl .*--(help|list-recipes|print-config).*)", "repo/test_docs"),
     "dry run": (r"mcore-rl rl .*--dry-run", "repo/test_docs"),
     "completion": (r'eval "\$\(mcore-rl completion bash\)"', "cli/test_completion"),

@@ -237,11 +237,13 @@ def write_checkpoint(
     reference: str | Path,
     max_shard_bytes: int = 5 << 30,
     config_changes: Mapping[str, Any] | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Stream tensors into a new checkpoint folder, with config and tokenizer files of `reference`.
 
     At most one shard is in memory. The folder appears under its name when it is complete.
-    `config_changes` are fields of config.json that differ from the reference's.
+    `config_changes` are fields of config.json that differ from the reference's. `write_more` is
+    given the folder before it gets its name.
 
     Raises:
         ConfigError: `path` exists.
@@ -262,3 +264,5 @@ def write_checkpoint(
             shards[number] = replace(shards[number], file=name)
         write_index(folder, shards)
         copy_companions(Path(reference), folder, largest.dtype, config_changes)
+        if write_more is not None:
+            write_more(folder)

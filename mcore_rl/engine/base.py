@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from mcore_rl.algorithms.inputs import Losses, LossInputs
+from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import BACKENDS
@@ -88,6 +89,10 @@ class BaseEngine(ABC):
     def config_changes(self) -> Mapping[str, Any]:
         """Fields of config.json in which an export differs from the checkpoint it began with."""
         return {}
+
+    def gathered_factors(self) -> list[Factors]:
+        """All adapters, on the host of the main rank; collective over all ranks."""
+        return []
 
     @abstractmethod
     def initialize(self) -> None:

@@ -19,6 +19,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
     RunCheckpoints,
     name_of,
 )
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.controller.dispatch import Group
@@ -80,7 +81,17 @@ class Checkpointer:
         self.next_step = 1
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Models, servers and all parts are as they were after the step of a checkpoint."""
+        """Models, servers and all parts are as they were after the step of a checkpoint.
+
+        Raises:
+            ConfigError: an earlier version of this program has written it, without a part.
+        """
+        if missing := sorted(self._parts.keys() - checkpoint.state["parts"].keys()):
+            raise ConfigError(
+                f"{checkpoint.path} has no state of {', '.join(missing)}, which this run needs: an "
+                "earlier version wrote it; go on with that version, or begin a new run from "
+                f"its weights (mcore-rl convert mcore-to-hf --checkpoint {checkpoint.path / ACTOR})"
+            )
         self._turns.stop_serving()
         self._turns.begin_training()
         self._turns.actor.load_checkpoint(str(checkpoint.path / ACTOR))

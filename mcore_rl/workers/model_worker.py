@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
+from mcore_rl.checkpoint.peft import FOLDER, Factors, write_adapters
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
@@ -40,6 +42,7 @@ class ModelWorker:
     ) -> None:
         self._spec = spec
         self._loss_function = loss_function
+        self._model_type = model_type
         self._engine = create_engine(model_type, spec)
         self._rendezvous: RendezvousServer | None = None
         self._transport: WeightTransport | None = None
@@ -121,9 +124,13 @@ class ModelWorker:
     def export(self, path: str, num_bytes: int) -> str:
         """Write a Hugging Face checkpoint, with config and tokenizer of the one started from.
 
+        Adapters are merged; those of a language model are also there as they are, in PEFT's format.
+
         Returns why it could not be written, for less room than `num_bytes` or another fault of the
         disk; "" when it stands there. A folder made on the way is for this user alone.
         """
+        is_whole = self._model_type == "language_model"  # a head of its own is trained, too
+        factors = self._engine.gathered_factors() if is_whole else []
         tensors = self._engine.get_per_tensor_param()
         if not self._engine.is_main_rank:
             for _ in tensors:
@@ -136,12 +143,23 @@ class ModelWorker:
                     tensors,
                     reference=self._spec.model.path,
                     config_changes=self._engine.config_changes,
+                    write_more=self._write_adapters(factors),
                 )
         except OSError as error:
             for _ in tensors:  # the other ranks continue to send
                 pass
             return f"{error.strerror}: {error.filename or path}"
         return ""
+
+    def _write_adapters(self, factors: list[Factors]) -> Callable[[Path], None] | None:
+        if not factors:
+            return None
+        lora = self._spec.engine.lora
+
+        def write(folder: Path) -> None:
+            write_adapters(folder / FOLDER, lambda: iter(factors), lora.rank, lora.alpha)
+
+        return write
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, *, in_background: bool = False) -> str:

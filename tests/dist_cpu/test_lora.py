@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
 from mcore_rl.config.schema import Layout
+from mcore_rl.workers.model_worker import ModelWorker
 from tests.nightly import all_but
 
 LAYOUTS = {
@@ -329,3 +331,43 @@ def test_an_export_is_what_forward_ran_on_bit_for_bit_in_bfloat16(runs):
     for name, weight in result["used"].items():
         assert weight.dtype is torch.bfloat16
         assert torch.equal(result["exported"][name], weight), name
+
+
+@ranks.on_ranks()
+def left(model: Path, output: Path, layout: Layout) -> ranks.Result:
+    """What a run leaves: an export by the worker, with factors from noise."""
+    spec = replace(lora_jobs.lora_spec(model, layout), total_steps=0)
+    worker = ModelWorker(spec, None)
+    worker.initialize()
+    lora_jobs.set_factors(worker._engine)
+    assert worker.export(str(output), 0) == ""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3", Layout(tp=2)), ("qwen3_moe", Layout(tp=2, ep=2)), ("qwen3_moe", Layout(pp=2))],
+    ids=str,
+)
+def test_a_run_leaves_its_adapter_in_the_format_of_peft_beside_the_merged_weights(
+    name, layout, tmp_path
+):
+    """The base model with them by PEFT's arithmetic is what is merged; A is that of one rank."""
+    model = tmp_path / name
+    lora_jobs.build(name).save_pretrained(model)
+    left(model, tmp_path / "out", layout)
+    folder = tmp_path / "out" / "adapter"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+    factors = load_file(folder / "adapter_model.safetensors")
+    base, merged = (load_file(at / "model.safetensors") for at in (model, tmp_path / "out"))
+    changed = 0
+    for key, weight in base.items():
+        module = f"base_model.model.{key.removesuffix('.weight')}"
+        wanted = weight.double()
+        if (a := factors.get(f"{module}.lora_A.weight")) is not None:
+            assert key.split(".")[-2] in config["target_modules"]
+            wanted = wanted + 2.0 * factors[f"{module}.lora_B.weight"].double() @ a.double()
+            changed += 1
+        torch.testing.assert_close(merged[key].double(), wanted, rtol=0, atol=1e-6)
+    assert 2 * changed == len(factors) > 0

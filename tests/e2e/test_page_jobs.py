@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.pages import PAGES, Command, of_kind
+from tests.e2e.test_resume import ONE_RANK
+from tests.pages import PAGES, ROOT, Command, of_kind
 from tests.unit.repo.test_docs import write_recipes
-
-pytestmark = pytest.mark.nightly
 
 BIN = Path(sys.executable).parent
 SHORT = (
@@ -38,6 +37,7 @@ def job_of(command: Command) -> tuple[str, ...]:
 JOBS = {job_of(command): command for command in of_kind("training")}  # each once
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", JOBS, ids=" ".join)
 def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -63,6 +63,31 @@ def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypa
     rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert len([row for row in rows if "reward" in row]) == 2
     assert Path("out/checkpoint/model.safetensors").exists()
+
+
+def test_an_algorithm_in_a_file_of_the_user_runs_as_its_page_says(own_model_and_data, tmp_path):
+    """Its commands in their order; the job is cut short, without a warm start, on one rank."""
+    text = (ROOT / "docs/new_algorithm.md").read_text()
+    write_recipes(text, tmp_path)
+    here = tmp_path / "here"
+    code = (here / "ranked.py").read_text().splitlines()[1:]
+    assert len([line for line in code if line.strip()]) < 30
+    given = dict(setting.split("=", 1) for setting in own_model_and_data)
+    (here / "last_digit").symlink_to(Path(given["model.path"]).parent)
+    short = (*SHORT, *ONE_RANK, "warm_start.num_steps=0", "warm_start.train_file=''")
+    for command in of_kind("new algorithm"):
+        words = shlex.split(command.text)
+        is_job = words[1] == "rl" and "--dry-run" not in words
+        line = [BIN / words[0], *words[1:], *(short if is_job else ())]
+        done = subprocess.run(line, cwd=here, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr + done.stdout
+    rows = [json.loads(row) for row in (here / "outputs/ranked/metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["reward"] >= row["reward/right"]
+        assert row["actor/ratio"] == pytest.approx(1, abs=0.05)
+        assert "actor/approx_kl" not in row  # which is of ppo_clip
+        assert row["actor/grad_norm"] > 0
 
 
 def _longer(model: str) -> Path:
@@ -91,6 +116,7 @@ def models(own_model_and_data, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", of_kind("parity"), ids=str)
 def test_a_command_of_parity_passes(command, models):
     words = shlex.split(command.text)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.errors import StateError
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import (
@@ -29,7 +30,6 @@ from mcore_rl.engine.megatron import device
 from mcore_rl.models.base import HFConfig, family_of, padded_vocab_size
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
-from mcore_rl.reshard.boxes import rows
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight
 
@@ -198,12 +198,19 @@ class MegatronEngine(BaseEngine):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from mcore_rl.engine.megatron.weights import export_weights
+        from mcore_rl.engine.megatron.weights import export_weights, untouched_weights
 
         self._finish_weights()
         yield from export_weights(self.chunks, self.weights, self.placement, self.world_rank)
         if self.is_main_rank:
-            yield from self._untouched()
+            reader = CheckpointReader(self.spec.model.path)
+            yield from untouched_weights(self.weights, self.placement, reader)
+
+    def gathered_factors(self) -> list[Factors]:
+        from mcore_rl.engine.megatron.lora import gathered_factors
+
+        self._finish_weights()
+        return gathered_factors(self.chunks) if self.spec.engine.lora.rank else []
 
     def local_weights(self) -> LocalWeights:
         from mcore_rl.engine.megatron.handover import local_weights
@@ -211,13 +218,6 @@ class MegatronEngine(BaseEngine):
         self._finish_weights()
         at = self.mesh.coordinate(self.world_rank)
         return local_weights(self.chunks, self.weights, self.placement, at)
-
-    def _untouched(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the checkpoint that no chunk has: prediction layers that are not trained."""
-        unheld = [w for w in self.weights if not w.replica and self.placement.chunk(w) is None]
-        reader = CheckpointReader(self.spec.model.path)
-        for tensor in (tensor for weight in unheld for tensor in weight.rule.tensors):
-            yield tensor.name, reader.read(rows(tensor, 0, tensor.shape[0], 0))
 
     def to(
         self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.graph import saved_tensors_hooks
 
+from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.lora_targets import adapted_linear, check_targets
 from mcore_rl.engine.megatron.heads import ValueHead
@@ -150,6 +151,31 @@ def initial_factor(name: str, seed: int, rank: int, num_inputs: int) -> torch.Te
     generator = torch.Generator().manual_seed(int.from_bytes(digest))
     bound = num_inputs**-0.5
     return torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)
+
+
+def gathered_factors(chunks: Sequence[Any]) -> list[Factors]:
+    """All adapters of the model on the host of rank 0, none on others. Collective over all ranks.
+
+    Tensors of one parameter share their A.
+    """
+    parts = [
+        (adapter.place, adapter.A.detach().cpu(), adapter.B.detach().cpu())
+        for chunk in chunks
+        for adapter in chunk.lora.values()
+        if adapter.place.data_rank == 0
+    ]
+    received: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(parts, received)
+    whole_a: dict[str, torch.Tensor] = {}  # by weight
+    found: dict[str, Factors] = {}  # by tensor
+    for place, a, b in (part for of_rank in received or () for part in of_rank):
+        shape = a.shape[0], place.num_inputs
+        whole = whole_a.setdefault(place.name, a.new_empty(shape))
+        whole[:, place.first_input : place.first_input + a.shape[1]] = a
+        for run, part in zip(place.rows, b.split([r.count for r in place.rows]), strict=True):
+            empty = Factors(run.tensor, whole, b.new_empty(run.total, b.shape[1]))
+            found.setdefault(run.tensor, empty).b[run.start : run.start + run.count] = part
+    return list(found.values())
 
 
 class Adapters(torch.nn.ModuleDict):

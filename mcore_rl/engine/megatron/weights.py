@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.parallel.mesh import Coordinate, Mesh
 from mcore_rl.parallel.stages import Chunk
-from mcore_rl.reshard.boxes import LogicalTensor
+from mcore_rl.reshard.boxes import LogicalTensor, rows
 from mcore_rl.reshard.layout import TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
 
@@ -119,6 +119,15 @@ def load_weights(
 
 
 @torch.no_grad()
+def untouched_weights(
+    weights: Sequence[Weight], placement: WeightPlacement, reader: CheckpointReader
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the checkpoint that no chunk has: prediction layers that are not trained."""
+    unheld = [w for w in weights if not w.replica and placement.chunk(w) is None]
+    for tensor in (tensor for weight in unheld for tensor in weight.rule.tensors):
+        yield tensor.name, reader.read(rows(tensor, 0, tensor.shape[0], 0))
+
+
 def export_weights(
     chunks: Sequence[torch.nn.Module],
     weights: Sequence[Weight],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.jobs.convert.plan import WHOLE, Buffer, Parameter
 from mcore_rl.reshard.boxes import Box
@@ -24,7 +25,8 @@ class MegatronTensors:
     ) -> None:
         self._reader = reader
         self._buffer = buffer or Buffer()
-        self._parameters = {name: p for p in parameters for name in p.names}
+        self._planned = tuple(parameters)
+        self._parameters = {name: p for p in self._planned for name in p.names}
         self._current: Parameter | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -81,6 +83,13 @@ class MegatronTensors:
             merged = merged.to(parameter.dtype)
             for block in blocks:
                 tensors[block.tensor.name][block.box.slices] = merged[block.local_slices]
+
+    def all_factors(self) -> Iterator[Factors]:
+        """Of all adapters of the checkpoint. Tensors of one parameter share their A."""
+        for parameter in self._planned:
+            if parameter.adapter is not None:
+                a, b = self.factors(parameter)
+                yield from (Factors(tensor, a, factor) for tensor, factor in b.items())
 
     def factors(self, parameter: Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """A [rank, in] of a parameter, and by tensor its B [out, rank]."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint import fp8
+from mcore_rl.checkpoint import fp8, peft
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.hf_writer import (
     ShardPlan,
@@ -23,7 +23,6 @@ from mcore_rl.checkpoint.hf_writer import (
 )
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.checks import one_of
-from mcore_rl.jobs.convert.adapters import write_adapters
 from mcore_rl.jobs.convert.megatron_folder import MegatronFolder, open_megatron
 from mcore_rl.jobs.convert.options import READ_ENTRY_BYTES, Resources
 from mcore_rl.jobs.convert.plan import Buffer, Parameter, fingerprint, main_dtype, named_dtype
@@ -205,4 +204,7 @@ def _finish(
         changes["quantization_config"] = fp8.quantization_config(t.name for t in tensors)
     copy_companions(source.companions, folder, most, changes)
     if adapted is not None:
-        write_adapters(folder / "adapter", adapted)
+        assert adapted.lora is not None
+        held = MegatronTensors(adapted.reader, adapted.parameters)
+        rank, alpha = adapted.lora["rank"], adapted.lora["alpha"]
+        peft.write_adapters(folder / peft.FOLDER, held.all_factors, rank, alpha)

@@ -164,9 +164,15 @@ def commands_of(page: Path) -> list[list[str]]:
 
 
 def write_recipes(text: str, folder: Path) -> None:
-    """The recipe that a page shows, where its commands expect it."""
-    for block in (block for language, block in FENCE.findall(text) if language == "yaml"):
-        for path in (folder / "here" / "mine.yaml", folder / "recipes" / "mine.yaml"):
+    """The recipe that a page shows, and the files that it names, where its commands expect them."""
+    for language, block in FENCE.findall(text):
+        if name := re.match(r"# (\w+\.(py|yaml))\n", block):
+            paths = [folder / "here" / name[1]]
+        elif language == "yaml":
+            paths = [folder / "here" / "mine.yaml", folder / "recipes" / "mine.yaml"]
+        else:
+            paths = []
+        for path in paths:
             path.parent.mkdir(exist_ok=True)
             path.write_text(block)
 

@@ -12,6 +12,7 @@ import pytest
 from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
 from mcore_rl.checkpoint.manifest import manifest_of
 from mcore_rl.checkpoint.run_checkpoints import newest_checkpoint, read_checkpoint, steps_in
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CheckpointConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError
@@ -124,6 +125,21 @@ def test_what_is_saved_in_the_background_gets_its_name_when_it_is_written(tmp_pa
     run.steps([4])  # waits for the one under way
     assert steps_in(run.folder) == [2]
     assert read_checkpoint(run.folder / "step_000002").state["parts"] == {"prompts": {"drawn": 2}}
+
+
+def test_a_checkpoint_without_a_part_of_the_run_is_refused_before_anything_is_loaded(tmp_path):
+    before = Run(tmp_path)
+    before.steps([1, 2])
+    after = Run(tmp_path / "after")
+    parts = {"prompts": after.prompts, "coefficients": Prompts()}
+    resumed = Checkpointer(after.config, tmp_path, after.turns, parts, dict, after.stop, 0)
+    path = before.folder / "step_000002"
+    with pytest.raises(
+        ConfigError, match=f"{path} has no state of coefficients, .*new run"
+    ) as told:
+        resumed.restore(read_checkpoint(path))
+    assert "\n" not in str(told.value)
+    assert (after.turns.calls, after.turns.actor.loaded) == ([], "")
 
 
 def test_a_run_without_checkpoints_has_none(tmp_path):
