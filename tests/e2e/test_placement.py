@@ -18,6 +18,7 @@ ROLES = ("actor", "reference", "rollout")
 SETTINGS = (
     "warm_start.num_steps=10", "trainer.num_steps=2", "trainer.eval_samples=8",
     "algorithm.kl_coef=0.01", "algorithm.num_mini_batches=1",
+    "reward.name=tests/e2e/own_functions.py:fingerprint",
     # Much of a cache that sleeps while there is much of what an update needs, long enough to be
     # seen by a look every 2 s.
     "rollout.kv_cache_bytes=600000000", "actor.max_tokens_per_micro_batch=65536",
