@@ -189,6 +189,7 @@ def _resolve_data(config: DataConfig) -> None:
         positive(f"data.train_weights[{index}]", weight)
     curriculum = config.curriculum
     between("data.curriculum.decay", curriculum.decay, 0, 1)
+    between("data.curriculum.min_reward", curriculum.min_reward, -MAX_WEIGHT, MAX_WEIGHT)
     between("data.curriculum.min_weight", curriculum.min_weight, MIN_CURRICULUM_WEIGHT, 1)
     if curriculum.name and weights:
         raise ConfigError(
