@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from mcore_rl.algorithms import group_advantages, token_level_advantages
 from mcore_rl.algorithms.inputs import AdvantageInputs, Estimates
-from mcore_rl.algorithms.reductions import Groups
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
@@ -83,13 +82,3 @@ def _of_tokens(found: object, batch: Batch, what: str) -> Jagged:
     if not np.isfinite(values).all():
         raise ConfigError(f"{what} returned {values[~np.isfinite(values)][0]}; allowed: finite")
     return responses.with_values(values.astype(np.float32))
-
-
-def uniform_groups(
-    rewards: npt.NDArray[np.floating], group_ids: npt.NDArray[np.integer]
-) -> npt.NDArray[np.bool_]:
-    """[samples], true where every reward of the sample's group is the same.
-
-    Such groups have zero advantage: training on them has no effect.
-    """
-    return group_advantages.equal_in_group(rewards, Groups(group_ids))

@@ -4,11 +4,13 @@ checkpoints/step_000012/
     actor/           what the training engine has saved, with a list of its files
     critic/          the same of a value model, if there is one
     state.json       all else that a run goes on from
-    manifest.json    size and checksum of state.json, which has those of the lists of the engines
+    state.safetensors  the arrays in it, if there are any
+    manifest.json    size and checksum of these, of which state.json has those of the engines' lists
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -17,15 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
 from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, check_checkpoint
 from mcore_rl.checkpoint.manifest import check_files, manifest_of
 from mcore_rl.checkpoint.raw_file import size_and_checksum
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.data.batch import Array
 
 ACTOR, CRITIC = "actor", "critic"
 MADE_IN = "made_in"  # in `state`, where it is not the folder of the run itself
-_STATE, _MANIFEST = "state.json", "manifest.json"
+_STATE, _ARRAYS, _MANIFEST = "state.json", "state.safetensors", "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -60,6 +67,8 @@ def read_checkpoint(path: Path) -> RunCheckpoint:
     listed = read_json_object(path / _MANIFEST)
     check_files(path, listed, besides=(_MANIFEST, ACTOR, CRITIC))
     state = read_json_object(path / _STATE)
+    if (path / _ARRAYS).exists():
+        _put_back(state, path / _ARRAYS)
     for engine in (ACTOR, CRITIC):
         if engine in state:
             _check_engine(path / engine, state[engine])
@@ -105,6 +114,30 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
+def _without_arrays(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The same without its arrays, and these by their place in it: a JSON list of keys."""
+    rest: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
+    for key, value in state.items():
+        if isinstance(value, np.ndarray):
+            arrays[json.dumps([key])] = np.ascontiguousarray(value)
+        elif isinstance(value, Mapping):
+            rest[key], inside = _without_arrays(value)
+            arrays |= {json.dumps([key, *json.loads(place)]): a for place, a in inside.items()}
+        else:
+            rest[key] = value
+    return rest, arrays
+
+
+def _put_back(state: dict[str, Any], file: Path) -> None:
+    try:
+        for place, array in safetensors.numpy.load(file.read_bytes()).items():
+            *path, name = json.loads(place)
+            functools.reduce(dict.__getitem__, path, state)[name] = array
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} does not fit {_STATE}: {error}") from error
+
+
 class RunCheckpoints:
     """The folder that a run writes its checkpoints into. Every method may raise OSError."""
 
@@ -121,13 +154,19 @@ class RunCheckpoints:
     def publish(self, step: int, state: Mapping[str, Any]) -> Path:
         """The engines have saved: with `state` the checkpoint is whole, and gets its name.
 
-        `state` is what JSON can hold. One of the same step that was there is replaced.
+        `state` is what JSON can hold, and arrays of numbers. One of the same step that was there
+        is replaced.
         """
         aside, path = self._aside(step), self.folder / name_of(step)
         saved = [engine for engine in (ACTOR, CRITIC) if (aside / engine).exists()]
         sums = {engine: size_and_checksum(aside / engine / INFO_FILE) for engine in saved}
-        (aside / _STATE).write_text(json.dumps({"step": step, **state, **sums}, indent=1))
-        (aside / _MANIFEST).write_text(json.dumps(manifest_of([aside / _STATE])))
+        rest, arrays = _without_arrays(state)
+        (aside / _STATE).write_text(json.dumps({"step": step, **rest, **sums}, indent=1))
+        files = [aside / _STATE]
+        if arrays:
+            files.append(aside / _ARRAYS)
+            files[1].write_bytes(safetensors.numpy.save(arrays))
+        (aside / _MANIFEST).write_text(json.dumps(manifest_of(files)))
         old = self._moved_aside(step) if path.exists() else None
         aside.rename(path)
         if old is not None:

@@ -50,6 +50,7 @@ _TERM_PARTS: dict[str, tuple[Any, str]] = {
     "settings": (dict, "settings of that reward, as in {name: value}"),
 }
 MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
+MIN_CURRICULUM_WEIGHT = 1e-6  # a prompt of no weight would never be tried again
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
 
 
@@ -186,6 +187,15 @@ def _resolve_data(config: DataConfig) -> None:
         )
     for index, weight in enumerate(weights):
         positive(f"data.train_weights[{index}]", weight)
+    curriculum = config.curriculum
+    between("data.curriculum.decay", curriculum.decay, 0, 1)
+    between("data.curriculum.min_reward", curriculum.min_reward, -MAX_WEIGHT, MAX_WEIGHT)
+    between("data.curriculum.min_weight", curriculum.min_weight, MIN_CURRICULUM_WEIGHT, 1)
+    if curriculum.name and weights:
+        raise ConfigError(
+            f"data.curriculum.name={curriculum.name!r} and data.train_weights={weights} both say "
+            "how often a prompt is drawn; allowed: one of the two"
+        )
 
 
 def _resolve_files(config: RLConfig) -> None:

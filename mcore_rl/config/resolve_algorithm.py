@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from mcore_rl.config.checks import at_least, between, one_of, positive
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
 
 KL_IN = ("loss", "reward")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_METHODS = ("truncate", "mask")
+IF_SHORT = ("train", "stop")
+ADVANTAGES_OF = ("kept", "generated")
 # Advantages that compare the responses to one prompt.
 OF_GROUPS = (
     "gdpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "opo", "optimal_token_baseline",
@@ -26,6 +29,41 @@ def resolve_algorithm(config: AlgorithmConfig) -> None:
     _resolve_kl(config)
     _resolve_entropy(config)
     _resolve_correction(config.correction)
+    _resolve_samples(config.samples, config.group_size, fewest)
+    _resolve_replay(config)
+
+
+def _resolve_samples(config: SamplesConfig, group_size: int, fewest: int) -> None:
+    key = "algorithm.samples"
+    one_of(f"{key}.if_short", config.if_short, IF_SHORT)
+    one_of(f"{key}.advantages_of", config.advantages_of, ADVANTAGES_OF)
+    at_least(f"{key}.max_rounds", config.max_rounds, 1)
+    at_least(f"{key}.prompts_per_round", config.prompts_per_round, 0)
+    default = SamplesConfig()
+    for name in ("max_rounds", "prompts_per_round", "if_short"):
+        if not config.group_filter and (value := getattr(config, name)) != getattr(default, name):
+            raise ConfigError(
+                f"{key}.{name}={value!r} has no part without a filter; allowed: "
+                f"{getattr(default, name)!r}, or {key}.group_filter='drop_uniform'"
+            )
+    if config.keep_responses:
+        least = fewest if config.advantages_of == "kept" else 1
+        between(f"{key}.keep_responses", config.keep_responses, least, group_size)
+
+
+def _resolve_replay(config: AlgorithmConfig) -> None:
+    """Old samples need the probability that they were generated with in the loss."""
+    replay, key = config.samples.replay, "algorithm.samples.replay"
+    between(f"{key}.share", replay.share, 0, 1)
+    at_least(f"{key}.max_age", replay.max_age, 1)
+    correction = config.correction
+    is_weighted = correction.level != "off" or correction.use_rollout_log_probs
+    if replay.share and not is_weighted and config.loss != "decoupled_ppo":
+        raise ConfigError(
+            f"{key}.share={replay.share}: old samples would count as those of the policy; allowed: "
+            "algorithm.correction.level='token', 'sequence' or 'geometric', "
+            "algorithm.correction.use_rollout_log_probs=true, or algorithm.loss='decoupled_ppo'"
+        )
 
 
 def _resolve_kl(config: AlgorithmConfig) -> None:

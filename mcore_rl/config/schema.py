@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.config.checks import at_least, between
+from mcore_rl.config.samples_schema import CurriculumConfig, SamplesConfig
 
 
 @dataclass
@@ -158,6 +159,7 @@ class DataConfig:
     tools_column: str = ""  # tool schemas for the chat template; empty: none
     max_prompt_tokens: int = 1024  # with the chat template applied
     long_prompts: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass
@@ -232,7 +234,7 @@ class AlgorithmConfig:
     advantage: str = "grpo"  # function that computes advantages from rewards
     advantage_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
     group_size: int = 8  # responses per prompt
-    drop_uniform_groups: bool = False  # drop groups whose rewards are all equal from the update
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     num_mini_batches: int = 1  # optimizer steps per trainer step
     loss: str = "ppo_clip"  # loss of each token, without KL and entropy
     loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function

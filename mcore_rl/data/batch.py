@@ -7,7 +7,7 @@ columns without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Batch:
     sum_pi_squared, and weights of losses: loss_weights, kl_weights, entropy_weights,
     cross_entropy_weights; routed_experts: [MoE layers, experts a token] a prompt or response token;
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
-    one), baseline_rewards, group_ids, finish_reasons.
+    one), baseline_rewards, group_ids, finish_reasons, replayed (1 if it is of an earlier step).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -153,8 +153,38 @@ class Batch:
             }
         )
 
+    def to_arrays(self) -> dict[str, dict[str, Array]]:
+        """The columns as numbers alone, to be saved: text as the code points of its letters."""
+        found: dict[str, dict[str, Array]] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, Jagged):
+                found[name] = {"values": column.values, "offsets": column.offsets}
+            elif column.dtype.kind == "U":
+                letters = np.ascontiguousarray(column).view(np.uint32)
+                found[name] = {"letters": letters.reshape(len(column), -1)}
+            else:
+                found[name] = {"numbers": column}
+        return found
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, Mapping[str, Array]]) -> Batch:
+        """What to_arrays was made of."""
+        columns: dict[str, Column] = {}
+        for name, parts in arrays.items():
+            if "offsets" in parts:
+                columns[name] = Jagged(parts["values"], parts["offsets"])
+            elif "letters" in parts:
+                letters = np.ascontiguousarray(parts["letters"])
+                columns[name] = letters.view(f"<U{letters.shape[1]}").reshape(-1)
+            else:
+                columns[name] = parts["numbers"]
+        return Batch(columns)
+
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
+        """Parts of a reward that some lack, as no response of theirs got one, are NaN there."""
+        parts = {n for batch in batches for n in batch.columns if n.startswith("reward/")}
+        batches = [batch._with_parts(parts) for batch in batches]
         first = batches[0]
         columns: dict[str, Column] = {}
         for name, column in first.columns.items():
@@ -164,3 +194,8 @@ class Batch:
             else:
                 columns[name] = np.concatenate([batch.array(name) for batch in batches])
         return Batch(columns)
+
+    def _with_parts(self, names: Iterable[str]) -> Batch:
+        nothing = np.full(len(self), np.nan, np.float32)
+        missing = sorted({*names} - self.columns.keys())
+        return self.with_columns(**dict.fromkeys(missing, nothing)) if missing else self

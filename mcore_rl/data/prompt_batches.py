@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Array, Batch, Jagged
+from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.sampler import IndexSampler, MixtureSampler
 
@@ -17,15 +18,24 @@ class PromptBatches:
     """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
 
     Columns: prompt_ids, group_ids, fields (JSON text) and rows (of the data set). The batch size
-    may change where a run goes on from a state. With `weights`, one a file, files are mixed.
+    may change where a run goes on from a state. With `weights`, one a file, files are mixed; a
+    `curriculum` draws by what it is told of earlier prompts, with `observe`.
     """
 
     def __init__(
-        self, dataset: PromptDataset, batch_size: int, seed: int, weights: Sequence[float] = ()
+        self,
+        dataset: PromptDataset,
+        batch_size: int,
+        seed: int,
+        weights: Sequence[float] = (),
+        curriculum: CurriculumSampler | None = None,
     ) -> None:
-        self._dataset = dataset
-        self._sampler: IndexSampler | MixtureSampler
-        if weights:
+        self._dataset, self._batch_size, self._curriculum = dataset, batch_size, curriculum
+        self._drawn: dict[int, int] = {}  # the row of each group that `observe` has yet to see
+        self._sampler: IndexSampler | MixtureSampler | CurriculumSampler
+        if curriculum is not None:
+            self._sampler = curriculum
+        elif weights:
             self._sampler = MixtureSampler(dataset.sizes, weights, batch_size, seed)
         else:
             self._sampler = IndexSampler(len(dataset), batch_size, seed)
@@ -35,9 +45,26 @@ class PromptBatches:
         return self
 
     def __next__(self) -> Batch:
-        rows, first = next(self._sampler), self._next_group_id
-        self._next_group_id += len(rows)
-        return _prompt_batch(self._dataset, rows, range(first, self._next_group_id))
+        return self.take(self._batch_size)
+
+    def take(self, num: int) -> Batch:
+        """The next `num` prompts: other sizes have the same ones, in the same order."""
+        rows, first = self._sampler.take(num), self._next_group_id
+        self._next_group_id += num
+        groups = range(first, self._next_group_id)
+        if self._curriculum is not None:
+            self._drawn |= zip(groups, rows, strict=True)
+        return _prompt_batch(self._dataset, rows, groups)
+
+    def observe(self, group_ids: Array, has_succeeded: Array) -> None:
+        """Which responses [samples] have succeeded, to all prompts since the last call."""
+        if self._curriculum is None:
+            return
+        for group, row in self._drawn.items():
+            found = has_succeeded[group_ids == group]
+            if len(found):  # else each reward raised
+                self._curriculum.observe(row, int(found.sum()), len(found))
+        self._drawn = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampler": self._sampler.state_dict(), "next_group_id": self._next_group_id}

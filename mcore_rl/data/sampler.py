@@ -37,11 +37,14 @@ class IndexSampler:
         return self
 
     def __next__(self) -> list[int]:
+        return self.take(self._batch_size)
+
+    def take(self, num: int) -> list[int]:
         batch: list[int] = []
-        while len(batch) < self._batch_size:
+        while len(batch) < num:
             if self._position == self._num_rows:
                 self._start_epoch(self._epoch + 1)
-            missing = self._batch_size - len(batch)
+            missing = num - len(batch)
             drawn = self._order[self._position : self._position + missing]
             self._position += len(drawn)
             batch.extend(drawn.tolist())
@@ -61,12 +64,7 @@ class IndexSampler:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from `state`; ConfigError when it is of other data or another seed."""
-        for name, value in (("num_rows", self._num_rows), ("seed", self._seed)):
-            if state[name] != value:
-                raise ConfigError(
-                    f"the saved position in the data is for {name}={state[name]}, this run has "
-                    f"{name}={value}; allowed: the data and seed it was saved with"
-                )
+        check_same_data(state, num_rows=self._num_rows, seed=self._seed)
         self._start_epoch(state["epoch"])
         self._position = state["position"]
 
@@ -75,6 +73,16 @@ class IndexSampler:
         self._position = 0
         rng = np.random.default_rng([self._seed, epoch, *self._stream])
         self._order = rng.permutation(self._num_rows)  # 8 bytes a row
+
+
+def check_same_data(state: Mapping[str, Any], **expected: int) -> None:
+    """Raises ConfigError when a saved position is of other data or another seed."""
+    for name, value in expected.items():
+        if state[name] != value:
+            raise ConfigError(
+                f"the saved position in the data is for {name}={state[name]}, this run has "
+                f"{name}={value}; allowed: the data and seed it was saved with"
+            )
 
 
 class MixtureSampler:
@@ -98,7 +106,10 @@ class MixtureSampler:
         return self
 
     def __next__(self) -> list[int]:
-        return [self._draw() for _ in range(self._batch_size)]
+        return self.take(self._batch_size)
+
+    def take(self, num: int) -> list[int]:
+        return [self._draw() for _ in range(num)]
 
     def _draw(self) -> int:
         drawn = [file.num_drawn for file in self._files]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
@@ -117,6 +118,8 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
 
 def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm)
+    if curriculum := config.data.curriculum.name:
+        CURRICULA.bound(curriculum, config.data.curriculum.settings)
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
@@ -172,6 +175,8 @@ def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
     data, warm, step = config.data, config.warm_start, config.trainer.prompts_per_step
     files = [f"{setting}={name!r}" for setting, name in _train_files(config).items()]
     prompts = f"trainer.prompts_per_step={step}"
+    if (per_round := config.algorithm.samples.prompts_per_round) > step:
+        step, prompts = per_round, f"algorithm.samples.prompts_per_round={per_round}"
     if data.train_weights:
         for file, weight, size in zip(files, data.train_weights, inputs.train.sizes, strict=True):
             drawn = math.ceil(step * weight / sum(data.train_weights))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
+from mcore_rl.algorithms.replay import ReplayBuffer
+from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
@@ -22,6 +24,7 @@ from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
@@ -170,15 +173,14 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
         with waiting("starting the servers and the trainer"):
             turns = _started(config, pools, ranks, stack)
         rollout, actor = RolloutPool(turns.servers, config.rollout, config.seed), turns.actor
-        weights = config.data.train_weights
-        prompts = PromptBatches(inputs.train, config.trainer.prompts_per_step, config.seed, weights)
-        coefficients = Coefficients(config.algorithm)
+        prompts, coefficients = _prompts(config, inputs), Coefficients(config.algorithm)
+        replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
         checkpointer = Checkpointer(
             run.asked,
             output.folder,
             turns,
-            {"prompts": prompts, "coefficients": coefficients},
+            {"prompts": prompts, "coefficients": coefficients, "replay": replay},
             lambda: output.results,
             run.stop,
             num_bytes,
@@ -194,7 +196,7 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
                 "algorithm.correction.use_rollout_log_probs=true: no step compares the servers' "
                 "log-probs with the trainer's"
             )
-        trainer = SyncTrainer(config, turns, rollout, checkpointer, coefficients)
+        trainer = SyncTrainer(config, turns, rollout, checkpointer, coefficients, replay)
         try:
             with (
                 output.progress("training", config.trainer.num_steps) as report,
@@ -214,6 +216,14 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             output.compared(logprob_gaps(after))
             output.evaluated("accuracy_grpo", after)
             room.export(actor, checkpoint, num_bytes)
+
+
+def _prompts(config: RLConfig, inputs: Inputs) -> PromptBatches:
+    data, num, curriculum = config.data, config.trainer.prompts_per_step, None
+    if asked := data.curriculum.name:
+        weight = CURRICULA.bound(asked, data.curriculum.settings)
+        curriculum = CurriculumSampler(len(inputs.train), num, config.seed, data.curriculum, weight)
+    return PromptBatches(inputs.train, num, config.seed, data.train_weights, curriculum)
 
 
 def _started(

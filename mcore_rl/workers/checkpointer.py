@@ -34,7 +34,7 @@ class NotSavedError(RuntimeError):
 
 
 class Stateful(Protocol):
-    """A part of a run with a state of its own, which JSON can hold."""
+    """A part of a run with a state of its own: what JSON can hold, and arrays of numbers."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -20,6 +20,7 @@ from mcore_rl.algorithms.inputs import (
 )
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.algorithms.losses import LOSSES, MAX_LOG_RATIO
+from mcore_rl.algorithms.sample_choice import check_choices
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig
 
@@ -116,6 +117,7 @@ def check_functions(config: AlgorithmConfig) -> None:
     AGGREGATIONS.bound(config.loss_aggregation, config.loss_aggregation_settings)
     KL_ESTIMATORS.bound(config.kl_estimator, config.kl_estimator_settings)
     check_rules(config.correction)
+    check_choices(config.samples)
     if config.loss == "decoupled_ppo" and config.correction.level != "off":
         raise ConfigError(
             "algorithm.loss='decoupled_ppo' has importance weights of its own; allowed: "
@@ -127,3 +129,9 @@ def check_functions(config: AlgorithmConfig) -> None:
     needed = needs_of(ADVANTAGES[config.advantage])
     given |= {"values", "baseline_rewards"}  # what is needed, a run makes
     check_needs(needed, given, f"{ADVANTAGES.setting}={config.advantage!r}")
+    if config.samples.replay.share and "values" in needed:
+        raise ConfigError(
+            f"algorithm.samples.replay.share={config.samples.replay.share}: the returns of old "
+            f"samples are not those of the policy that {ADVANTAGES.setting}={config.advantage!r} "
+            "has values of; allowed: 0, or an advantage without a critic"
+        )

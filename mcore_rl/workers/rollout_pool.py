@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,18 +34,7 @@ class RolloutPool:
             seed=first_seed(self.seed),  # agent loops count from here by the group id
         )
         found = [samples for (samples,) in self.servers.generate(prompts, sampling)]
-        return Batch.concat(_with_all_parts(found))
-
-
-def _with_all_parts(batches: Sequence[Batch]) -> list[Batch]:
-    """A server on which no response got a reward does not know the parts of rewards."""
-    parts = {name for batch in batches for name in batch.columns if name.startswith("reward/")}
-    return [
-        batch.with_columns(
-            **{n: np.full(len(batch), np.nan, np.float32) for n in parts if n not in batch}
-        )
-        for batch in batches
-    ]
+        return Batch.concat(found)
 
 
 def first_seed(run_seed: int) -> int:

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms.advantages import token_advantages, uniform_groups
+from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
 from mcore_rl.algorithms.correction import corrected, mismatch
 from mcore_rl.algorithms.inputs import WEIGHTS
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.prepared import MiniBatchInputs, is_prepared, prepared_columns
+from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
@@ -24,17 +26,35 @@ class PolicyMismatchError(RuntimeError):
     """The servers do not run the trainer's policy, so training would be wrong."""
 
 
-def check_versions(batch: Batch, expected: int) -> None:
-    """Checks that every token of an on-policy step has the version of the step before.
+def check_versions(batch: Batch, expected: int, max_age: int = 0) -> None:
+    """Checks that every token of a step has the version of the step before.
+
+    Those of replayed samples, and only they, may be up to `max_age` versions older.
 
     Raises:
         PolicyMismatchError: some do not.
     """
-    versions = np.unique(batch.jagged("weight_versions").values)
-    if versions.tolist() != [expected]:
+    fresh, replayed = split_replayed(batch)
+    versions = np.unique(fresh.jagged("weight_versions").values)
+    if len(fresh) and versions.tolist() != [expected]:
         raise PolicyMismatchError(
             f"servers answered with weights of version {versions.tolist()}; expected {expected}"
         )
+    versions = np.unique(replayed.jagged("weight_versions").values)
+    if len(versions) and not expected - max_age <= versions[0] <= versions[-1] < expected:
+        raise PolicyMismatchError(
+            f"replayed samples have weights of version {versions.tolist()}; expected: from "
+            f"{expected - max_age} to {expected - 1}"
+        )
+
+
+def split_replayed(batch: Batch) -> tuple[Batch, Batch]:
+    """The samples of this step, and those of earlier ones."""
+    if "replayed" not in batch:
+        return batch, batch.take([])
+    is_replayed = batch.array("replayed") != 0
+    rows = [np.flatnonzero(chosen).tolist() for chosen in (~is_replayed, is_replayed)]
+    return batch.take(rows[0]), batch.take(rows[1])
 
 
 def with_baseline_rewards(batch: Batch, greedy: Batch) -> Batch:
@@ -102,9 +122,11 @@ def logprob_gaps(batch: Batch) -> dict[str, float]:
 def checked_mismatch(batch: Batch, config: RLConfig, step: int) -> dict[str, float]:
     """Metrics of how far trainer and servers are apart, with the gaps checked.
 
-    None where the servers' log-probs stand for the trainer's.
+    None where the servers' log-probs stand for the trainer's. Replayed samples, of other weights,
+    do not count.
     """
-    if config.algorithm.correction.use_rollout_log_probs:
+    batch = split_replayed(batch)[0]
+    if config.algorithm.correction.use_rollout_log_probs or not len(batch):
         return {}
     return checked_gaps(batch, config.trainer, step) | mismatch(batch)
 
@@ -138,12 +160,28 @@ def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     return batch.with_columns(**found)
 
 
-def without_uniform_groups(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """With algorithm.drop_uniform_groups only the groups whose rewards are not all the same."""
-    if not algorithm.drop_uniform_groups:
+def without_truncated(batch: Batch, samples: SamplesConfig) -> Batch:
+    """With mask_truncated no token of a response that was cut off has a loss, of any kind.
+
+    DAPO's overlong filtering (arXiv:2503.14476, section 3.4). They count in advantages.
+    """
+    if not samples.mask_truncated:
         return batch
-    uniform = uniform_groups(batch.array("rewards"), batch.array("group_ids"))
-    return batch.take(np.flatnonzero(~uniform).tolist())
+    mask, is_whole = batch.jagged("response_mask"), batch.array("finish_reasons") != "length"
+    others = mask.with_values(mask.values == 0)
+    columns = {"response_mask": mask}
+    columns["cross_entropy_mask"] = (
+        batch.jagged("cross_entropy_mask") if "cross_entropy_mask" in batch else others
+    )
+    of_tokens = np.repeat(is_whole, mask.lengths)
+    masked = {name: c.with_values(c.values * of_tokens) for name, c in columns.items()}
+    return batch.with_columns(**masked)
+
+
+def chosen_responses(batch: Batch, samples: SamplesConfig, seed: Sequence[int]) -> Batch:
+    """Those of algorithm.samples.keep_responses, where advantages compare all that there were."""
+    is_later = samples.advantages_of == "generated"
+    return kept_responses(batch, samples, [*seed, CHOICE_STREAM]) if is_later else batch
 
 
 def mini_batches(batch: Batch, num: int, seed: Sequence[int]) -> list[Batch]:

@@ -98,3 +98,7 @@ def _pause_pushes(file: str) -> None:
             _pause(file)
 
     Exchange.run = paused
+
+
+def every_second_group(batch):
+    return batch.array("group_ids") % 2 == 0

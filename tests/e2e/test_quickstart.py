@@ -70,7 +70,7 @@ def shuffled(run, start_job):
 ALGORITHMS = {
     "ppo": (
         "algorithm.advantage=gae", "algorithm.advantage_settings.lam=1.0",
-        "critic.optimizer.lr=1e-3", "algorithm.drop_uniform_groups=false",
+        "critic.optimizer.lr=1e-3", "algorithm.samples.group_filter=''",
     ),
     "dr_grpo": (
         "algorithm.advantage_settings.normalize_by_std=false",
@@ -78,11 +78,17 @@ ALGORITHMS = {
     ),
     "rloo": ("algorithm.advantage=rloo",),
     "reinforce_plus_plus": (
-        "algorithm.advantage=reinforce_plus_plus", "algorithm.drop_uniform_groups=false"
+        "algorithm.advantage=reinforce_plus_plus", "algorithm.samples.group_filter=''"
     ),
-    "remax": ("algorithm.advantage=remax", "algorithm.drop_uniform_groups=false"),
+    "remax": ("algorithm.advantage=remax", "algorithm.samples.group_filter=''"),
     "gspo": ("algorithm.loss=gspo", "algorithm.loss_aggregation=sequence_mean_token_mean"),
     "cispo": ("algorithm.loss=cispo",),
+    "dapo": (
+        "algorithm.loss_settings.clip_ratio_high=0.28", "algorithm.loss_aggregation=token_mean",
+        "algorithm.samples.group_filter_settings.of=answer", "algorithm.samples.max_rounds=4",
+        "algorithm.samples.mask_truncated=true", "reward.terms.answer={name: final_number}",
+        "reward.terms.brief={name: overlong, settings: {buffer_tokens: 8}}",
+    ),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages, uniform_groups
+from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
 from mcore_rl.algorithms.group_advantages import grpo
 from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.config.errors import ConfigError
@@ -65,13 +65,6 @@ def test_the_order_of_samples_does_not_matter():
         advantages_of(rewards, group_ids, normalize_by_std=True)[order],
         rtol=1e-5,
     )
-
-
-def test_uniform_groups_are_those_whose_rewards_are_all_equal():
-    rewards = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 9.0])
-    group_ids = np.array([3, 5, 3, 5, 5, 8])
-    expected = [True, False, True, False, False, True]
-    assert uniform_groups(rewards, group_ids).tolist() == expected
 
 
 def test_an_unknown_advantage_names_the_setting_and_what_is_allowed():

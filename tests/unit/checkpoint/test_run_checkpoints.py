@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
 from mcore_rl.checkpoint.manifest import manifest_of
@@ -162,4 +164,38 @@ def test_a_critic_that_a_checkpoint_was_not_written_with_is_foreign(checkpoints)
     path = saved(checkpoints, 2)
     (path / CRITIC).mkdir()
     with pytest.raises(ConfigError, match=r"critic does not belong to it"):
+        read_checkpoint(path)
+
+
+def with_arrays(checkpoints: RunCheckpoints) -> Path:
+    engine = checkpoints.begin(3) / ACTOR
+    engine.mkdir()
+    write_checkpoint_info(engine, {}, {})
+    samples = {"reward/a.b": np.arange(6).reshape(2, 3).T, "none": np.zeros((0, 2), np.float32)}
+    return checkpoints.publish(3, {"parts": {"replay": {"samples": samples, "seed": 1}}, "n": 2})
+
+
+def test_arrays_of_a_state_come_back_where_they_were(checkpoints):
+    path = with_arrays(checkpoints)
+    parts = read_checkpoint(path).state["parts"]["replay"]
+    assert parts["seed"] == 1 and "reward" not in (path / "state.json").read_text()
+    assert parts["samples"]["reward/a.b"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert parts["samples"]["none"].shape == (0, 2)
+    assert parts["samples"]["none"].dtype == np.float32
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+def test_arrays_of_a_state_that_are_damaged_are_refused(checkpoints, damage):
+    path = with_arrays(checkpoints)
+    damage(path / "state.safetensors")
+    with pytest.raises(ConfigError, match=r"state\.safetensors is (damaged|missing)"):
+        read_checkpoint(path)
+
+
+def test_arrays_that_do_not_fit_the_state_are_refused(checkpoints):
+    path = with_arrays(checkpoints)
+    file = path / "state.safetensors"
+    file.write_bytes(safetensors.numpy.save({'["other", "x"]': np.ones(2)}))
+    (path / "manifest.json").write_text(json.dumps(manifest_of([path / "state.json", file])))
+    with pytest.raises(ConfigError, match=r"state\.safetensors does not fit state\.json"):
         read_checkpoint(path)

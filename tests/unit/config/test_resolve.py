@@ -284,6 +284,24 @@ BAD = [
         {"warm_start__num_steps": 1, "warm_start__layout": Layout(tp=2, ep=3)},
         "warm_start.layout: etp * ep * pp = 1 * 3 * 1 = 3 must divide",
     ),
+    ({"algorithm__samples__max_rounds": 3}, "max_rounds=3 has no part without a filter"),
+    ({"algorithm__samples__if_short": "stop"}, "if_short='stop' has no part without a filter"),
+    ({"algorithm__samples__if_short": "wait"}, "algorithm.samples.if_short='wait'"),
+    ({"algorithm__samples__keep_responses": 1}, "algorithm.samples.keep_responses=1"),
+    ({"algorithm__samples__keep_responses": 9}, "algorithm.samples.keep_responses=9"),
+    ({"algorithm__samples__advantages_of": "all"}, "algorithm.samples.advantages_of='all'"),
+    ({"algorithm__samples__replay__share": 0.5}, "share=0.5: old samples would count"),
+    ({"algorithm__samples__replay__max_age": 0}, "algorithm.samples.replay.max_age=0"),
+    ({"data__curriculum__min_weight": 0.0}, "data.curriculum.min_weight=0.0"),
+    (
+        {
+            "task__name": "",
+            "data__curriculum__name": "window",
+            "data__train_files": ["a"],
+            "data__train_weights": [1.0],
+        },
+        "both say how often a prompt is drawn; allowed: one of the two",
+    ),
 ]
 
 
@@ -356,3 +374,15 @@ def test_every_setting_has_a_default():
             assert value is not None or "None" in entry.type
 
     walk(RLConfig())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"algorithm__correction__level": "token"},
+        {"algorithm__correction__use_rollout_log_probs": True},
+        {"algorithm__loss": "decoupled_ppo"},
+    ],
+)
+def test_replay_needs_the_probabilities_of_old_samples(setting):
+    resolve(config(algorithm__samples__replay__share=0.5, **setting))

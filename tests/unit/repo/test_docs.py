@@ -32,7 +32,7 @@ CONFIGURATION = ROOT / "docs" / "configuration.md"
 WRITER = ROOT / "tests" / "write_configuration_doc.py"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = [name for schema in SCHEMAS.values() for name in setting_names(schema)]
-GROUPS = {".".join(parts[:n]) for key in SETTINGS for parts in [key.split(".")] for n in (1, 2)}
+GROUPS = {".".join(parts[:n]) for key in SETTINGS for parts in [key.split(".")] for n in (1, 2, 3)}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")

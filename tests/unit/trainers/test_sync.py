@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.replay import ReplayBuffer
 from mcore_rl.config.resolve import placement_of
+from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
@@ -50,6 +52,10 @@ class Servers:
     def __init__(self, batch: Batch):
         self.batch, self.versions = batch, []
 
+    def take(self, num):
+        """As the prompts of a run, too."""
+        return None
+
     def generate(self, prompts, n, *, is_greedy=False):
         if not is_greedy:
             return self.batch
@@ -91,17 +97,18 @@ def one_step(tmp_path):
     return after_one_step(tmp_path, {"kl_coef": 0.1, "loss_aggregation": "sequence_mean_token_sum"})
 
 
-def one_step_of(tmp_path, settings, models, warmup_steps=0):
+def one_step_of(tmp_path, settings, models, warmup_steps=0, made=None):
     bounds = {"max_logprob_gap": 9.0, "mean_logprob_gap": 9.0}
     config = RLConfig(trainer=TrainerConfig(num_steps=1, **bounds))
     config.rollout.temperature, config.critic.warmup_steps = 0.7, warmup_steps
     config.algorithm = AlgorithmConfig(**settings)
-    servers = Servers(answered())
+    servers = Servers(answered() if made is None else made)
     turns = Turns(placement_of(config), models, servers, servers)
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     coefficients = Coefficients(config.algorithm)
-    trained = SyncTrainer(config, turns, servers, checkpointer, coefficients)
-    trained.train(iter([None]), lambda step, metrics: REPORTED.update(metrics))
+    replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
+    trained = SyncTrainer(config, turns, servers, checkpointer, coefficients, replay)
+    trained.train(servers, lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
 
 
@@ -191,7 +198,7 @@ def test_a_critic_learns_from_all_samples_and_the_actor_when_it_is_warm(
     tmp_path, warmup_steps, num_updates
 ):
     """Lambda and gamma are 1: the return of a token is the reward, whatever the values."""
-    settings = dict(advantage="gae", drop_uniform_groups=True, advantage_settings={"whiten": False})
+    settings = dict(advantage="gae", advantage_settings={"whiten": False})
     settings["advantage_settings"]["lam"] = 1.0
     actor, critic = Model(-1.0625), ValueModel(0.0)
     one_step_of(tmp_path, settings, {"actor": actor, "critic": critic}, warmup_steps)
@@ -204,8 +211,33 @@ def test_a_critic_learns_from_all_samples_and_the_actor_when_it_is_warm(
     assert REPORTED["critic/loss"] == 0.25
     assert len(actor.updates) == num_updates
     for update in actor.updates:
-        assert set(update.array("group_ids").tolist()) == {0}
-        assert update.jagged("advantages").values.tolist() == [0.5, 0.5, -0.5]
+        advantages = update.jagged("advantages").values
+        assert advantages[chosen].tolist() == (rewards[chosen] - 0.5).tolist()
+
+
+@pytest.mark.parametrize(("rewards", "num_updates"), [([1, 0, 1, 1, 0, 0], 1), ([1] * 6, 0)])
+def test_groups_that_do_not_pass_are_neither_scored_nor_trained_on(tmp_path, rewards, num_updates):
+    """If none passes, the step ends without an update, and the servers get its weights."""
+    actor, samples = Model(-1.0625), SamplesConfig(group_filter="drop_uniform")
+    made = answered().with_columns(rewards=np.array(rewards, np.float32))
+    one_step_of(tmp_path, {"samples": samples}, {"actor": actor}, made=made)
+    assert [set(update.array("group_ids").tolist()) for update in actor.updates] == [{0}] * (
+        num_updates
+    )
+    assert len(actor.temperatures) == 2 * num_updates
+    assert REPORTED["samples/passed"] == num_updates / 3
+    assert REPORTED["reward"] == pytest.approx(sum(rewards) / 6)
+
+
+def test_advantages_may_compare_responses_that_are_not_trained_on(tmp_path):
+    found = {}
+    for which in ("kept", "generated"):
+        samples = SamplesConfig(keep_responses=1, keep_by="best", advantages_of=which)
+        settings = {"samples": samples, "advantage_settings": {"normalize_by_std": False}}
+        update = after_one_step(tmp_path, settings)[2]
+        pairs = zip(update.array("group_ids"), update.jagged("advantages"), strict=True)
+        found[which] = {int(group): float(row[0]) for group, row in pairs}
+    assert found == {"kept": {0: 0, 1: 0, 2: 0}, "generated": {0: 0.5, 1: 0, 2: 0}}
 
 
 def test_remax_takes_off_the_reward_of_a_greedy_response(tmp_path):

@@ -173,3 +173,11 @@ def test_the_recipe_of_the_page_fits_its_functions(tmp_path, monkeypatch):
     check_functions(algorithm)
     with pytest.raises(ConfigError, match=r"loss_settings.clip is no setting .*clip_ratio_low, cl"):
         check_functions(replace(algorithm, loss_settings={"clip": 0.1}))
+
+
+def test_replay_with_a_critic_is_refused():
+    settings = AlgorithmConfig(advantage="gae")
+    check_functions(settings)
+    settings.samples.replay.share = 0.5
+    with pytest.raises(ConfigError, match=r"replay.share=0.5: .*advantage='gae'"):
+        check_functions(settings)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.workers.steps import (
@@ -23,7 +24,7 @@ from mcore_rl.workers.steps import (
     with_log_probs,
     with_loss_weights,
     with_prepared_columns,
-    without_uniform_groups,
+    without_truncated,
 )
 
 
@@ -170,9 +171,47 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere():
     assert not np.array_equal(found[0], found[2])
 
 
-def test_uniform_groups_are_left_out_when_asked():
-    kept = without_uniform_groups(rewarded(), AlgorithmConfig(drop_uniform_groups=True))
-    assert kept.array("group_ids").tolist() == [0, 0]
+def test_replayed_samples_and_only_they_may_be_of_older_weights():
+    versions = batch().jagged("log_probs").with_values(np.array([3, 3, 3, 1, 1, 1, 2, 3, 3]))
+    is_replayed = np.array([0, 0, 1, 1, 0, 0], np.int8)
+    mixed = batch().with_columns(weight_versions=versions, replayed=is_replayed)
+    check_versions(mixed, 3, max_age=2)
+    with pytest.raises(PolicyMismatchError, match=r"replayed .*\[1, 2\]; expected: from 2 to 2"):
+        check_versions(mixed, 3, max_age=1)
+    for wrong in ([0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0]):
+        with pytest.raises(PolicyMismatchError, match="servers answered"):
+            check_versions(mixed.with_columns(replayed=np.array(wrong)), 3, max_age=2)
+    with pytest.raises(PolicyMismatchError, match="replayed"):  # of this step, marked as old
+        check_versions(mixed.with_columns(replayed=np.ones(6, np.int8)), 3, max_age=2)
+
+
+def test_the_gap_of_replayed_samples_is_no_mismatch():
+    made = batch().with_columns(replayed=np.array([0, 0, 1, 1, 1, 1], np.int8))
+    values = made.jagged("rollout_log_probs").values.copy()
+    values[3:] += 9.0
+    made = made.with_columns(rollout_log_probs=made.jagged("log_probs").with_values(values))
+    config = RLConfig(trainer=TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3))
+    assert checked_mismatch(made, config, 1)["max_logprob_gap"] == pytest.approx(0.25)
+    old = made.with_columns(replayed=np.ones(6, np.int8))
+    assert checked_mismatch(old, config, 1) == {}
+
+
+def test_a_truncated_response_has_no_loss_of_any_kind():
+    """A token mean over the rest; the token that the policy did not choose keeps its own loss."""
+    mask = np.array([1, 0, 1, 1, 0, 1, 1, 1, 1], np.int8)
+    reasons = np.array(["stop", "stop", "length", "stop", "length", "stop"])
+    made = rewarded().with_columns(
+        response_mask=batch().jagged("log_probs").with_values(mask), finish_reasons=reasons
+    )
+    settings = dict(cross_entropy_coef=2.0, entropy_coef=1.0, kl_coef=0.5)
+    kept = without_truncated(made, SamplesConfig(mask_truncated=True))
+    found = with_loss_weights(kept, AlgorithmConfig(**settings))
+    fourth = [0.25, 0, 0.25, 0, 0, 0, 0.25, 0, 0.25]
+    assert found.jagged("loss_weights").values.tolist() == fourth
+    assert found.jagged("entropy_weights").values.tolist() == fourth
+    assert found.jagged("kl_weights").values.tolist() == [w / 2 for w in fourth]
+    assert found.jagged("cross_entropy_weights").values.tolist() == [0, 2, *[0] * 7]
+    assert without_truncated(made, SamplesConfig()) is made
 
 
 PREPARED = """

@@ -1,0 +1,61 @@
+"""Groups of earlier steps that later steps train on again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.algorithms.sample_choice import priority_of
+from mcore_rl.config.samples_schema import ReplayConfig
+from mcore_rl.data.batch import Batch
+
+_STREAM = 0x7265706C  # sets its random numbers apart from others of the same seed and step
+
+
+class ReplayBuffer:
+    """What was trained on in the last max_age steps, as whole groups; a state of a checkpoint.
+
+    Samples keep the log-probs and weight versions of the servers that generated them. Those that
+    are drawn have 1 in the column `replayed`.
+    """
+
+    def __init__(self, config: ReplayConfig, seed: int) -> None:
+        self._config, self._seed = config, seed
+        self._kept: Batch | None = None
+
+    def draw(self, num_groups: int, step: int) -> Batch | None:
+        """Up to `num_groups` different groups, each with a chance in proportion to its priority.
+
+        Those of priority 0 are never drawn. None where there is none.
+        """
+        if self._kept is None or num_groups < 1:
+            return None
+        ids, rewards = self._kept.array("group_ids"), self._kept.array("rewards")
+        groups = np.unique(ids)
+        found = (priority_of(rewards[ids == g].astype(np.float64), self._config) for g in groups)
+        weights = np.fromiter(found, np.float64)
+        num = min(num_groups, int(np.count_nonzero(weights)))
+        if not num:
+            return None
+        rng = np.random.default_rng([self._seed, step, _STREAM])
+        drawn = rng.choice(groups, num, replace=False, p=weights / weights.sum())
+        samples = self._kept.take(np.flatnonzero(np.isin(ids, drawn)).tolist())
+        return samples.with_columns(replayed=np.ones(len(samples), np.int8))
+
+    def add(self, batch: Batch, step: int) -> None:
+        """Keeps new samples for later steps, and lets go of those that are then too old."""
+        if not self._config.share:
+            return
+        kept = batch if self._kept is None else Batch.concat([self._kept, batch])
+        newest = np.array([row.max(initial=0) for row in kept.jagged("weight_versions")])
+        self._kept = kept.take(np.flatnonzero(step - newest <= self._config.max_age).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self._kept.to_arrays() if self._kept is not None else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Without a share nothing is kept, whatever was."""
+        if self._config.share and state["samples"] is not None:
+            self._kept = Batch.from_arrays(state["samples"])
