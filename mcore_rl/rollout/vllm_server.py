@@ -10,6 +10,7 @@ import atexit
 import itertools
 import math
 import os
+import signal
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -160,7 +161,10 @@ class VLLMServer:
             with vllm_worker.owned_processes(name):
                 return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
-        with ThreadPoolExecutor(1, "vllm-start") as fresh:
+        # Ctrl-C in a terminal is for this process, which ends those of the engine: they inherit the
+        # mask of the thread that starts them.
+        mask = signal.SIG_BLOCK, {signal.SIGINT}
+        with ThreadPoolExecutor(1, "vllm-start", signal.pthread_sigmask, mask) as fresh:
             try:
                 self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)
             except RuntimeError as error:

@@ -35,10 +35,10 @@ class RolloutPool:
             seed=first_seed(self.seed),  # agent loops count from here by the group id
         )
         found = [samples for (samples,) in self.servers.generate(prompts, sampling)]
-        return Batch.concat(_with_all_parts(found))
+        return Batch.concat(with_all_parts(found))
 
 
-def _with_all_parts(batches: Sequence[Batch]) -> list[Batch]:
+def with_all_parts(batches: Sequence[Batch]) -> list[Batch]:
     """A server on which no response got a reward does not know the parts of rewards."""
     parts = {name for batch in batches for name in batch.columns if name.startswith("reward/")}
     return [
