@@ -13,7 +13,7 @@ EXAMPLES = """\
   mcore-rl eval model.path=outputs/mine data.sets.math=math.parquet data.sets.aime=aime.jsonl \\
       reward.name=math rollout.n=16 rollout.num_servers=8
   mcore-rl eval recipe=mine.yaml rollout.temperature=0 --dry-run
-  mcore-rl eval --help metrics"""
+  mcore-rl eval --help scoring"""
 
 
 def _dry_run(config: EvalConfig, options: argparse.Namespace) -> None:

@@ -61,7 +61,7 @@ class SamplingConfig(RolloutConfig):
 
 
 @dataclass
-class MetricsConfig:
+class ScoringConfig:
     # The k of pass@k and majority@k, each up to rollout.n. Empty: 1, 2, 4, ... and rollout.n.
     ks: list[int] = field(default_factory=list)
     term: str = ""  # the term of reward.terms that says what is correct; empty: the whole reward
@@ -76,7 +76,7 @@ class EvalConfig:
     data: SetsConfig = field(default_factory=SetsConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
 
     @property
@@ -87,7 +87,7 @@ class EvalConfig:
         [1, 2, 4, 6]
         """
         n = self.rollout.n
-        return sorted(set(self.metrics.ks or [*(2**i for i in range(n.bit_length())), n]))
+        return sorted(set(self.scoring.ks or [*(2**i for i in range(n.bit_length())), n]))
 
 
 def resolve_eval(config: EvalConfig) -> None:
@@ -130,11 +130,11 @@ def _resolve_sampling(config: SamplingConfig) -> None:
 def _resolve_metrics(config: EvalConfig) -> None:
     for k in config.ks:
         if not 1 <= k <= config.rollout.n:
-            raise ConfigError(f"metrics.ks: {k}; allowed: 1 to rollout.n={config.rollout.n}")
-    at_least("metrics.correct_from", config.metrics.correct_from, -float("1e6"))
-    if config.metrics.term and config.metrics.term not in config.reward.terms:
+            raise ConfigError(f"scoring.ks: {k}; allowed: 1 to rollout.n={config.rollout.n}")
+    at_least("scoring.correct_from", config.scoring.correct_from, -float("1e6"))
+    if config.scoring.term and config.scoring.term not in config.reward.terms:
         raise ConfigError(
-            f"metrics.term={config.metrics.term!r}; allowed: '', or one of reward.terms: "
+            f"scoring.term={config.scoring.term!r}; allowed: '', or one of reward.terms: "
             f"{', '.join(reward_terms(config.reward)) or 'there is none'}"
         )
     if config.reward.on_error == "drop" or config.reward.shuffle:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.algorithms.estimates import majority_at_k, mean_and_error, pass_at_k
-from mcore_rl.config.eval_schema import MetricsConfig
+from mcore_rl.config.eval_schema import ScoringConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.rewards.base import FindAnswer
 from mcore_rl.rollout.agent_loop import Tokenizer, text_of
@@ -36,7 +36,7 @@ class SetSamples:
         samples: Batch,
         tokenizer: Tokenizer,
         find_answer: FindAnswer | None,
-        config: MetricsConfig,
+        config: ScoringConfig,
     ) -> SetSamples:
         """From prompts and what a RolloutPool made of them."""
         place = {group: row for row, group in enumerate(prompts.array("group_ids").tolist())}

@@ -140,7 +140,7 @@ def _check(config: EvalConfig) -> _Inputs:
 
 def _find_answer(config: EvalConfig) -> FindAnswer | None:
     """Of the reward that says what is correct; a sum of several has no answer."""
-    name, terms = config.metrics.term, reward_terms(config.reward)
+    name, terms = config.scoring.term, reward_terms(config.reward)
     if name not in terms:
         return None
     key = f"reward.terms.{name}" if name else "reward"
@@ -149,10 +149,10 @@ def _find_answer(config: EvalConfig) -> FindAnswer | None:
 
 def _tell_of_votes(inputs: _Inputs) -> None:
     if inputs.find_answer is None:
-        what = "a sum of terms (metrics.term='')"
-        if not inputs.config.reward.terms or inputs.config.metrics.term:
+        what = "a sum of terms (scoring.term='')"
+        if not inputs.config.reward.terms or inputs.config.scoring.term:
             terms = reward_terms(inputs.config.reward)
-            what = f"the reward {terms[inputs.config.metrics.term].name!r}"
+            what = f"the reward {terms[inputs.config.scoring.term].name!r}"
         print(f"no majority@k: {what} does not say what the answer in a response is")
 
 
@@ -194,7 +194,7 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
         Batch.concat(with_all_parts(parts)),
         inputs.tokenizer,
         inputs.find_answer,
-        config.metrics,
+        config.scoring,
     )
     _written(folder / f"{name}.parquet", samples)
     return metrics_of(samples, config.ks)

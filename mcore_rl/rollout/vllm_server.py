@@ -161,9 +161,7 @@ class VLLMServer:
             with vllm_worker.owned_processes(name):
                 return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
-        # Ctrl-C in a terminal is for this process, which ends those of the engine: they inherit the
-        # mask of the thread that starts them.
-        mask = signal.SIG_BLOCK, {signal.SIGINT}
+        mask = signal.SIG_BLOCK, {signal.SIGINT}  # Ctrl-C is for this process; others inherit it
         with ThreadPoolExecutor(1, "vllm-start", signal.pthread_sigmask, mask) as fresh:
             try:
                 self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)

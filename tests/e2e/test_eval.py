@@ -136,7 +136,7 @@ def test_greedy_responses_are_those_of_transformers(model_and_sets, tmp_path):
         f"reward.name={OWN}:without_answers",
         "reward.on_error=zero",
         "rollout.temperature=0",
-        "metrics.correct_from=1.5",
+        "scoring.correct_from=1.5",
     )
     given = dict(setting.split("=", 1) for setting in model_and_sets)
     model = transformers.AutoModelForCausalLM.from_pretrained(given["model.path"])
@@ -202,9 +202,9 @@ def test_a_command_of_a_page_passes_its_checks(command, own_model_and_data, tmp_
     ("settings", "message"),
     [
         (["rollout.n=2", "rollout.temperature=0"], "rollout.n=2: with rollout.temperature=0 all"),
-        (["rollout.n=4", "metrics.ks=[2,8]"], "metrics.ks: 8; allowed: 1 to rollout.n=4"),
+        (["rollout.n=4", "scoring.ks=[2,8]"], "scoring.ks: 8; allowed: 1 to rollout.n=4"),
         (["rollout.top_p=0"], "rollout.top_p=0.0; allowed: above 0, up to 1"),
-        (["metrics.term=math"], "metrics.term='math'; allowed: '', or one of reward.terms"),
+        (["scoring.term=math"], "scoring.term='math'; allowed: '', or one of reward.terms"),
         (["reward.on_error=drop"], "reward.on_error='drop' and reward.shuffle=true are for train"),
         (["data.sets.a=none.parquet"], "data.sets.a='none.parquet' does not exist"),
         (["data.sets.a=none:no"], "data.sets.a='none:no'"),
