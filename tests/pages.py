@@ -20,6 +20,8 @@ KINDS = {
     "completion": (r'eval "\$\(mcore-rl completion bash\)"', "cli/test_completion"),
     "training": (r"(mcore-rl rl|bash launch/quickstart.sh)\b.*", "e2e/test_page_jobs"),
     "examples": (r"(torchrun .*)?mcore-rl (sft|dpo|rm) .*", "e2e/test_train_jobs"),
+    "evaluation": (r"mcore-rl eval .*", "e2e/test_eval"),
+    "chat": (r"mcore-rl chat .*", "e2e/test_chat"),
     "data": (r"mcore-rl data .*", "jobs/test_make_data"),
     "conversion": (r"mcore-rl convert .*|echo \w+ > .*", "dist_cpu/test_convert_docs"),
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),

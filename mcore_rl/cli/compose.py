@@ -28,11 +28,16 @@ _KINDS = {
     "float": "a number",
     "bool": "true, false",
     "str": "text, in which ${...} is looked up",
+    "dict[str, str]": "texts by name, as in {name: text}",
     "dict[str, Any]": "settings of a function, as in {name: value}",
     "Any": "a value; for a term of reward.terms {} or {name: ..., weight: ..., settings: ...}",
     _TERMS: "terms by name, as in {math: {weight: 1.0}}",
 }
-_LISTS = {"list[str]": "a,b", "list[float]": "1,2.5"}  # entries of a list that is empty by default
+_LISTS = {
+    "list[str]": "a,b",
+    "list[float]": "1,2.5",
+    "list[int]": "1,8",
+}  # entries of a list that is empty by default
 _FEW = 12  # names that are listed in one message
 
 # The time of day in a setting: ${now:%H%M}. One config sees one time.
@@ -105,7 +110,9 @@ def _is_known(key: str, settings: Settings) -> bool:
 
 
 def _setting(key: str, settings: Settings) -> Setting:
-    return settings.get(key) or Setting(key, "Any", None, "", ())
+    mapping = settings.get(key.rpartition(".")[0])
+    kind = "str" if mapping is not None and mapping.kind == "dict[str, str]" else "Any"
+    return settings.get(key) or Setting(key, kind, None, "", ())
 
 
 def _unquoted(text: str) -> str:

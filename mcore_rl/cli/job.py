@@ -16,10 +16,17 @@ from mcore_rl.cli import recipes
 from mcore_rl.cli.options import Parser, closest, show
 from mcore_rl.config.describe import Setting, SettingGroup, groups, setting_names
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig
 
-SCHEMAS: dict[str, type] = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
+SCHEMAS: dict[str, type] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "rm": RMConfig,
+    "eval": EvalConfig,
+}
 
 
 @dataclass(frozen=True, slots=True)

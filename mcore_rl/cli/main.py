@@ -18,6 +18,8 @@ COMMANDS = {
     "sft": "supervised training: mcore-rl sft model.path=DIR data.train_file=FILE ...",
     "dpo": "training on preference pairs: mcore-rl dpo model.path=DIR data.train_file=FILE ...",
     "rm": "a reward model from preference pairs: mcore-rl rm model.path=DIR ...",
+    "eval": "pass@k and more on data sets: mcore-rl eval model.path=DIR data.sets.NAME=FILE ...",
+    "chat": "talk to a checkpoint, or to a run's last one: mcore-rl chat DIR",
     "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
     "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",

@@ -104,7 +104,7 @@ def resolve(config: RLConfig) -> None:
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
     _resolve_rollout(config.rollout)
-    _resolve_reward(config.reward)
+    resolve_reward(config.reward)
     _resolve_weight_sync(config)
     _resolve_placement(config)
     resolve_algorithm(config.algorithm)
@@ -265,7 +265,8 @@ def _resolve_weight_sync(config: RLConfig) -> None:
         )
 
 
-def _resolve_rollout(config: RolloutConfig) -> None:
+def resolve_servers(config: RolloutConfig) -> None:
+    """All but how they sample."""
     positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
     for name in (*positive_counts, "max_num_seqs", "kv_cache_bytes"):
         at_least(f"rollout.{name}", getattr(config, name), 1)
@@ -284,6 +285,10 @@ def _resolve_rollout(config: RolloutConfig) -> None:
         raise ConfigError(
             f"rollout.cores={config.cores!r}; allowed: numbers and ranges such as '0-3,8|4-7'"
         )
+
+
+def _resolve_rollout(config: RolloutConfig) -> None:
+    resolve_servers(config)
     # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
     positive("rollout.temperature", config.temperature)
     if config.top_p != 1.0:
@@ -293,7 +298,7 @@ def _resolve_rollout(config: RolloutConfig) -> None:
         )
 
 
-def _resolve_reward(config: RewardConfig) -> None:
+def resolve_reward(config: RewardConfig) -> None:
     one_of("reward.on_error", config.on_error, ON_ERROR)
     positive("reward.timeout_s", config.timeout_s)
     at_least("reward.num_processes", config.num_processes, 1)

@@ -69,13 +69,18 @@ class Inputs:
 def check_inputs(config: RLConfig) -> Inputs:
     """Load the data and check model, layouts and names; raises ConfigError for the first fault."""
     _check_choices(config)
+    check_model(config)
+    return _read_data(config)
+
+
+def check_model(config: RLConfig) -> None:
+    """Check the weights of the model, and layouts for it."""
     reader = _opened(config)
     check_layouts(config)
     hf_config = reader.config()  # layers for prediction that the weights lack are left out
     resolve_model_engine("actor", config.actor, model_sizes(hf_config))
     weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
     reader.check(logical_tensors(weights))
-    return _read_data(config)
 
 
 def check_without_weights(config: RLConfig) -> Inputs | None:
@@ -147,17 +152,18 @@ def _read_data(config: RLConfig) -> Inputs:
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     inputs = Inputs(
         tokenizer=tokenizer,
-        train=_prompts(_train_files(config), config, tokenizer),
-        test=_prompts({"data.test_file": config.data.test_file}, config, tokenizer),
+        train=prompts_of(_train_files(config), config, tokenizer),
+        test=prompts_of({"data.test_file": config.data.test_file}, config, tokenizer),
         examples=_examples(config, tokenizer),
     )
     _check_numbers_of_rows(config, inputs)
     return inputs
 
 
-def _prompts(
+def prompts_of(
     files: Mapping[str, str], config: RLConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptDataset:
+    """Those of sources, by setting."""
     found = []
     for setting, name in files.items():
         prompts = load_prompts(name, config.data, tokenizer, setting=setting)

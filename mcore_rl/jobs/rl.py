@@ -80,9 +80,9 @@ def run(config: RLConfig) -> None:
             inputs = check_inputs(prepared)
             room.check_room(prepared, claim.folder)
         with (
-            _session(prepared, scratch),
+            session(num_devices(pool_plans(prepared)), scratch),
             _told(log_dir(claim.folder) / "error.txt"),
-            Pools(prepared, _resource(), log_dir(claim.folder)) as pools,
+            Pools(prepared, resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as kept,
         ):
             output, ranks = RunOutput(claim.folder, config, found), None
@@ -234,7 +234,7 @@ def _started(
     What shares devices loads one after the other, and leaves them to the next.
     """
     loss, placement, roles = PolicyLoss(config.algorithm), config.placement, models_of(config)
-    servers = stack.enter_context(_servers(config, pools))
+    servers = stack.enter_context(server_group(config, pools))
     preparing = servers.prepare.submit()
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _engine_spec(config, config.actor, total_steps)
@@ -345,7 +345,7 @@ def _model(
 
 
 @contextlib.contextmanager
-def _servers(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
+def server_group(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
     """The generation servers of a checkpoint: being built, and they have yet to be started."""
     spec = RolloutSpec(
         model_path=config.model.path,
@@ -366,14 +366,14 @@ def _servers(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
         group.shut_down()
 
 
-def _session(config: RLConfig, scratch: Path) -> AbstractContextManager[None]:
+def session(num_devices: int, scratch: Path) -> AbstractContextManager[None]:
     """A private Ray has as much as the run needs; on the CPU lane ranks share cores by turns."""
-    needed = {_resource(): num_devices(pool_plans(config))}
+    needed = {resource(): num_devices}
     if RANK not in needed:
         return ray_session(scratch=scratch, log_to_driver=False, needed=needed)
     return ray_session(scratch=scratch, log_to_driver=False, resources=needed, needed=needed)
 
 
-def _resource() -> str:
+def resource() -> str:
     """What Ray calls a device."""
     return "GPU" if lane() == "cuda" else RANK

@@ -26,6 +26,8 @@ from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 
 Reward = Callable[..., Any]  # with its settings bound
+# (text of a response, why generation ended) -> the answer in it as text, None without one
+FindAnswer = Callable[[str, str], str | None]
 R = TypeVar("R", bound=Reward)
 
 
@@ -64,6 +66,31 @@ def in_process(*modules: str, unchecked: Mapping[str, float] | None = None) -> C
         return function
 
     return mark
+
+
+def with_answers(find: Callable[[Any], FindAnswer | None]) -> Callable[[R], R]:
+    """Decorator of a reward that checks an answer: how to find that, for majority votes.
+
+    `find` gets the settings of the reward (None for one without settings), and returns None where
+    answers cannot be told apart with these. Responses with the same text as their answer have the
+    same answer.
+    """
+
+    def mark(function: R) -> R:
+        function.answers_with = find  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def answers_of(key: str, name: str, settings: Mapping[str, object]) -> FindAnswer | None:
+    """How to find the answers that a reward checks; None for one that does not say.
+
+    `key` names its settings in errors: reward, or reward.terms.NAME.
+    """
+    registry = rewards(key)
+    find = getattr(registry[name], "answers_with", None)
+    return find(registry.settings(name, settings)) if find else None
 
 
 def rewards(key: str = "reward") -> Registry[Reward]:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.checks import between
-from mcore_rl.rewards.base import answer_of, in_process, register_reward
+from mcore_rl.rewards.base import (
+    FindAnswer,
+    answer_of,
+    in_process,
+    register_reward,
+    with_answers,
+)
 
 _FINAL_LINE = re.compile(r"#### ([0-9]+)")
 
@@ -26,7 +32,26 @@ class MathSettings:
         between("digits", self.digits, 0, 15)
 
 
+def _final_line_answers(settings: None) -> FindAnswer:
+    def find(text: str, finish_reason: str) -> str | None:
+        match = _FINAL_LINE.fullmatch(text.rpartition("\n")[2])
+        return match[1] if match and finish_reason == "stop" else None
+
+    return find
+
+
+def _boxed_answers(settings: MathSettings) -> FindAnswer | None:
+    """What is in the box, without blanks, dollars and a full stop: 1/2 and 0.5 are two answers."""
+
+    def find(text: str, finish_reason: str) -> str | None:
+        boxed = last_boxed(text)
+        return None if boxed is None else re.sub(r"\s|\\[,;:! ]|\\?\$|\.\s*$", "", boxed) or None
+
+    return find if settings.boxed_only else None
+
+
 @register_reward("final_number")
+@with_answers(_final_line_answers)
 def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
     """1.0 when the last line is exactly `#### <digits>`, the digits are the answer, and it ended.
 
@@ -35,13 +60,12 @@ def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> di
     text, so `07` is not `7`. Raises ConfigError when the fields hold no answer.
     """
     answer = answer_of(fields, "final_number")
-    match = _FINAL_LINE.fullmatch(text.rpartition("\n")[2])
-    if match is None or finish_reason != "stop":
-        return {"reward": 0.0, "format": 0.0}
-    return {"reward": float(match[1] == answer), "format": 1.0}
+    found = _final_line_answers(None)(text, finish_reason)
+    return {"reward": float(found == answer), "format": float(found is not None)}
 
 
 @register_reward("math")
+@with_answers(_boxed_answers)
 @in_process("math_verify", unchecked={"reward": 0.0, "answered": 1.0, "unchecked": 1.0})
 def math(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: MathSettings

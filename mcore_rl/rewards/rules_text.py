@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.rewards.base import answer_of, in_process, register_reward
+from mcore_rl.rewards.base import (
+    FindAnswer,
+    answer_of,
+    in_process,
+    register_reward,
+    with_answers,
+)
 from mcore_rl.rewards.rules_math import last_boxed
 
 
@@ -95,7 +101,24 @@ def matches_pattern(
     return {"reward": float(matched is not None), "unchecked": 0.0}
 
 
+def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
+    letter = rf"[\s*_(\[]*([{settings.letters}])(?![A-Za-z0-9'])"
+
+    def find(text: str, finish_reason: str) -> str | None:
+        boxed = last_boxed(text)
+        if boxed is not None:
+            inside = re.sub(r"\\(?:text|mathrm|textbf)\{(.*)\}", r"\1", boxed)
+            found = re.findall(rf"\A{letter}", inside)
+        else:
+            found = re.findall(rf"(?i:answer)[*_]*(?:\s+(?i:is))?[*_]*:?{letter}", text)
+            found = found or re.findall(rf"\A{letter}[\s*_)\].]*\Z", text)
+        return found[-1] if found else None
+
+    return find
+
+
 @register_reward("choice")
+@with_answers(_chosen_letters)
 def choice(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: ChoiceSettings
 ) -> dict[str, float]:
@@ -111,15 +134,8 @@ def choice(
             f"data.answer_column has {answer!r}; allowed with reward.name='choice': one of "
             f"{', '.join(settings.letters)}"
         )
-    letter = rf"[\s*_(\[]*([{settings.letters}])(?![A-Za-z0-9'])"
-    boxed = last_boxed(text)
-    if boxed is not None:
-        inside = re.sub(r"\\(?:text|mathrm|textbf)\{(.*)\}", r"\1", boxed)
-        found = re.findall(rf"\A{letter}", inside)
-    else:
-        found = re.findall(rf"(?i:answer)[*_]*(?:\s+(?i:is))?[*_]*:?{letter}", text)
-        found = found or re.findall(rf"\A{letter}[\s*_)\].]*\Z", text)
-    return {"reward": float(found[-1:] == [answer]), "answered": float(bool(found))}
+    found = _chosen_letters(settings)(text, finish_reason)
+    return {"reward": float(found == answer), "answered": float(found is not None)}
 
 
 @register_reward("substring")

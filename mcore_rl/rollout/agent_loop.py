@@ -33,6 +33,11 @@ class Prompt:
     row: int = 0  # in the data source
 
 
+def text_of(tokenizer: Tokenizer, token_ids: list[int], finish_reason: str) -> str:
+    """The text of a response, without the token that ends it."""
+    return tokenizer.decode(token_ids[:-1] if finish_reason == "stop" else token_ids)
+
+
 class SingleTurnLoop:
     """One prompt, n responses, one reward each."""
 
@@ -71,7 +76,7 @@ class SingleTurnLoop:
             sampling = replace(sampling, seed=sampling.seed + group_id * sampling.n)
         completions = await self._generator.submit(prompt_ids, sampling)
         samples = [self._sample(prompt_ids, c, group_id, fields) for c in completions]
-        texts = [self._text(completion) for completion in completions]
+        texts = [text_of(self._tokenizer, c.token_ids, c.finish_reason) for c in completions]
         where = f"row {row} of the data (group {group_id})"
         await self._reward(samples, texts, sampling.max_tokens, where)
         return samples
@@ -84,11 +89,6 @@ class SingleTurnLoop:
         return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-
-    def _text(self, completion: Completion) -> str:
-        ids = completion.token_ids
-        ended = completion.finish_reason == "stop"  # then the last token is the end of sequence
-        return self._tokenizer.decode(ids[:-1] if ended else ids)
 
     @staticmethod
     def _sample(

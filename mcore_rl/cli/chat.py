@@ -1,0 +1,75 @@
+"""mcore-rl chat: talk to a checkpoint, or to the last one of a run, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import warnings
+
+from mcore_rl.cli.options import Parser
+from mcore_rl.config.checks import at_least, between, one_of, positive
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import DTYPES, MAX_SEED
+
+_ABOUT = """\
+Answers each line of standard input, from a terminal or a pipe. The conversation goes on until
+/reset forgets it; /exit or the end of the input ends the program, Ctrl-C an answer."""
+
+
+def main(arguments: list[str]) -> None:
+    options = build_parser().parse_args(arguments)
+    at_least("--temperature", options.temperature, 0)
+    if not 0 < options.top_p <= 1:
+        raise ConfigError(f"--top-p={options.top_p}; allowed: above 0, up to 1")
+    for name in ("max_tokens", "max_context", "tp", "kv_cache_bytes"):
+        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+    if options.seed is not None:
+        between("--seed", options.seed, 0, MAX_SEED)
+    one_of("--dtype", options.dtype, (*DTYPES, "auto"))
+    positive("--timeout", options.timeout)
+    _quiet()
+    from mcore_rl.jobs.chat import ChatSettings, run  # imports torch: not for a bad option
+
+    run(
+        ChatSettings(
+            model=options.model,
+            system=options.system,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            max_tokens=options.max_tokens,
+            max_context=options.max_context,
+            seed=options.seed,
+            dtype=options.dtype,
+            tp=options.tp,
+            kv_cache_bytes=options.kv_cache_bytes,
+            timeout_s=options.timeout,
+        )
+    )
+
+
+def _quiet() -> None:
+    """What torch and vLLM say while they start would stand in the middle of the chat."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="mcore-rl chat", description=_ABOUT)
+    add = parser.add_argument
+    add("model", metavar="DIR", help="Hugging Face checkpoint, or the output_dir of a run")
+    add("--system", default="", metavar="TEXT", help="system prompt; default: none")
+    add("--temperature", type=float, default=1.0, metavar="X", help="0 is greedy; default: 1")
+    add("--top-p", type=float, default=1.0, metavar="X", help="default: 1, all tokens")
+    add("--max-tokens", type=int, default=1024, metavar="N", help="of an answer; default: 1024")
+    add("--max-context", type=int, default=8192, metavar="N", help=_CONTEXT)
+    add("--seed", type=int, metavar="N", help="default: each answer is drawn anew")
+    add("--dtype", default="auto", metavar="auto|float32|bfloat16", help="default: of the lane")
+    add("--tp", type=int, default=1, metavar="N", help="tensor parallel; default: 1")
+    add("--kv-cache-bytes", type=int, default=4 << 30, metavar="N", help="default: 4 GiB")
+    add("--timeout", type=float, default=600.0, metavar="S", help="of the start; default: 600")
+    return parser
+
+
+_CONTEXT = "tokens of a conversation, up to what the model takes; default: 8192"

@@ -1,0 +1,176 @@
+"""A chat with a checkpoint in the terminal: one vLLM server in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import DTYPE_OF_LANE
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+from mcore_rl.engine.lane import lane
+from mcore_rl.jobs.run_folder import model_folder
+from mcore_rl.models.base import field as field_of
+from mcore_rl.models.base import read_config
+from mcore_rl.observability.console import waiting
+from mcore_rl.rollout.protocol import Generator, SamplingParams
+from mcore_rl.rollout.vllm_server import VLLMServer
+
+_COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """What `mcore-rl chat` is asked for."""
+
+    model: str  # a Hugging Face folder, or the output folder of a run
+    system: str
+    temperature: float
+    top_p: float
+    max_tokens: int  # of an answer
+    max_context: int  # tokens of the whole conversation
+    seed: int | None
+    dtype: str
+    tp: int
+    kv_cache_bytes: int
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation with a server."""
+
+    server: Generator
+    tokenizer: Any
+    sampling: SamplingParams
+    max_context: int
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    async def answer(self, text: str) -> None:
+        """Print the answer as it comes. One that is cancelled stays in the conversation so far."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt_ids = self.prompt_ids(asked)
+        room = self.max_context - len(prompt_ids)
+        if room < 1:
+            print(f"the conversation has {len(prompt_ids)} of {self.max_context} tokens: /reset")
+            return
+        sampling = SamplingParams(
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            max_tokens=min(self.sampling.max_tokens, room),
+            seed=self.sampling.seed,
+        )
+        stream, said = DecodeStream(skip_special_tokens=True), ""
+        reason: str | None = None
+        try:
+            async for new in self.server.stream(prompt_ids, sampling):
+                for token in new.token_ids:
+                    piece = stream.step(self.tokenizer.backend_tokenizer, token) or ""
+                    said += piece
+                    print(piece, end="", flush=True)
+                reason = new.finish_reason
+        finally:
+            ends = {"stop": "", "length": " ... (cut off)"}
+            print(ends.get(reason or "", " ..."), flush=True)
+            self.messages = [*asked, {"role": "assistant", "content": said}]
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """Raises ConfigError where the chat template refuses the messages."""
+        from jinja2 import TemplateError  # comes with transformers
+
+        try:
+            found: list[int] = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ConfigError(f"the model's chat template refuses this: {error}") from error
+        return found
+
+
+def run(settings: ChatSettings) -> None:
+    """Answer each line of standard input until its end or /exit.
+
+    Raises:
+        ConfigError: a setting or the model is wrong.
+        TimeoutError: the server has not started in time.
+    """
+    path = str(model_folder(settings.model, "the model"))
+    tokenizer = load_tokenizer(path)
+    found = read_config(path)
+    check_tokenizer_matches(tokenizer, field_of(found, "vocab_size"))
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{path} has no tokenizer.json, which text is decoded by as it comes")
+    longest = found.get("max_position_embeddings") or settings.max_context
+    context = min(settings.max_context, longest)
+    sampling = SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+    )
+    rollout = RolloutConfig(tp=settings.tp, max_num_seqs=1, kv_cache_bytes=settings.kv_cache_bytes)
+    dtype = DTYPE_OF_LANE[lane()] if settings.dtype == "auto" else settings.dtype
+    with run_scope(), asyncio.Runner() as runner:
+        seed, limit = settings.seed or 0, settings.timeout_s
+        server = VLLMServer(path, dtype, context, rollout, seed, timeout_s=limit)
+        chat = Chat(server, tokenizer, sampling, context, settings.system)
+        chat.prompt_ids([*chat.messages, {"role": "user", "content": "?"}])  # may refuse a system
+        try:
+            with waiting(f"loading {path}"):
+                runner.run(asyncio.wait_for(server.start(), limit))
+            _talk(chat, runner)
+        finally:
+            runner.run(server.close())
+
+
+def _talk(chat: Chat, runner: asyncio.Runner) -> None:
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(_COMMANDS)
+    for line in _lines(is_terminal):
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            chat.reset()
+        elif text.startswith("/"):
+            print(f"{text.split()[0]} is no command: {_COMMANDS}")
+        elif text:
+            try:
+                runner.run(chat.answer(text))
+            except KeyboardInterrupt:
+                if not is_terminal:
+                    raise
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """Lines of standard input until its end; Ctrl-C while one is typed drops it."""
+    if not is_terminal:
+        yield from sys.stdin
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  (edits the line of input())
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return

@@ -1,0 +1,212 @@
+"""Evaluation of a checkpoint on data sets: check, start servers, sample, count, report."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.eval_schema import EvalConfig, as_run, resolve_eval
+from mcore_rl.config.resolve import reward_terms
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.worker_group import wait_until_built
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+from mcore_rl.engine.lane import lane
+from mcore_rl.jobs.dry_run import say, show
+from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
+from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.jobs.output import STARTED, SUMMARY, exclusive_run_dir, log_dir, write_json
+from mcore_rl.jobs.placement import Pools, places
+from mcore_rl.jobs.preflight import check_model, prompts_of
+from mcore_rl.jobs.rl import resource, server_group, session
+from mcore_rl.jobs.roles import roles
+from mcore_rl.jobs.run_folder import model_folder
+from mcore_rl.models.base import field, read_config
+from mcore_rl.observability.console import StepProgress, waiting
+from mcore_rl.observability.memory import PeakMemory
+from mcore_rl.observability.versions import versions
+from mcore_rl.rewards.base import FindAnswer, answers_of
+from mcore_rl.rewards.judge import Judge
+from mcore_rl.workers.rollout_pool import RolloutPool
+
+SAMPLES = "samples"  # the folder with a parquet file a set
+_ROUNDS = 4  # a call asks for this many times what the servers run at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    config: EvalConfig
+    run: RLConfig  # the same, as servers are started by it
+    tokenizer: Any
+    sets: dict[str, PromptDataset]
+    find_answer: FindAnswer | None  # for majority votes
+
+    def num_prompts(self, name: str) -> int:
+        size = len(self.sets[name])
+        return min(self.config.data.num_prompts or size, size)
+
+
+def run(config: EvalConfig) -> None:
+    """Run the job; everything it leaves lies in config.output_dir.
+
+    Raises:
+        ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
+        RunFailed: it had to stop. The samples of data sets that were done are left.
+    """
+    started = time.monotonic()
+    resolve_eval(config)
+    with (
+        exclusive_run_dir(config.output_dir) as claim,
+        run_scope(claim.folder, logs=log_dir(claim.folder) / "ray", locks=[claim.lock]) as scratch,
+        PeakMemory() as memory,
+    ):
+        with waiting("checking the inputs"):
+            inputs = _check(config)
+        num_devices = config.rollout.num_servers * config.rollout.tp
+        logs = log_dir(claim.folder)
+        found: dict[str, Any] = {}
+        with (
+            session(num_devices, scratch),
+            summarize_failure(logs / "error.txt", ConfigError, WorkerError, RunFailed),
+            _serving(inputs, logs) as pool,
+        ):
+            (claim.folder / SAMPLES).mkdir()
+            write_json(claim.folder / STARTED, asdict(config))
+            for name in inputs.sets:
+                found[name] = _evaluate(name, inputs, pool, claim.folder / SAMPLES)
+        wall_s = time.monotonic() - started
+        summary = {
+            "model": inputs.run.model.path,
+            "dtype": inputs.run.model.dtype,
+            "sets": found,
+            "seed": config.seed,
+            "peak_memory_bytes": memory.peak_bytes,
+            "wall_s": round(wall_s, 1),
+            "versions": versions(),
+        }
+        _written(claim.folder / SUMMARY, summary)
+        print_table(found)
+        _tell_of_votes(inputs)
+        print(f"{wall_s:.0f} s, in {claim.folder}")
+
+
+def dry_run(config: EvalConfig, console: Console | None = None) -> None:
+    """Check all that an evaluation checks before its start, then print what it would start.
+
+    Raises:
+        ConfigError: the job would be refused, for the same reason.
+    """
+    console = console or Console()
+    resolve_eval(config)
+    with exclusive_run_dir(config.output_dir), waiting("checking the inputs"):
+        inputs = _check(config)
+    n = config.rollout.n
+    say(console, f"model: {inputs.run.model.path}")
+    for name in inputs.sets:
+        prompts = inputs.num_prompts(name)
+        say(console, f"data.sets.{name}: {prompts} prompts, {prompts * n} responses")
+    *_, servers = roles(inputs.run, read_config(inputs.run.model.path))
+    show(servers, console)
+    say(console, "", f"pass@k for k = {', '.join(map(str, config.ks))}")
+    _tell_of_votes(inputs)
+    say(console, "sizes are of one rank, without what libraries take; nothing was started")
+
+
+def _check(config: EvalConfig) -> _Inputs:
+    run = as_run(config, lane(), str(model_folder(config.model.path)))
+    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    check_model(run)
+    tokenizer = load_tokenizer(run.model.path)
+    check_tokenizer_matches(tokenizer, field(read_config(run.model.path), "vocab_size"))
+    sets = {
+        name: prompts_of({f"data.sets.{name}": source}, run, tokenizer)
+        for name, source in config.data.sets.items()
+    }
+    return _Inputs(config, run, tokenizer, sets, _find_answer(config))
+
+
+def _find_answer(config: EvalConfig) -> FindAnswer | None:
+    """Of the reward that says what is correct; a sum of several has no answer."""
+    name, terms = config.scoring.term, reward_terms(config.reward)
+    if name not in terms:
+        return None
+    key = f"reward.terms.{name}" if name else "reward"
+    return answers_of(key, terms[name].name, terms[name].settings)
+
+
+def _tell_of_votes(inputs: _Inputs) -> None:
+    if inputs.find_answer is None:
+        what = "a sum of terms (scoring.term='')"
+        if not inputs.config.reward.terms or inputs.config.scoring.term:
+            terms = reward_terms(inputs.config.reward)
+            what = f"the reward {terms[inputs.config.scoring.term].name!r}"
+        print(f"no majority@k: {what} does not say what the answer in a response is")
+
+
+@contextmanager
+def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
+    """Servers that have loaded the checkpoint."""
+    config = inputs.run
+    with (
+        Pools(config, resource(), logs) as pools,
+        server_group(config, pools) as servers,
+    ):
+        with waiting("starting the servers"):
+            wait_until_built([servers])
+            for line in places([servers]):
+                print(line)
+            servers.prepare()
+            servers.start()
+        yield RolloutPool(servers, config.rollout, config.seed)
+
+
+def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> dict[str, Any]:
+    """Sample one set, write its samples, and return its metrics."""
+    config, servers = inputs.config, inputs.config.rollout
+    prompts = held_out_batch(inputs.sets[name], inputs.num_prompts(name))
+    at_once = servers.num_servers * servers.max_num_seqs
+    size = max(servers.num_servers, _ROUNDS * at_once // servers.n)
+    parts: list[Batch] = []
+    begun = time.monotonic()
+    with StepProgress(name, math.ceil(len(prompts) / size)) as progress:
+        for start in range(0, len(prompts), size):
+            rows = range(start, min(start + size, len(prompts)))
+            parts.append(pool.generate(prompts.take(rows), servers.n))
+            num_tokens = sum(len(part.jagged("response_ids").values) for part in parts)
+            rate = num_tokens / (time.monotonic() - begun)
+            reward = sum(part.array("rewards").sum() for part in parts) / sum(map(len, parts))
+            progress.update(len(parts), f"reward {reward:.3f}  {rate:,.0f} tok/s")
+    samples = SetSamples.of(
+        prompts,
+        Batch.concat(parts),
+        inputs.tokenizer,
+        inputs.find_answer,
+        config.scoring,
+    )
+    _written(folder / f"{name}.parquet", samples)
+    return metrics_of(samples, config.ks)
+
+
+def _written(path: Path, content: Any) -> None:
+    try:
+        if isinstance(content, SetSamples):
+            aside = path.with_name(f".{path.name}.partial")
+            pq.write_table(content.table(), aside)
+            aside.replace(path)
+        else:
+            write_json(path, content)
+    except OSError as error:
+        raise RunFailed(f"{path} cannot be written: {error}") from error

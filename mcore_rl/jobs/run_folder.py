@@ -1,0 +1,38 @@
+"""The model that a folder means: a Hugging Face checkpoint, or what a run has left last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_rl.checkpoint.run_checkpoints import name_of, steps_in
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.output import CHECKPOINT, STARTED
+from mcore_rl.workers.checkpointer import CHECKPOINTS
+
+
+def model_folder(path: str, setting: str = "model.path") -> Path:
+    """The folder of a Hugging Face checkpoint: `path`, or what is last in the output folder of a
+    run: its checkpoint/, written when it has ended, or else its last hf/step_NNNNNN.
+
+    Raises:
+        ConfigError: it is neither; `setting` names it.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{setting}={path!r} is not a folder")
+    if (folder / CHECKPOINT / "config.json").is_file():
+        return folder / CHECKPOINT
+    if steps := steps_in(folder / "hf"):
+        return folder / "hf" / name_of(steps[-1])
+    if (folder / CHECKPOINTS).is_dir() or (folder / "metrics.jsonl").is_file():
+        raise ConfigError(
+            f"{setting}={path!r} is of a run that has left no Hugging Face checkpoint yet; allowed:"
+            f" a run that has ended, or one with checkpoint.hf_every, or what mcore-rl convert "
+            f"mcore-to-hf makes of a checkpoint in {CHECKPOINTS}"
+        )
+    if not (folder / STARTED).is_file():
+        raise ConfigError(
+            f"{setting}={path!r} has no config.json; allowed: the folder of a Hugging Face "
+            f"checkpoint, or the output_dir of a run"
+        )
+    return folder
