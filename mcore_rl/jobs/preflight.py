@@ -34,6 +34,7 @@ from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.placement import needs_critic
+from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -74,6 +75,7 @@ def check_inputs(config: RLConfig) -> Inputs:
     resolve_model_engine("actor", config.actor, model_sizes(hf_config))
     weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
     reader.check(logical_tensors(weights))
+    check_scorers(config)
     return _read_data(config)
 
 
@@ -213,6 +215,7 @@ def check_layouts(config: RLConfig) -> HFConfig:
         resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
     if needs_critic(config):
         _check_critic(config, found)
+    check_scorer_layouts(config)
     resolve_rollout_model(config.rollout, sizes)
     _check_cache(config, found)
     _check_lengths(config)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.distillation import distillation_metrics
 from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers import steps
+from mcore_rl.workers import scoring, steps
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.turns import Turns
@@ -51,13 +52,15 @@ class SyncTrainer:
             steps.check_versions(batch, step - 1)
             num_tokens = int(batch.num_tokens.sum())
             batch, metrics = steps.judged(batch, config.reward.on_error)
-            metrics |= steps.describe(batch)
             with clock("log_probs"):
                 self.turns.stop_serving()
+                batch = scoring.with_model_rewards(batch, self.turns, config)
+                batch = scoring.with_teachers(batch, asked, self.turns, config)
                 if algorithm.kl_coef:
                     batch = self.turns.with_reference_log_probs(batch, temperature)
                 self.turns.begin_training()
                 batch = steps.with_log_probs(batch, self.turns.actor, algorithm, temperature)
+            metrics |= steps.describe(batch) | distillation_metrics(batch)
             metrics |= steps.checked_mismatch(batch, config, step)
             with clock("update"):
                 if config.reward.shuffle:
