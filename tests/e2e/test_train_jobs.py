@@ -234,7 +234,7 @@ def test_a_reward_model_of_ours_is_the_reward_of_a_run(rm, data, tmp_path):
     output = tmp_path / "out"
     given = (
         f"model.path={data / 'model'}", f"reward_model.model_path={rm[0] / 'checkpoint'}",
-        "reward_model.weight=0.5", "reward_model.layout.pp=2",
+        "reward_model.weight=0.5", "reward_model.layout.pp=3",
         "reward.terms={final_number: {weight: 0}}", "task.name=''", "warm_start.num_steps=0",
         f"data.train_file={prompts}", f"data.test_file={prompts}", f"output_dir={output}",
         "trainer.num_steps=2", "trainer.prompts_per_step=4", "trainer.eval_samples=4",
