@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 
-from mcore_rl.config import resolve, resolve_algorithm, resolve_engine, schema
+from mcore_rl.config import (
+    resolve,
+    resolve_algorithm,
+    resolve_distillation,
+    resolve_engine,
+    schema,
+)
 
 # Values of the settings that choose something by name, by the last two parts of their keys. Those
 # of the registries are repeated here, since filling one imports torch.
@@ -72,6 +78,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
         "sequence_sum_fixed_length",
         "token_mean",
     ),
+    "distillation.loss": resolve_distillation.DISTILLATION_LOSSES,
     "correction.level": resolve_algorithm.CORRECTION_LEVELS,
     "correction.method": resolve_algorithm.CORRECTION_METHODS,
     "actor.backend": resolve_engine.BACKENDS,
@@ -92,6 +99,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "placement.actor": ("shared", "own"),
     "placement.critic": ("shared", "own"),
     "placement.reference": ("shared", "own"),
+    "placement.reward_model": ("shared", "own"),
+    "placement.teacher": ("shared", "own"),
     "placement.rollout": ("auto", "shared", "own"),
     "recompute.granularity": resolve_engine.GRANULARITIES,
     "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
@@ -106,6 +115,10 @@ CHOICES: Mapping[str, Sequence[str]] = {
         "pattern",
         "substring",
     ),
+    "reward_model.backend": resolve_engine.BACKENDS,
+    "reward_model.modules": resolve_engine.MODULES,
+    "teacher.backend": resolve_engine.BACKENDS,
+    "teacher.modules": resolve_engine.MODULES,
     "reward.on_error": resolve.ON_ERROR,
     "task.name": tuple(name for name in resolve.TASKS if name),
     "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,

@@ -14,6 +14,7 @@ from typing import Any
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_algorithm import resolve_algorithm
+from mcore_rl.config.resolve_distillation import resolve_frozen
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
     resolve_engine,
@@ -116,6 +117,7 @@ def resolve(config: RLConfig) -> None:
     positive("critic.clip_range", config.critic.clip_range)
     if config.critic.lora.rank or config.critic.moe.router_replay != "off":
         raise ConfigError("critic.lora and critic.moe.router_replay: allowed: none, and 'off'")
+    resolve_frozen(config)
     warm = config.warm_start
     at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
@@ -215,8 +217,14 @@ def _resolve_files(config: RLConfig) -> None:
 
 def takes_turns(placement: PlacementConfig, role: str, *others: str) -> bool:
     """Whether these roles are on one pool."""
-    pools = {getattr(placement, name) for name in (role, *others)}
+    pools = {pool_of(placement, name) for name in (role, *others)}
     return len(pools) == 1 and OWN_POOL not in pools
+
+
+def pool_of(placement: PlacementConfig, role: str) -> str:
+    """The pool of a role; teacher.math is placed as teacher is."""
+    pool: str = getattr(placement, role.partition(".")[0])
+    return pool
 
 
 def placement_of(config: RLConfig) -> PlacementConfig:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.config.checks import at_least, between
+from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.samples_schema import CurriculumConfig, SamplesConfig
 
 
@@ -127,6 +128,23 @@ class CriticConfig(EngineConfig):
 
 
 @dataclass
+class RewardModelConfig(EngineConfig):
+    """A reward model that is not trained: its score of a response is added to the reward."""
+
+    model_path: str = ""  # of a checkpoint of mcore-rl rm; empty: there is none
+    weight: float = 1.0  # of its score
+
+
+@dataclass
+class TeacherConfig(EngineConfig):
+    """Models that are not trained and that algorithm.distillation learns from."""
+
+    # By name: {math: {model_path: ..., weight: 1.0, layout: {tp: 2}}}; no path: the actor's first.
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    column: str = ""  # of data.train_file, with the name of a prompt's teacher; empty: all teach
+
+
+@dataclass
 class RolloutConfig:
     """The vLLM servers that generate."""
 
@@ -225,11 +243,7 @@ class CorrectionConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """A function is a built-in name or the import path of your own function.
-
-    An import path is `module:function` or `path/to/file.py:function`. docs/algorithms.md explains
-    how to write one.
-    """
+    """Functions are built-in names, or import paths of your own: see docs/algorithms.md."""
 
     advantage: str = "grpo"  # function that computes advantages from rewards
     advantage_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
@@ -256,6 +270,7 @@ class AlgorithmConfig:
     kl_estimator: str = "k3"  # estimator of the KL from one sample
     kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
 
 @dataclass
@@ -339,6 +354,8 @@ class PlacementConfig:
     actor: str = "shared"  # the trainer
     reference: str = "shared"  # the frozen model of the KL, if there is one
     critic: str = "shared"  # the value model, if there is one
+    reward_model: str = "shared"  # the reward model, if there is one
+    teacher: str = "shared"  # each of the teachers, if there are any
     # The generation servers. "auto": "own" with weight_sync.method="disaggregated", else "shared".
     rollout: str = "auto"
 
@@ -365,6 +382,8 @@ class RLConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     actor: EngineConfig = field(default_factory=EngineConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -73,7 +73,9 @@ class Batch:
     reference_log_probs, entropy, values, advantages, returns, process_rewards, token_rewards,
     correction_weights, policy_mask, top_entropy_mask, cross_entropy_mask, state_ids,
     sum_pi_squared, and weights of losses: loss_weights, kl_weights, entropy_weights,
-    cross_entropy_weights; routed_experts: [MoE layers, experts a token] a prompt or response token;
+    cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs, teacher_ids,
+    teacher_top_log_probs: see workers/scoring.py; routed_experts: [MoE layers, experts a token] a
+    prompt or response token;
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
     one), baseline_rewards, group_ids, finish_reasons, replayed (1 if it is of an earlier step).
     """

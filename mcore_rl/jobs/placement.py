@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import needs_of
-from mcore_rl.config.resolve import OWN_POOL
-from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.config.resolve import OWN_POOL, pool_of
+from mcore_rl.config.resolve_distillation import teachers_of
+from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 
@@ -39,11 +40,12 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
         sizes["reference"] = config.actor.layout.world_size
     if needs_critic(config):
         sizes["critic"] = config.critic.layout.world_size
+    sizes |= {role: engine.layout.world_size for role, engine in frozen_engines(config).items()}
     sizes["rollout"] = rollout.num_servers * rollout.tp
     members: dict[str, list[str]] = {}
-    for role, pool in asdict(config.placement).items():
-        if role in sizes:
-            members.setdefault(role if pool == OWN_POOL else f"{pool} pool", []).append(role)
+    for role in sizes:
+        pool = pool_of(config.placement, role)
+        members.setdefault(role if pool == OWN_POOL else f"{pool} pool", []).append(role)
     plans = {}
     for name, roles in members.items():
         if roles == ["rollout"]:
@@ -78,7 +80,28 @@ def needs_critic(config: RLConfig) -> bool:
 def models_of(config: RLConfig) -> set[str]:
     """The roles of a run that have a training engine."""
     found = {"reference": needs_reference(config), "critic": needs_critic(config)}
-    return {"actor"} | {role for role, is_needed in found.items() if is_needed}
+    needed = {role for role, is_needed in found.items() if is_needed}
+    return {"actor"} | needed | frozen_engines(config).keys()
+
+
+def frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
+    """Of the roles that only score and have settings of their own: reward_model, teacher.NAME."""
+    found: dict[str, EngineConfig] = {}
+    if config.reward_model.model_path:
+        found["reward_model"] = config.reward_model
+    for name, teacher in teachers_of(config.teacher).items():
+        found[f"teacher.{name}"] = teacher.engine
+    return found
+
+
+def frozen_paths(config: RLConfig) -> dict[str, str]:
+    """The checkpoints of these roles; a teacher without one is what the actor begins with."""
+    found = {}
+    if config.reward_model.model_path:
+        found["reward_model"] = config.reward_model.model_path
+    for name, teacher in teachers_of(config.teacher).items():
+        found[f"teacher.{name}"] = teacher.model_path or config.model.path
+    return found
 
 
 def num_devices(plans: Mapping[str, PoolPlan]) -> int:

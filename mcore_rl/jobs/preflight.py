@@ -35,6 +35,7 @@ from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.placement import needs_critic
+from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -70,6 +71,7 @@ def check_inputs(config: RLConfig) -> Inputs:
     """Load the data and check model, layouts and names; raises ConfigError for the first fault."""
     _check_choices(config)
     check_model(config)
+    check_scorers(config)
     return _read_data(config)
 
 
@@ -224,6 +226,7 @@ def check_layouts(config: RLConfig) -> HFConfig:
         resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
     if needs_critic(config):
         _check_critic(config, found)
+    check_scorer_layouts(config)
     resolve_rollout_model(config.rollout, sizes)
     _check_cache(config, found)
     _check_lengths(config)

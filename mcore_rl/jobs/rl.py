@@ -17,6 +17,7 @@ from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ray_session
@@ -32,7 +33,15 @@ from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
-from mcore_rl.jobs.placement import Pools, models_of, num_devices, places, pool_plans
+from mcore_rl.jobs.placement import (
+    Pools,
+    frozen_engines,
+    frozen_paths,
+    models_of,
+    num_devices,
+    places,
+    pool_plans,
+)
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import WARM_START, checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.observability.console import waiting
@@ -251,6 +260,8 @@ def _started(
         )
     if "critic" in roles:
         models["critic"] = stack.enter_context(_critic(config, pools, total_steps))
+    for role in frozen_engines(config):
+        models[role] = stack.enter_context(_scorer(config, pools, role))
     wait_until_built([servers, *models.values()])
     for line in places([*models.values(), servers]):
         print(line)
@@ -278,6 +289,18 @@ def _critic(
         spec = replace(spec, model=replace(spec.model, path=critic.model_path))
     loss = functools.partial(value_clip, settings=ValueClipSettings(critic.clip_range))
     return _model(pools, "critic", spec, loss, model_type="value_model", wait=False)
+
+
+def _scorer(config: RLConfig, pools: Pools, role: str) -> AbstractContextManager[WorkerGroup]:
+    """The reward model, or a teacher."""
+    spec = _engine_spec(config, frozen_engines(config)[role], 0)
+    spec = replace(spec, model=replace(spec.model, path=frozen_paths(config)[role]))
+    if role == "reward_model":
+        return _model(pools, role, spec, None, model_type="reward_model", wait=False)
+    distillation = config.algorithm.distillation
+    if distillation.loss in OF_TOP_TOKENS:
+        spec = replace(spec, num_top_log_probs=distillation.top_k)
+    return _model(pools, role, spec, None, wait=False)
 
 
 def _frozen(engine: EngineConfig) -> EngineConfig:

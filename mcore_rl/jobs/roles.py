@@ -10,13 +10,14 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.config.train_schema import RMConfig, TrainConfig
 from mcore_rl.engine.lora_targets import adapted_linear
-from mcore_rl.jobs.placement import needs_critic, needs_reference
+from mcore_rl.jobs.placement import frozen_engines, frozen_paths, needs_critic, needs_reference
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
     family_of,
     model_sizes,
     padded_vocab_size,
+    read_config,
 )
 from mcore_rl.models.heads import model_weights, value_config, value_weights
 from mcore_rl.parallel.mesh import Mesh
@@ -80,6 +81,11 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
         )
     if needs_critic(config):
         found.append(_trainer("critic", "values, updates", config.critic, config, model))
+    for role, engine in frozen_engines(config).items():
+        scored, task = read_config(frozen_paths(config)[role]), "log-probs to learn from"
+        if role == "reward_model":
+            scored, task = value_config(scored), "scores of responses"
+        found.append(_trainer(role, task, engine, config, scored, trains=False))
     return [*found, _servers(config, model)]
 
 

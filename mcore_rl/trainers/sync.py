@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.distillation import distillation_metrics
 from mcore_rl.algorithms.replay import ReplayBuffer
 from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import RLConfig
@@ -12,7 +13,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers import steps
+from mcore_rl.workers import scoring, steps
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.samples import samples_of_step
@@ -47,12 +48,16 @@ class SyncTrainer:
                 batch, metrics = samples_of_step(config, self.rollout, prompts, self.replay, step)
             with clock("log_probs"):
                 self.turns.stop_serving()
+                if len(batch):  # else no group has passed the filter: there is nothing to learn
+                    batch, scored = scoring.with_scores(batch, self.turns, config)
+                    metrics |= scored
                 if len(batch) and algorithm.kl_coef:
                     batch = self.turns.with_reference_log_probs(batch, temperature)
                 self.turns.begin_training()
-                if len(batch):  # else no group has passed the filter: there is nothing to learn
+                if len(batch):
                     batch = steps.with_log_probs(batch, self.turns.actor, algorithm, temperature)
                     metrics |= steps.checked_mismatch(batch, config, step)
+                    metrics |= distillation_metrics(batch)
             with clock("update"):
                 if len(batch):
                     metrics |= self._update(batch, step)

@@ -10,6 +10,7 @@ import torch
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.correction import check_rules
+from mcore_rl.algorithms.distillation import top_tokens_loss
 from mcore_rl.algorithms.inputs import (
     LOSS_WEIGHTS,
     Losses,
@@ -27,7 +28,7 @@ from mcore_rl.config.schema import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss that algorithm.loss names, and those of KL, entropy and cross entropy.
+    """The loss that algorithm.loss names; those of KL, entropy, distillation and cross entropy.
 
     Each has a column of weights, its coefficient in them; what a batch has no column for is not
     computed. It travels to the ranks as its settings: each rank finds the functions by their names
@@ -59,6 +60,10 @@ class PolicyLoss:
         if "entropy_weights" in columns:
             losses["entropy_weights"] = -inputs.entropy
             metrics["entropy"] = "entropy_weights", inputs.entropy
+        if "distillation_weights" in columns:
+            kl = top_tokens_loss(inputs, self.config.distillation.loss)
+            losses["distillation_weights"] = kl
+            metrics["distillation_kl"] = "distillation_weights", kl
         if "cross_entropy_weights" in columns:
             losses["cross_entropy_weights"] = -inputs.log_probs
             metrics["cross_entropy"] = "cross_entropy_weights", -inputs.log_probs

@@ -19,6 +19,7 @@ from mcore_rl.data.batch import Array, Batch
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.workers import steps
 from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.scoring import with_teacher_names
 
 
 def samples_of_step(
@@ -74,6 +75,8 @@ def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Batch:
     if "baseline_rewards" in needs_of(ADVANTAGES[config.algorithm.advantage]):
         greedy = rollout.generate(asked, n=1, is_greedy=True)
         batch = steps.with_baseline_rewards(batch, greedy)
+    if config.teacher.column:
+        batch = with_teacher_names(batch, asked, config.teacher.column)
     return batch
 
 

@@ -10,11 +10,13 @@ import numpy as np
 from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
 from mcore_rl.algorithms.correction import corrected, mismatch
+from mcore_rl.algorithms.distillation import sampled_kl
 from mcore_rl.algorithms.inputs import WEIGHTS
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.prepared import MiniBatchInputs, is_prepared, prepared_columns
 from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -155,8 +157,18 @@ def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Adds the columns advantages and, for a value model, returns."""
-    found = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
+    """Adds the columns advantages and, for a value model, returns.
+
+    With teachers those of rewards only if distillation.use_reward; less the sampled KL, with that.
+    """
+    distillation, responses = algorithm.distillation, batch.jagged("response_ids")
+    if distillation.loss == "off" or distillation.use_reward:
+        found = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
+    else:
+        found = {"advantages": responses.with_values(np.zeros(len(responses.values), np.float32))}
+    if distillation.loss == "sampled_kl":
+        kl = np.float32(distillation.coef) * sampled_kl(batch).values
+        found["advantages"] = responses.with_values(found["advantages"].values - kl)
     return batch.with_columns(**found)
 
 
@@ -209,9 +221,9 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
 
     algorithm.loss_aggregation normalises each over its own tokens; then comes its coefficient.
     loss_weights: over policy_mask or, without one, response_mask; 0 where correction_weights or
-    top_entropy_mask are. kl_weights and entropy_weights: over response_mask. cross_entropy_weights:
-    over cross_entropy_mask or, without one, where response_mask is 0. A loss without a coefficient
-    has no column; one without a token has zeros.
+    top_entropy_mask are. kl_weights, entropy_weights, distillation_weights: over response_mask.
+    cross_entropy_weights: over cross_entropy_mask or, without one, where response_mask is 0. A loss
+    without a coefficient has no column; one without a token has zeros.
     """
     response_mask = batch.jagged("response_mask")
     policy_mask = batch.jagged("policy_mask") if "policy_mask" in batch else response_mask
@@ -219,7 +231,11 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     for name in ("correction_weights", "top_entropy_mask"):
         if name in batch:
             policy = policy.with_values(np.where(batch.jagged(name).values, policy.values, 0))
-    columns = {"loss_weights": policy}
+    columns, distillation = {"loss_weights": policy}, algorithm.distillation
+    if distillation.loss in OF_TOP_TOKENS:
+        if not distillation.use_reward:
+            columns["loss_weights"] = policy.with_values(np.zeros_like(policy.values))
+        columns["distillation_weights"] = _weights(response_mask, distillation.coef, algorithm)
     if algorithm.kl_coef and algorithm.kl_in == "loss":
         columns["kl_weights"] = _weights(response_mask, algorithm.kl_coef, algorithm)
     if algorithm.entropy_coef:

@@ -1,6 +1,6 @@
 """Turns of roles that share devices. The order of a step:
 
-    generate -> servers sleep -> (reference on device -> its log-probs -> off)
+    generate -> servers sleep -> (reward model, teachers, reference: on device -> scores -> off)
              -> actor on device -> log-probs
              -> (actor off -> critic on device -> values, its update -> off -> actor on device)
              -> update -> gradients and optimizer off
@@ -26,7 +26,7 @@ from mcore_rl.workers.weight_sync import WeightSync
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`models` are the actor and, if there is one, the reference and the critic.
+    """`models` are the actor and, if there are any, reference, critic, reward model, teachers.
 
     A LoRA actor is its own reference.
     """
@@ -55,7 +55,7 @@ class Turns:
             self.begin_training()
             score = self.actor.compute_reference_log_probs
             return with_reference_log_probs(batch, score, temperature)
-        with self._on_device("reference") as reference:
+        with self.on_device("reference") as reference:
             return with_reference_log_probs(batch, reference.compute_log_probs, temperature)
 
     def begin_training(self) -> None:
@@ -68,13 +68,14 @@ class Turns:
         is_shared = takes_turns(self.placement, "actor", "critic")
         if is_shared:
             self.actor.to("host")
-        with self._on_device("critic") as critic:
+        with self.on_device("critic") as critic:
             yield critic
         if is_shared:
             self.begin_training()
 
     @contextlib.contextmanager
-    def _on_device(self, role: str) -> Iterator[WorkerGroup]:
+    def on_device(self, role: str) -> Iterator[WorkerGroup]:
+        """Inside, a model has its devices, which the actor has left or not yet got."""
         moves = model_moves(self.placement, role, self.models)
         if moves:
             self.models[role].to("device")

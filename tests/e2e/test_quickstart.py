@@ -66,6 +66,11 @@ def shuffled(run, start_job):
     return ended_under_siege(job)
 
 
+# Learned from the end of `run`, without rewards.
+TAUGHT = (
+    "teacher.models={grpo: {model_path: TEACHER}}", "algorithm.samples.group_filter=''",
+    "actor.optimizer.lr=3e-4",
+)  # fmt: skip
 # Settings of algorithms on one rank, from the warm start of `run`.
 ALGORITHMS = {
     "ppo": (
@@ -89,6 +94,8 @@ ALGORITHMS = {
         "algorithm.samples.mask_truncated=true", "reward.terms.answer={name: final_number}",
         "reward.terms.brief={name: overlong, settings: {buffer_tokens: 8}}",
     ),
+    "sampled_kl": (*TAUGHT, "algorithm.distillation.loss=sampled_kl"),
+    "reverse_kl": (*TAUGHT, "algorithm.distillation.loss=reverse_kl"),
 }  # fmt: skip
 
 
@@ -103,7 +110,7 @@ def test_an_algorithm_raises_held_out_accuracy_by_twenty_points(name, run, start
         "warm_start.num_steps=0",
         "actor.layout.tp=1",
         "actor.layout.ep=1",
-        *ALGORITHMS[name],
+        *(word.replace("TEACHER", str(run.output / "checkpoint")) for word in ALGORITHMS[name]),
         "trainer.num_steps=6",
         f"trainer.eval_samples={TESTS}",
         "seed=1",

@@ -221,6 +221,32 @@ def test_a_reward_model_gives_its_scores_in_transformers(rm, data):
     assert [found["reward_chosen"], found["reward_rejected"]] == pytest.approx(means, abs=1e-4)
 
 
+def test_a_reward_model_of_ours_is_the_reward_of_a_run(rm, data, tmp_path):
+    """Two steps: each reward is its score, by weight."""
+    prompts = tmp_path / "prompts.jsonl"
+    problems = split_problems()[0][:64]
+    write(prompts, [{"messages": conversation(p)[:1], "answer": answer(p)} for p in problems])
+    output = tmp_path / "out"
+    given = (
+        f"model.path={data / 'model'}", f"reward_model.model_path={rm[0] / 'checkpoint'}",
+        "reward_model.weight=0.5", "reward_model.layout.pp=3",
+        "reward.terms={final_number: {weight: 0}}", "task.name=''", "warm_start.num_steps=0",
+        f"data.train_file={prompts}", f"data.test_file={prompts}", f"output_dir={output}",
+        "trainer.num_steps=2", "trainer.prompts_per_step=4", "trainer.eval_samples=4",
+        "algorithm.group_size=4", "algorithm.num_mini_batches=1", "actor.layout.tp=1",
+        "actor.layout.ep=1", "rollout.max_response_tokens=16",
+    )  # fmt: skip
+    line = [PROGRAMS["mcore-rl"], "rl", "recipe=quickstart", *given]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [row for row in rows_of(output) if "reward" in row]
+    assert len(found) == 2
+    for row in found:
+        assert row["reward/model"] != 0
+        assert row["reward"] == pytest.approx(0.5 * row["reward/model"], rel=1e-5)
+        assert row["actor/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo", "rm"])
 def test_a_dry_run_shows_ranks_and_leaves_nothing(data, tmp_path, dry_run, kind):
     output = tmp_path / "out"

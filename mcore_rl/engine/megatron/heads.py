@@ -23,7 +23,10 @@ Head = Callable[[Any, torch.Tensor, MicroBatch], Scores]
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelHead:
-    """Log-probs and, where asked for, the entropy and the largest log-probs with their ids."""
+    """Log-probs and, where asked for, the entropy and the largest log-probs with their ids.
+
+    With the column teacher_ids also chosen_log_probs [tokens, ids], those of these ids.
+    """
 
     vocab_size: int
     temperature: float
@@ -32,11 +35,14 @@ class LanguageModelHead:
     num_top: int = 0
 
     def __call__(self, model: PolicyModel, output: torch.Tensor, micro: MicroBatch) -> Scores:
-        head = model.head_weight
+        head, targets = model.head_weight, micro.targets
+        if others := "teacher_ids" in micro.columns:
+            ids = micro.columns["teacher_ids"].flatten(1)
+            targets = torch.cat([targets[:, None], ids], 1)
         scores = token_scores(
             states_at(model.config, output, micro.hidden_rows),
             head,
-            micro.targets,
+            targets,
             self._shard(head),
             temperature=self.temperature,
             chunk_bytes=self.chunk_bytes,
@@ -44,6 +50,11 @@ class LanguageModelHead:
             num_top=self.num_top,
         )
         found = {"log_probs": scores.log_probs}
+        if others:
+            found = {
+                "log_probs": scores.log_probs[:, 0],
+                "chosen_log_probs": scores.log_probs[:, 1:],
+            }
         if self.with_entropy:
             found["entropy"] = scores.entropy
         if self.num_top:

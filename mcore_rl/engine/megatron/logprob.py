@@ -20,7 +20,7 @@ _MIN_TILE_IDS = 256  # tokens are divided only where a tile of all of them would
 
 
 class LogProbs(NamedTuple):
-    log_probs: torch.Tensor  # [tokens] float32, nats
+    log_probs: torch.Tensor  # of the shape of the targets; float32, nats
     entropy: torch.Tensor  # [tokens] float32, nats; zeros unless asked for
     # The k most likely ids of each token, most likely first; of equal ones any. Without a gradient.
     top_log_probs: torch.Tensor  # [tokens, k] float32, nats
@@ -77,7 +77,7 @@ def token_scores(
         hidden: [tokens, hidden]; the same on every rank of the group. Its gradient is this rank's
             part of the sum over the vocabulary; the caller reduces it over the group.
         head: [rows of this shard, hidden]; rows beyond the vocabulary are padding and are ignored.
-        targets: [tokens] vocabulary ids.
+        targets: [tokens] vocabulary ids, or [tokens, n] with several of each token.
         chunk_bytes: limit on logits and probabilities in memory at a time, see tile_within.
         num_top: how many of the largest log-probs to return.
 
@@ -87,25 +87,28 @@ def token_scores(
     if not 0 <= num_top <= shard.vocab_size:
         raise ValueError(f"num_top={num_top}; allowed: 0 to the {shard.vocab_size} token ids")
     tile = tile_within(chunk_bytes, *hidden.shape)
-    scores = _TokenScores.apply(
-        hidden, head, targets, shard, temperature, tile, with_entropy, num_top
+    columns = targets[:, None] if targets.dim() == 1 else targets
+    log_probs, *others = _TokenScores.apply(
+        hidden, head, columns, shard, temperature, tile, with_entropy, num_top
     )
-    return LogProbs(*scores)
+    return LogProbs(log_probs.view(targets.shape), *others)
 
 
 class _Sums(NamedTuple):
-    """Running sums over the vocabulary, each [tokens]: p is exp(logit - top)."""
+    """Running sums over the vocabulary, [tokens]: p is exp(logit - top)."""
 
     top: torch.Tensor  # largest logit so far
     total: torch.Tensor  # sum of p
     moment: torch.Tensor  # sum of p * (logit - top); only with entropy
-    chosen: torch.Tensor  # logit of the target, 0 where another rank has it
+    chosen: torch.Tensor  # [tokens, n] logits of the targets, 0 where another rank has it
 
     @classmethod
-    def zeros(cls, tokens: int, dtype: torch.dtype, device: torch.device) -> _Sums:
+    def zeros(cls, targets: torch.Tensor, dtype: torch.dtype, device: torch.device) -> _Sums:
         # A finite floor below any logit: infinity minus itself, on a shard of padding, is nan.
-        top = torch.full((tokens,), torch.finfo(dtype).min / 4, dtype=dtype, device=device)
-        return cls(top, *(torch.zeros_like(top) for _ in range(3)))
+        floor = torch.finfo(dtype).min / 4
+        top = torch.full((len(targets),), floor, dtype=dtype, device=device)
+        chosen = torch.zeros(targets.shape, dtype=dtype, device=device)
+        return cls(top, torch.zeros_like(top), torch.zeros_like(top), chosen)
 
     def log_prob(self, logits: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] from logits: log softmax, measured from `top` so that large ones cancel."""
@@ -143,10 +146,11 @@ class _Sums(NamedTuple):
         top = self.top.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         self._rescale(slice(None), top)
-        sums = torch.stack(self[1:])
+        sums = torch.cat([self.total[:, None], self.moment[:, None], self.chosen], 1)
         dist.all_reduce(sums, group=group)
-        for mine, whole in zip(self[1:], sums, strict=True):
-            mine.copy_(whole)
+        self.total.copy_(sums[:, 0])
+        self.moment.copy_(sums[:, 1])
+        self.chosen.copy_(sums[:, 2:])
 
 
 class _Top(NamedTuple):
@@ -197,13 +201,13 @@ class _TokenScores(torch.autograd.Function):
         num_top: int,
     ) -> tuple[torch.Tensor, ...]:
         local, rows = targets - shard.start, _rows(head, shard)
-        sums = _Sums.zeros(len(targets), _wide(hidden.dtype), hidden.device)
+        sums = _Sums.zeros(targets, _wide(hidden.dtype), hidden.device)
         top = _Top.empty(num_top, like=sums.top)
         for block in _slices(rows, tile.ids):
             for part in _slices(len(targets), tile.tokens):
                 logits = _logits(hidden[part], head[block], temperature)
                 index, mine = _inside(local[part], block)
-                sums.chosen[part] += logits.gather(1, index).masked_fill_(~mine, 0.0).squeeze(1)
+                sums.chosen[part] += logits.gather(1, index).masked_fill_(~mine, 0.0)
                 if num_top:
                     top.add(part, logits, shard.start + block.start)
                 sums.add(part, logits, with_entropy=with_entropy)
@@ -220,13 +224,16 @@ class _TokenScores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor, *_: torch.Tensor
     ) -> Any:
-        """With z = logits / T: d log p_t / dz_j = [j = t] - p_j; dH / dz_j = -p_j (log p_j + H)."""
+        """With z = logits / T: d log p_t / dz_j = [j = t] - p_j; dH / dz_j = -p_j (log p_j + H).
+
+        With several targets a token, the sum over them.
+        """
         hidden, head, local, top, total, entropy = ctx.saved_tensors
         rows, temperature, tile, with_entropy = ctx.settings
         for_hidden, for_head = ctx.needs_input_grad[:2]  # a head may be frozen
         grad_log_probs, grad_entropy = grad_log_probs / temperature, grad_entropy / temperature
         # p is exp(z - top) / total: what is one number a token goes into the factors of exp.
-        of_log_probs, of_entropy = grad_log_probs / total, grad_entropy / total
+        of_log_probs, of_entropy = grad_log_probs.sum(1) / total, grad_entropy / total
         entropy = entropy - total.log()
         grad_hidden = torch.zeros_like(hidden, dtype=top.dtype) if for_hidden else None
         grad_head = torch.zeros_like(head) if for_head else None
@@ -242,7 +249,7 @@ class _TokenScores(torch.autograd.Function):
                 else:
                     grad.exp_().mul_(-of_log_probs[part, None])
                 index, mine = _inside(local[part], block)
-                grad.scatter_add_(1, index, grad_log_probs[part, None] * mine)
+                grad.scatter_add_(1, index, grad_log_probs[part] * mine)
                 grad = grad.to(head.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] += _matmul(grad, head[block])
@@ -280,10 +287,10 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _inside(local: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens, 1] each: the target's place in the block, and whether it is there at all."""
+    """[tokens, n] each: a target's place in the block, and whether it is there at all."""
     mine = (local >= block.start) & (local < block.stop)
     index = (local - block.start).clamp(0, block.stop - block.start - 1)
-    return index[:, None], mine[:, None]
+    return index, mine
 
 
 def _slices(total: int, size: int) -> list[slice]:

@@ -251,5 +251,5 @@ def _response_columns(batch: Batch, rows: list[int]) -> dict[str, np.ndarray]:
             continue
         if not np.array_equal(column.lengths, lengths):
             raise ValueError(f"column {name!r} does not run along the response tokens")
-        found[name] = _concatenate([column[row] for row in rows], column.values.dtype.type)
+        found[name] = column.take(rows).values
     return found
