@@ -87,7 +87,8 @@ class SingleTurnLoop:
 
     def _text(self, completion: Completion) -> str:
         ids = completion.token_ids
-        ended = completion.finish_reason == "stop"  # then the last token is the end of sequence
+        # The last token is then the end of sequence.
+        ended = completion.finish_reason == "stop" and not completion.stop_string
         return self._tokenizer.decode(ids[:-1] if ended else ids)
 
     @staticmethod
