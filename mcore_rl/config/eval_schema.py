@@ -115,6 +115,8 @@ def resolve_eval(config: EvalConfig) -> None:
 
 
 def _resolve_sampling(config: SamplingConfig) -> None:
+    if config.stop:
+        raise ConfigError(f"rollout.stop={config.stop}: eval has no stop strings; allowed: []")
     resolve_servers(config)
     between("rollout.n", config.n, 1, MAX_N)
     at_least("rollout.temperature", config.temperature, 0)

@@ -22,6 +22,11 @@ from mcore_rl.config.resolve_engine import (
     resolve_optimizer,
     resolve_schedule,
 )
+from mcore_rl.config.resolve_evaluation import (
+    resolve_evaluation,
+    resolve_trackers,
+    resolve_truncation,
+)
 from mcore_rl.config.schema import (
     DataConfig,
     PlacementConfig,
@@ -43,6 +48,7 @@ ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "last_digit")
 LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
+_SET_NAME = "[A-Za-z0-9_-]+"
 _CORES = "[0-9]+([-,|][0-9]+)*"
 # What a term of reward.terms may have.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
@@ -76,6 +82,7 @@ def resolve(config: RLConfig) -> None:
     at_least("trainer.num_steps", config.trainer.num_steps, 1)
     at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
     at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
+    resolve_evaluation(config)
     resolve_checkpoint(config)
     for name in ("max_logprob_gap", "mean_logprob_gap"):
         if (bound := getattr(config.trainer, name)) is not None:
@@ -105,6 +112,7 @@ def resolve(config: RLConfig) -> None:
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
     _resolve_rollout(config.rollout)
+    resolve_truncation(config)
     resolve_reward(config.reward)
     _resolve_weight_sync(config)
     _resolve_placement(config)
@@ -166,6 +174,7 @@ def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
 
 
 def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
+    resolve_trackers(config.trainer.trackers)
     at_least("trainer.save_every", config.trainer.save_every, 0)
     at_least("checkpoint.keep", config.checkpoint.keep, 1)
     at_least("checkpoint.hf_every", config.checkpoint.hf_every, 0)
@@ -187,6 +196,14 @@ def _resolve_data(config: DataConfig) -> None:
             f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
             "weight for each of them, or []"
         )
+    if config.test_files and config.test_file:
+        raise ConfigError(
+            f"data.test_file={config.test_file!r} and data.test_files={config.test_files}; "
+            "allowed: one of the two"
+        )
+    for name in config.test_files:
+        if not re.fullmatch(_SET_NAME, str(name)):
+            raise ConfigError(f"data.test_files.{name}; allowed: names of {_SET_NAME}")
     for index, weight in enumerate(weights):
         positive(f"data.train_weights[{index}]", weight)
     curriculum = config.curriculum
@@ -202,7 +219,8 @@ def _resolve_data(config: DataConfig) -> None:
 
 def _resolve_files(config: RLConfig) -> None:
     data = config.data
-    made_by_task = {"model.path": config.model.path, "data.test_file": data.test_file}
+    made_by_task = {"model.path": config.model.path}
+    made_by_task["data.test_file"] = data.test_file or ", ".join(data.test_files)
     made_by_task["data.train_file"] = data.train_file or ", ".join(data.train_files)
     if config.warm_start.num_steps:
         made_by_task["warm_start.train_file"] = config.warm_start.train_file
@@ -299,11 +317,6 @@ def _resolve_rollout(config: RolloutConfig) -> None:
     resolve_servers(config)
     # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
     positive("rollout.temperature", config.temperature)
-    if config.top_p != 1.0:
-        raise ConfigError(
-            f"rollout.top_p={config.top_p}: training needs log-probs of the whole distribution; "
-            "allowed: 1"
-        )
 
 
 def resolve_reward(config: RewardConfig) -> None:

@@ -1,6 +1,8 @@
 """Every setting of a run, with its default, in typed dataclasses.
 
 YAML files contain differences from these defaults. `resolve.py` has the rules between fields.
+
+Long because: the settings of a run are one list, with a sentence each.
 """
 
 from __future__ import annotations
@@ -152,14 +154,42 @@ class RolloutConfig:
     tp: int = 1  # tensor parallel inside a server
     nodes_per_server: int = 1  # nodes that a server spans; each has as many of its tp workers
     ep: bool = False  # expert parallel over the tp ranks of a server
-    temperature: float = 1.0  # sampling temperature, in training and evaluation; above 0
-    top_p: float = 1.0  # allowed: 1
+    temperature: float = 1.0  # sampling temperature; above 0
+    # Sample from the likeliest tokens that have this probability together. Below 1, log-probs of
+    # servers and trainer differ: training then needs algorithm.correction.level and bounds on the
+    # gaps (docs/rollout.md). evaluation.top_p does not.
+    top_p: float = 1.0
+    top_k: int = 0  # sample from so many likeliest tokens, as with top_p below 1; 0: from all
+    # A response ends where one of these is in its text, in training and evaluation. The tokens up
+    # to the one that completes it are the response.
+    stop: list[str] = field(default_factory=list)
     max_response_tokens: int = 1024  # longer responses are truncated
     max_num_seqs: int = 256  # sequences that a server runs at the same time
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
     # CPU lane: cores of each worker, such as "0|1", one thread per core. If empty, the cores are
     # split among the workers, and the worker of tp=1 gets one thread.
     cores: str = ""
+
+
+@dataclass
+class EvaluationConfig:
+    """How and when held-out prompts are answered."""
+
+    before: bool = True  # evaluate before training; there is always an evaluation after it
+    every: int = 0  # steps from one evaluation to the next while training goes on; 0: none
+    num_samples: int = 1  # responses per prompt
+    temperature: float | None = None  # 0 is greedy; null: rollout.temperature
+    top_p: float | None = None  # null: rollout.top_p
+    top_k: int | None = None  # null: rollout.top_k
+
+
+@dataclass
+class SampleTablesConfig:
+    """What is kept and shown of the responses of a step."""
+
+    every: int = 1  # steps from one table samples/step_NNNNNN.parquet to the next; 0 writes none
+    max_rows: int = 0  # responses in such a table; 0: all of the step
+    num_shown: int = 1  # responses that are shown on the screen each step, in short
 
 
 @dataclass
@@ -171,7 +201,10 @@ class DataConfig:
     # How often a prompt is drawn from each of train_files, in relation to the others. Empty: each
     # prompt of all files comes once an epoch.
     train_weights: list[float] = field(default_factory=list)
-    test_file: str = ""  # as train_file, for evaluation before and after training
+    test_file: str = ""  # as train_file, for evaluation; the set is called test
+    # Several sets for evaluation, by their names in metrics, in its place:
+    # {math: math.parquet, code: code.parquet}.
+    test_files: dict[str, str] = field(default_factory=dict)
     prompt_column: str = "messages"  # chat messages: list of {role, content}
     answer_column: str = "answer"  # ground truth, passed to the reward
     tools_column: str = ""  # tool schemas for the chat template; empty: none
@@ -311,9 +344,13 @@ class TrainerConfig:
     # Stop if they differ by more than this on average, which is the more sensitive test. Rounding
     # gives 1e-6 in float32 and 0.02 in bfloat16. Default: 1e-4 in float32, 0.1 in bfloat16.
     mean_logprob_gap: float | None = None
-    eval_samples: int = 0  # held-out prompts per evaluation; 0 uses all
+    eval_samples: int = 0  # prompts of each held-out set per evaluation; 0 uses all
     # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
     save_every: int = 0
+    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab. The last three
+    # have to be installed, and are configured by their own environment variables.
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    tracker_project: str = "mcore_rl"  # project, or experiment, of the last three
 
 
 @dataclass
@@ -321,8 +358,8 @@ class CheckpointConfig:
     """Training checkpoints, output_dir/checkpoints/step_NNNNNN, from which a run can be resumed."""
 
     keep: int = 2  # the last ones; older ones are removed
-    # Metric of metrics.jsonl, such as "reward": the checkpoint with the highest is kept as well.
-    # "-NAME": the lowest. Empty: none.
+    # Metric of metrics.jsonl, such as "reward" or "eval/test/reward": the checkpoint with the
+    # highest is kept as well. "-NAME": the lowest. Empty: none.
     keep_best: str = ""
     hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN, all kept; 0 writes none
     # Train while a checkpoint is written: a step waits until it has been copied to the host,
@@ -385,6 +422,8 @@ class RLConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    samples: SampleTablesConfig = field(default_factory=SampleTablesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)

@@ -47,6 +47,10 @@ class StepsConfig:
     eval_samples: int = 0  # rows of data.test_file for evaluation; 0 uses all
     # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
     save_every: int = 0
+    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab. The last three
+    # have to be installed, and are configured by their own environment variables.
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    tracker_project: str = "mcore_rl"  # project, or experiment, of the last three
 
 
 @dataclass

@@ -12,12 +12,12 @@ from mcore_rl.config.train_schema import TrainConfig
 def warnings_of(config: RLConfig) -> Iterator[str]:
     """A line for each doubtful setting, naming it. The config may be unresolved."""
     data, warm, trainer = config.data, config.warm_start, config.trainer
-    if data.test_file and data.test_file in (data.train_file, *data.train_files):
-        where = "data.train_file" if data.train_file else "in data.train_files"
-        yield (
-            f"data.test_file={data.test_file!r} is {where}: accuracy before and "
-            "after training is measured on training data"
-        )
+    tests = {"data.test_file": data.test_file} if data.test_file else {}
+    tests |= {f"data.test_files.{name}": file for name, file in data.test_files.items()}
+    for key, file in tests.items():
+        if file in (data.train_file, *data.train_files):
+            where = "data.train_file" if data.train_file else "in data.train_files"
+            yield f"{key}={file!r} is {where}: evaluations are of training data"
     if warm.train_file and not warm.num_steps:
         yield (
             f"warm_start.train_file={warm.train_file!r} is not read: warm_start.num_steps=0 "

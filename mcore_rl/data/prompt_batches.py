@@ -75,13 +75,15 @@ class PromptBatches:
         self._next_group_id = state["next_group_id"]
 
 
-def held_out_batch(dataset: PromptDataset, num_prompts: int) -> Batch:
+def held_out_batch(dataset: PromptDataset, num_prompts: int, num_before: int = 0) -> Batch:
     """The first prompts of an evaluation, in columns as above.
 
     Group ids count down from -1, so that training has none of them, nor a seed made of one; those
-    of a prompt are the same however many are asked.
+    of a prompt are the same however many are asked. `num_before` are of other sets: those of a set
+    begin below.
     """
-    return _prompt_batch(dataset, range(num_prompts), range(-1, -1 - num_prompts, -1))
+    first = -1 - num_before
+    return _prompt_batch(dataset, range(num_prompts), range(first, first - num_prompts, -1))
 
 
 def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequence[int]) -> Batch:

@@ -48,7 +48,7 @@ def dry_run(
     config = for_lane(config, device)
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
-        waiting("checking the inputs"),
+        waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
     ):
         checkpoint = checkpoint_to_resume(config, claim.folder)
@@ -77,10 +77,17 @@ def _inputs(config: RLConfig, inputs: Inputs | None, complete: bool) -> list[str
         lines[0] += "; not checked: weights, since the folder holds none"
     if inputs is None:
         return [*lines, "data: not checked but for the files: the model folder has no tokenizer"]
-    data = f"data: {len(inputs.train)} prompts to train, {len(inputs.test)} held out"
+    data = f"data: {len(inputs.train)} prompts to train, {_held_out(inputs)} held out"
     if inputs.examples is not None:
         data += f", {len(inputs.examples)} examples for supervised training"
     return [*lines, data]
+
+
+def _held_out(inputs: Inputs) -> str:
+    sizes = {name: len(dataset) for name, dataset in inputs.tests.items()}
+    if len(sizes) == 1:
+        return str(*sizes.values())
+    return " and ".join(f"{size} ({name})" for name, size in sizes.items())
 
 
 def show(role: Role, console: Console) -> None:

@@ -17,11 +17,16 @@ from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, steps_in
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
-from mcore_rl.data.batch import Batch
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
+from mcore_rl.observability.console import (
+    Measured,
+    StepProgress,
+    StepReport,
+    print_before_after,
+)
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.sinks import METRICS, MetricsSinks, read_rows
+from mcore_rl.observability.trackers import TrackedRun
 from mcore_rl.observability.versions import versions
 
 STARTED = "config.json"  # the first thing that a run writes, when it has been checked
@@ -172,7 +177,8 @@ class RunOutput:
             shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
             if resumed.run != folder.absolute():  # of "auto", after a start that saved nothing
                 config = replace(config, resume=str(resumed.path))
-        self._sinks = MetricsSinks(folder, rows)
+        tracked = TrackedRun(folder, config.trainer.tracker_project, asdict(config))
+        self._sinks = MetricsSinks(tracked, rows, config.trainer.trackers)
         self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]
         write_json(folder / STARTED, asdict(config))
 
@@ -213,9 +219,13 @@ class RunOutput:
         largest = self.results.get("max_logprob_gap", 0.0)
         self.results["max_logprob_gap"] = max(gaps["max_logprob_gap"], largest)
 
-    def evaluated(self, name: str, samples: Batch) -> None:
-        """Record the mean reward of held-out samples under a name of the summary."""
-        self.results[name] = float(samples.array("rewards").mean())
+    def evaluated(self, when: str, found: Mapping[str, Mapping[str, float]]) -> None:
+        """Record metrics of held-out sets, by name; `when` is "before" or "after"."""
+        self.results["evaluation"] = self.results.get("evaluation", {}) | {when: found}
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics that are of no phase."""
+        self._sinks.write(step, metrics)
 
     def record(self, name: str, value: Any) -> None:
         """Put an entry of its own into the summary."""
@@ -238,17 +248,17 @@ class RunOutput:
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
 
-        before, after = self.results["accuracy_warm_start"], self.results["accuracy_grpo"]
+        rows = held_out_rows(self.results["evaluation"])
         self._sinks.close()
+        name, before, after = rows[0]
         plot_reward_curve(
             self.folder / "reward_curve.png",
             self._rewards,
-            accuracy_before=before,
-            accuracy_after=after,
+            before=before.value if before else None,
+            after=after.value,
+            held_out=f"held-out {name}",
         )
-        assert isinstance(self._config, RLConfig)
-        name = self._config.algorithm.advantage.upper()
-        print_before_after("Held-out accuracy, sampled", [(name, before, after)])
+        print_before_after("Held out", rows)
         self._write_summary(peak_memory_bytes, wall_s)
 
     def _write_summary(self, peak_memory_bytes: int, wall_s: float) -> None:
@@ -284,6 +294,22 @@ class TrainOutput(RunOutput):
             if name in before:
                 print(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")
         self._write_summary(peak_memory_bytes, wall_s)
+
+
+def held_out_rows(
+    found: Mapping[str, Mapping[str, Mapping[str, float]]],
+) -> list[tuple[str, Measured | None, Measured]]:
+    """One a set: its accuracy or, where the reward is none, the mean reward."""
+    before, rows = found.get("before", {}), []
+    for name, metrics in found["after"].items():
+        kind = "accuracy" if "accuracy" in metrics else "reward"
+
+        def measured(of: Mapping[str, float], kind: str = kind) -> Measured:
+            return Measured(of[kind], of[f"{kind}_stderr"], kind == "accuracy")
+
+        title = f"{kind} ({name})" if len(found["after"]) > 1 else kind
+        rows.append((title, measured(before[name]) if name in before else None, measured(metrics)))
+    return rows
 
 
 def _layout(config: RLConfig | TrainConfig) -> Layout:

@@ -46,6 +46,7 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.models.heads import value_config
+from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.judge import Judge
 from mcore_rl.weight_sync.nixl import nixl_api
@@ -63,7 +64,7 @@ _CRITIC_AGGREGATIONS = "token_mean", "sequence_mean_token_mean", "sequence_mean_
 class Inputs:
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
-    test: PromptDataset
+    tests: dict[str, PromptDataset]  # the held-out sets by name
     examples: Batch | None  # of the warm start
 
 
@@ -127,6 +128,7 @@ def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm)
     if curriculum := config.data.curriculum.name:
         CURRICULA.bound(curriculum, config.data.curriculum.settings)
+    check_trackers(config.trainer.trackers)
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
@@ -141,9 +143,16 @@ def _train_files(config: RLConfig) -> dict[str, str]:
     return several or {"data.train_file": config.data.train_file}
 
 
+def _test_files(config: RLConfig) -> dict[str, tuple[str, str]]:
+    """Setting and source of each held-out set, by its name."""
+    several = config.data.test_files
+    found = {name: (f"data.test_files.{name}", file) for name, file in several.items()}
+    return found or {"test": ("data.test_file", config.data.test_file)}
+
+
 def _data_files(config: RLConfig) -> dict[str, str]:
     """All sources of data that a run reads, by setting."""
-    found = _train_files(config) | {"data.test_file": config.data.test_file}
+    found = _train_files(config) | dict(_test_files(config).values())
     if config.warm_start.num_steps:
         found["warm_start.train_file"] = config.warm_start.train_file
     return found
@@ -155,7 +164,10 @@ def _read_data(config: RLConfig) -> Inputs:
     inputs = Inputs(
         tokenizer=tokenizer,
         train=prompts_of(_train_files(config), config, tokenizer),
-        test=prompts_of({"data.test_file": config.data.test_file}, config, tokenizer),
+        tests={
+            name: prompts_of(dict([file]), config, tokenizer)
+            for name, file in _test_files(config).items()
+        },
         examples=_examples(config, tokenizer),
     )
     _check_numbers_of_rows(config, inputs)
@@ -191,8 +203,10 @@ def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
             _refuse_fewer(f"{prompts} takes {drawn} of this file", file, size, drawn)
     else:
         _refuse_fewer(prompts, " and ".join(files), len(inputs.train), step)
-    tests, file = config.trainer.eval_samples, f"data.test_file={data.test_file!r}"
-    _refuse_fewer(f"trainer.eval_samples={tests}", file, len(inputs.test), tests)
+    num_tests = config.trainer.eval_samples
+    for name, (setting, file) in _test_files(config).items():
+        size = len(inputs.tests[name])
+        _refuse_fewer(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:
         size, file = warm.batch_size, f"warm_start.train_file={warm.train_file!r}"
         _refuse_fewer(f"warm_start.batch_size={size}", file, len(inputs.examples), size)

@@ -27,10 +27,11 @@ from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.examples import ExampleBatches
-from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
+from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
+from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
 from mcore_rl.jobs.placement import (
@@ -49,11 +50,13 @@ from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import offline
 from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
+from mcore_rl.workers.evaluation import Evaluation, held_out
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.objectives import SupervisedObjective
 from mcore_rl.workers.policy_loss import PolicyLoss
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
+from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.steps import PolicyMismatchError, logprob_gaps
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
 from mcore_rl.workers.weight_sync import ExportError, connect
@@ -99,7 +102,7 @@ def run(config: RLConfig) -> None:
                 prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, kept)
             _reinforce(_Run(config, prepared, inputs, output, found, stop), pools, ranks)
         if config.task.name:  # a model that was made small enough to load here
-            _generate_with_transformers(inputs, output)
+            record_example(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
 
 
@@ -176,8 +179,6 @@ def _same_ranks(one: EngineConfig, other: EngineConfig) -> bool:
 def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
     """`ranks` have done the warm start and are the actor's from now on; None: it needs its own."""
     config, inputs, output = run.config, run.inputs, run.output
-    num_tests = config.trainer.eval_samples or len(inputs.test)
-    tests = held_out_batch(inputs.test, min(num_tests, len(inputs.test)))
     with contextlib.ExitStack() as stack:
         with waiting("starting the servers and the trainer"):
             turns = _started(config, pools, ranks, stack)
@@ -194,10 +195,13 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             run.stop,
             num_bytes,
         )
-        if run.found is None:
+        tables = SampleTables(output.folder, inputs.tokenizer, config.samples)
+        tests = held_out(inputs.tests, config.trainer.eval_samples)
+        evaluation = Evaluation(config, rollout, tests, tables, output.evaluated)
+        if run.found is None and evaluation.is_due(0):
             with waiting("evaluating"):
-                output.evaluated("accuracy_warm_start", rollout.generate(tests, n=1))
-        else:
+                output.write(0, evaluation.run(0))
+        if run.found is not None:
             with waiting("loading the checkpoint"):
                 checkpointer.restore(run.found)
         if config.algorithm.correction.use_rollout_log_probs:
@@ -205,7 +209,9 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
                 "algorithm.correction.use_rollout_log_probs=true: no step compares the servers' "
                 "log-probs with the trainer's"
             )
-        trainer = SyncTrainer(config, turns, rollout, checkpointer, coefficients, replay)
+        trainer = SyncTrainer(
+            config, turns, rollout, checkpointer, coefficients, replay, evaluation, tables
+        )
         try:
             with (
                 output.progress("training", config.trainer.num_steps) as report,
@@ -217,13 +223,15 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
                 turns.stop_serving()
                 turns.begin_training()
             raise RunFailed(f"{error}; {room.kept(actor, checkpoint, num_bytes)[1]}") from error
-        with waiting("evaluating and exporting"):
-            after = rollout.generate(tests, n=1)
+        with waiting("exporting"):
+            if not evaluation.latest:  # a run that goes on after its last step
+                evaluation.run(config.trainer.num_steps)
             turns.stop_serving()
             turns.begin_training()
-            after = actor.compute_log_probs(after, temperature=config.rollout.temperature)
-            output.compared(logprob_gaps(after))
-            output.evaluated("accuracy_grpo", after)
+            temperature = evaluation.temperature
+            for samples in evaluation.latest if temperature is not None else ():
+                scored = actor.compute_log_probs(samples, temperature=temperature)
+                output.compared(logprob_gaps(scored))
             room.export(actor, checkpoint, num_bytes)
 
 
@@ -306,26 +314,6 @@ def _scorer(config: RLConfig, pools: Pools, role: str) -> AbstractContextManager
 def _frozen(engine: EngineConfig) -> EngineConfig:
     """The engine of a model that only scores: no adapters, nothing recorded."""
     return replace(engine, lora=LoRAConfig(), moe=replace(engine.moe, router_replay="off"))
-
-
-def _generate_with_transformers(inputs: Inputs, output: RunOutput) -> None:
-    """Load the export with transformers and let it answer the first held-out prompt."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(output.folder / CHECKPOINT, local_files_only=True)
-    prompt_ids = torch.tensor([inputs.test[0].prompt_ids])
-    ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64)[0].tolist()
-    output.record(
-        "example",
-        {
-            "prompt": inputs.tokenizer.decode(inputs.test[0].prompt_ids),
-            "response": inputs.tokenizer.decode(ids[prompt_ids.shape[1] :]),
-            "answer": inputs.test[0].fields["answer"],
-        },
-    )
 
 
 def _engine_spec(config: RLConfig, engine: EngineConfig, total_steps: int) -> EngineSpec:

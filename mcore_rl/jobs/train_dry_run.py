@@ -32,7 +32,7 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     config = for_device(config, lane())
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
-        waiting("checking the inputs"),
+        waiting("checking the inputs", has_lines=False),
     ):
         checkpoint_to_resume(config, claim.folder)
         inputs = check_train_inputs(config)

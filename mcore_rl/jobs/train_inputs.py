@@ -39,6 +39,7 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.models.heads import model_weights, value_config, value_head_of
+from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import logical_tensors
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def has_reference_model(config: TrainConfig) -> bool:
 def check_train_inputs(config: TrainConfig) -> TrainInputs:
     """Load the data and check model, layout and names; raises ConfigError for the first fault."""
     _check_functions(config)
+    check_trackers(config.trainer.trackers)
     backend_of(config.engine).check_modules(config.engine.modules)
     found = _check_model(config)
     tokenizer = load_tokenizer(config.model.path)

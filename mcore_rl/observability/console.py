@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,25 +88,61 @@ class StepProgress:
 
 
 @contextmanager
-def waiting(for_what: str, console: Console | None = None) -> Iterator[None]:
-    """A spinner on a terminal while something without steps runs; nothing elsewhere."""
-    console = console or _Console()
-    if not console.is_terminal:
+def waiting(
+    for_what: str, console: Console | None = None, *, has_lines: bool = True
+) -> Iterator[None]:
+    """A spinner on a terminal while something without steps runs; elsewhere a line when it begins.
+
+    When it has ended well, a line with its seconds. Without `has_lines` only the spinner.
+    """
+    console, started = console or _Console(), time.perf_counter()
+    if console.is_terminal:
+        with console.status(f"{for_what} ..."):
+            yield
+    else:
+        if has_lines:
+            show_line(f"{for_what} ...", console)
         yield
-        return
-    with console.status(f"{for_what} ..."):
-        yield
+    if has_lines:
+        show_line(f"{for_what}: {time.perf_counter() - started:.1f} s", console)
+
+
+def show_line(line: str, console: Console | None = None) -> None:
+    """A plain line, above a live display if there is one."""
+    (console or _Console()).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A mean with its standard error."""
+
+    value: float
+    error: float
+    is_share: bool  # in [0, 1], shown in percent
+
+    def __str__(self) -> str:
+        if self.is_share:
+            return f"{self.value:.1%} ± {100 * self.error:.1f}"
+        return f"{self.value:.3f} ± {self.error:.3f}"
 
 
 def print_before_after(
-    title: str, rows: Iterable[tuple[str, float, float]], console: Console | None = None
+    title: str,
+    rows: Iterable[tuple[str, Measured | None, Measured]],
+    console: Console | None = None,
 ) -> None:
-    """A table of shares in [0, 1] as (name, before, after), with the change in points."""
+    """A table of (name, before, after), with the change; None: nobody has measured it before."""
+    found = list(rows)
+    headings = ("before", "after", "change") if any(row[1] for row in found) else ("after",)
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    for heading in ("before", "after", "change"):
+    for heading in headings:
         table.add_column(heading, justify="right")
-    for name, before, after in rows:
-        change = f"{100 * (after - before):+.1f} points"
-        table.add_row(name, f"{before:.1%}", f"{after:.1%}", change)
+    for name, before, after in found:
+        if before is None:
+            table.add_row(name, *[""] * (len(headings) == 3), str(after))
+            continue
+        change = after.value - before.value
+        shown = f"{100 * change:+.1f} points" if after.is_share else f"{change:+.3f}"
+        table.add_row(name, str(before), str(after), shown)
     (console or _Console()).print(table)

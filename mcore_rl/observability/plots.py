@@ -21,27 +21,26 @@ def plot_reward_curve(
     path: Path,
     rewards: Sequence[float],
     *,
-    accuracy_before: float | None = None,
-    accuracy_after: float | None = None,
+    before: float | None = None,
+    after: float | None = None,
+    held_out: str = "held-out reward",
     title: str = "Reward",
 ) -> None:
     """Write a PNG of the mean training reward of steps 1, 2, ...
 
-    Accuracies, in [0, 1] on the held-out problems, are dashed lines across the picture.
+    What was measured on held-out prompts, and is called `held_out`, are dashed lines across it.
     """
     figure = Figure(figsize=(8.0, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps = range(1, len(rewards) + 1)
     axes.plot(steps, rewards, color=_BLUE, marker="o", markersize=4, label="training reward (mean)")
-    for accuracy, color, when in (
-        (accuracy_before, _ORANGE, "before"),
-        (accuracy_after, _GREEN, "after"),
-    ):
-        if accuracy is not None:
-            label = f"held-out accuracy {when}: {accuracy:.1%}"
-            axes.axhline(accuracy, color=color, linestyle="--", linewidth=1.5, label=label)
-    shown = [*rewards, *(a for a in (accuracy_before, accuracy_after) if a is not None)]
+    lines = {"before": (before, _ORANGE), "after": (after, _GREEN)}
+    for when, (value, color) in lines.items():
+        if value is not None:
+            label = f"{held_out} {when}: {value:.3f}"
+            axes.axhline(value, color=color, linestyle="--", linewidth=1.5, label=label)
+    shown = [*rewards, *(value for value, _ in lines.values() if value is not None)]
     axes.set_ylim(min([0.0, *shown]), max([1.0, *shown]) * 1.04)
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)

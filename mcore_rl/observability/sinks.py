@@ -1,4 +1,4 @@
-"""Where the metrics of each step go: a JSON line for programs, TensorBoard for people."""
+"""Where the metrics of each step go: a JSON line for programs, trackers for people."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# TensorBoard's own writer: torch's would import torch and, where it is installed, TensorFlow.
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from mcore_rl.observability.trackers import Row, TrackedRun, open_trackers
 
 METRICS = "metrics.jsonl"
-Row = Mapping[str, float | None]  # of metrics.jsonl
 
 
 class MetricsSinks:
-    """Writes `metrics.jsonl` and `tensorboard/` in `output_dir`, replacing those of an earlier run.
+    """Writes `metrics.jsonl` in the folder of the run, replacing that of an earlier one, and tells
+    the trackers.
 
-    Both contain every step as soon as `write` returns, so a run that is killed loses nothing.
+    The file, and TensorBoard's, contain every step as soon as `write` returns, so a run that is
+    killed loses nothing.
     """
 
-    def __init__(self, output_dir: Path, earlier: Sequence[Row] = ()) -> None:
+    def __init__(
+        self,
+        run: TrackedRun,
+        earlier: Sequence[Row] = (),
+        trackers: Sequence[str] = ("tensorboard",),
+    ) -> None:
         """`earlier` rows stand before those that will be written."""
+        output_dir = run.folder
         output_dir.mkdir(parents=True, exist_ok=True)
         file = output_dir / METRICS
         aside = file.with_name(f".{file.name}.partial")
@@ -32,12 +36,9 @@ class MetricsSinks:
         aside.replace(file)
         # Unbuffered: a line reaches the file in one write, never in pieces.
         self._jsonl = file.open("ab", buffering=0)
-        events_dir = output_dir / "tensorboard"
-        for old in events_dir.glob("events.out.tfevents.*"):
-            old.unlink()
-        self._events = EventFileWriter(str(events_dir))
+        self._trackers = open_trackers(trackers, run)
         for row in earlier:
-            self._add_event(row)
+            self._track(row)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of `step`, with the time of day (`wall_time_s`: seconds since 1970).
@@ -48,23 +49,16 @@ class MetricsSinks:
         row: dict[str, float | None] = {"step": step, "wall_time_s": wall_time_s}
         row |= {name: _json_number(value) for name, value in metrics.items()}
         self._jsonl.write(_line(row))
-        self._add_event(row | dict(metrics))
-        self._events.flush()
+        self._track(row)
 
-    def _add_event(self, row: Row) -> None:
-        values = {n: v for n, v in row.items() if n not in ("step", "wall_time_s")}
-        summary = Summary(
-            value=[
-                Summary.Value(tag=name, simple_value=math.nan if v is None else float(v))
-                for name, v in values.items()
-            ]
-        )
-        step, wall_time_s = row["step"], row["wall_time_s"]
-        self._events.add_event(Event(step=step, wall_time=wall_time_s, summary=summary))
+    def _track(self, row: Row) -> None:
+        for tracker in self._trackers:
+            tracker.log(row)
 
     def close(self) -> None:
         self._jsonl.close()
-        self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> MetricsSinks:
         return self

@@ -76,7 +76,7 @@ class SingleTurnLoop:
             sampling = replace(sampling, seed=sampling.seed + group_id * sampling.n)
         completions = await self._generator.submit(prompt_ids, sampling)
         samples = [self._sample(prompt_ids, c, group_id, fields) for c in completions]
-        texts = [text_of(self._tokenizer, c.token_ids, c.finish_reason) for c in completions]
+        texts = [self._text(completion) for completion in completions]
         where = f"row {row} of the data (group {group_id})"
         await self._reward(samples, texts, sampling.max_tokens, where)
         return samples
@@ -89,6 +89,11 @@ class SingleTurnLoop:
         return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
+
+    def _text(self, completion: Completion) -> str:
+        if completion.stop_string:  # then it ends with text
+            return self._tokenizer.decode(completion.token_ids)
+        return text_of(self._tokenizer, completion.token_ids, completion.finish_reason)
 
     @staticmethod
     def _sample(

@@ -18,8 +18,11 @@ class SamplingParams:
     n: int = 1  # completions a prompt
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    stop: tuple[str, ...] = ()  # texts that end a response
     max_tokens: int = 1024
     seed: int | None = None  # of this request; None draws from the server's own generator
+    cache: str = ""  # requests with another name share no prefix cache with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,9 @@ class Completion:
 
     token_ids: list[int]
     log_probs: list[float]  # nats, under the distribution sampled from (temperature, top_p applied)
-    finish_reason: str  # "stop" (end of sequence), "length" or "abort"
+    finish_reason: str  # "stop" (end of sequence, or a stop string), "length" or "abort"
     weight_versions: list[int]  # version of the weights that chose the token
+    stop_string: str = ""  # the one that the last token completes, if any
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,25 @@ if TYPE_CHECKING:
 
 
 def request_of(prompt_ids: list[int], **sampling: Any) -> tuple[TokensInput, EngineSampling]:
-    """`sampling`: fields of vLLM's SamplingParams; `output_kind` by its name."""
+    """`sampling`: fields of vLLM's SamplingParams; `output_kind` by its name, `cache` is the salt.
+
+    vLLM finds stop strings in text that it decodes, which takes time: without any it decodes
+    nothing. It decodes special tokens then, as agent loops do.
+    """
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     kind = RequestOutputKind[sampling.pop("output_kind", "FINAL_ONLY")]
+    salt, stop = sampling.pop("cache", ""), list(sampling.pop("stop", ()))
     parameters = SamplingParams(
         **{"logprobs": 0} | sampling,  # 0: of the sampled token only
-        detokenize=False,
+        stop=stop,
+        detokenize=bool(stop),
+        skip_special_tokens=False,
         output_kind=kind,
     )
     # As an engine's input it goes there at once; a prompt would go through a thread first.
-    return tokens_input(prompt_ids), parameters
+    return tokens_input(prompt_ids, cache_salt=salt or None), parameters
 
 
 def completion_of(output: Any) -> Completion:
@@ -31,7 +38,8 @@ def completion_of(output: Any) -> Completion:
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
     token_ids = list(output.token_ids)
     versions = [int(s.version) for s in output.weight_versions or () for _ in range(s.start, s.end)]
-    return Completion(token_ids, log_probs_of(output), output.finish_reason, versions)
+    stop = output.stop_reason if isinstance(output.stop_reason, str) else ""
+    return Completion(token_ids, log_probs_of(output), output.finish_reason, versions, stop)
 
 
 def log_probs_of(output: Any) -> list[float]:

@@ -14,8 +14,10 @@ from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import scoring, steps
-from mcore_rl.workers.checkpointer import Checkpointer
+from mcore_rl.workers.checkpointer import Checkpointer, tell
+from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.samples import samples_of_step
 from mcore_rl.workers.turns import Turns
 
@@ -30,6 +32,8 @@ class SyncTrainer:
     checkpointer: Checkpointer
     coefficients: Coefficients  # of KL and entropy, at each step
     replay: ReplayBuffer  # groups of earlier steps
+    evaluation: Evaluation
+    samples: SampleTables
 
     def train(self, prompts: PromptBatches, report: Report) -> None:
         """Run the steps up to trainer.num_steps, from 1 or from where the checkpointer goes on.
@@ -67,6 +71,9 @@ class SyncTrainer:
             with clock("weight_sync"):
                 self.turns.serve(version=step)
             metrics["tokens_per_s"] = metrics["generated_tokens"] / clock.total_s
+            if self.evaluation.is_due(step):
+                with clock("evaluate"):
+                    metrics |= self.evaluation.run(step)
             metrics |= clock.seconds
             report(step, metrics)
             self.checkpointer.step_ended(step, metrics)
@@ -84,6 +91,9 @@ class SyncTrainer:
                 batch = steps.with_values(batch, critic)
                 batch = steps.with_advantages(batch, now)
                 metrics |= steps.update_critic(critic, batch, config, seed=seed)
+        self.samples.of_step(step, batch)
+        for doubt in steps.doubts(batch):
+            tell(f"step {step}: {doubt}")
         batch = steps.chosen_responses(batch, now.samples, seed)
         batch = steps.without_truncated(batch, now.samples)
         batch, left_out = steps.with_correction(batch, now)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.rollout.protocol import SamplingParams
@@ -26,13 +26,32 @@ class RolloutPool:
         A response depends on the run's seed, its group id, its number in the group, `n` and the
         weights, not on the server.
         """
-        sampling = SamplingParams(
+        temperature = 0.0 if is_greedy else self.config.temperature
+        return self._answers(prompts, self._sampling(n, temperature))
+
+    def evaluate(self, prompts: Batch, config: EvaluationConfig) -> Batch:
+        """config.num_samples a prompt, as `generate`, with the settings of sampling of evaluation.
+
+        Servers keep what these requests have cached apart: those of training come out bit for bit
+        as if there had been none.
+        """
+        sampling = self._sampling(config.num_samples, self.config.temperature)
+        own = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in own.items() if value is not None}
+        return self._answers(prompts, replace(sampling, cache="evaluation", **given))
+
+    def _sampling(self, n: int, temperature: float) -> SamplingParams:
+        return SamplingParams(
             n=n,
-            temperature=0.0 if is_greedy else self.config.temperature,
+            temperature=temperature,
             top_p=self.config.top_p,
+            top_k=self.config.top_k,
+            stop=tuple(self.config.stop),
             max_tokens=self.config.max_response_tokens,
             seed=first_seed(self.seed),  # agent loops count from here by the group id
         )
+
+    def _answers(self, prompts: Batch, sampling: SamplingParams) -> Batch:
         found = [samples for (samples,) in self.servers.generate(prompts, sampling)]
         return Batch.concat(found)
 

@@ -325,6 +325,22 @@ def update_critic(
     return {f"critic/{name}": value for name, value in merge(found).items()}
 
 
+def doubts(batch: Batch) -> list[str]:
+    """Why a batch with advantages teaches nothing, or little: a sentence each."""
+    found = []
+    ended = batch.array("finish_reasons") == "stop"  # with a token that says so
+    num_empty = int((batch.jagged("response_ids").lengths <= ended).sum())
+    if 2 * num_empty >= len(batch):
+        found.append(f"{num_empty} of {len(batch)} responses are empty")
+    if not (batch.jagged("advantages").values * batch.jagged("response_mask").values).any():
+        rewards = batch.array("rewards")
+        found.append(
+            f"all advantages are 0, with rewards from {rewards.min():g} to {rewards.max():g}: the "
+            "batch teaches nothing"
+        )
+    return found
+
+
 def describe(batch: Batch) -> dict[str, float]:
     """Metrics of what was generated."""
     lengths = batch.jagged("response_ids").lengths

@@ -391,7 +391,7 @@ def test_the_command_itself_refuses_what_does_not_fit_its_own_task(tmp_path: Pat
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
     )
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (2, "checking the inputs ...\n")
     assert done.stderr.startswith("mcore-rl rl: data.train_file='runs/new/task/train.parquet'")
     assert done.stderr.endswith("allowed: up to data.max_prompt_tokens=30\n")
     assert done.stderr.count("\n") == 1

@@ -193,7 +193,7 @@ class _Processes:
     def megatron(self, doing: str, job: Callable[..., Any], tokens: list[list[int]]) -> list[Any]:
         request = self.plan.request
         on_rank = partial(job, self.plan.engine, request.checkpoint, tokens)
-        with waiting(doing, Console(stderr=True)):
+        with waiting(doing, Console(stderr=True), has_lines=False):
             return run_on_ranks(on_rank, request.layout.world_size, self.logs, request.timeout_s)
 
     def hf(self, doing: str, job: Callable[..., Any], tokens: list[list[int]]) -> Any:
@@ -204,7 +204,7 @@ class _Processes:
         return self._alone(doing, VLLM, partial(job, self.plan.server, *given))
 
     def _alone(self, doing: str, name: str, job: Callable[[], Any]) -> Any:
-        with waiting(doing, Console(stderr=True)):
+        with waiting(doing, Console(stderr=True), has_lines=False):
             return run_in_process(job, name, self.logs, self.plan.request.timeout_s)
 
 

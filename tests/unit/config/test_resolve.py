@@ -1,4 +1,7 @@
-"""A setting that cannot work is refused by name, with its value and what is allowed."""
+"""A setting that cannot work is refused by name, with its value and what is allowed.
+
+Long because: tables of settings.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +178,22 @@ BAD = [
     ({"actor__moe__router_replay": "rollout"}, "actor.moe.router_replay='rollout': servers do not"),
     ({"algorithm__entropy_coef": -1.0}, "algorithm.entropy_coef=-1.0; allowed: at least 0"),
     ({"rollout__temperature": 0.0}, "rollout.temperature=0.0; allowed: above 0"),
-    ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: training needs log-probs of the whole"),
+    ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: servers sample from a part of the distribution"),
+    ({"rollout__top_k": 5}, "rollout.top_k=5: servers sample from a part of the distribution"),
+    ({"rollout__stop": [""]}, "rollout.stop=[''];"),
+    ({"evaluation__top_p": 0.0}, "evaluation.top_p=0.0; allowed: above 0"),
+    ({"evaluation__temperature": -1.0}, "evaluation.temperature=-1.0"),
+    ({"evaluation__temperature": 0.0, "evaluation__num_samples": 2}, "evaluation.num_samples=2: "),
+    ({"trainer__trackers": ["tensorbord"]}, "trainer.trackers[0]='tensorbord'"),
+    ({"data__test_files": {"a/b": "x"}, "data__test_file": ""}, "data.test_files.a/b; allowed"),
+    (
+        {
+            "checkpoint__keep_best": "eval/test/reward",
+            "trainer__save_every": 3,
+            "evaluation__every": 2,
+        },
+        "checkpoint.keep_best='eval/test/reward': trainer.save_every=3",
+    ),
     (
         {"rollout__tp": 4, "rollout__nodes_per_server": 3},
         "rollout.nodes_per_server=3; allowed: divisors of rollout.tp=4, since each node has as",

@@ -158,8 +158,7 @@ def test_a_full_disk_is_told_and_not_a_traceback(tmp_path: Path):
 
 def test_a_summary_that_cannot_be_written_says_where_the_weights_are(tmp_path: Path):
     output = RunOutput(tmp_path, RLConfig())
-    output.record("accuracy_warm_start", 0.0)
-    output.record("accuracy_grpo", 0.0)
+    output.evaluated("after", {"test": {"reward": 0.0, "reward_stderr": 0.0}})
     (tmp_path / "summary.json").mkdir()  # what a full disk does to a rename
     with pytest.raises(RunFailed, match=rf"summary cannot be written: .*{tmp_path}/checkpoint$"):
         output.finish(peak_memory_bytes=0, wall_s=0.0)

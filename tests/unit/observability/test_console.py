@@ -1,8 +1,15 @@
 import io
+import re
 
 from rich.console import Console
 
-from mcore_rl.observability.console import StepProgress, StepReport, print_before_after
+from mcore_rl.observability.console import (
+    Measured,
+    StepProgress,
+    StepReport,
+    print_before_after,
+    waiting,
+)
 
 REPORT = StepReport(
     reward=0.4567,
@@ -53,13 +60,30 @@ def test_on_a_terminal_the_cursor_comes_back_when_the_run_fails():
 
 def test_the_table_shows_before_after_and_the_change_in_points():
     to, written = console(terminal=False)
-    print_before_after("Held out", [("sampled", 0.354, 0.953), ("greedy", 0.5, 0.25)], to)
+    found = [
+        ("right", Measured(0.354, 0.021, True), Measured(0.953, 0.009, True)),
+        ("reward", Measured(0.5, 0.1, False), Measured(-0.25, 0.05, False)),
+    ]
+    print_before_after("Held out", found, to)
     rows = [
         [cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")]
         for line in written.getvalue().splitlines()
-        if "%" in line
+        if "±" in line
     ]
     assert rows == [
-        ["sampled", "35.4%", "95.3%", "+59.9 points"],
-        ["greedy", "50.0%", "25.0%", "-25.0 points"],
+        ["right", "35.4% ± 2.1", "95.3% ± 0.9", "+59.9 points"],
+        ["reward", "0.500 ± 0.100", "-0.250 ± 0.050", "-0.750"],
     ]
+
+
+def test_nothing_is_told_of_before_where_nobody_measured_it():
+    to, written = console(terminal=False)
+    print_before_after("Held out", [("reward", None, Measured(0.5, 0.1, False))], to)
+    assert "before" not in written.getvalue() and "0.500 ± 0.100" in written.getvalue()
+
+
+def test_a_phase_has_a_line_when_it_begins_and_its_seconds_when_it_has_ended():
+    to, written = console(terminal=False)
+    with waiting("loading", to):
+        assert written.getvalue() == "loading ...\n"
+    assert re.fullmatch(r"loading \.\.\.\nloading: 0\.\d s\n", written.getvalue())

@@ -15,12 +15,12 @@ def has_colour(pixels: np.ndarray, colour: tuple[int, int, int]) -> bool:
 
 def test_the_picture_shows_the_accuracies_it_is_given_and_no_others(tmp_path):
     path = tmp_path / "reward.png"
-    plot_reward_curve(path, [0.3, 0.5, 0.6], accuracy_before=0.35)
+    plot_reward_curve(path, [0.3, 0.5, 0.6], before=0.35)
     pixels = matplotlib.image.imread(path)
     assert pixels.shape[:2] == (720, 1200)
     assert has_colour(pixels, ORANGE)
     assert not has_colour(pixels, GREEN)
-    plot_reward_curve(path, [0.3, 0.5, 0.6], accuracy_before=0.35, accuracy_after=0.95)
+    plot_reward_curve(path, [0.3, 0.5, 0.6], before=0.35, after=0.95)
     assert has_colour(matplotlib.image.imread(path), GREEN)
     assert os.listdir(tmp_path) == ["reward.png"]
 

@@ -6,6 +6,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.observability.sinks import MetricsSinks
+from mcore_rl.observability.trackers import TrackedRun
+
+
+def sinks_of(folder):
+    return MetricsSinks(TrackedRun(folder, "project", {}))
 
 
 def lines(output_dir) -> list[dict]:
@@ -19,7 +24,7 @@ def scalars(output_dir, tag: str) -> list[tuple[int, float]]:
 
 
 def test_both_sinks_hold_a_step_as_soon_as_it_is_written(tmp_path):
-    with MetricsSinks(tmp_path / "run") as sinks:
+    with sinks_of(tmp_path / "run") as sinks:
         for step, reward in ((1, 0.25), (2, 0.5)):
             sinks.write(step, {"reward": reward, "num_tokens": 7 * step})
             assert [row["step"] for row in lines(tmp_path / "run")] == list(range(1, step + 1))
@@ -30,7 +35,7 @@ def test_both_sinks_hold_a_step_as_soon_as_it_is_written(tmp_path):
 
 
 def test_numbers_of_numpy_are_numbers_and_what_is_not_finite_is_null(tmp_path):
-    with MetricsSinks(tmp_path) as sinks:
+    with sinks_of(tmp_path) as sinks:
         sinks.write(1, {"a": np.float32(0.5), "b": np.int64(3), "c": math.nan, "d": -math.inf})
     row = lines(tmp_path)[0]
     assert (row["a"], row["b"], row["c"], row["d"]) == (0.5, 3, None, None)
@@ -39,7 +44,7 @@ def test_numbers_of_numpy_are_numbers_and_what_is_not_finite_is_null(tmp_path):
 
 def test_a_second_run_in_the_same_folder_replaces_the_first(tmp_path):
     for steps in (3, 1):
-        with MetricsSinks(tmp_path) as sinks:
+        with sinks_of(tmp_path) as sinks:
             for step in range(1, steps + 1):
                 sinks.write(step, {"reward": float(steps)})
     assert len(lines(tmp_path)) == 1
@@ -47,7 +52,7 @@ def test_a_second_run_in_the_same_folder_replaces_the_first(tmp_path):
 
 
 def test_sinks_are_closed_when_the_run_fails(tmp_path):
-    with pytest.raises(RuntimeError, match="diverged"), MetricsSinks(tmp_path) as sinks:
+    with pytest.raises(RuntimeError, match="diverged"), sinks_of(tmp_path) as sinks:
         sinks.write(1, {"reward": 0.0})
         raise RuntimeError("diverged")
     with pytest.raises(ValueError, match="closed file"):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mcore_rl.config.resolve import MAX_SEED
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
@@ -94,6 +94,18 @@ def test_evaluations_repeat_their_seeds():
     for _ in range(2):
         made.generate(held_out_batch(DATASET, 5), n=1)
     assert generator.seeds[:5] == generator.seeds[5:]
+
+
+def test_an_evaluation_has_its_own_sampling_and_a_cache_apart():
+    made, generator = pool(temperature=0.6, stop=["</s>"])
+    made.generate(held_out_batch(DATASET, 1), n=1)
+    made.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(num_samples=2, top_k=5))
+    made.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(temperature=0.0, top_p=0.9))
+    training, sampled, greedy = generator.asked
+    assert (training.cache, training.stop) == ("", ("</s>",))
+    assert sampled.cache == greedy.cache != ""
+    assert (sampled.n, sampled.temperature, sampled.top_k, sampled.top_p) == (2, 0.6, 5, 1.0)
+    assert (greedy.temperature, greedy.top_p, greedy.stop) == (0.0, 0.9, ("</s>",))
 
 
 def test_a_long_run_does_not_reach_the_seeds_of_the_next_run():

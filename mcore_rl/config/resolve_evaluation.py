@@ -1,0 +1,77 @@
+"""The rules of sampling, of evaluation and of trackers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from mcore_rl.config.checks import at_least, one_of
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+
+
+def resolve_evaluation(config: RLConfig) -> None:
+    evaluation, samples = config.evaluation, config.samples
+    at_least("evaluation.every", evaluation.every, 0)
+    at_least("evaluation.num_samples", evaluation.num_samples, 1)
+    if evaluation.temperature is not None:
+        at_least("evaluation.temperature", evaluation.temperature, 0)
+    for part, name in ((config.rollout, "rollout"), (evaluation, "evaluation")):
+        if part.top_p is not None and not 0 < part.top_p <= 1:
+            raise ConfigError(f"{name}.top_p={part.top_p}; allowed: above 0, up to 1")
+        if part.top_k is not None:
+            at_least(f"{name}.top_k", part.top_k, 0)
+    if "" in config.rollout.stop:
+        raise ConfigError(f"rollout.stop={config.rollout.stop}; allowed: texts that are not empty")
+    for setting, value in asdict(samples).items():
+        at_least(f"samples.{setting}", value, 0)
+    if evaluation.temperature == 0 and evaluation.num_samples > 1:
+        raise ConfigError(
+            f"evaluation.num_samples={evaluation.num_samples}: with evaluation.temperature=0 all "
+            "are the same; allowed: 1"
+        )
+    _resolve_best(config)
+
+
+def _resolve_best(config: RLConfig) -> None:
+    """A checkpoint can be the best by an evaluation if there is one at its step."""
+    best, every, save = (
+        config.checkpoint.keep_best,
+        config.evaluation.every,
+        (config.trainer.save_every),
+    )
+    if best.removeprefix("-").startswith("eval/") and save and (not every or save % every):
+        raise ConfigError(
+            f"checkpoint.keep_best={best!r}: trainer.save_every={save} saves steps without an "
+            f"evaluation (evaluation.every={every}); allowed: evaluation.every above 0 that "
+            "divides trainer.save_every"
+        )
+
+
+def resolve_truncation(config: RLConfig) -> None:
+    """Training on samples of a truncated distribution, only where the settings say how.
+
+    The server's probability of a token is larger there than the trainer's, by the mass of what was
+    cut off. An importance weight corrects that for the tokens that can be sampled; the bounds on
+    the gaps, which are for rounding, have to leave room for it.
+    """
+    rollout, trainer = config.rollout, config.trainer
+    cut = [f"rollout.top_p={rollout.top_p}"] if rollout.top_p < 1 else []
+    cut += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k else []
+    is_bounded = None not in (trainer.max_logprob_gap, trainer.mean_logprob_gap)
+    if cut and (config.algorithm.correction.level == "off" or not is_bounded):
+        raise ConfigError(
+            f"{' and '.join(cut)}: servers sample from a part of the distribution that is trained. "
+            "Allowed: rollout.top_p=1 and rollout.top_k=0, or to say how training allows for it: "
+            "algorithm.correction.level, trainer.max_logprob_gap and trainer.mean_logprob_gap; "
+            "evaluation.top_p and evaluation.top_k need nothing"
+        )
+
+
+def resolve_trackers(trackers: Sequence[str]) -> None:
+    for index, name in enumerate(trackers):
+        one_of(f"trainer.trackers[{index}]", name, TRACKERS)
+    if len(set(trackers)) < len(trackers):
+        raise ConfigError(f"trainer.trackers={list(trackers)}; allowed: each once")

@@ -1,0 +1,161 @@
+"""Services and tools that draw the metrics of a run: TensorBoard, W&B, MLflow, SwanLab.
+
+TensorBoard comes with this package. The others have to be installed, are asked for by
+trainer.trackers, and take accounts and addresses from their own environment variables.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mcore_rl.config.errors import ConfigError
+
+Row = Mapping[str, float | None]  # of metrics.jsonl: metrics, and step and wall_time_s
+_CLOCKS = ("step", "wall_time_s")
+
+
+class Tracker(Protocol):
+    def log(self, row: Row) -> None:
+        """The metrics of a row; None stands for one that is not finite."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """What a tracker is told of a run."""
+
+    folder: Path
+    project: str
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.folder.absolute().name
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError for one that is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"trainer.trackers={list(names)}: {name} is not installed here; allowed: the "
+                f"others, or to install it (pip install {name})"
+            )
+
+
+def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
+    check_trackers(names)
+    return [_KINDS[name](run) for name in names]
+
+
+class TensorBoard:
+    """Event files in tensorboard/, in place of those of an earlier start of the run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # TensorBoard's own writer: torch's would import torch and, if it is there, TensorFlow.
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = run.folder / "tensorboard"
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._events = EventFileWriter(str(folder))
+
+    def log(self, row: Row) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=name, simple_value=math.nan if value is None else float(value))
+            for name, value in row.items()
+            if name not in _CLOCKS
+        ]
+        event = Event(step=row["step"], wall_time=row["wall_time_s"], summary=Summary(value=values))
+        self._events.add_event(event)
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class WandB:
+    """A run of Weights & Biases; its files are in wandb/."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=run.project, name=run.name, dir=str(run.folder), config=dict(run.settings)
+        )
+        # Phases count their steps anew, and W&B's own step may only rise.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, row: Row) -> None:
+        self._run.log(_finite(row) | {"step": row["step"]})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, in mlflow.db unless MLFLOW_TRACKING_URI names another place."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+
+        own = f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
+        place = os.environ.get("MLFLOW_TRACKING_URI") or own
+        self._client = MlflowClient(tracking_uri=place)
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        self._client.log_dict(self._id, dict(run.settings), "config.json")
+
+    def log(self, row: Row) -> None:
+        from mlflow.entities import Metric
+
+        step, time_ms = int(row["step"] or 0), int(1000 * (row["wall_time_s"] or 0))
+        metrics = [Metric(name, value, time_ms, step) for name, value in _finite(row).items()]
+        self._client.log_batch(self._id, metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class SwanLab:
+    """A run of SwanLab; its files are in swanlog/."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab
+
+        self._swanlab = swanlab
+        swanlab.init(
+            project=run.project,
+            experiment_name=run.name,
+            logdir=str(run.folder / "swanlog"),
+            config=dict(run.settings),
+        )
+
+    def log(self, row: Row) -> None:
+        self._swanlab.log(_finite(row), step=int(row["step"] or 0))
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+def _finite(row: Row) -> dict[str, float]:
+    return {name: v for name, v in row.items() if name not in _CLOCKS and v is not None}
+
+
+_KINDS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "swanlab": SwanLab,
+}
