@@ -14,7 +14,7 @@ from typing import Any
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_algorithm import resolve_algorithm
-from mcore_rl.config.resolve_distillation import resolve_frozen
+from mcore_rl.config.resolve_distillation import MAX_WEIGHT, resolve_frozen
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
     resolve_engine,
@@ -56,7 +56,6 @@ _TERM_PARTS: dict[str, tuple[Any, str]] = {
     "weight": (int | float, "a number"),
     "settings": (dict, "settings of that reward, as in {name: value}"),
 }
-MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
 MIN_CURRICULUM_WEIGHT = 1e-6  # a prompt of no weight would never be tried again
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
 

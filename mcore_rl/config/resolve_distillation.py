@@ -6,12 +6,13 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mcore_rl.config.checks import at_least, one_of, positive
+from mcore_rl.config.checks import at_least, between, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_engine, resolve_layout
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, TeacherConfig
 
 DISTILLATION_LOSSES = ("off", "sampled_kl", "reverse_kl", "forward_kl")
+MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
 OF_TOP_TOKENS = ("reverse_kl", "forward_kl")
 # What a teacher may have.
 _PARTS: dict[str, tuple[Any, str]] = {
@@ -69,6 +70,7 @@ def resolve_frozen(config: RLConfig) -> None:
 def _resolve_reward_model(config: RLConfig) -> None:
     model = config.reward_model
     _resolve_engine("reward_model", model)
+    between("reward_model.weight", model.weight, -MAX_WEIGHT, MAX_WEIGHT)
     if not model.model_path:
         return
     if not model.weight:

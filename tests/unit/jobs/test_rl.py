@@ -30,6 +30,6 @@ def test_ranks_and_servers_wait_longer_inside_than_the_driver_does():
     config = RLConfig(timeouts=TimeoutsConfig(start_s=500, call_s=400))
     config.weight_sync.timeout_s, config.placement = 300, placement_of(config)
     pools, spec = Pools(), rl._engine_spec(config, config.actor, 0)
-    with rl._model(pools, "actor", spec, None), rl._servers(config, pools):
+    with rl._model(pools, "actor", spec, None), rl.server_group(config, pools):
         pass
     assert [spec.timeout_s for spec in pools.specs] == [560, 560]

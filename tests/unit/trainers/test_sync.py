@@ -9,11 +9,19 @@ from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.replay import ReplayBuffer
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig, TrainerConfig
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    RLConfig,
+    SampleTablesConfig,
+    TrainerConfig,
+)
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.checkpointer import Checkpointer
+from mcore_rl.workers.evaluation import Evaluation
+from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
 
 REPORTED: dict[str, float] = {}  # metrics of the last step
@@ -107,7 +115,11 @@ def one_step_of(tmp_path, settings, models, warmup_steps=0, made=None):
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     coefficients = Coefficients(config.algorithm)
     replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
-    trained = SyncTrainer(config, turns, servers, checkpointer, coefficients, replay)
+    tables = SampleTables(tmp_path, None, SampleTablesConfig(every=0, num_shown=0))
+    evaluation = Evaluation(config, servers, {}, tables, lambda when, found: None)
+    trained = SyncTrainer(
+        config, turns, servers, checkpointer, coefficients, replay, evaluation, tables
+    )
     trained.train(servers, lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
 
