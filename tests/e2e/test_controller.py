@@ -331,7 +331,7 @@ def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: P
         drivers[number].send_signal(number)
         assert drivers[number].wait(timeout=20) == code
         # Seconds, on a machine that has nothing else to do.
-        wait_until(lambda m=memory: not Path("/dev/shm", m).exists(), 30)
+        wait_until(lambda m=memory: not Path("/dev/shm", m).exists(), 90)
         if number == signal.SIGKILL:
             os.kill(reaper, signal.SIGCONT)
         wait_until(lambda n=number: not started[n] & start_times().items(), 30)
