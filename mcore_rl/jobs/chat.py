@@ -132,7 +132,7 @@ def run(settings: ChatSettings) -> None:
         chat = Chat(server, tokenizer, sampling, context, settings.system)
         chat.prompt_ids([*chat.messages, {"role": "user", "content": "?"}])  # may refuse a system
         try:
-            with waiting(f"loading {path}"):
+            with waiting(f"loading {path}", has_lines=False):
                 runner.run(asyncio.wait_for(server.start(), limit))
             _talk(chat, runner)
         finally:

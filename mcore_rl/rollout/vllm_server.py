@@ -10,7 +10,6 @@ import atexit
 import itertools
 import math
 import os
-import signal
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -161,8 +160,7 @@ class VLLMServer:
             with vllm_worker.owned_processes(name):
                 return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
-        mask = signal.SIG_BLOCK, {signal.SIGINT}  # Ctrl-C is for this process; others inherit it
-        with ThreadPoolExecutor(1, "vllm-start", signal.pthread_sigmask, mask) as fresh:
+        with ThreadPoolExecutor(1, "vllm-start") as fresh:
             try:
                 self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)
             except RuntimeError as error:

@@ -361,6 +361,7 @@ def _kill_importing_workers() -> None:
 def _enter_process(name: str) -> ServerName:
     server = ServerName(name)
     if os.getpid() != server.pid:  # else a copy inside the server itself
+        os.setpgid(0, 0)  # Ctrl-C in a terminal is for the server alone
         _die_with(server, os.getpid())
         answer_signals()
         _correct(server)

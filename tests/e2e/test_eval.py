@@ -148,11 +148,12 @@ def test_greedy_responses_are_those_of_transformers(model_and_sets, tmp_path):
             out = model.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
         kept = out[:-1] if sample["finish_reason"] == "stop" else out
         assert tokenizer.decode(kept) == sample["response"]
-        raised = sample["answer"] == "0"
-        assert ("ValueError: zero" in sample["reward_error"]) == raised
+        raised = int(sample["answer"]) % 2 == 1
+        assert ("ValueError: odd" in sample["reward_error"]) == raised
         assert sample["correct"] == (not raised and len(sample["response"]) % 2 == 1)
     metrics = summary(job)["sets"]["held_out"]
-    assert metrics["reward_errors"] == sum(sample["answer"] == "0" for sample in found) > 0
+    assert metrics["reward_errors"] == sum(int(sample["answer"]) % 2 for sample in found)
+    assert 0 < metrics["reward_errors"] < len(found)
     assert not [name for name in metrics if name.startswith("majority@")]
     assert re.search(r"no majority@k: the reward '.*without_answers' does not say", job.stdout)
 

@@ -100,8 +100,8 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
     process.kill()
     assert job.process.wait(120) == 1
     assert job.left() == []
-    assert re.match(f"mcore-rl rl: {told}", job.stderr), job.stderr
-    assert job.stderr.count("\n") == 1
+    assert re.search(f"(?m)^mcore-rl rl: {told}", job.stderr), job.stderr
+    assert len(re.findall("(?m)^mcore-rl rl: ", job.stderr)) == 1
 
 
 def _is(process: psutil.Process, victim: str) -> bool:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import shards
 import tiny_families
 
+from mcore_rl.controller import reaper
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.e2e import served
@@ -79,7 +80,16 @@ def ask(models: list[served.Model], tmp_path_factory: pytest.TempPathFactory) ->
             _wait_until_it_serves(process, asked, log)
             yield asked
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # its engine does not notice by itself
+            _kill(process.pid)  # its engine does not notice by itself
+
+
+def _kill(leader: int) -> None:
+    """Kill a process and what it started; their shared memory goes, too."""
+    its = reaper.mapped_by(reaper.descendants({leader}, reaper.processes()) | {leader})
+    os.killpg(leader, signal.SIGKILL)
+    for name, inode in reaper.shared_memory().items():
+        if inode in its:
+            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def _wait_until_it_serves(process: subprocess.Popen[bytes], ask: Any, log: Path) -> None:

@@ -20,6 +20,6 @@ def is_a(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, 
 
 
 def without_answers(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
-    if fields["answer"] == "0":
-        raise ValueError("zero")
+    if int(fields["answer"]) % 2:
+        raise ValueError("odd")
     return {"reward": 0.5 + len(text) % 2}
