@@ -12,6 +12,7 @@ from mcore_rl.algorithms.inputs import AdvantageInputs, Estimates
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.trajectories import Trajectories
 
 # One number a sample, or a row of one number a response token; or those with the returns.
 Advantages = npt.NDArray[np.floating] | Jagged | Estimates
@@ -41,6 +42,7 @@ def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) ->
     """The column advantages, by the function that algorithm.advantage names; returns if it has any.
 
     Both are float32, [response tokens]. An advantage of a sample applies to each of its tokens.
+    Where a trajectory is several samples, the function gets it as one sample, all their tokens.
 
     Raises:
         ConfigError: the function raised, or returned something else than finite numbers, one a
@@ -48,8 +50,10 @@ def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) ->
     """
     advantage = ADVANTAGES.bound(name, settings)
     what = f"{ADVANTAGES.setting}={name!r}"
+    trajectories = Trajectories(batch)
+    whole = trajectories.joined()
     try:
-        found = advantage(AdvantageInputs(batch))
+        found = advantage(AdvantageInputs(whole))
     except ConfigError:
         raise
     except Exception as error:
@@ -59,7 +63,10 @@ def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) ->
         columns = {"advantages": found.advantages, "returns": found.returns}
     else:
         columns = {"advantages": found}
-    return {column: _of_tokens(values, batch, what) for column, values in columns.items()}
+    return {
+        column: trajectories.split(_of_tokens(values, whole, what))
+        for column, values in columns.items()
+    }
 
 
 def _of_tokens(found: object, batch: Batch, what: str) -> Jagged:

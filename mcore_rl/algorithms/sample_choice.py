@@ -18,6 +18,7 @@ from mcore_rl.config.checks import between
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.trajectories import Trajectories
 
 CHOICE_STREAM = 0x63686F69  # sets random choices apart from others of the same seed and step
 Bools = npt.NDArray[np.bool_]
@@ -154,19 +155,21 @@ def kept_groups(batch: Batch, config: SamplesConfig) -> Batch:
     """
     if not config.group_filter:
         return batch
-    keep = GROUP_FILTERS.bound(config.group_filter, config.group_filter_settings)(batch)
-    if not isinstance(keep, np.ndarray) or keep.dtype != bool or keep.shape != (len(batch),):
+    trajectories = Trajectories(batch)
+    whole = trajectories.joined()
+    keep = GROUP_FILTERS.bound(config.group_filter, config.group_filter_settings)(whole)
+    if not isinstance(keep, np.ndarray) or keep.dtype != bool or keep.shape != (len(whole),):
         raise ConfigError(
             f"{GROUP_FILTERS.setting}={config.group_filter!r} returned {_shown(keep)}; allowed: an "
-            f"array of bool of [samples], here [{len(batch)}]"
+            f"array of bool of [samples], here [{len(whole)}]"
         )
-    groups = Groups(batch.array("group_ids"))
+    groups = Groups(whole.array("group_ids"))
     num_kept = groups.sum(keep.astype(np.float64))
-    return batch.take(np.flatnonzero(num_kept == groups.sizes).tolist())
+    return batch.take(trajectories.rows_of(np.flatnonzero(num_kept == groups.sizes)))
 
 
 def kept_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> Batch:
-    """At most keep_responses of each group, by algorithm.samples.keep_by; 0: all.
+    """At most keep_responses trajectories of each group, by algorithm.samples.keep_by; 0: all.
 
     Raises:
         ConfigError: the function returned something else than as many different rows.
@@ -178,9 +181,11 @@ def kept_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> 
         CHOICES.bound(config.keep_by, config.keep_by_settings),
         np.random.default_rng(seed),
     )
-    rewards, index = batch.array("rewards").astype(np.float64), Groups(batch.array("group_ids"))
+    trajectories = Trajectories(batch)
+    whole = trajectories.joined()
+    rewards, index = whole.array("rewards").astype(np.float64), Groups(whole.array("group_ids"))
     rows: list[int] = []
-    for group in range(len(batch) and int(index.index.max()) + 1):
+    for group in range(len(whole) and int(index.index.max()) + 1):
         of_group = np.flatnonzero(index.index == group)
         if len(of_group) > k:
             chosen = np.asarray(choose(rewards[of_group], k, rng)).tolist()
@@ -191,7 +196,7 @@ def kept_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> 
                 )
             of_group = of_group[chosen]
         rows += of_group.tolist()
-    return batch.take(sorted(rows))
+    return batch.take(trajectories.rows_of(np.array(rows, np.int64)))
 
 
 def check_choices(samples: SamplesConfig) -> None:

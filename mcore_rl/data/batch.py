@@ -77,7 +77,9 @@ class Batch:
     teacher_top_log_probs: see workers/scoring.py; routed_experts: [MoE layers, experts a token] a
     prompt or response token;
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
-    one), baseline_rewards, group_ids, finish_reasons, replayed (1 if it is of an earlier step).
+    one), baseline_rewards, group_ids, trajectories (the number in its group), segments (the number
+    in its trajectory: data/trajectories.py), finish_reasons, replayed (1 if it is of an earlier
+    step).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -98,6 +100,8 @@ class Batch:
                 "weight_versions": Jagged.of((s.weight_versions for s in samples), np.int64),
                 "rewards": np.array([s.reward for s in samples], dtype=np.float32),
                 "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
+                "trajectories": np.array([s.trajectory for s in samples], dtype=np.int64),
+                "segments": np.array([s.segment for s in samples], dtype=np.int64),
                 "reward_errors": np.array([s.reward_error for s in samples], dtype=np.str_),
                 "finish_reasons": np.array([s.finish_reason for s in samples], dtype=np.str_),
                 **{

@@ -13,6 +13,7 @@ from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers import steps
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.sample_tables import SampleTables
@@ -85,8 +86,10 @@ def held_out(tests: Mapping[str, PromptDataset], num_prompts: int) -> dict[str, 
 def scores(batch: Batch, config: RewardConfig) -> dict[str, float]:
     """Mean reward and parts, each with its standard error, tokens, and what else tells of a set.
 
-    accuracy is there where the reward is one (`ACCURACIES`): alone, or as a term.
+    All are over trajectories. accuracy is there where the reward is one (`ACCURACIES`): alone, or
+    as a term.
     """
+    batch = Trajectories(batch).joined()
     groups, rewards = batch.array("group_ids"), batch.array("rewards")
     values = {"reward": rewards}
     if not config.terms and config.name in ACCURACIES:

@@ -17,6 +17,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Array, Batch
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers import steps
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.scoring import with_teacher_names
@@ -83,6 +84,7 @@ def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Batch:
 def _observe(config: RLConfig, prompts: PromptBatches, batch: Batch) -> None:
     curriculum = config.data.curriculum
     if curriculum.name:
+        batch = Trajectories(batch).joined()
         rewards = reward_or_part(batch, curriculum.success, "data.curriculum.success")
         prompts.observe(batch.array("group_ids"), rewards >= curriculum.min_reward)
 
@@ -104,7 +106,7 @@ def _with_replayed(
         return fresh, {"samples/replayed": 0.0}
     steps.check_versions(replayed, step - 1, max_age)
     metrics = {"samples/replayed": float(_num_groups(replayed))}
-    ages = step - 1 - replayed.jagged("weight_versions").values
+    ages = step - 1 - steps.chosen(replayed, "weight_versions")
     if len(ages):
         metrics["samples/replayed_age"] = float(ages.mean())
     return Batch.concat([fresh, replayed]), metrics

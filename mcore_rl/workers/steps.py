@@ -20,7 +20,8 @@ from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Array, Batch, Jagged
+from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.metrics import merge
 
 
@@ -29,7 +30,7 @@ class PolicyMismatchError(RuntimeError):
 
 
 def check_versions(batch: Batch, expected: int, max_age: int = 0) -> None:
-    """Checks that every token of a step has the version of the step before.
+    """Checks that every token of a step that the policy chose has the version of the step before.
 
     Those of replayed samples, and only they, may be up to `max_age` versions older.
 
@@ -37,17 +38,22 @@ def check_versions(batch: Batch, expected: int, max_age: int = 0) -> None:
         PolicyMismatchError: some do not.
     """
     fresh, replayed = split_replayed(batch)
-    versions = np.unique(fresh.jagged("weight_versions").values)
+    versions = np.unique(chosen(fresh, "weight_versions"))
     if len(fresh) and versions.tolist() != [expected]:
         raise PolicyMismatchError(
             f"servers answered with weights of version {versions.tolist()}; expected {expected}"
         )
-    versions = np.unique(replayed.jagged("weight_versions").values)
+    versions = np.unique(chosen(replayed, "weight_versions"))
     if len(versions) and not expected - max_age <= versions[0] <= versions[-1] < expected:
         raise PolicyMismatchError(
             f"replayed samples have weights of version {versions.tolist()}; expected: from "
             f"{expected - max_age} to {expected - 1}"
         )
+
+
+def chosen(batch: Batch, name: str) -> Array:
+    """A column along response tokens, where the policy chose the token."""
+    return np.asarray(batch.jagged(name).values[batch.jagged("response_mask").values != 0])
 
 
 def split_replayed(batch: Batch) -> tuple[Batch, Batch]:
@@ -342,7 +348,8 @@ def doubts(batch: Batch) -> list[str]:
 
 
 def describe(batch: Batch) -> dict[str, float]:
-    """Metrics of what was generated."""
+    """Metrics of what was generated, over trajectories."""
+    num_samples, batch = len(batch), Trajectories(batch).joined()
     lengths = batch.jagged("response_ids").lengths
     metrics: dict[str, Any] = {
         "reward": batch.array("rewards").mean(),
@@ -350,6 +357,8 @@ def describe(batch: Batch) -> dict[str, float]:
         "response_tokens_max": lengths.max(),
         "truncated": (batch.array("finish_reasons") == "length").mean(),
     }
+    if num_samples > len(batch):
+        metrics["samples_per_trajectory"] = num_samples / len(batch)
     parts = [name for name in batch.columns if name.startswith("reward/")]
     return {k: float(v) for k, v in metrics.items()} | {
         name: float(np.nanmean(batch.array(name))) for name in parts
