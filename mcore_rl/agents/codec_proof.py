@@ -123,9 +123,7 @@ def difference(
 
 
 def _difference(codec: ChatCodec, template: Template, given: Conversation, cut: int | None) -> str:
-    prompt = template.ids(given.before, given.tools)
-    if codec.render(given.before, given.tools) != prompt:
-        return "renders a prompt in another way than the chat template"
+    prompt = codec.render(given.before, given.tools)
     whole = template.ids([*given.before, given.turn, *given.after], given.tools)
     start = _start_of_turn(codec, template, given, prompt, whole)
     completion = _until_stop(codec, whole[start:])
@@ -207,7 +205,20 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def _first(codec: ChatCodec, template: Template, given: Mapping[str, Conversation]) -> str:
+    """The first conversation that the codec differs on, or whose calls it does not read."""
     for case, conversation in given.items():
-        if found := difference(codec, template, conversation):
+        found = difference(codec, template, conversation)
+        if found or (found := _unread(codec, template, conversation)):
             return f"it {found} ({case})"
     return ""
+
+
+def _unread(codec: ChatCodec, template: Template, given: Conversation) -> str:
+    prompt = codec.render(given.before, given.tools)
+    whole = template.ids([*given.before, given.turn, *given.after], given.tools)
+    completion = _until_stop(codec, whole[_start_of_turn(codec, template, given, prompt, whole) :])
+    calls = codec.parse(completion, given.tools, prompt).calls
+    found = [(call.status, call.name, call.arguments) for call in calls]
+    if found == [("ok", call.name, call.arguments) for call in given.turn.tool_calls]:
+        return ""
+    return f"reads the calls of {template.text(completion)!r} as {found}"

@@ -1,4 +1,6 @@
-"""A codec for known families: the `renderers` package, which has each family's template in Python.
+"""A codec for known families: prompts by the chat template, turns by the package `renderers`.
+
+The package knows how each family ends a turn, what comes behind it, and how it writes calls.
 
 gpt-oss is not among them: its renderer loads a vocabulary from the network.
 """
@@ -16,6 +18,7 @@ from mcore_rl.agents.codec import (
     ParsedCall,
     ParsedTurn,
     ToolSpec,
+    template_ids,
 )
 
 # Family -> values of the template's own variables to try, in this order. Llama-3's template prints
@@ -44,7 +47,7 @@ _STATUS: Mapping[str, CallStatus] = {
 
 
 class RenderersCodec:
-    """`ChatCodec` by one renderer of the package."""
+    """`ChatCodec` with the renderer of one family."""
 
     def __init__(
         self, tokenizer: ChatTokenizer, family: str, options: Mapping[str, JsonValue]
@@ -52,7 +55,7 @@ class RenderersCodec:
         """Raises ValueError where the tokenizer lacks the family's tokens, or for its `options`."""
         from renderers import config_from_name, create_renderer
 
-        self._tokenizer = tokenizer
+        self._tokenizer, self._options = tokenizer, options
         self.name, self.tool_refusal = f"renderers:{family}", ""
         try:
             self._renderer = create_renderer(
@@ -67,11 +70,7 @@ class RenderersCodec:
         return self._stop_ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        return self._as_one_text(
-            self._renderer.render_ids(
-                _dicts(messages), tools=_dicts(tools) or None, add_generation_prompt=True
-            )
-        )
+        return template_ids(self._tokenizer, messages, tools, self._options)
 
     def extend(
         self,

@@ -146,8 +146,8 @@ class TemplateCodec:
         if not fault:
             raise ConfigError("the chat template ends an assistant's turn with text, not a token")
         raise ConfigError(
-            f"the chat template {fault} of an assistant's earlier turns (it does not keep {said!r}); "
-            f"a template that changes what was sampled cannot be extended"
+            f"the chat template {fault} of earlier turns: it does not keep {said!r}. "
+            f"A template that changes what was sampled cannot be extended"
         )
 
     def _keeps_reasoning(self, *new_messages: Message, calls: tuple[ToolCall, ...] = ()) -> bool:
