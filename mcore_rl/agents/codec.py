@@ -1,0 +1,172 @@
+"""Chats as token ids over many turns: what a codec does, and the messages it does it with.
+
+A turn's tokens are made once. What the policy sampled is never rendered again: the next prompt is
+the last prompt, the sampled tokens, and what the chat template puts after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+Role = Literal["system", "user", "assistant", "tool"]
+CallStatus = Literal["ok", "malformed", "unclosed", "unnamed", "unknown_tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, JsonValue]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    content: str = ""
+    reasoning: str = ""  # of an assistant
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    tool_call_id: str = ""  # of a tool: the call that it answers
+    name: str = ""  # of a tool
+
+    def as_dict(self) -> dict[str, JsonValue]:
+        """The message in OpenAI's form, as chat templates read it: arguments are objects."""
+        found: dict[str, JsonValue] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        if self.role == "tool":
+            found["tool_call_id"] = self.tool_call_id
+            if self.name:
+                found["name"] = self.name
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    name: str
+    description: str
+    parameters: Mapping[str, JsonValue]  # JSON schema of the arguments
+
+    def as_dict(self) -> dict[str, JsonValue]:
+        """The tool in OpenAI's form."""
+        function: dict[str, JsonValue] = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One attempt to call a tool, good or bad."""
+
+    status: CallStatus
+    name: str  # empty where the attempt has none
+    arguments: Mapping[str, JsonValue]  # empty unless `status` is "ok"
+    text: str  # as it was sampled
+    span: tuple[int, int] | None  # tokens of the completion, [start, end)
+    id: str = ""  # where the format has one
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """What a completion says. Nothing is rendered from it: it is for tools, rewards and people."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ParsedCall, ...]
+    reasoning_closed: bool = True  # False where the completion ends inside its reasoning
+
+    def message(self) -> Message:
+        """The same as a message, with the calls that are "ok"."""
+        calls = tuple(ToolCall(c.name, c.arguments, c.id) for c in self.calls if c.status == "ok")
+        return Message("assistant", self.content, self.reasoning, calls)
+
+
+class ChatCodec(Protocol):
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a turn of the assistant."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """A prompt, up to where the assistant's turn begins.
+
+        Raises ConfigError for tools or calls that `codec_proof.Proved` refuses.
+        """
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        """The prompt of the next turn: prompt_ids + completion_ids + what follows them, or None.
+
+        `new_messages` are what came since: of tools, the user or the system. Where the completion
+        lacks the token that ends a turn, since it was cut off, that token is the first of what
+        follows. None where the template would have changed what is there already: then `render`
+        begins a new sample.
+        """
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> ParsedTurn:
+        """What a completion says.
+
+        `prompt_ids` is the prompt that was sampled from: with some templates it is the prompt that
+        opens the reasoning. `tools` gives the types of arguments where the format has none.
+        """
+
+
+class ChatTokenizer(Protocol):
+    """The methods of a Hugging Face tokenizer that codecs use."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+
+    def get_added_vocab(self) -> dict[str, int]: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, JsonValue]], **options: Any
+    ) -> list[int]: ...
+
+
+def template_ids(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    options: Mapping[str, JsonValue],
+    *,
+    generate: bool = True,
+) -> list[int]:
+    """The whole conversation by the tokenizer's chat template, with its own variables `options`."""
+    return tokenizer.apply_chat_template(
+        [message.as_dict() for message in messages],
+        tools=[tool.as_dict() for tool in tools] or None,
+        add_generation_prompt=generate,
+        tokenize=True,
+        return_dict=False,
+        **options,
+    )

@@ -1,0 +1,224 @@
+"""Codecs compared with whole renders of the tokenizer's own chat template, before they are used.
+
+The law: what a codec puts behind a turn is what the template puts there when it renders the whole
+conversation. `difference` checks it on one conversation; `Proved` holds a codec to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jinja2 import TemplateError
+
+from mcore_rl.agents.codec import (
+    ChatCodec,
+    ChatTokenizer,
+    JsonValue,
+    Message,
+    ParsedTurn,
+    ToolSpec,
+    template_ids,
+)
+from mcore_rl.agents.proof_conversations import PARALLEL, PLAIN, TOOLS, Conversation
+from mcore_rl.config.errors import ConfigError
+
+# What templates and renderers raise for a conversation that they do not take.
+_REFUSALS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
+
+
+class UnprovedCodec(ChatCodec, Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tool_refusal(self) -> str:
+        """Why it does not know the template's tools; empty where it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A tokenizer's chat template, with values for its own variables."""
+
+    tokenizer: ChatTokenizer
+    options: Mapping[str, JsonValue]
+
+    def ids(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, generate: bool = True
+    ) -> list[int]:
+        return template_ids(self.tokenizer, messages, tools, self.options, generate=generate)
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class Proved:
+    """A codec that agrees with the chat template, held to the laws of `ChatCodec`."""
+
+    def __init__(self, codec: UnprovedCodec, template: Template) -> None:
+        """ConfigError where it differs from the template without tools, naming the conversation.
+
+        Where it differs with tools only, or with several calls in a turn only, those are refused:
+        `tool_refusal` and `parallel_refusal` say why.
+        """
+        self._codec = codec
+        self.name = codec.name
+        for case, given in PLAIN.items():
+            if found := difference(codec, template, given):
+                raise ConfigError(f"the codec {codec.name} {found} ({case})")
+        self.tool_refusal = codec.tool_refusal or _first(codec, template, TOOLS)
+        self.parallel_refusal = self.tool_refusal or _first(codec, template, PARALLEL)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._codec.stop_ids
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        calls = max((len(message.tool_calls) for message in messages), default=0)
+        self._refuse(tools, calls)
+        return self._codec.render(messages, tools)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        self._refuse(tools, sum(message.role == "tool" for message in new_messages))
+        done = [*prompt_ids, *completion_ids]
+        found = self._codec.extend(prompt_ids, completion_ids, new_messages, tools)
+        return found if found is not None and found[: len(done)] == done else None
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> ParsedTurn:
+        return self._codec.parse(completion_ids, tools, prompt_ids)
+
+    def _refuse(self, tools: Sequence[ToolSpec], calls: int) -> None:
+        if (tools or calls) and self.tool_refusal:
+            raise ConfigError(f"the codec {self.name} has no tools: {self.tool_refusal}")
+        if calls > 1 and self.parallel_refusal:
+            raise ConfigError(
+                f"the codec {self.name} takes one tool call a turn, not {calls}: "
+                f"{self.parallel_refusal}"
+            )
+
+
+def difference(
+    codec: ChatCodec, template: Template, given: Conversation, cut: int | None = None
+) -> str:
+    """In what `codec` differs from the template on a conversation; empty where in nothing.
+
+    `cut`: the turn ends after so many tokens, without the one that ends it.
+    """
+    try:
+        return _difference(codec, template, given, cut)
+    except _REFUSALS as error:
+        return f"cannot render a conversation: {error}"
+
+
+def _difference(codec: ChatCodec, template: Template, given: Conversation, cut: int | None) -> str:
+    prompt = codec.render(given.before, given.tools)
+    whole = template.ids([*given.before, given.turn, *given.after], given.tools)
+    start = _start_of_turn(codec, template, given, prompt, whole)
+    completion = _until_stop(codec, whole[start:])
+    if not completion:
+        return "does not know the token that ends an assistant's turn"
+    after = whole[start + len(completion) :]
+
+    thought = given.turn.reasoning.strip()
+    if thought and thought not in template.text(completion):
+        last = template.ids([*given.before, given.turn], given.tools, generate=False)
+        said = last[_common(prompt, last) :]
+        said = _until_stop(codec, said) or [*said, completion[-1]]
+        if thought not in template.text(said):  # the template has no reasoning
+            return ""
+        if codec.extend(prompt, said, given.after, given.tools) is not None:
+            return "keeps the reasoning of an earlier turn, which the chat template strips"
+        return ""
+
+    if cut is not None:
+        return _cut_difference(
+            codec, given, prompt, completion[: min(cut, len(completion) - 1)], after
+        )
+    found = codec.extend(prompt, completion, given.after, given.tools)
+    if found is None:
+        answered = all(message.role == "tool" for message in given.after)
+        return "does not extend a turn with the answers of its tools" if answered else ""
+    expected = [*prompt, *completion, *after]
+    if found == expected:
+        return ""
+    at = _common(found, expected)
+    return (
+        f"extends a turn in another way than the chat template: "
+        f"{template.text(found[at : at + 8])!r} for {template.text(expected[at : at + 8])!r}"
+    )
+
+
+def _cut_difference(
+    codec: ChatCodec, given: Conversation, prompt: list[int], kept: list[int], after: list[int]
+) -> str:
+    found = codec.extend(prompt, kept, given.after, given.tools)
+    if found is None:
+        return ""
+    done = [*prompt, *kept]
+    if found[: len(done)] != done:
+        return "changes the tokens of a turn that was cut off"
+    closing = found[len(done) : len(found) - len(after)]
+    if found[len(found) - len(after) :] != after or not codec.stop_ids.intersection(closing):
+        return "does not end a turn that was cut off"
+    return ""
+
+
+def _start_of_turn(
+    codec: ChatCodec, template: Template, given: Conversation, prompt: list[int], whole: list[int]
+) -> int:
+    """Where the turn starts in the whole render.
+
+    A render need not begin with the prompt: the prompt may open reasoning that the template leaves
+    out of earlier turns. Then the turn starts behind as many ends of turns as came before it.
+    """
+    if whole[: len(prompt)] == prompt:
+        return len(prompt)
+    history = template.ids(given.before, given.tools, generate=False)
+    before = sum(token in codec.stop_ids for token in history)
+    ends = [i for i, token in enumerate(whole) if token in codec.stop_ids]
+    start = ends[before - 1] + 1 if before else 0
+    return max(start, _common(prompt, whole))
+
+
+def _until_stop(codec: ChatCodec, ids: list[int]) -> list[int]:
+    """Up to and with the first token that ends a turn; empty where there is none."""
+    end = next((i for i, token in enumerate(ids) if token in codec.stop_ids), -1)
+    return ids[: end + 1]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Length of the longest common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _first(codec: ChatCodec, template: Template, given: Mapping[str, Conversation]) -> str:
+    """The first conversation that the codec differs on, or whose calls it does not read."""
+    for case, conversation in given.items():
+        found = difference(codec, template, conversation)
+        if found or (found := _unread(codec, template, conversation)):
+            return f"it {found} ({case})"
+    return ""
+
+
+def _unread(codec: ChatCodec, template: Template, given: Conversation) -> str:
+    prompt = codec.render(given.before, given.tools)
+    whole = template.ids([*given.before, given.turn, *given.after], given.tools)
+    completion = _until_stop(codec, whole[_start_of_turn(codec, template, given, prompt, whole) :])
+    calls = codec.parse(completion, given.tools, prompt).calls
+    found = [(call.status, call.name, call.arguments) for call in calls]
+    if found == [("ok", call.name, call.arguments) for call in given.turn.tool_calls]:
+        return ""
+    return f"reads the calls of {template.text(completion)!r} as {found}"

@@ -1,0 +1,145 @@
+"""A codec for known families: prompts by the chat template, turns by the package `renderers`.
+
+The package knows how each family ends a turn, what comes behind it, and how it writes calls.
+
+gpt-oss is not among them: its renderer loads a vocabulary from the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.agents.codec import (
+    CallStatus,
+    ChatTokenizer,
+    JsonValue,
+    Message,
+    ParsedCall,
+    ParsedTurn,
+    ToolSpec,
+    template_ids,
+)
+
+# Family -> values of the template's own variables to try, in this order. Llama-3's template prints
+# today's date unless it is told one, and prompts must not change at midnight.
+FAMILIES: Mapping[str, Sequence[Mapping[str, JsonValue]]] = {
+    "qwen3": ({},),
+    "qwen3.5": ({"enable_thinking": True}, {"enable_thinking": False}),
+    "qwen3.6": ({"enable_thinking": True}, {"enable_thinking": False}),
+    "deepseek-v3": ({},),
+    "deepseek-r1": ({},),
+    "glm-4.5": ({},),
+    "glm-5": ({},),
+    "glm-5.1": ({},),
+    "kimi-k2": ({},),
+    "kimi-k2.5": ({},),
+    "llama-3": ({"date_string": "26 Jul 2024"},),
+}
+_STATUS: Mapping[str, CallStatus] = {
+    "ok": "ok",
+    "unclosed_block": "unclosed",
+    "missing_name": "unnamed",
+    "unknown_tool": "unknown_tool",
+    "invalid_json": "malformed",
+    "malformed_structure": "malformed",
+}
+
+
+class RenderersCodec:
+    """`ChatCodec` with the renderer of one family."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, family: str, options: Mapping[str, JsonValue]
+    ) -> None:
+        """Raises ValueError where the tokenizer lacks the family's tokens, or for its `options`."""
+        from renderers import config_from_name, create_renderer
+
+        self._tokenizer, self._options = tokenizer, options
+        self.name, self.tool_refusal = f"renderers:{family}", ""
+        try:
+            self._renderer = create_renderer(
+                tokenizer, config_from_name(family), chat_template_kwargs=options
+            )
+        except AssertionError as error:  # of a token that the tokenizer does not have
+            raise ValueError(str(error)) from error
+        self._stop_ids = frozenset(self._renderer.get_stop_token_ids())
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._stop_ids
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        return template_ids(self._tokenizer, messages, tools, self._options)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        rendered = self._renderer.bridge_to_next_turn(
+            list(prompt_ids),
+            list(completion_ids),
+            _dicts(new_messages),
+            tools=_dicts(tools) or None,
+        )
+        done = len(prompt_ids) + len(completion_ids)
+        if rendered is None:
+            return None
+        return rendered.token_ids[:done] + self._as_one_text(rendered.token_ids[done:])
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> ParsedTurn:
+        return parsed_turn(
+            self._renderer.parse_response(
+                list(completion_ids), tools=_dicts(tools) or None, prompt_ids=list(prompt_ids)
+            ),
+            tools,
+        )
+
+    def _as_one_text(self, ids: list[int]) -> list[int]:
+        """The same text in the tokens that the chat template gives.
+
+        Renderers encode some texts in pieces: a newline and an answer that begins with one.
+        """
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def parsed_turn(response: Any, tools: Sequence[ToolSpec]) -> ParsedTurn:
+    """A `renderers.ParsedResponse` in our types. A call must have arguments by name to be "ok"."""
+    names = {tool.name for tool in tools}
+    calls = []
+    for call in response.tool_calls:
+        status = _STATUS[str(call.status)]
+        arguments = call.arguments
+        if status == "ok" and not (isinstance(arguments, dict) and isinstance(call.name, str)):
+            status = "malformed"
+        if status == "ok" and names and call.name not in names:
+            status = "unknown_tool"
+        calls.append(
+            ParsedCall(
+                status=status,
+                name=str(call.name or ""),
+                arguments=arguments if status == "ok" else {},
+                text=call.raw,
+                span=call.token_span,
+                id=call.id or "",
+            )
+        )
+    return ParsedTurn(
+        content=response.content,
+        reasoning=response.reasoning_content or "",
+        calls=tuple(calls),
+        reasoning_closed=response.reasoning_complete is not False,
+    )
+
+
+def _dicts(items: Sequence[Message] | Sequence[ToolSpec]) -> list[dict[str, JsonValue]]:
+    return [item.as_dict() for item in items]

@@ -1,0 +1,177 @@
+"""Turns of a session, and the samples that they are trained as.
+
+A trajectory is a tree of turns: a turn's parent is the turn whose conversation it goes on from.
+Tokens come from the turns and are never made again. A turn that begins with all of its parent's
+tokens is a part of the parent's sample; any other begins a sample of its own (a new segment).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mcore_rl.data import sample
+
+TrajectoryStatus = Literal["finished", "truncated", "aborted", "failed"]
+MASKED_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a turn that one version of the weights chose."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One completion as the server sampled it."""
+
+    session_id: str
+    turn_id: str  # unique in its session
+    parent: str  # its turn_id; empty for the first turn of a conversation
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]  # nats, one a token
+    weight_versions: tuple[VersionSpan, ...]  # all of the tokens, in order
+    finish_reason: str  # "stop", "length" or "abort"
+    routed_experts: str = ""  # where the record of them is, if there is one
+    token_rewards: tuple[float, ...] = ()  # one a token, or none
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        if len(self.log_probs) != length:
+            raise ValueError(
+                f"turn {self.turn_id!r} has {len(self.log_probs)} log_probs for {length} tokens"
+            )
+        if self.token_rewards and len(self.token_rewards) != length:
+            raise ValueError(
+                f"turn {self.turn_id!r} has {len(self.token_rewards)} token_rewards "
+                f"for {length} tokens"
+            )
+        spans = self.weight_versions
+        bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), length]
+        adjoining = all(bounds[i] == bounds[i + 1] for i in range(0, len(bounds), 2))
+        if not adjoining or any(span.start >= span.end for span in spans):
+            raise ValueError(
+                f"turn {self.turn_id!r} has weight_versions {spans} for {length} tokens; "
+                f"spans have to cover each token once, in order"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Where a turn's tokens are among a sample's response_ids: [start, end)."""
+
+    turn_id: str
+    start: int
+    end: int
+    routed_experts: str = ""
+
+
+@dataclass(slots=True)
+class Sample(sample.Sample):
+    """One sample of a trajectory: a prompt and what came after it, over one or more turns.
+
+    In `response_mask` 1 is a token that the policy chose and this sample trains; where it is 0,
+    log-probs and rewards are 0 and versions are -1. Statistics of a group go by trajectory, which
+    may have several samples: `reward` and `status` are the trajectory's.
+    """
+
+    trajectory_id: str = ""
+    segment: int = 0  # which of the trajectory's samples
+    token_rewards: list[float] = field(default_factory=list)  # one a response token
+    turn_spans: tuple[TurnSpan, ...] = ()
+    status: TrajectoryStatus = "finished"
+
+
+def samples_of(
+    turns: Sequence[Turn],
+    *,
+    trajectory_id: str,
+    group_id: int,
+    reward: float,
+    status: TrajectoryStatus,
+) -> list[Sample]:
+    """The samples of a trajectory, in the order of their last turns.
+
+    Each sampled token has mask 1 in exactly one sample: a turn that several branches share is
+    trained in the first of them, and context in the others. Raises ValueError when a turn's parent
+    does not come before it, or a turn_id comes twice.
+    """
+    by_id = _checked(turns)
+    goes_on = {turn.turn_id for turn in turns if _extends(turn, by_id.get(turn.parent))}
+    extended = {by_id[turn_id].parent for turn_id in goes_on}
+    trained: set[str] = set()
+    samples = []
+    for last in turns:
+        if last.turn_id in extended:
+            continue
+        path = [last]
+        while path[-1].turn_id in goes_on:
+            path.append(by_id[path[-1].parent])
+        made = _sample(path[::-1], trained)
+        made.trajectory_id, made.segment, made.status = trajectory_id, len(samples), status
+        made.group_id, made.reward = group_id, reward
+        samples.append(made)
+        trained.update(turn.turn_id for turn in path)
+    return samples
+
+
+def _checked(turns: Sequence[Turn]) -> dict[str, Turn]:
+    by_id: dict[str, Turn] = {}
+    for turn in turns:
+        if not turn.turn_id or turn.turn_id in by_id:
+            raise ValueError(f"turn_id {turn.turn_id!r} is empty or comes twice in a trajectory")
+        if turn.parent and turn.parent not in by_id:
+            raise ValueError(f"turn {turn.turn_id!r} comes before its parent {turn.parent!r}")
+        by_id[turn.turn_id] = turn
+    return by_id
+
+
+def _extends(turn: Turn, parent: Turn | None) -> bool:
+    """Whether a turn's prompt begins with all tokens of its parent."""
+    if parent is None:
+        return False
+    before = parent.prompt_ids + parent.token_ids
+    return turn.prompt_ids[: len(before)] == before
+
+
+def _sample(path: Sequence[Turn], trained: Set[str]) -> Sample:
+    """Turns that each extend the one before; those in `trained` are context."""
+    start = len(path[0].prompt_ids)
+    length = len(path[-1].prompt_ids) + len(path[-1].token_ids) - start
+    made = Sample(
+        prompt_ids=list(path[0].prompt_ids),
+        response_ids=list(path[-1].prompt_ids[start:] + path[-1].token_ids),
+        response_mask=[0] * length,
+        rollout_log_probs=[0.0] * length,
+        weight_versions=[MASKED_VERSION] * length,
+        finish_reason=path[-1].finish_reason,
+        group_id=0,
+        token_rewards=[0.0] * length,
+        turn_spans=tuple(
+            TurnSpan(
+                turn.turn_id,
+                len(turn.prompt_ids) - start,
+                len(turn.prompt_ids) - start + len(turn.token_ids),
+                turn.routed_experts,
+            )
+            for turn in path
+        ),
+    )
+    for turn, span in zip(path, made.turn_spans, strict=True):
+        if turn.turn_id in trained:
+            continue
+        tokens = slice(span.start, span.end)
+        made.response_mask[tokens] = [1] * len(turn.token_ids)
+        made.rollout_log_probs[tokens] = turn.log_probs
+        made.weight_versions[tokens] = [
+            part.version for part in turn.weight_versions for _ in range(part.start, part.end)
+        ]
+        if turn.token_rewards:
+            made.token_rewards[tokens] = turn.token_rewards
+    return made

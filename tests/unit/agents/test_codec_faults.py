@@ -1,0 +1,203 @@
+"""Codecs and templates with a fault are found by the proof, and refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.codec import Message, ToolCall, ToolSpec
+from mcore_rl.agents.codec_proof import Proved, Template
+from mcore_rl.agents.renderers_codec import RenderersCodec
+from mcore_rl.agents.template_codec import TemplateCodec
+from mcore_rl.config.errors import ConfigError
+from tests.unit.agents.families import template_of, tokenizer_of
+
+LOOK = ToolSpec("look", "Looks.", {"type": "object", "properties": {}})
+ASK = [Message("system", "Be brief."), Message("user", "What is there?")]
+GO_ON = [Message("user", "Go on.")]
+ANSWERS = [Message("tool", "A door.", "", (), f"functions.look:{i}", "look") for i in range(2)]
+
+
+def changed(family: str, old: str, new: str) -> str:
+    template = template_of(family)
+    assert old in template
+    return template.replace(old, new)
+
+
+def ids(family: str, text: str) -> list[int]:
+    return tokenizer_of(family).encode(text, add_special_tokens=False)
+
+
+class Faulty(TemplateCodec):
+    """The codec of Qwen3's template with one of the faults that were shipped elsewhere."""
+
+    fault = ""
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        done = [*prompt_ids, *completion_ids]
+        if self.fault == "keeps reasoning":
+            after = self._after_turn(new_messages, tools)
+            return done + after[1:]
+        found = super().extend(prompt_ids, completion_ids, new_messages, tools)
+        if self.fault == "drops the separator" and found:
+            return found[: len(done)] + found[len(done) + 1 :]
+        if self.fault == "renders calls again":
+            said = self.parse(completion_ids, tools, prompt_ids).message()
+            if said.tool_calls:
+                return self.render([*ASK, said, *new_messages], tools)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("drops the separator", "extends a turn in another way than the chat template: '<|im_sta"),
+        ("keeps reasoning", "keeps the reasoning of an earlier turn, which the chat template str"),
+    ],
+)
+def test_a_codec_with_a_fault_is_refused(fault: str, words: str):
+    tokenizer = tokenizer_of("qwen3")
+    codec = Faulty(tokenizer, {})
+    codec.fault = fault
+    with pytest.raises(ConfigError, match=f"the codec template {re.escape(words)}"):
+        Proved(codec, Template(tokenizer, {}))
+
+
+CALL_TEXT = '<tool_call>\n{"name":  "look",\n "arguments": {}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize("kind", ["renderers", "template"])
+def test_a_call_keeps_the_tokens_that_were_sampled(kind: str):
+    """Two spaces and a newline, which JSON that is written again does not have."""
+    codec = codec_for(tokenizer_of("qwen3"), kind)
+    prompt, said = codec.render(ASK, [LOOK]), ids("qwen3", CALL_TEXT)
+    extended = codec.extend(prompt, said, ANSWERS[:1], [LOOK])
+    assert extended[: len(prompt) + len(said)] == prompt + said
+    assert tokenizer_of("qwen3").decode(extended[len(prompt) + len(said) :]) == (
+        "\n<|im_start|>user\n<tool_response>\nA door.\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    [call] = codec.parse(said, [LOOK], prompt).calls
+    assert (call.status, call.name, call.arguments) == ("ok", "look", {})
+    assert call.span == (0, len(said) - 1)
+
+
+def test_a_codec_that_renders_calls_again_extends_nothing():
+    tokenizer = tokenizer_of("qwen3")
+    codec = Faulty(tokenizer, {})
+    codec.fault = "renders calls again"
+    proved = Proved(codec, Template(tokenizer, {}))
+    assert "extends a turn in another way" in proved.tool_refusal
+    proved.tool_refusal = proved.parallel_refusal = ""
+    prompt = proved.render(ASK, [LOOK])
+    assert proved.extend(prompt, ids("qwen3", CALL_TEXT), ANSWERS[:1], [LOOK]) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (changed("chatml", "message.content", "message.content | trim"), "trims white space"),
+        (
+            changed("chatml", "message.content", "message.content.split('</think>')[-1]"),
+            "strips the reasoning of earlier turns",
+        ),
+        (changed("chatml", "<|im_end|>", "END"), "ends an assistant's turn with text"),
+        # The newline is left out where an assistant's turn is not the last.
+        (
+            changed(
+                "chatml",
+                "'<|im_end|>\\n'",
+                "'<|im_end|>' + ('' if message.role == 'assistant' and 'mile' in message.content "
+                "else '\\n')",
+            ),
+            "extends a turn in another way than the chat template",
+        ),
+    ],
+)
+def test_a_template_that_breaks_the_laws_is_refused(template: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        codec_for(tokenizer_of("chatml", template), "template")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            changed("qwen3", "loop.index0 > last.user and (loop.last or thought)", "loop.last"),
+            "strips the reasoning of a turn that called a tool",
+        ),
+        (changed("qwen3", '"name": "\' +', '"tool": "\' +'), "does not write calls as JSON in"),
+    ],
+)
+def test_tools_of_a_template_are_refused_alone(template: str, words: str):
+    codec = codec_for(tokenizer_of("qwen3", template), "template")
+    assert codec.render(ASK)
+    with pytest.raises(ConfigError, match=f"the codec template has no tools: .*{words}"):
+        codec.render(ASK, [LOOK])
+    with pytest.raises(ConfigError, match="has no tools"):
+        codec.extend(codec.render(ASK), [], ANSWERS[:1])
+
+
+def test_several_calls_are_refused_where_the_template_takes_one():
+    codec = codec_for(tokenizer_of("llama-3"), "renderers")
+    said = Message("assistant", tool_calls=(ToolCall("look", {}), ToolCall("look", {})))
+    with pytest.raises(ConfigError, match="takes one tool call a turn, not 2: "):
+        codec.render([*ASK, said])
+
+
+@pytest.mark.parametrize("kind", ["renderers", "template"])
+def test_the_token_that_ends_a_turn_is_context_after_a_cut(kind: str):
+    codec, said = codec_for(tokenizer_of("qwen3"), kind), ids("qwen3", "There is a")
+    prompt = codec.render(ASK, [LOOK])
+    extended = codec.extend(prompt, said, ANSWERS, [LOOK])
+    text = tokenizer_of("qwen3").decode(extended[len(prompt) + len(said) :])
+    assert text.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
+
+
+def test_reasoning_that_a_user_message_strips_begins_a_new_sample():
+    codec = codec_for(tokenizer_of("qwen3"), "template")
+    prompt = codec.render(ASK)
+    thought = ids("qwen3", "<think>\nHm.\n</think>\n\nA door.<|im_end|>")
+    assert codec.extend(prompt, thought, GO_ON) is None
+    assert codec.extend(prompt, thought[:3], GO_ON) is None  # cut off in its reasoning
+    assert codec.extend(prompt, thought, ANSWERS[:1], [LOOK]) is not None
+    assert codec.extend(prompt, ids("qwen3", "A door.<|im_end|>"), GO_ON) is not None
+
+
+@pytest.mark.parametrize("kind", ["renderers", "template"])
+def test_a_turn_is_parsed(kind: str):
+    codec = codec_for(tokenizer_of("qwen3"), kind)
+    good, bad = '<tool_call>\n{"name": "look"}\n</tool_call>', "<tool_call>\n{no\n</tool_call>"
+    other = '<tool_call>{"name": "fly"}</tool_call>'
+    said = f"<think>\nHm.\n</think>\n\nI look.\n{good}{bad}{other}<tool_call>\n{{"
+    turn = codec.parse(ids("qwen3", said), [LOOK])
+    assert (turn.reasoning, turn.content) == ("Hm.", "I look.")
+    assert [c.status for c in turn.calls] == ["ok", "malformed", "unknown_tool", "unclosed"]
+    assert [tokenizer_of("qwen3").decode(ids("qwen3", said)[slice(*c.span)]) for c in turn.calls][
+        :3
+    ] == [good, bad, other]
+    assert not codec.parse(ids("qwen3", "<think>\nHm"), [LOOK]).reasoning_closed
+
+
+def test_no_codec_says_why_of_each():
+    template = changed("chatml", "message.content", "message.content | trim")
+    with pytest.raises(ConfigError) as refused:
+        codec_for(tokenizer_of("llama-3", template), "auto")
+    assert "renderers:qwen3: Special token '<|im_start|>' not found" in str(refused.value)
+    assert "template: the chat template" in str(refused.value)
+
+
+def test_a_renderer_of_another_family_is_refused():
+    tokenizer = tokenizer_of("chatml")
+    proved = Proved(RenderersCodec(tokenizer, "qwen3", {}), Template(tokenizer, {}))
+    assert "extends a turn in another way" in proved.tool_refusal
+    assert codec_for(tokenizer).name == "template"

@@ -1,0 +1,132 @@
+"""The laws of a codec on 2,000 random conversations, for each family, codec and template."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.codec import JsonValue, Message, ToolCall, ToolSpec
+from mcore_rl.agents.codec_proof import Proved, Template, difference
+from mcore_rl.agents.proof_conversations import Conversation
+from tests.unit.agents.families import FAMILIES, tokenizer_of
+
+OPTIONS: dict[str, dict[str, JsonValue]] = {"llama-3": {"date_string": "26 Jul 2024"}}
+# What each codec is, and whether it has tools and several calls a turn.
+PROVED = {
+    ("qwen3", "renderers"): "renderers:qwen3, tools, several calls",
+    ("qwen3.5", "renderers"): "renderers:qwen3.5, tools, several calls",
+    ("deepseek-v3", "renderers"): "renderers:deepseek-v3, tools, several calls",
+    ("deepseek-r1", "renderers"): "renderers:deepseek-r1",
+    ("glm-4.5", "renderers"): "renderers:glm-4.5, tools, several calls",
+    ("kimi-k2", "renderers"): "renderers:kimi-k2, tools, several calls",
+    ("llama-3", "renderers"): "renderers:llama-3, tools",
+    ("chatml", "template"): "template",
+    ("qwen3", "template"): "template, tools, several calls",
+    ("deepseek-v3", "template"): "template",
+    ("kimi-k2", "template"): "template",
+}
+NAMES, KEYS = ("look", "add_up"), ("at", "n")
+TEXTS = ("", " ", "\n", "Yes.", "  in \n\n", "```\nx = 1\n```", "東京 🌊 e\u0301", "{'a': \"\\\"}")
+LETTERS = "ab 1.\n\t\"'{}<>é東🌊\\"
+VALUES: tuple[JsonValue, ...] = (7, True, None, "12", [1, "a b"], {"k": 0.5})
+
+
+@cache
+def codec_of(family: str, kind: str) -> tuple[Proved, Template]:
+    options = OPTIONS.get(family, {})
+    tokenizer = tokenizer_of(family)
+    return codec_for(tokenizer, kind, options), Template(tokenizer, variables(family, kind))
+
+
+def variables(family: str, kind: str) -> dict[str, JsonValue]:
+    """With these the template of Qwen3.5 opens the reasoning, as its renderer is tried first."""
+    return {"enable_thinking": True} if family == "qwen3.5" else OPTIONS.get(family, {})
+
+
+def some_text(chance: Random) -> str:
+    if chance.random() < 0.5:
+        return chance.choice(TEXTS)
+    return "".join(chance.choices(LETTERS, k=chance.randrange(9)))
+
+
+def some_turn(chance: Random, first: int) -> tuple[Message, tuple[Message, ...]]:
+    """An assistant's turn, and what answers it; `first` is the number of its first call."""
+    reasoning = chance.choice(("", "Hm. Let me see", "1 < 2\n\nso: é"))
+    names = chance.choices(NAMES, k=chance.choice((0, 0, 1, 2, 3)))
+    values = (*VALUES, some_text(chance))
+    calls = tuple(
+        ToolCall(
+            name,
+            {key: chance.choice(values) for key in KEYS[: chance.randrange(3)]},
+            f"functions.{name}:{first + i}",
+        )
+        for i, name in enumerate(names)
+    )
+    said = Message("assistant", some_text(chance), reasoning, calls)
+    if not calls:
+        return said, (Message("user", some_text(chance)),)
+    return said, tuple(
+        Message("tool", some_text(chance), "", (), call.id, call.name) for call in calls
+    )
+
+
+def some_conversation(seed: int) -> Conversation:
+    chance = Random(seed)
+    before = [Message("system", some_text(chance))] if chance.random() < 0.5 else []
+    before.append(Message("user", some_text(chance)))
+    for i in range(chance.randrange(3)):
+        said, answers = some_turn(chance, 4 * i)
+        before += [said, *answers]
+    said, after = some_turn(chance, 8)
+    parameters: dict[str, JsonValue] = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tools = tuple(ToolSpec(name, "Does it.", parameters) for name in NAMES)
+    return Conversation(tuple(before), said, after, tools)
+
+
+def with_calls(given: Conversation, most: int) -> Conversation:
+    """The conversation with so many calls a turn; with none, tools' answers become users'."""
+
+    def kept(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        found: list[Message] = []
+        for message in messages:
+            if message.role == "tool":
+                calls = found[-1].tool_calls
+                if not most:
+                    message = Message("user", message.content)
+                elif not any(call.id == message.tool_call_id for call in calls):
+                    continue
+            found.append(replace(message, tool_calls=message.tool_calls[:most]))
+        return tuple(found)
+
+    both = kept((given.turn, *given.after))
+    tools = given.tools if most else ()
+    return Conversation(kept(given.before), both[0], both[1:], tools)
+
+
+@settings(max_examples=2000, suppress_health_check=list(HealthCheck), database=None)
+@given(st.integers(0, 2**32), st.none() | st.integers(0, 30))
+def test_laws(seed: int, cut: int | None) -> None:
+    conversation = some_conversation(seed)
+    fewer = {most: with_calls(conversation, most) for most in (0, 1, 3)}
+    for family, kind in PROVED:
+        codec, template = codec_of(family, kind)
+        most = 0 if codec.tool_refusal else 1 if codec.parallel_refusal else 3
+        assert difference(codec, template, fewer[most], cut) == "", (family, kind)
+
+
+def test_what_is_proved():
+    found = {}
+    for family, kind in PROVED:
+        codec, _ = codec_of(family, kind)
+        found[family, kind] = (
+            codec.name
+            + ("" if codec.tool_refusal else ", tools")
+            + ("" if codec.parallel_refusal else ", several calls")
+        )
+    assert found == PROVED
+    assert {family for family, _ in PROVED} == FAMILIES.keys()

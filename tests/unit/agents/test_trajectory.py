@@ -1,0 +1,110 @@
+"""A tree of turns as samples, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.agents.trajectory import Sample, Turn, TurnSpan, VersionSpan, samples_of
+from mcore_rl.data.batch import Batch
+
+# 1 begins a message, 2 ends it; 5x the system and user, 6x the tool, 7x sampled.
+CALL = Turn(
+    "s", "call", "", (1, 50, 2, 1), (70, 71, 2), (-0.1, -0.2, -0.3), (VersionSpan(3, 0, 3),), "stop"
+)
+# After the tool's answer; the weights change within, and it is cut off: there is no 2.
+CUT = Turn(
+    "s", "cut", "call", (*CALL.prompt_ids, *CALL.token_ids, 1, 60, 2, 1),
+    (72, 73), (-0.4, -0.5), (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)), "length", "experts/cut",
+    token_rewards=(0.0, 0.25),
+)  # fmt: skip
+# A user goes on: the 2 that was not sampled is in the prompt.
+LAST = Turn(
+    "s", "last", "cut", (*CUT.prompt_ids, *CUT.token_ids, 2, 1, 51, 2, 1),
+    (74, 2), (-0.6, -0.7), (VersionSpan(4, 0, 2),), "stop",
+)  # fmt: skip
+# Another answer of the tool to the same call.
+BRANCH = Turn(
+    "s", "branch", "call", (*CALL.prompt_ids, *CALL.token_ids, 1, 61, 2, 1),
+    (75, 2), (-0.8, -0.9), (VersionSpan(3, 0, 2),), "stop",
+)  # fmt: skip
+# A prompt that was rendered anew, without the call.
+ANEW = Turn("s", "anew", "last", (1, 52, 2, 1), (76,), (-1.0,), (VersionSpan(5, 0, 1),), "length")
+
+
+def samples(*turns: Turn) -> list[Sample]:
+    return samples_of(turns, trajectory_id="t", group_id=8, reward=1.5, status="finished")
+
+
+def test_three_turns_with_a_tool_a_branch_and_a_cut():
+    long, branch, anew = samples(CALL, CUT, LAST, BRANCH, ANEW)
+    assert long == Sample(
+        prompt_ids=[1, 50, 2, 1],
+        #             call       tool          cut     close and user    last
+        response_ids=[70, 71, 2, 1, 60, 2, 1, 72, 73, 2, 1, 51, 2, 1, 74, 2],
+        response_mask=[1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1],
+        rollout_log_probs=[-0.1, -0.2, -0.3, 0, 0, 0, 0, -0.4, -0.5, 0, 0, 0, 0, 0, -0.6, -0.7],
+        weight_versions=[3, 3, 3, -1, -1, -1, -1, 3, 4, -1, -1, -1, -1, -1, 4, 4],
+        token_rewards=[0, 0, 0, 0, 0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0, 0],
+        turn_spans=(
+            TurnSpan("call", 0, 3),
+            TurnSpan("cut", 7, 9, "experts/cut"),
+            TurnSpan("last", 14, 16),
+        ),
+        finish_reason="stop",
+        group_id=8,
+        reward=1.5,
+        trajectory_id="t",
+        segment=0,
+    )
+    assert branch.response_ids == [70, 71, 2, 1, 61, 2, 1, 75, 2]
+    assert branch.response_mask == [0, 0, 0, 0, 0, 0, 0, 1, 1]  # the call is trained above
+    assert branch.rollout_log_probs == [0, 0, 0, 0, 0, 0, 0, -0.8, -0.9]
+    assert branch.weight_versions == [-1, -1, -1, -1, -1, -1, -1, 3, 3]
+    assert branch.turn_spans == (TurnSpan("call", 0, 3), TurnSpan("branch", 7, 9))
+    assert (anew.prompt_ids, anew.response_ids, anew.response_mask) == ([1, 52, 2, 1], [76], [1])
+    assert [s.segment for s in (long, branch, anew)] == [0, 1, 2]
+    assert {(s.trajectory_id, s.group_id, s.reward) for s in (long, branch, anew)} == {
+        ("t", 8, 1.5)
+    }
+
+
+def test_each_sampled_token_is_trained_once():
+    turns = [CALL, CUT, LAST, BRANCH, ANEW, replace(BRANCH, turn_id="again")]
+    masks = sum(sum(sample.response_mask) for sample in samples(*turns))
+    assert masks == sum(len(turn.token_ids) for turn in turns)
+
+
+def test_samples_are_rows_of_a_batch():
+    batch = Batch.of(samples(CALL, CUT, LAST, BRANCH))
+    assert batch.jagged("response_mask").lengths.tolist() == [16, 9]
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ((CUT,), "turn 'cut' comes before its parent 'call'"),
+        ((CALL, CALL), "turn_id 'call' is empty or comes twice"),
+    ],
+)
+def test_a_tree_that_is_none_is_refused(turns: tuple[Turn, ...], words: str):
+    with pytest.raises(ValueError, match=words):
+        samples(*turns)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"log_probs": (-0.1,)}, "has 1 log_probs for 3 tokens"),
+        ({"token_rewards": (1.0,)}, "has 1 token_rewards for 3 tokens"),
+        ({"weight_versions": (VersionSpan(3, 0, 2),)}, "cover each token once"),
+        (
+            {"weight_versions": (VersionSpan(3, 0, 2), VersionSpan(4, 1, 3))},
+            "cover each token once",
+        ),
+    ],
+)
+def test_a_turn_with_parts_of_other_lengths_is_refused(change: dict[str, object], words: str):
+    with pytest.raises(ValueError, match=words):
+        replace(CALL, **change)
