@@ -119,7 +119,7 @@ def request(
 
 def _bwrap(tier: Tier, settings: SandboxSettings) -> Iterator[str]:
     """bubblewrap's command line: its own mounts, pids, network and IPC; ends with this process."""
-    yield shutil.which("bwrap") or "bwrap"
+    yield shutil.which("bwrap") or "/usr/bin/bwrap"
     yield from ("--die-with-parent", "--unshare-pid", "--unshare-net", "--unshare-ipc")
     yield from ("--unshare-uts", "--unshare-cgroup-try", "--new-session")
     if tier.in_user_namespace:
