@@ -40,7 +40,12 @@ _SHOWN = 200  # characters of a response or of its fields in an error
 _REWARDS: Registry[Reward] = Registry(
     "reward.name", ("text", "fields", "finish_reason"), "reward.settings", OPTIONAL
 )
-_BUILT_IN = ("length", "rules_math", "rules_text")  # modules that register rewards when imported
+_BUILT_IN = (
+    "length",
+    "rules_code",
+    "rules_math",
+    "rules_text",
+)  # modules that register rewards when imported
 
 register_reward = _REWARDS.register
 
@@ -52,17 +57,22 @@ class InProcess:
     modules: tuple[str, ...]  # imported before its first call, whose time they do not take
     # The result for a response that a call takes too long for or ends its process; None: an error.
     unchecked: Mapping[str, float] | None
+    memory_mb: int | None  # address space of the process, in MiB; None: no limit of ours
 
 
-def in_process(*modules: str, unchecked: Mapping[str, float] | None = None) -> Callable[[R], R]:
+def in_process(
+    *modules: str, unchecked: Mapping[str, float] | None = None, memory_mb: int | None = None
+) -> Callable[[R], R]:
     """Decorator of a reward that is called in processes of its own, which its time limit kills.
 
-    For code that a response can make run for ever. The process finds the reward by its name or
-    import path; arguments and result are JSON.
+    A MemoryError ends the process, too.
+
+    For code that a response can make run for ever, or take all memory. The process finds the reward
+    by its name or import path; arguments and result are JSON.
     """
 
     def mark(function: R) -> R:
-        function.in_process = InProcess(modules, unchecked)  # type: ignore[attr-defined]
+        function.in_process = InProcess(modules, unchecked, memory_mb)  # type: ignore[attr-defined]
         return function
 
     return mark

@@ -144,7 +144,12 @@ class Judge:
         mark: InProcess | None = getattr(function, "in_process", None)
         processes = None
         if mark is not None:
-            asked = {"name": term.name, "settings": term.settings, "modules": mark.modules}
+            asked = {
+                "name": term.name,
+                "settings": term.settings,
+                "modules": mark.modules,
+                "memory_mb": mark.memory_mb,
+            }
             processes = RewardProcesses(asked, self._config.num_processes)
         own_limit: float | None = getattr(settings, "timeout_s", None)
         if own_limit is not None:

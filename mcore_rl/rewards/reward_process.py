@@ -1,7 +1,7 @@
 """One of the processes of processes.py: calls a reward, a line of JSON at a time.
 
-{"name": ..., "settings": {...}, "modules": [...]}     first, answered by {}
-{"given": [...], "optional": {...}, "timeout_s": ...}  a call, answered by
+{"name": ..., "settings": {...}, "modules": [...], "memory_mb": ...}  first, answered by {}
+{"given": [...], "optional": {...}, "timeout_s": ...}                 a call, answered by
 {"result": ...} or {"error": ...}
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 
@@ -24,6 +25,8 @@ def main() -> None:
     for module in asked["modules"]:
         importlib.import_module(module)
     reward = get_reward(asked["name"], asked["settings"])
+    if asked["memory_mb"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (asked["memory_mb"] << 20,) * 2)
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -32,6 +35,8 @@ def main() -> None:
         try:
             result = reward(*asked["given"], **asked["optional"])
             answer = json.dumps({"result": result}, default=float)  # numpy's numbers are no JSON
+        except MemoryError:
+            raise  # ends this process, as a time limit does
         except Exception as error:  # noqa: BLE001 (the server says what follows from it)
             answer = json.dumps({"error": raised(error)})
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -17,6 +17,7 @@ from mcore_rl.rewards.base import (
     with_answers,
 )
 
+_UNCHECKED = {"reward": 0.0, "answered": 1.0, "unchecked": 1.0}
 _FINAL_LINE = re.compile(r"#### ([0-9]+)")
 
 
@@ -66,7 +67,7 @@ def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> di
 
 @register_reward("math")
 @with_answers(_boxed_answers)
-@in_process("math_verify", unchecked={"reward": 0.0, "answered": 1.0, "unchecked": 1.0})
+@in_process("math_verify", unchecked=_UNCHECKED, memory_mb=2048)
 def math(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: MathSettings
 ) -> dict[str, float]:

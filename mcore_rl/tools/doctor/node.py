@@ -97,6 +97,8 @@ class _Node:
         system.look_at_shared_memory(report, request)
         system.look_at_host_name(report)
         system.look_at_ports(report, request)
+        self._doing("trying sandboxes")
+        system.look_at_sandbox(report)
         model_bytes = 0
         if request.model_path:
             self._doing(f"reading {request.model_path}")

@@ -10,6 +10,8 @@ import socket
 import tempfile
 from pathlib import Path
 
+from mcore_rl.sandbox.probe import probed
+from mcore_rl.sandbox.tiers import Tier
 from mcore_rl.tools.doctor import devices
 from mcore_rl.tools.doctor.findings import DoctorRequest, Fact, NodeReport, Status
 
@@ -154,6 +156,16 @@ def _busy(port: int) -> str:
         except OSError as error:
             return (error.strerror or str(error)).lower()
     return ""
+
+
+def look_at_sandbox(report: NodeReport) -> None:
+    """Which kind of sandbox works: each is tried, for some tenths of a second."""
+    found = probed("auto")
+    if isinstance(found, Tier):
+        report.add("sandbox", "ok", str(found))
+        return
+    remedy = "install bubblewrap, or allow namespaces or Landlock (Linux 6.2); see docs/sandbox.md"
+    report.add("sandbox", "warn", "; ".join(found), "bubblewrap or Landlock", remedy)
 
 
 def look_at_host_name(report: NodeReport) -> None:

@@ -285,7 +285,7 @@ def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
 
 
 WRONG = {
-    "reward.terms.maths.name='maths' is unknown; allowed: choice, cosine,": {"maths": {}},
+    "reward.terms.maths.name='maths' is unknown; allowed: choice, code, cosine,": {"maths": {}},
     "reward.terms.math.settings.digit is no setting of reward.terms.math.name='math'": {
         "math": {"settings": {"digit": 3}}
     },

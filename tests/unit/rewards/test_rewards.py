@@ -39,5 +39,7 @@ def test_a_missing_answer_names_the_column_setting():
 
 
 def test_an_unknown_reward_names_the_setting_and_what_is_allowed():
-    with pytest.raises(ConfigError, match=r"reward\.name='nope'.*allowed: choice, cosine, final_n"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.name='nope'.*allowed: choice, code, cosine, final_n"
+    ):
         get_reward("nope")

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from mcore_rl.cli import doctor
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.tools.doctor import compare, devices, run
+from mcore_rl.tools.doctor import compare, devices, run, system
 from mcore_rl.tools.doctor.bandwidth import rounds, rounds_of_ranks
 from mcore_rl.tools.doctor.findings import Bandwidth, DoctorRequest, Fact, Finding, NodeReport
 from tests.pages import of_kind
@@ -41,9 +41,19 @@ def request_(tmp_path: Path) -> DoctorRequest:
 def test_two_nodes_that_are_well_have_no_fault_and_keep_no_file(tmp_path, request_):
     report = run.examine(request_, ProcessNodes(plant(tmp_path, World())))
     assert faults(report.findings) == []
-    assert {f.check for f in report.findings} >= {"network", "shared path", "clock", "model"}
+    checks = {"network", "shared path", "clock", "model", "sandbox"}
+    assert {f.check for f in report.findings} >= checks
     assert {f.node for f in report.findings} == {*NODES}
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_node_without_a_sandbox_is_warned_of(monkeypatch):
+    report = NodeReport("a")
+    monkeypatch.setattr(system, "probed", lambda setting: ("bwrap: not found", "landlock: old"))
+    system.look_at_sandbox(report)
+    [found] = report.findings
+    assert (found.status, found.value) == ("warn", "bwrap: not found; landlock: old")
+    assert "install bubblewrap" in found.remedy
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,0 +1,312 @@
+"""Tools: functions that a model can call, with the schemas that it is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import re
+import threading
+import types
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+from jsonschema import Draft202012Validator
+
+from mcore_rl.config.errors import ConfigError
+
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of OpenAI's functions
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
+_CLOSE_S = 10.0  # for a tool to clean up after a trajectory
+
+
+class ToolError(RuntimeError):
+    """Raised by a tool to tell the model what is wrong, in its own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What a model can call. `parameters` is a JSON schema of type object."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    function: Callable[..., Any]  # called with the arguments by name; may be async
+    timeout_s: float | None = None  # None: that of the ToolSet; math.inf: its own business
+
+    def schema(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAnswer:
+    text: str  # for the model
+    is_error: bool = False
+
+
+class StatefulTool(Protocol):
+    """Tools of one trajectory that share state: a class with methods marked by @tool.
+
+    Its ToolSet calls `setup` first and `close` in the end, however the trajectory ends. A class
+    whose tools are known only after `setup` has them as `tools`, a sequence of Tool.
+    """
+
+    async def setup(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@overload
+def tool(function: Callable[..., Any]) -> Callable[..., Any]: ...
+@overload
+def tool(
+    *, timeout_s: float | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+def tool(function: Callable[..., Any] | None = None, *, timeout_s: float | None = None) -> Any:
+    """Decorator that makes a function or method a tool; it stays callable as it was.
+
+    The schema is made of its annotations and docstring: int, float, str, bool, list, dict,
+    list[...], dict[str, ...], Literal of texts or whole numbers, any of them or None; defaults.
+    Descriptions are the docstring up to "Args:", and the lines `name: ...` after that.
+
+    Raises:
+        ConfigError: there is no docstring, or a parameter without or with another annotation.
+    """
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.tool = tool_of(function, timeout_s)  # type: ignore[attr-defined]
+        return function
+
+    return mark if function is None else mark(function)
+
+
+def tool_of(function: Callable[..., Any], timeout_s: float | None = None) -> Tool:
+    """A function as a tool; ConfigError as `tool`."""
+    name = function.__name__
+    text, documented = _documented(function)
+    if not text:
+        raise ConfigError(f"tool {name}: it has no docstring, which is what the model is told")
+    hints = get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue
+        where = f"tool {name}: the parameter {parameter.name}"
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"{where} is {parameter.kind.description}; allowed: by name")
+        if parameter.name not in hints:
+            raise ConfigError(f"{where} has no annotation")
+        schema = _schema_of(hints[parameter.name], where)
+        if parameter.name in documented:
+            schema["description"] = documented[parameter.name]
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+        else:
+            schema["default"] = parameter.default
+        properties[parameter.name] = schema
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+    return Tool(name, text, parameters, function, timeout_s)
+
+
+class ToolSet:
+    """The tools of one trajectory: `async with ToolSet(...)` sets them up and closes them."""
+
+    def __init__(
+        self, sources: Iterable[object], timeout_s: float = 30.0, max_chars: int = 20_000
+    ) -> None:
+        """`sources`: tools, functions or objects with @tool, and classes, made anew each time.
+
+        timeout_s: of one call, unless the tool has its own. max_chars: of what the model is told;
+        the middle of a longer text is left out.
+        """
+        self._sources = [source() if isinstance(source, type) else source for source in sources]
+        self._timeout_s, self._max_chars = timeout_s, max_chars
+        self._tools: dict[str, Tool] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> ToolSet:
+        """Raises ConfigError if two names are the same, or a source is no tool."""
+        async with AsyncExitStack() as stack:
+            for source in self._sources:
+                if hasattr(source, "close"):
+                    stack.push_async_callback(_closed, cast(StatefulTool, source))
+                if hasattr(source, "setup"):
+                    await source.setup()
+                for found in _tools_of(source):
+                    self._add(found)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        return self._tools
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """As OpenAI's API and chat templates have them."""
+        return [one.schema() for one in self._tools.values()]
+
+    async def call(self, name: str, arguments: Mapping[str, Any] | str) -> ToolAnswer:
+        """What the model is told of a call. Whatever is wrong with it is told, not raised.
+
+        Args:
+            arguments: an object, or its JSON.
+        """
+        found = self._tools.get(name)
+        if found is None:
+            return self._wrong(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
+        try:
+            given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+        except ValueError as error:
+            return self._wrong(f"the arguments are no JSON: {error}")
+        errors = sorted(Draft202012Validator(found.parameters).iter_errors(given), key=str)
+        if errors:
+            told = "; ".join(f"{'.'.join(map(str, e.path)) or name}: {e.message}" for e in errors)
+            return self._wrong(told)
+        limit_s = self._timeout_s if found.timeout_s is None else found.timeout_s
+        limit = asyncio.timeout(None if limit_s == math.inf else limit_s)
+        try:
+            async with limit:
+                result = await _called(found.function, given)
+        except ToolError as error:
+            return self._wrong(str(error))
+        except TimeoutError as error:
+            late = f"{name} took longer than {limit_s:g} s"
+            return self._wrong(late if limit.expired() else f"TimeoutError: {error}")
+        except Exception as error:  # noqa: BLE001 (of a function that is not ours)
+            return self._wrong(f"{type(error).__name__}: {error}")
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        return ToolAnswer(self._cut(text))
+
+    def _add(self, found: Tool) -> None:
+        if not NAME.fullmatch(found.name):
+            raise ConfigError(f"tool {found.name!r}; allowed as a name: {NAME.pattern}")
+        if found.name in self._tools:
+            raise ConfigError(f"two tools have the name {found.name!r}")
+        self._tools[found.name] = found
+
+    def _wrong(self, text: str) -> ToolAnswer:
+        return ToolAnswer(self._cut(f"Error: {text}"), is_error=True)
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._max_chars:
+            return text
+        half = self._max_chars // 2
+        left_out = len(text) - 2 * half
+        return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
+
+
+async def _closed(source: StatefulTool) -> None:
+    async with asyncio.timeout(_CLOSE_S):
+        await source.close()
+
+
+def _tools_of(source: object) -> list[Tool]:
+    if isinstance(source, Tool):
+        return [source]
+    if isinstance(found := getattr(source, "tool", None), Tool):
+        return [found]
+    if (listed := getattr(source, "tools", None)) is not None:
+        return list(listed)
+    members = [member for _, member in inspect.getmembers(source, inspect.ismethod)]
+    marked = [(method, method.tool) for method in members if hasattr(method, "tool")]
+    if not marked:
+        raise ConfigError(f"{source!r} is no tool; allowed: a function or a class with @tool")
+    return [
+        Tool(one.name, one.description, one.parameters, method, one.timeout_s)
+        for method, one in marked
+    ]
+
+
+async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> object:
+    """Its result. One that is not async runs in a thread, which goes on after a time limit."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[object] = loop.create_future()
+
+    def told(result: object, error: BaseException | None) -> None:
+        if future.done():  # nobody waits for it any more
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function(**arguments)
+        except Exception as raised:  # noqa: BLE001 (it is raised where it is awaited)
+            error = raised
+        except BaseException as raised:  # noqa: BLE001 (sys.exit ends no server)
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(told, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    result = await future
+    return await result if isinstance(result, Awaitable) else result
+
+
+def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Its description, and those of its parameters."""
+    text = inspect.getdoc(function) or ""
+    text, *rest = re.split(r"^(?:Args|Returns|Raises):\s*$", text, flags=re.MULTILINE)
+    arguments: dict[str, str] = {}
+    name = ""
+    for line in rest[0].splitlines() if rest else []:
+        if match := re.match(r" {1,4}(\w+)(?: \(.*?\))?: (.*)", line):
+            name, arguments[match[1]] = match[1], match[2].strip()
+        elif name and line.strip():
+            arguments[name] += f" {line.strip()}"
+    return " ".join(text.split()), arguments
+
+
+def _schema_of(kind: Any, where: str) -> dict[str, Any]:
+    if kind in _SCALARS:
+        return {"type": _SCALARS[kind]}
+    origin, inside = get_origin(kind) or kind, get_args(kind)
+    if origin is list:
+        return {"type": "array"} | ({"items": _schema_of(inside[0], where)} if inside else {})
+    if origin is dict and (not inside or inside[0] is str):
+        values = {"additionalProperties": _schema_of(inside[1], where)} if inside else {}
+        return {"type": "object"} | values
+    if origin is Literal and {type(value) for value in inside} in ({int}, {str}):
+        return {"type": _SCALARS[type(inside[0])], "enum": list(inside)}
+    if origin in (Union, types.UnionType) and types.NoneType in inside and len(inside) == 2:
+        [other] = [one for one in inside if one is not types.NoneType]
+        return {"anyOf": [_schema_of(other, where), {"type": "null"}]}
+    raise ConfigError(
+        f"{where} is annotated as {kind!r}; allowed: int, float, str, bool, list, dict, list[...], "
+        "dict[str, ...], Literal of texts or whole numbers, and any of them or None"
+    )

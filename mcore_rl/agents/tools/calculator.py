@@ -1,0 +1,161 @@
+"""A calculator without eval: arithmetic on syntax trees, with limits on size."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+
+from mcore_rl.agents.tools.base import ToolError, tool
+
+Number = Fraction | float
+
+_ZERO = Fraction(0)
+_MAX_CHARS = 1000
+_MAX_BITS = 4096  # of numerator and denominator: about 1233 digits
+_OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.Mod: operator.mod,
+}
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+_FUNCTIONS: dict[str, Callable[..., Number]] = {
+    "abs": abs,
+    "max": max,
+    "min": min,
+    "round": lambda x, digits=_ZERO: round(Fraction(x), _whole(digits)),
+    "floor": lambda x: Fraction(math.floor(x)),
+    "ceil": lambda x: Fraction(math.ceil(x)),
+    "sqrt": lambda x: _sqrt(x),
+    **{name: getattr(math, name) for name in ("exp", "log", "log2", "log10", "sin", "cos", "tan")},
+}
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Computes an arithmetic expression, as Python has it.
+
+    It knows + - * / // % **, parentheses, pi, e, abs, min, max, round, floor, ceil, sqrt, exp, log,
+    log2, log10, sin, cos and tan.
+
+    Args:
+        expression: for example (1 + 2) * 3 / 4
+    """
+    return shown(value_of(expression))
+
+
+def value_of(expression: str) -> Number:
+    """The value: exact (a Fraction) for numbers as written, + - * / // % and whole powers.
+
+    A float where a root that is not rational, a power that is not whole, pi, e or another function
+    comes in. So 0.1 + 0.2 is 3/10, and 1/3 * 3 is 1.
+
+    Raises:
+        ToolError: it is no arithmetic, has no value, or is too large.
+    """
+    if len(expression) > _MAX_CHARS:
+        raise ToolError(f"{len(expression)} characters; allowed: {_MAX_CHARS}")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        return _value(tree.body, expression.strip())
+    except SyntaxError as error:
+        raise ToolError(f"{expression!r} cannot be read: {error.msg}") from error
+    except (RecursionError, MemoryError) as error:
+        raise ToolError("too many parentheses") from error
+    except ZeroDivisionError as error:
+        raise ToolError("division by zero") from error
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ToolError(f"it has no value: {error}") from error
+
+
+def shown(value: Number) -> str:
+    """Exactly: a whole number, a decimal, or a fraction and its value in about 16 digits."""
+    if isinstance(value, float):
+        return repr(value)
+    if value.denominator == 1:
+        return str(value.numerator)
+    rest, digits = value.denominator, 0
+    for prime in (2, 5):
+        count = 0
+        while rest % prime == 0:
+            rest, count = rest // prime, count + 1
+        digits = max(digits, count)
+    if rest == 1 and digits <= 30:
+        text = f"{abs(value.numerator) * 10**digits // value.denominator:0{digits + 1}d}"
+        return f"{'-' * (value < 0)}{text[:-digits]}.{text[-digits:]}"
+    return f"{value} (about {float(value)!r})"
+
+
+def _value(node: ast.expr, source: str) -> Number:
+    match node:
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            return _bounded(_literal(ast.get_source_segment(source, node) or ""))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, source)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand, source)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left, source), _value(right, source))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _bounded(_OPERATORS[type(op)](_value(left, source), _value(right, source)))
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return _bounded(_FUNCTIONS[name](*(_value(one, source) for one in args)))
+    found = ast.get_source_segment(source, node)
+    hint = "; a power is written **" if "^" in source else ""
+    raise ToolError(f"{found!r} is no arithmetic that the calculator knows{hint}")
+
+
+def _literal(text: str) -> Fraction:
+    text = text.lower().replace("_", "")
+    if text[:2] in ("0x", "0o", "0b"):
+        return Fraction(int(text, 0))
+    _, _, exponent = text.partition("e")
+    if exponent and abs(int(exponent)) > _MAX_BITS:  # the fraction would fill the memory
+        raise ToolError(f"{text} is too large or too small")
+    return Fraction(text)
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if not isinstance(base, Fraction) or not _is_whole(exponent):
+        return _bounded(math.pow(base, exponent))
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    times = abs(int(exponent))
+    if bits > 1 and (bits - 1) * times > _MAX_BITS:
+        raise ToolError(f"the power is too large; allowed: {_MAX_BITS} bits")
+    return _bounded(Fraction(base) ** int(exponent))
+
+
+def _is_whole(value: Number) -> bool:
+    return isinstance(value, Fraction) and value.denominator == 1
+
+
+def _whole(value: Number) -> int:
+    if not _is_whole(value) or not -30 <= value <= 30:
+        raise ToolError("round: allowed as digits: whole numbers up to 30")
+    return int(value)
+
+
+def _sqrt(value: Number) -> Number:
+    if isinstance(value, Fraction) and value >= 0:
+        found = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
+        if found * found == value:
+            return found
+    return math.sqrt(value)
+
+
+def _bounded(value: Number) -> Number:
+    if isinstance(value, int):  # of round
+        value = Fraction(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ToolError("the value is too large")
+    elif max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
+        raise ToolError(f"a number is too large; allowed: {_MAX_BITS} bits")
+    return value

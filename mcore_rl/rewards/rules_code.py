@@ -1,0 +1,137 @@
+"""A reward that runs the program in a response against tests, in the sandbox."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.rewards.base import in_process, register_reward, shown
+from mcore_rl.sandbox.sandbox import Sandbox
+
+_BLOCK = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# Runs the program, then each test in its names; tells the key of each that raises nothing. What
+# they print goes to stderr, and their stdin is empty.
+_ASSERTS = """
+import json, os, sys
+
+def run(code, tests, keys, out):
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    names = {"__name__": "answer"}
+    exec(compile(code, "answer.py", "exec"), names)
+    for number, (test, key) in enumerate(zip(tests, keys)):
+        try:
+            exec(compile(test, f"test {number}", "exec"), names)
+        except Exception as error:
+            print(f"test {number}: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            print(key, file=out, flush=True)
+
+run(**json.load(sys.stdin), out=os.fdopen(os.dup(1), "w"))
+"""
+
+
+@dataclass(frozen=True)
+class CodeSettings(SandboxSettings):
+    """Settings of `reward.name=code`; limits are of one test, or of all asserts."""
+
+    cpu_s: float = 5.0
+    wall_s: float = 10.0
+    all_or_nothing: bool = False  # 1 if all tests pass, else 0; false: the share that pass
+    timeout_s: float = 60.0  # for all tests of one response; one that takes longer earns nothing
+
+
+@register_reward("code")
+@in_process(unchecked={"reward": 0.0, "passed": 0.0, "answered": 1.0, "unchecked": 1.0})
+def code(
+    text: str, fields: Mapping[str, Any], finish_reason: str, settings: CodeSettings
+) -> dict[str, float]:
+    """The share of tests that the last ```python block of the response passes, or all or nothing.
+
+    The field `answer` is a JSON object, or its text: {"inputs": [...], "outputs": [...]}, what the
+    program reads from stdin and has to write to stdout, where blanks at ends of lines and empty
+    lines at the end do not count; or {"asserts": [...]}, statements that are run after it. After a
+    test that reaches a limit of the sandbox the others count as failed. `passed` is the share,
+    `answered` is 1.0 where there is a block, `unchecked` where all took longer than timeout_s.
+
+    Raises:
+        ValueError: the tests cannot be read.
+        SandboxError: this machine has no sandbox.
+    """
+    tests = _tests(fields.get("answer"))
+    program = last_program(text)
+    if program is None:
+        return {"reward": 0.0, "passed": 0.0, "answered": 0.0, "unchecked": 0.0}
+    sandbox = _sandbox(settings)
+    if "asserts" in tests:
+        passed = _num_asserts(sandbox, program, tests["asserts"]) / len(tests["asserts"])
+    else:
+        pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
+        passed = _num_pairs(sandbox, program, pairs, settings.all_or_nothing) / len(pairs)
+    reward = float(passed == 1) if settings.all_or_nothing else passed
+    return {"reward": reward, "passed": passed, "answered": 1.0, "unchecked": 0.0}
+
+
+def last_program(text: str) -> str | None:
+    """What is in the last fenced block that is complete and of Python or of no language."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else None
+
+
+@functools.cache
+def _sandbox(settings: CodeSettings) -> Sandbox:
+    return Sandbox(settings)
+
+
+def _tests(answer: object) -> Mapping[str, Sequence[str]]:
+    try:
+        tests = json.loads(answer) if isinstance(answer, str) else answer
+    except ValueError:
+        tests = None
+    columns = (["asserts"], ["inputs", "outputs"])
+    if isinstance(tests, Mapping) and sorted(tests) in columns:
+        lists = list(tests.values())
+        are_texts = all(isinstance(one, list) and all(map(_is_text, one)) for one in lists)
+        if are_texts and lists[0] and len({len(one) for one in lists}) == 1:
+            return tests
+    raise ValueError(
+        f"the field 'answer' (data.answer_column) is {shown(answer)}; reward.name='code' needs an "
+        'object {"inputs": [...], "outputs": [...]} or {"asserts": [...]} with lists of texts, '
+        "equally long, not empty"
+    )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _num_asserts(sandbox: Sandbox, program: str, tests: Sequence[str]) -> int:
+    """How many pass, in one call."""
+    keys = [secrets.token_hex(16) for _ in tests]
+    told = {"code": program, "tests": tests, "keys": keys}
+    result = sandbox.run(_ASSERTS, stdin=json.dumps(told))
+    return len(set(keys) & set(result.stdout.split()))
+
+
+def _num_pairs(
+    sandbox: Sandbox, program: str, pairs: Sequence[tuple[str, str]], stops_early: bool
+) -> int:
+    """How many give the right output, each in a call of its own."""
+    passed = 0
+    for given, wanted in pairs:
+        result = sandbox.run(program, stdin=given)
+        is_right = result.status == "ok" and _lines(result.stdout) == _lines(wanted)
+        passed += is_right
+        if result.status not in ("ok", "error") or (stops_early and not is_right):
+            break
+    return passed
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

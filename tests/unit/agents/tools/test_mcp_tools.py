@@ -1,0 +1,114 @@
+"""Tools of a real MCP server in a process, by stdio and by streamable HTTP."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.agents.tools.base import ToolError, ToolSet, tool
+from mcore_rl.agents.tools.mcp_tools import McpTools
+from tests.nightly import all_but
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+STDIO = [sys.executable, SERVER, "stdio"]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL) as server:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and server.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+        server.kill()
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Another one of the name."""
+    return a - b
+
+
+def servers() -> list[int]:
+    return [
+        p.pid
+        for p in psutil.Process().children()
+        if SERVER in p.cmdline() and "stdio" in p.cmdline()
+    ]
+
+
+@pytest.mark.parametrize("how", ["stdio", "http"])
+def test_tools_of_a_server(how, url):
+    async def run() -> dict[str, object]:
+        source = McpTools(STDIO if how == "stdio" else url, prefix="far_", timeout_s=20)
+        async with ToolSet([source, add]) as tools:
+            found: dict[str, object] = {"names": list(tools.tools)}
+            found["schema"] = tools.tools["far_add"].schema()["function"]
+            found["add"] = await tools.call("far_add", {"a": 3, "b": 4})
+            found["wrong"] = await tools.call("far_add", {"a": "x"})
+            found["fail"] = await tools.call("far_fail", {})
+            return found
+
+    found = asyncio.run(run())
+    assert found["names"] == ["far_add", "far_wait", "far_fail", "far_end", "add"]
+    assert found["schema"]["description"] == "Adds two numbers."
+    assert found["schema"]["parameters"]["required"] == ["a", "b"]
+    assert (found["add"].text, found["add"].is_error) == ("7", False)
+    assert "'b' is a required property" in found["wrong"].text
+    assert found["fail"].is_error and "fail" in found["fail"].text
+    assert servers() == []
+
+
+@pytest.mark.parametrize("how", all_but(["http"], ["stdio", "http"]))
+def test_a_call_that_takes_too_long_is_told(how, url):
+    async def run() -> tuple[str, str]:
+        source = McpTools(STDIO if how == "stdio" else url, timeout_s=8)
+        async with ToolSet([source]) as tools:
+            late = await tools.call("wait", {"seconds": 60})
+            return late.text, (await tools.call("add", {"a": 1, "b": 1})).text
+
+    late, after = asyncio.run(run())
+    assert late.startswith("Error: ") and ("longer than" in late or "imed out" in late), late
+    assert after == "2"
+
+
+def test_a_server_that_dies_costs_a_call():
+    async def run() -> tuple[str, bool]:
+        async with ToolSet([McpTools(STDIO, timeout_s=15)]) as tools:
+            answer = await tools.call("end", {})
+            return answer.text, answer.is_error
+
+    start = time.monotonic()
+    text, is_error = asyncio.run(run())
+    assert is_error, text
+    assert time.monotonic() - start < 30
+    assert servers() == []
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (["/missing/server"], "/missing/server.*No such file"),
+        ([sys.executable, "-c", "raise SystemExit(1)"], "raise SystemExit"),
+        ([sys.executable, "-c", "import time; time.sleep(60)"], "no answer in|imed out"),
+        ("http://127.0.0.1:9/mcp", "127.0.0.1:9"),
+    ],
+)
+def test_a_server_that_does_not_answer(server, message):
+    async def run() -> None:
+        async with ToolSet([McpTools(server, timeout_s=2)]):
+            pass
+
+    with pytest.raises(ToolError, match=message):
+        asyncio.run(run())

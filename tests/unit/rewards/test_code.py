@@ -1,0 +1,136 @@
+"""Programs of responses against tests: what passes is written by hand here."""
+
+import json
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.rules_code import last_program
+from mcore_rl.sandbox.probe import probed
+from mcore_rl.sandbox.tiers import Tier
+from tests.unit.rewards.judging import judged, response
+
+PAIRS = json.dumps(
+    {"inputs": ["3 4\n", "1 1\n", "0 5\n", "2 9\n"], "outputs": ["7", "2", "5", "11"]}
+)
+ASSERTS = {"asserts": ["assert add(3, 4) == 7", "assert add(1, 1) == 2", "assert add(0, 0) == 0"]}
+ADD = "def add(a, b):\n    return a + b\n"
+READ = "a, b = map(int, input().split())\n"
+
+pytestmark = pytest.mark.skipif(
+    not isinstance(probed("auto"), Tier), reason=f"there is no sandbox here: {probed('auto')}"
+)
+
+
+def fenced(program: str) -> str:
+    return f"This is it:\n```python\n{program}```\nDone."
+
+
+def found(answer: object, texts: list[str], **settings: object) -> list[dict[str, float]]:
+    samples = judged(RewardConfig("code", settings), texts, [response(answer) for _ in texts])
+    return [{"reward": sample.reward, **sample.reward_parts} for sample in samples]
+
+
+def parts(reward: float, passed: float, answered: float = 1.0) -> dict[str, float]:
+    return {"reward": reward, "passed": passed, "answered": answered, "unchecked": 0.0}
+
+
+def test_outputs():
+    texts = [
+        fenced(f"{READ}print(a + b)\n"),
+        fenced(f"{READ}print(a + b, end='  \\n\\n')\n"),
+        fenced(f"{READ}print(a * 2 - a + b if a < 2 else 0)\n"),
+        fenced(f"{READ}print(a + b)\nraise SystemExit(3)\n"),
+        fenced(f"{READ}print('the sum is', a + b)\n"),
+        fenced("not Python\n"),
+        "print(7)",
+    ]
+    assert found(PAIRS, texts) == [
+        parts(1, 1),
+        parts(1, 1),
+        parts(0.5, 0.5),
+        parts(0, 0),
+        parts(0, 0),
+        parts(0, 0),
+        parts(0, 0, answered=0),
+    ]
+
+
+def test_asserts():
+    texts = [
+        fenced(ADD),
+        fenced("def add(a, b):\n    return a * b\n"),  # 0 + 0 = 0 * 0
+        fenced(ADD + "import sys\nsys.exit(0)\n"),
+        fenced(ADD + "print('passed')\nimport os\nos._exit(0)\n"),
+        fenced("def add(a, b):\n    if a == 1:\n        raise ValueError\n    return a + b\n"),
+    ]
+    rewards = [one["reward"] for one in found(ASSERTS, texts)]
+    assert rewards == [1, pytest.approx(1 / 3), 0, 0, pytest.approx(2 / 3)]
+
+
+def test_all_or_nothing():
+    texts = [fenced(ADD), fenced("def add(a, b):\n    return a * b\n")]
+    assert found(ASSERTS, texts, all_or_nothing=True) == [
+        parts(1, 1),
+        parts(0, pytest.approx(1 / 3)),
+    ]
+
+
+def test_a_test_that_reaches_a_limit_fails_those_after_it():
+    texts = [fenced(f"{READ}while a == 1: pass\nprint(a + b)\n")]
+    assert found(PAIRS, texts, cpu_s=0.3) == [parts(0.25, 0.25)]
+    texts = [fenced("def add(a, b):\n    while a == 1: pass\n    return a + b\n")]
+    assert found(ASSERTS, texts, cpu_s=0.3) == [parts(pytest.approx(1 / 3), pytest.approx(1 / 3))]
+
+
+def test_a_response_that_takes_too_long_is_unchecked():
+    texts = [fenced("import time\ntime.sleep(60)\n")]
+    expected = {"reward": 0.0, "passed": 0.0, "answered": 1.0, "unchecked": 1.0}
+    assert found(PAIRS, texts, timeout_s=1.0) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("```python\na\n``` and ```python\nb", "a\n"),
+        ("```json\n{}\n```", None),
+        ("```python\na", None),
+        ("", None),
+    ],
+)
+def test_the_last_complete_block_counts(text, program):
+    assert last_program(text) == program
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "7",
+        "{",
+        {"inputs": ["1"]},
+        {"inputs": ["1"], "outputs": []},
+        {"asserts": []},
+        {"asserts": [1]},
+    ],
+)
+def test_tests_that_cannot_be_read(answer):
+    with pytest.raises(RewardError, match=r"needs an object \{.inputs"):
+        found(answer, [fenced(ADD)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tier": "docker"}, r"reward.settings.tier='docker'; allowed: 'auto', 'bwrap'"),
+        ({"memory_mb": 1}, r"reward.settings.memory_mb=1; allowed: at least 64"),
+        ({"wall_s": 0.0}, r"reward.settings.wall_s=0.0; allowed: above 0"),
+        ({"tiers": "auto"}, r"reward.settings.tiers is no setting"),
+    ],
+)
+def test_settings_that_cannot_work(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        found(PAIRS, [fenced(ADD)], **settings)

@@ -1,0 +1,334 @@
+"""What a program in a sandbox cannot do, in every tier, as several users, in containers."""
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.nightly import all_but
+from tests.unit.sandbox import attempts
+from tests.unit.sandbox.places import CONTAINER, PLACES, SECRET, Place, needed
+
+SOURCE = Path(attempts.__file__).read_text()
+NAMES = [attempt.__name__ for attempt in attempts.ATTEMPTS]
+KEPT = [place for place in PLACES if place.name in ("bwrap", "bwrap as root", CONTAINER)]
+in_each_place = pytest.mark.parametrize("place", all_but(KEPT, PLACES), ids=str)
+# Ends when it is told to; a signal is told of by a line.
+_OTHER = """
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: print("signalled", flush=True))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def other_process() -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    program = [sys.executable, "-I", "-S", "-c", _OTHER]
+    environment = {"SECRET": SECRET}
+    with subprocess.Popen(program, stdin=pipe, stdout=pipe, env=environment, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def attempted(run: Callable[[str, str], str]) -> dict[str, bool]:
+    """By name, whether an attempt to get out worked for a program run by `run(source, stdin)`."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        os.chmod(folder, 0o777)  # so that it is not the rights of a user that protect it
+        place = {name: f"{folder}/{name}" for name in ("file", "truncated", "renamed", "unlinked")}
+        for path in place.values():
+            Path(path).write_text("of the machine")
+            os.chmod(path, 0o666)
+        place |= {"folder": folder, "secret": SECRET}
+        shared = stack.enter_context(tempfile.NamedTemporaryFile(dir="/dev/shm"))
+        place["shared_memory"] = shared.name
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        udp.bind(("127.0.0.1", 0))
+        unix = stack.enter_context(socket.socket(socket.AF_UNIX))
+        unix.bind(f"{folder}/unix")
+        unix.listen()
+        datagram = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        datagram.bind(f"{folder}/datagram")
+        place |= {"tcp": tcp.getsockname()[1], "udp": udp.getsockname()[1]}
+        place |= {"unix": unix.getsockname(), "unix_datagram": datagram.getsockname()}
+        for path in (place["unix"], place["unix_datagram"]):
+            os.chmod(path, 0o777)
+        names = "pid", "signalled", "owner"
+        others = {name: stack.enter_context(other_process()) for name in names}
+        told = place | {name: process.pid for name, process in others.items()}
+        worked = json.loads(run(SOURCE, json.dumps(told)))
+        worked["udp"] = _can_be_read(udp)
+        worked["signal_other"] = _can_be_read(others["signalled"].stdout)
+        worked["signal_by_owner"] = _can_be_read(others["owner"].stdout)
+        assert all(process.poll() is None for process in others.values())
+        return worked
+
+
+def _can_be_read(source: object) -> bool:
+    return bool(select.select([source], [], [], 0.1)[0])
+
+
+@functools.cache
+def attempted_in(place: Place) -> dict[str, bool]:
+    def run(source: str, stdin: str) -> str:
+        result = place.run(source, stdin)
+        assert result.status == "ok", result
+        return result.stdout
+
+    return attempted(run)
+
+
+@functools.cache
+def attempted_outside() -> dict[str, bool]:
+    def run(source: str, stdin: str) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            program = [sys.executable, "-c", source]
+            return subprocess.run(
+                program, input=stdin, stdout=subprocess.PIPE, text=True, cwd=folder, check=True
+            ).stdout
+
+    return attempted(run)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_no_attempt_to_get_out_works(place):
+    worked = attempted_in(needed(place))
+    assert worked == dict.fromkeys(NAMES, False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may do all of it outside of a sandbox")
+@pytest.mark.parametrize("name", NAMES)
+def test_outside_of_a_sandbox_it_works(name):
+    if name in ("vsock", "io_uring") and not attempted_outside()[name]:
+        pytest.skip("this kernel has none")
+    assert attempted_outside()[name]
+
+
+FORK_BOMB = """
+import os, sys, time
+started = 0
+try:
+    while started < 200:
+        if not os.fork():
+            time.sleep(60)
+            os._exit(0)
+        started += 1
+except OSError as error:
+    print(started, error.errno, flush=True)
+time.sleep(1)
+"""
+
+
+@in_each_place
+def test_a_fork_bomb_stops_at_the_limit(place):
+    result = needed(place).run(FORK_BOMB)
+    if place.tier.name == "landlock":
+        assert result.stdout.split() == ["0", "1"]  # EPERM: there is one process only
+    elif place.counts_processes:
+        assert 8 < int(result.stdout.split()[0]) < 16
+    else:
+        assert result.status == "processes"
+
+
+THREAD_BOMB = """
+import threading, time
+for _ in range(1000):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+time.sleep(10)
+"""
+
+
+@in_each_place
+def test_a_thread_bomb_stops_at_the_limit(place):
+    result = needed(place).run(THREAD_BOMB, memory_mb=4096)
+    if place.tier.name == "bwrap" and place.counts_processes:
+        assert result.status == "error" and "can't start new thread" in result.stderr
+    else:
+        assert result.status == "processes"
+
+
+@in_each_place
+def test_memory_of_one_process(place):
+    result = needed(place).run("b = bytearray(1 << 30)\nprint(len(b))")
+    assert (result.status, result.stdout) == ("memory", "")
+    assert "MemoryError" in result.stderr
+
+
+EATERS = """
+import os, time
+for _ in range(6):
+    if not os.fork():
+        eaten = b"x" * (60 << 20)
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+@in_each_place
+def test_memory_of_all_processes_together(place):
+    if needed(place).tier.name == "landlock":
+        pytest.skip("there is one process only")
+    assert place.run(EATERS).status == "memory"
+
+
+@in_each_place
+def test_a_program_that_sleeps(place):
+    start = time.monotonic()
+    result = needed(place).run("print('here', flush=True)\nimport time\ntime.sleep(600)", wall_s=1)
+    assert (result.status, result.stdout, result.exit_code) == ("timeout", "here\n", 137)
+    assert 1 <= result.wall_s < 10
+    assert time.monotonic() - start < 20
+
+
+@in_each_place
+def test_a_program_that_computes_for_ever(place):
+    result = needed(place).run("while True: pass", cpu_s=0.3)
+    assert result.status == "timeout"
+    assert result.cpu_s < 5 and result.wall_s < 15
+
+
+@in_each_place
+def test_a_flood_of_output(place):
+    result = needed(place).run("while True: print('x' * 1000)", output_kb=64)
+    assert result.status == "output"
+    assert len(result.stdout) + len(result.stderr) == 64 << 10
+
+
+FILLER = """
+import os
+names = 0
+while names < 2000:
+    with open(f"file{names}", "wb") as file:
+        file.write(bytes(1 << 20))
+    names += 1
+"""
+
+
+@in_each_place
+def test_a_scratch_folder_that_is_filled(place):
+    result = needed(place).run(FILLER)
+    if place.tier.name == "landlock":
+        assert result.status == "disk"
+    else:
+        assert result.status == "error" and "No space left" in result.stderr
+
+
+@in_each_place
+def test_a_file_larger_than_the_scratch_folder(place):
+    result = needed(place).run("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))")
+    assert result.status in ("disk", "error")
+    assert result.stdout == ""
+
+
+def running(marker: str) -> list[int]:
+    """Processes with this word on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+DAEMON = """
+import os, subprocess, sys
+print(os.getcwd(), flush=True)
+open("mine", "w").write("x")
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv("/bin/sleep", ["sleep", "MARKER"])
+    os._exit(0)
+os.wait()
+"""
+
+
+def marked() -> str:
+    return f"{3000 + time.monotonic_ns() % 10**9 / 10**9:.9f}"
+
+
+@in_each_place
+def test_nothing_is_left(place):
+    marker = marked()
+    result = needed(place).run(DAEMON.replace("MARKER", marker))
+    if place.tier.name == "landlock":
+        assert "PermissionError" in result.stderr
+        assert not Path(result.stdout.strip()).exists()
+    else:
+        assert result.status == "ok", result
+        assert result.stdout == "/tmp\n"
+    assert running(marker) == []
+
+
+def test_outside_of_a_sandbox_something_is_left(tmp_path):
+    marker = marked()
+    source = DAEMON.replace("MARKER", marker)
+    subprocess.run([sys.executable, "-c", source], cwd=tmp_path, check=True)
+    deadline = time.monotonic() + 10
+    while not (left := running(marker)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(left) == 1
+    os.kill(left[0], signal.SIGKILL)
+
+
+@in_each_place
+@pytest.mark.parametrize("how", ["killed", "told"])
+def test_nothing_is_left_of_a_caller_that_ends(place, how, tmp_path):
+    marker = marked()
+    source = (
+        f"import os, sys, time\nopen('mine', 'w')\nos.execv('/bin/sleep', ['sleep', '{marker}'])"
+    )
+    asked = {"settings": {"wall_s": 300}, "program": source, "stdin": "", "files": {}}
+    tier = {name: getattr(needed(place).tier, name) for name in place.tier.__dataclass_fields__}
+    with place.start() as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({**asked, "tier": tier}) + "\n")
+        process.stdin.flush()
+        _until(lambda: running(marker) != [], "a start")
+        folders = {Path(os.readlink(f"/proc/{pid}/cwd")) for pid in running(marker)}
+        process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGINT)
+        _until(lambda: running(marker) == [], "an end")
+    if place.tier.name == "landlock":
+        assert any("mcore-rl-sandbox-" in str(folder) for folder in folders)
+        _until(lambda: not any(map(os.path.exists, folders)), "removal of the scratch folder")
+
+
+def _until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.02)
+
+
+DEEP = """
+import os
+for _ in range(1500):
+    os.mkdir("d" * 50)
+    os.chdir("d" * 50)
+os.mkdir("closed", 0)
+"""
+
+
+@in_each_place
+def test_a_scratch_folder_too_deep_for_python_is_removed(place):
+    result = needed(place).run("import os\nprint(os.getcwd(), flush=True)" + DEEP, scratch_mb=64)
+    assert result.status in ("ok", "disk")
+    if place.tier.name == "landlock":
+        assert not Path(result.stdout.strip()).exists()
