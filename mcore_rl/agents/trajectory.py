@@ -8,12 +8,10 @@ tokens is a part of the parent's sample; any other begins a sample of its own (a
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from mcore_rl.data import sample
+from mcore_rl.data.sample import Sample, TrajectoryStatus, TurnSpan
 
-TrajectoryStatus = Literal["finished", "truncated", "aborted", "failed"]
 MASKED_VERSION = -1
 
 
@@ -62,42 +60,18 @@ class Turn:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class TurnSpan:
-    """Where a turn's tokens are among a sample's response_ids: [start, end)."""
-
-    turn_id: str
-    start: int
-    end: int
-    routed_experts: str = ""
-
-
-@dataclass(slots=True)
-class Sample(sample.Sample):
-    """One sample of a trajectory: a prompt and what came after it, over one or more turns.
-
-    In `response_mask` 1 is a token that the policy chose and this sample trains; where it is 0,
-    log-probs and rewards are 0 and versions are -1. Statistics of a group go by trajectory, which
-    may have several samples: `reward` and `status` are the trajectory's.
-    """
-
-    trajectory_id: str = ""
-    segment: int = 0  # which of the trajectory's samples
-    token_rewards: list[float] = field(default_factory=list)  # one a response token
-    turn_spans: tuple[TurnSpan, ...] = ()
-    status: TrajectoryStatus = "finished"
-
-
 def samples_of(
     turns: Sequence[Turn],
     *,
-    trajectory_id: str,
+    trajectory: int,
     group_id: int,
     reward: float,
     status: TrajectoryStatus,
 ) -> list[Sample]:
     """The samples of a trajectory, in the order of their last turns.
 
+    `reward` and `status` of each are the trajectory's. Where a token has mask 0, its log-prob and
+    reward are 0 and its version is -1.
     Each sampled token has mask 1 in exactly one sample: a turn that several branches share is
     trained in the first of them, and context in the others. Raises ValueError when a turn's parent
     does not come before it, or a turn_id comes twice.
@@ -114,7 +88,7 @@ def samples_of(
         while path[-1].turn_id in goes_on:
             path.append(by_id[path[-1].parent])
         made = _sample(path[::-1], trained)
-        made.trajectory_id, made.segment, made.status = trajectory_id, len(samples), status
+        made.trajectory, made.segment, made.status = trajectory, len(samples), status
         made.group_id, made.reward = group_id, reward
         samples.append(made)
         trained.update(turn.turn_id for turn in path)
@@ -152,7 +126,6 @@ def _sample(path: Sequence[Turn], trained: Set[str]) -> Sample:
         weight_versions=[MASKED_VERSION] * length,
         finish_reason=path[-1].finish_reason,
         group_id=0,
-        token_rewards=[0.0] * length,
         turn_spans=tuple(
             TurnSpan(
                 turn.turn_id,
@@ -173,5 +146,6 @@ def _sample(path: Sequence[Turn], trained: Set[str]) -> Sample:
             part.version for part in turn.weight_versions for _ in range(part.start, part.end)
         ]
         if turn.token_rewards:
-            made.token_rewards[tokens] = turn.token_rewards
+            made.process_rewards = made.process_rewards or [0.0] * length
+            made.process_rewards[tokens] = turn.token_rewards
     return made

@@ -91,8 +91,13 @@ class Batch:
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Batch:
         parts = dict.fromkeys(part for s in samples for part in s.reward_parts)
+        optional: dict[str, Column] = {}
+        if any(s.process_rewards for s in samples):
+            rows = (s.process_rewards or [0.0] * len(s.response_ids) for s in samples)
+            optional["process_rewards"] = Jagged.of(rows, np.float32)
         return cls(
             {
+                **optional,
                 "prompt_ids": Jagged.of((s.prompt_ids for s in samples), np.int64),
                 "response_ids": Jagged.of((s.response_ids for s in samples), np.int64),
                 "response_mask": Jagged.of((s.response_mask for s in samples), np.int8),

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+TrajectoryStatus = Literal["finished", "truncated", "aborted", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Where a turn's tokens are among a sample's response_ids: [start, end)."""
+
+    turn_id: str
+    start: int
+    end: int
+    routed_experts: str = ""  # where the record of them is, if there is one
 
 
 @dataclass(slots=True)
@@ -26,11 +38,15 @@ class Sample:
     reward_error: str = ""  # why there is no reward; then `reward` is 0 and there are no parts
     trajectory: int = 0  # its number among those of the group
     segment: int = 0
+    status: TrajectoryStatus = "finished"
+    turn_spans: tuple[TurnSpan, ...] = ()  # of an agent
+    process_rewards: list[float] = field(default_factory=list)  # one a response token, or none
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
 
     def __post_init__(self) -> None:
         length = len(self.response_ids)
-        for name in ("response_mask", "rollout_log_probs", "weight_versions"):
+        names = ["response_mask", "rollout_log_probs", "weight_versions"]
+        for name in [*names, "process_rewards"] if self.process_rewards else names:
             if len(getattr(self, name)) != length:
                 raise ValueError(
                     f"Sample.{name} has {len(getattr(self, name))} entries "

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.agents.trajectory import Sample, Turn, TurnSpan, VersionSpan, samples_of
+from mcore_rl.agents.trajectory import Turn, VersionSpan, samples_of
+from mcore_rl.data.sample import Sample, TurnSpan
 from mcore_rl.data.batch import Batch
 
 # 1 begins a message, 2 ends it; 5x the system and user, 6x the tool, 7x sampled.
@@ -34,7 +35,7 @@ ANEW = Turn("s", "anew", "last", (1, 52, 2, 1), (76,), (-1.0,), (VersionSpan(5, 
 
 
 def samples(*turns: Turn) -> list[Sample]:
-    return samples_of(turns, trajectory_id="t", group_id=8, reward=1.5, status="finished")
+    return samples_of(turns, trajectory=3, group_id=8, reward=1.5, status="finished")
 
 
 def test_three_turns_with_a_tool_a_branch_and_a_cut():
@@ -46,7 +47,7 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
         response_mask=[1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1],
         rollout_log_probs=[-0.1, -0.2, -0.3, 0, 0, 0, 0, -0.4, -0.5, 0, 0, 0, 0, 0, -0.6, -0.7],
         weight_versions=[3, 3, 3, -1, -1, -1, -1, 3, 4, -1, -1, -1, -1, -1, 4, 4],
-        token_rewards=[0, 0, 0, 0, 0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0, 0],
+        process_rewards=[0, 0, 0, 0, 0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0, 0],
         turn_spans=(
             TurnSpan("call", 0, 3),
             TurnSpan("cut", 7, 9, "experts/cut"),
@@ -55,7 +56,7 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
         finish_reason="stop",
         group_id=8,
         reward=1.5,
-        trajectory_id="t",
+        trajectory=3,
         segment=0,
     )
     assert branch.response_ids == [70, 71, 2, 1, 61, 2, 1, 75, 2]
@@ -65,7 +66,7 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
     assert branch.turn_spans == (TurnSpan("call", 0, 3), TurnSpan("branch", 7, 9))
     assert (anew.prompt_ids, anew.response_ids, anew.response_mask) == ([1, 52, 2, 1], [76], [1])
     assert [s.segment for s in (long, branch, anew)] == [0, 1, 2]
-    assert {(s.trajectory_id, s.group_id, s.reward) for s in (long, branch, anew)} == {
+    assert {(s.trajectory, s.group_id, s.reward) for s in (long, branch, anew)} == {
         ("t", 8, 1.5)
     }
 

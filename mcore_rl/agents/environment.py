@@ -1,0 +1,33 @@
+"""The contract of an environment that the policy acts in by its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mcore_rl.agents.codec import Message, ParsedTurn, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of a turn."""
+
+    messages: tuple[Message, ...] = ()  # what the policy is told, unless it is done
+    reward: float = 0.0
+    is_done: bool = False
+
+
+class Environment(Protocol):
+    """One trajectory's; made with the fields of its row and, where it has any, its settings."""
+
+    tools: Sequence[ToolSpec]  # that the chat template shows; calls are the environment's to answer
+
+    async def reset(self) -> Sequence[Message]:
+        """What the policy is told first, after the messages of the row."""
+
+    async def step(self, turn: ParsedTurn) -> Step:
+        """What a turn of the policy leads to."""
+
+    async def close(self) -> None:
+        """Called in the end, however the trajectory ends."""

@@ -1,0 +1,145 @@
+"""Loops between the policy and what answers it: a user's own is a class like these."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mcore_rl.agents.codec import Message, ParsedCall, ToolSpec
+from mcore_rl.agents.environment import Environment
+from mcore_rl.agents.session import Answer, ChatSession, ContextFullError
+from mcore_rl.agents.tools.base import ToolSet
+from mcore_rl.data.sample import Sample, TrajectoryStatus
+from mcore_rl.rollout.protocol import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One trajectory to be made."""
+
+    messages: tuple[Message, ...]  # the chat of the prompt column
+    fields: Mapping[str, Any]  # the other columns of the data source
+    group_id: int
+    trajectory: int  # its number in the group
+    row: int  # of the data source
+    sampling: SamplingParams  # of its turns; with the seed of the first
+
+
+class Agent(Protocol):
+    """What a loop gets to work with."""
+
+    max_turns: int
+
+    def session(self, task: Task) -> ChatSession:
+        """A new conversation with the policy; a loop may have several."""
+
+    def tools(self) -> AbstractAsyncContextManager[ToolSet]:
+        """Those of agent.tools, set up for one trajectory and closed after it."""
+
+    def environment(self, task: Task) -> AbstractAsyncContextManager[Environment]:
+        """That of agent.environment, of one trajectory."""
+
+    async def judged(
+        self, task: Task, session: ChatSession, status: TrajectoryStatus, text: str
+    ) -> list[Sample]:
+        """The samples of a session, with the rewards that config.reward finds for a text."""
+
+    def rewarded(
+        self, task: Task, session: ChatSession, status: TrajectoryStatus, reward: float
+    ) -> list[Sample]:
+        """The samples of a session with a reward that is known."""
+
+
+class AgentLoop(Protocol):
+    """Made once a server; `run` is called for many trajectories at the same time."""
+
+    async def run(self, task: Task) -> list[Sample]:
+        """The samples of one trajectory. What it raises is of this trajectory alone."""
+
+
+def specs_of(tools: ToolSet) -> list[ToolSpec]:
+    return [
+        ToolSpec(tool.name, tool.description, tool.parameters) for tool in tools.tools.values()
+    ]
+
+
+class ToolLoop:
+    """ReAct (Yao et al. 2022, arXiv:2210.03629): the policy calls tools until it answers.
+
+    Calls of one turn run at the same time. What is wrong with a call is told to the policy as the
+    tool's answer. The reward reads the content of the last turn; it is empty where the trajectory
+    was cut off before one without calls.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        session = self._agent.session(task)
+        async with self._agent.tools() as tools:
+            status, text = await self._talk(session, task.messages, tools)
+        return await self._agent.judged(task, session, status, text)
+
+    async def _talk(
+        self, session: ChatSession, messages: Sequence[Message], tools: ToolSet
+    ) -> tuple[TrajectoryStatus, str]:
+        specs = specs_of(tools)
+        for _ in range(self._agent.max_turns):
+            try:
+                answer = await session.ask(messages, specs)
+            except ContextFullError:
+                return "truncated", ""
+            if answer.finish_reason != "stop":
+                return "truncated", answer.parsed.content
+            calls = answer.parsed.calls
+            if not calls:
+                return "finished", answer.parsed.content
+            messages = await asyncio.gather(*(_called(tools, call) for call in calls))
+        return "truncated", ""
+
+
+async def _called(tools: ToolSet, call: ParsedCall) -> Message:
+    if call.status in ("ok", "unknown_tool"):
+        text = (await tools.call(call.name, call.arguments)).text
+    else:
+        text = f"Error: the call is {call.status}: {call.text}"
+    return Message("tool", text, tool_call_id=call.id, name=call.name)
+
+
+class EnvironmentLoop:
+    """The policy acts by its turns, and an environment answers until it is done.
+
+    The reward is the sum of those of all steps. A trajectory that is cut off keeps what it has
+    earned.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        session = self._agent.session(task)
+        async with self._agent.environment(task) as environment:
+            status, reward = await self._play(session, environment, task)
+        return self._agent.rewarded(task, session, status, reward)
+
+    async def _play(
+        self, session: ChatSession, environment: Environment, task: Task
+    ) -> tuple[TrajectoryStatus, float]:
+        messages: Sequence[Message] = [*task.messages, *await environment.reset()]
+        specs, reward = environment.tools, 0.0
+        for _ in range(self._agent.max_turns):
+            try:
+                answer: Answer = await session.ask(messages, specs)
+            except ContextFullError:
+                return "truncated", reward
+            step = await environment.step(answer.parsed)
+            reward += step.reward
+            if step.is_done:
+                return "finished", reward
+            if answer.finish_reason != "stop":
+                return "truncated", reward
+            messages = step.messages
+        return "truncated", reward

@@ -1,0 +1,166 @@
+"""Trajectories of many prompts at once, by the loop that agent.loop names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.codec import ChatTokenizer
+from mcore_rl.agents.environment import Environment
+from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
+from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.session import ChatSession
+from mcore_rl.agents.tool_sources import tool_sources
+from mcore_rl.agents.tools.base import ToolSet
+from mcore_rl.agents.trajectory import samples_of
+from mcore_rl.algorithms.registry import Registry
+from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.data.sample import Sample, TrajectoryStatus
+from mcore_rl.rewards.base import RewardError
+from mcore_rl.rollout.agent_loop import Prompt, Reward
+from mcore_rl.rollout.protocol import Generator, SamplingParams
+
+LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
+LOOPS.register("tools")(ToolLoop)
+LOOPS.register("environment")(EnvironmentLoop)
+ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
+_CLOSE_S = 10.0  # for an environment to clean up after a trajectory
+
+
+class AgentRunner:
+    """Runs loops against a server, and is the `Agent` that they get."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: ChatTokenizer,
+        reward: Reward,
+        config: AgentConfig,
+        max_context: int,
+        *,
+        stops_on_error: bool,
+    ) -> None:
+        """Raises ConfigError where the chat template, a tool or the loop cannot be used."""
+        self._generator, self._reward, self._config = generator, reward, config
+        self._max_context, self._stops_on_error = max_context, stops_on_error
+        self.codec = codec_for(tokenizer, config.codec)  # type: ignore[arg-type]
+        self._sources = tool_sources(config)
+        if self._sources and self.codec.tool_refusal:
+            raise ConfigError(f"agent.tools: {self.codec.tool_refusal}")
+        self.max_turns = config.max_turns
+        self._open: dict[tuple[int, int], list[ChatSession]] = {}
+        self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
+
+    async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
+        """`sampling.n` trajectories of each prompt, in order. The first failure cancels the rest.
+
+        The seed of a trajectory is that of the response in its place: see SingleTurnLoop.
+        """
+        asked = [
+            asyncio.create_task(self._run(self._task(prompt, number, sampling)))
+            for prompt in prompts
+            for number in range(sampling.n)
+        ]
+        try:
+            return [sample for samples in await asyncio.gather(*asked) for sample in samples]
+        finally:
+            for one in asked:
+                one.cancel()
+
+    def _task(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Task:
+        seed = sampling.seed
+        if seed is not None:
+            seed += prompt.group_id * sampling.n + number
+        tokens = self._config.max_turn_tokens or sampling.max_tokens
+        own = replace(sampling, n=1, seed=seed, max_tokens=min(tokens, sampling.max_tokens))
+        messages = messages_of(prompt.messages)
+        return Task(messages, prompt.fields, prompt.group_id, number, prompt.row, own)
+
+    async def _run(self, task: Task) -> list[Sample]:
+        key, limit_s = (task.group_id, task.trajectory), self._config.timeout_s
+        self._open[key] = []
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                samples = await self._loop.run(task)
+        except TimeoutError as error:
+            if not limit.expired():
+                return self._failed(task, error)
+            samples = self._cut_off(task, "aborted")
+        except RewardError:
+            raise
+        except Exception as error:  # noqa: BLE001 (of a loop or an environment that is not ours)
+            return self._failed(task, error)
+        finally:
+            del self._open[key]
+        for number, sample in enumerate(samples):
+            sample.group_id, sample.trajectory, sample.segment = *key, number
+        return samples
+
+    def _cut_off(self, task: Task, status: TrajectoryStatus) -> list[Sample]:
+        """What all conversations of a trajectory have so far, with a reward of 0."""
+        sessions = self._open[task.group_id, task.trajectory]
+        return [s for session in sessions for s in self.rewarded(task, session, status, 0.0)]
+
+    def _failed(self, task: Task, error: Exception) -> list[Sample]:
+        told = f"agent.loop={self._config.loop!r} raised {type(error).__name__}: {error}"
+        if self._stops_on_error:
+            where = f"row {task.row} of the data (group {task.group_id})"
+            raise RewardError(f"{told}; it was asked about {where}") from error
+        samples = self._cut_off(task, "failed")
+        for sample in samples:
+            sample.reward_error = told
+        return samples
+
+    # What loops get, as `loops.Agent` says.
+
+    def session(self, task: Task) -> ChatSession:
+        sessions = self._open[task.group_id, task.trajectory]
+        name = f"{task.group_id}/{task.trajectory}/{len(sessions)}"
+        limit = self._max_context
+        sessions.append(ChatSession(name, self._generator, self.codec, task.sampling, limit))
+        return sessions[-1]
+
+    def tools(self) -> AbstractAsyncContextManager[ToolSet]:
+        return ToolSet(self._sources, self._config.tool_timeout_s)
+
+    @asynccontextmanager
+    async def environment(self, task: Task) -> AsyncIterator[Environment]:
+        make = ENVIRONMENTS.bound(self._config.environment, self._config.environment_settings)
+        environment: Environment = make(task.fields)
+        try:
+            yield environment
+        finally:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await environment.close()
+
+    async def judged(
+        self, task: Task, session: ChatSession, status: TrajectoryStatus, text: str
+    ) -> list[Sample]:
+        samples = self.rewarded(task, session, status, 0.0)
+        where = f"row {task.row} of the data (group {task.group_id})"
+        last = samples[-1:]
+        await self._reward(last, [text], task.sampling.max_tokens, where)
+        for sample in samples[:-1]:
+            sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
+            sample.reward_error = last[0].reward_error
+        return samples
+
+    def rewarded(
+        self, task: Task, session: ChatSession, status: TrajectoryStatus, reward: float
+    ) -> list[Sample]:
+        samples = samples_of(
+            session.turns,
+            trajectory=task.trajectory,
+            group_id=task.group_id,
+            reward=reward,
+            status=status,
+        )
+        for sample in samples:
+            sample.fields = dict(task.fields)
+        return samples

@@ -1,0 +1,117 @@
+"""A conversation with the policy, which owns its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from mcore_rl.agents.codec import ChatCodec, Message, ParsedTurn, ToolSpec
+from mcore_rl.agents.trajectory import Turn, VersionSpan
+from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
+
+
+class ContextFullError(RuntimeError):
+    """There is no room for another token of the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the policy said in a turn."""
+
+    parsed: ParsedTurn
+    finish_reason: str  # "stop", "length" or "abort"
+
+
+class ChatSession:
+    """Messages go in, turns of the policy come out; what was sampled is never rendered again.
+
+    The messages of all turns are kept only to render them anew where the last turn cannot be gone
+    on from (`ChatCodec.extend`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        generator: Generator,
+        codec: ChatCodec,
+        sampling: SamplingParams,
+        max_context: int,
+    ) -> None:
+        """`max_context`: tokens of a prompt and what follows it. `sampling.max_tokens`: a turn's.
+
+        A `sampling.seed` is that of the first turn; those of later ones are drawn from it.
+        """
+        self._name, self._generator, self._codec = name, generator, codec
+        self._sampling, self._max_context = sampling, max_context
+        self._messages: list[Message] = []
+        self.turns: list[Turn] = []
+
+    async def ask(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Answer:
+        """The policy's answer to messages that came since its last one.
+
+        Raises:
+            ContextFullError: the conversation has as many tokens as it may have.
+        """
+        prompt = self._prompt(messages, tools)
+        room = self._max_context - len(prompt)
+        if room < 1:
+            raise ContextFullError(f"{len(prompt)} of {self._max_context} tokens are used")
+        sampling = replace(
+            self._sampling,
+            n=1,
+            max_tokens=min(self._sampling.max_tokens, room),
+            seed=turn_seed(self._sampling.seed, len(self.turns)),
+        )
+        [completion] = await self._generator.submit(prompt, sampling)
+        self.turns.append(self._turn(prompt, completion))
+        parsed = self._codec.parse(completion.token_ids, tools, prompt)
+        self._messages += [*messages, parsed.message()]
+        return Answer(parsed, completion.finish_reason)
+
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        if self.turns:
+            last = self.turns[-1]
+            found = self._codec.extend(last.prompt_ids, last.token_ids, messages, tools)
+            if found is not None:
+                return found
+        return self._codec.render([*self._messages, *messages], tools)
+
+    def _turn(self, prompt: Sequence[int], completion: Completion) -> Turn:
+        return Turn(
+            session_id=self._name,
+            turn_id=str(len(self.turns)),
+            parent=self.turns[-1].turn_id if self.turns else "",
+            prompt_ids=tuple(prompt),
+            token_ids=tuple(completion.token_ids),
+            log_probs=tuple(completion.log_probs),
+            weight_versions=version_spans(completion.weight_versions),
+            finish_reason=completion.finish_reason,
+        )
+
+
+def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Of the version of each token.
+
+    >>> [(span.version, span.start, span.end) for span in version_spans([3, 3, 4])]
+    [(3, 0, 2), (4, 2, 3)]
+    """
+    spans, start = [], 0
+    for version, run in groupby(versions):
+        end = start + len(list(run))
+        spans.append(VersionSpan(version, start, end))
+        start = end
+    return tuple(spans)
+
+
+def turn_seed(seed: int | None, turn: int) -> int | None:
+    """That of the first turn is the trajectory's; the others are drawn by np.random.SeedSequence.
+
+    In [0, 2**62), where no first turn has its seed (workers/rollout_pool.py).
+    """
+    if seed is None or turn == 0:
+        return seed
+    (drawn,) = np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)
+    return int(drawn >> np.uint64(2))

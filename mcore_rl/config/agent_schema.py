@@ -1,0 +1,27 @@
+"""Settings of how responses come about: the loop between policy, tools and environments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class AgentConfig:
+    # single_turn: one response to a prompt; tools: turns with calls of `tools` until there is none;
+    # environment: turns with `environment`; or the import path of a class, as docs/agents.md has it.
+    loop: str = "single_turn"
+    settings: dict[str, Any] = field(default_factory=dict)  # of that loop
+    # Tools by name (calculator, python, search), as the import path of a function or class with
+    # @tool, or as a file.yaml of function schemas.
+    tools: list[str] = field(default_factory=list)
+    search_file: str = ""  # JSONL with a column text, for the tool search
+    mcp_servers: list[str] = field(default_factory=list)  # URLs, or commands; their tools come, too
+    sandbox: dict[str, Any] = field(default_factory=dict)  # of the tool python: docs/sandbox.md
+    environment: str = ""  # of loop=environment: a name, or the import path of a class
+    environment_settings: dict[str, Any] = field(default_factory=dict)
+    codec: str = "auto"  # what writes turns as tokens: renderers, template, or auto
+    max_turns: int = 8  # of the policy in a trajectory
+    max_turn_tokens: int = 0  # that a turn may have; 0: all that is left of max_response_tokens
+    timeout_s: float = 600.0  # of a trajectory; one that takes longer ends as it is
+    tool_timeout_s: float = 30.0  # of a call of a tool without a limit of its own
