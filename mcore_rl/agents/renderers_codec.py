@@ -88,7 +88,8 @@ class RenderersCodec:
         done = len(prompt_ids) + len(completion_ids)
         if rendered is None:
             return None
-        return rendered.token_ids[:done] + self._as_one_text(rendered.token_ids[done:])
+        ids: list[int] = rendered.token_ids
+        return ids[:done] + self._as_one_text(ids[done:])
 
     def parse(
         self,

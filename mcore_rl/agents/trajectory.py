@@ -80,7 +80,7 @@ def samples_of(
     goes_on = {turn.turn_id for turn in turns if _extends(turn, by_id.get(turn.parent))}
     extended = {by_id[turn_id].parent for turn_id in goes_on}
     trained: set[str] = set()
-    samples = []
+    samples: list[Sample] = []
     for last in turns:
         if last.turn_id in extended:
             continue

@@ -79,7 +79,7 @@ def some_conversation(seed: int) -> Conversation:
     chance = Random(seed)
     before = [Message("system", some_text(chance))] if chance.random() < 0.5 else []
     before.append(Message("user", some_text(chance)))
-    for i in range(chance.randrange(3)):
+    for i in range(chance.randrange(2)):
         said, answers = some_turn(chance, 4 * i)
         before += [said, *answers]
     said, after = some_turn(chance, 8)

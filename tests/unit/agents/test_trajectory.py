@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_rl.agents.trajectory import Turn, VersionSpan, samples_of
 from mcore_rl.data.sample import Sample, TurnSpan
@@ -75,6 +78,36 @@ def test_each_sampled_token_is_trained_once():
     turns = [CALL, CUT, LAST, BRANCH, ANEW, replace(BRANCH, turn_id="again")]
     masks = sum(sum(sample.response_mask) for sample in samples(*turns))
     assert masks == sum(len(turn.token_ids) for turn in turns)
+
+
+@given(st.integers(0, 2**32))
+def test_each_token_of_any_tree_is_trained_once_with_its_own_numbers(seed: int):
+    """Token i has the log-prob -i and the version i: every turn has tokens of its own."""
+    chance, turns, token = Random(seed), [], 100
+    for number in range(chance.randrange(1, 9)):
+        parent = chance.choice([None, *turns])
+        before = (1,) if parent is None else (*parent.prompt_ids, *parent.token_ids, 2)
+        if chance.random() < 0.3:
+            before = before[chance.randrange(len(before)) :]  # cannot be extended
+        made = tuple(range(token, token + chance.randrange(4)))
+        token += len(made)
+        spans = tuple(VersionSpan(i, n, n + 1) for n, i in enumerate(made))
+        name = "" if parent is None else parent.turn_id
+        log_probs = tuple(-float(i) for i in made)
+        turns.append(Turn("s", str(number), name, before, made, log_probs, spans, "stop"))
+    trained = [
+        (token_id, log_prob, version)
+        for sample in samples(*turns)
+        for token_id, mask, log_prob, version in zip(
+            sample.response_ids,
+            sample.response_mask,
+            sample.rollout_log_probs,
+            sample.weight_versions,
+            strict=True,
+        )
+        if mask
+    ]
+    assert sorted(trained) == [(i, -i, i) for i in range(100, token)]
 
 
 def test_samples_are_rows_of_a_batch():
