@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository root with everything mcore_rl needs, from pinned requirements.
-# Needs Python 3.11 or newer and pip. Does nothing, quickly, when nothing changed.
+# Needs Python 3.11 or newer and pip. Does nothing, quickly, when nothing changed. The sandbox also
+# wants bubblewrap, a Debian package, which this does not install (docs/sandbox.md).
 #
 #   MCORE_RL_LANE=cpu|gpu   the lane; without it, gpu where `nvidia-smi -L` works, else cpu
 #   PYTHON=...              the interpreter; without it, the first that fits among the usual names

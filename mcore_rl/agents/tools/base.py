@@ -186,7 +186,7 @@ class ToolSet:
             return self._wrong(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             return self._wrong(f"the arguments are no JSON: {error}")
         errors = sorted(Draft202012Validator(found.parameters).iter_errors(given), key=str)
         if errors:

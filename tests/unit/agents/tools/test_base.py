@@ -160,6 +160,7 @@ def long() -> str:
             "Error: there is no tool 'hidden'; there are: lookup, wait, hang, fail, long",
         ),
         ("lookup", "{city}", "Error: the arguments are no JSON: Expecting property name"),
+        ("lookup", "[" * 100_000, "Error: the arguments are no JSON: "),
         ("lookup", "[1]", "Error: lookup: [1] is not of type 'object'"),
         ("lookup", "{}", "Error: lookup: 'city' is a required property"),
         ("lookup", {"city": 3}, "Error: city: 3 is not of type 'string'"),
