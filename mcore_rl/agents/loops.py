@@ -61,9 +61,7 @@ class AgentLoop(Protocol):
 
 
 def specs_of(tools: ToolSet) -> list[ToolSpec]:
-    return [
-        ToolSpec(tool.name, tool.description, tool.parameters) for tool in tools.tools.values()
-    ]
+    return [ToolSpec(tool.name, tool.description, tool.parameters) for tool in tools.tools.values()]
 
 
 class ToolLoop:

@@ -23,7 +23,9 @@ def _message(row: Mapping[str, Any], number: int) -> Message:
         )
     content = row.get("content") or ""
     if not isinstance(content, str):
-        raise ConfigError(f"message {number} has content of {type(content).__name__}; allowed: text")
+        raise ConfigError(
+            f"message {number} has content of {type(content).__name__}; allowed: text"
+        )
     return Message(
         role=row["role"],
         content=content,

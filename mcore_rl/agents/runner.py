@@ -19,6 +19,7 @@ from mcore_rl.agents.tools.base import ToolSet
 from mcore_rl.agents.trajectory import samples_of
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rollout.agent_loop import Prompt, Reward
@@ -163,4 +164,6 @@ class AgentRunner:
         )
         for sample in samples:
             sample.fields = dict(task.fields)
+            if status == "truncated":
+                sample.finish_reason = "length"
         return samples

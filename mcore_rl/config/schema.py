@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.checks import at_least, between
 from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.samples_schema import CurriculumConfig, SamplesConfig
@@ -422,6 +423,7 @@ class RLConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     samples: SampleTablesConfig = field(default_factory=SampleTablesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -16,7 +16,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.files import Row, RowSource, open_rows
-from mcore_rl.data.rows import Column, chat, tool_schemas
+from mcore_rl.data.rows import Column, Message, chat, tool_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,7 @@ class PromptRow:
 
     prompt_ids: list[int]
     fields: dict[str, Any]  # "answer" and the file's other columns, for the reward
+    messages: list[Message]  # what the prompt was made of
 
 
 class PromptDataset:
@@ -100,7 +101,8 @@ class FilePrompts:
         row = self._rows[self.row_number(prompt)]
         fields = {n: value for n, value in row.values.items() if n != self._prompt.name}
         [ids] = _encode([self._text(row)], self._tokenizer)
-        return PromptRow(ids, {**fields, "answer": self._answer.of(row)})
+        messages = chat(row, self._prompt)
+        return PromptRow(ids, {**fields, "answer": self._answer.of(row)}, messages)
 
     def _text(self, row: Row) -> str:
         return _templated(row, self._prompt, self._tools, self._tokenizer)

@@ -17,9 +17,9 @@ from mcore_rl.data.sampler import IndexSampler, MixtureSampler
 class PromptBatches:
     """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
 
-    Columns: prompt_ids, group_ids, fields (JSON text) and rows (of the data set). The batch size
-    may change where a run goes on from a state. With `weights`, one a file, files are mixed; a
-    `curriculum` draws by what it is told of earlier prompts, with `observe`.
+    Columns: prompt_ids, group_ids, fields and messages (JSON text), and rows (of the data set). The
+    batch size may change where a run goes on from a state. With `weights`, one a file, files are
+    mixed; a `curriculum` draws by what it is told of earlier prompts, with `observe`.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequen
             "prompt_ids": Jagged.of((p.prompt_ids for p in prompts), np.int64),
             "group_ids": np.array(group_ids, dtype=np.int64),
             "fields": np.array([json.dumps(p.fields, default=str) for p in prompts], dtype=np.str_),
+            "messages": np.array([json.dumps(p.messages, default=str) for p in prompts], np.str_),
             "rows": np.array([dataset.row_number(row) for row in rows], dtype=np.int64),
         }
     )

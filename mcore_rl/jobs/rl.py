@@ -364,6 +364,7 @@ def server_group(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
         max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         rollout=config.rollout,
         reward=config.reward,
+        agent=config.agent,
         seed=config.seed,
         timeout_s=config.inner_timeout_s,
         can_sleep=servers_sleep(config.placement, models_of(config)),

@@ -31,6 +31,7 @@ class Prompt:
     group_id: int
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
     row: int = 0  # in the data source
+    messages: Sequence[Message] = ()  # of the prompt column, for a loop that renders them itself
 
 
 def text_of(tokenizer: Tokenizer, token_ids: list[int], finish_reason: str) -> str:

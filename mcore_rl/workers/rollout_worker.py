@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
@@ -32,6 +34,7 @@ class RolloutSpec:
     max_model_tokens: int  # prompt and response
     rollout: RolloutConfig
     reward: RewardConfig
+    agent: AgentConfig
     seed: int
     timeout_s: float  # of everything that the worker asks of its server
     can_sleep: bool = False
@@ -67,7 +70,18 @@ class RolloutWorker:
             self._headless = HeadlessWorkers(server)
         tokenizer = load_tokenizer(spec.model_path)
         self._judge = Judge(spec.reward)
-        self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)
+        self._agent: SingleTurnLoop | AgentRunner
+        if spec.agent.loop == "single_turn":
+            self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)
+        else:
+            self._agent = AgentRunner(
+                self._server,
+                tokenizer,
+                self._judge,
+                spec.agent,
+                spec.max_model_tokens,
+                stops_on_error=spec.reward.on_error == "stop",
+            )
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, daemon=True).start()
 
@@ -101,19 +115,20 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
-        """`sampling.n` samples per prompt, in one batch.
+        """Samples of `sampling.n` trajectories per prompt, in one batch.
 
-        `prompts` has prompt_ids, group_ids, fields (JSON) and rows (of their file).
+        `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
         """
         columns = (
             prompts.jagged("prompt_ids"),
             prompts.array("group_ids"),
             prompts.array("fields"),
             prompts.array("rows"),
+            prompts.array("messages"),
         )
         asked = [
-            Prompt(ids.tolist(), int(group_id), json.loads(str(fields)), int(row))
-            for ids, group_id, fields, row in zip(*columns, strict=True)
+            Prompt(ids.tolist(), int(group), json.loads(str(fields)), int(row), json.loads(str(m)))
+            for ids, group, fields, row, m in zip(*columns, strict=True)
         ]
         found = self._ask(lambda _: self._agent.run_all(asked, sampling))
         return (Batch.of(found or []),)

@@ -13,6 +13,7 @@ import types
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import (
     Any,
     Literal,
@@ -140,12 +141,15 @@ class ToolSet:
     def __init__(
         self, sources: Iterable[object], timeout_s: float = 30.0, max_chars: int = 20_000
     ) -> None:
-        """`sources`: tools, functions or objects with @tool, and classes, made anew each time.
+        """`sources`: tools, functions or objects with @tool, and classes or partials of
+            them, made anew each time.
 
         timeout_s: of one call, unless the tool has its own. max_chars: of what the model is told;
         the middle of a longer text is left out.
         """
-        self._sources = [source() if isinstance(source, type) else source for source in sources]
+        self._sources = [
+            source() if isinstance(source, type | partial) else source for source in sources
+        ]
         self._timeout_s, self._max_chars = timeout_s, max_chars
         self._tools: dict[str, Tool] = {}
         self._stack = AsyncExitStack()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.agents.trajectory import Turn, VersionSpan, samples_of
-from mcore_rl.data.sample import Sample, TurnSpan
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample import Sample, TurnSpan
 
 # 1 begins a message, 2 ends it; 5x the system and user, 6x the tool, 7x sampled.
 CALL = Turn(
@@ -69,9 +69,7 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
     assert branch.turn_spans == (TurnSpan("call", 0, 3), TurnSpan("branch", 7, 9))
     assert (anew.prompt_ids, anew.response_ids, anew.response_mask) == ([1, 52, 2, 1], [76], [1])
     assert [s.segment for s in (long, branch, anew)] == [0, 1, 2]
-    assert {(s.trajectory, s.group_id, s.reward) for s in (long, branch, anew)} == {
-        ("t", 8, 1.5)
-    }
+    assert {(s.trajectory, s.group_id, s.reward) for s in (long, branch, anew)} == {(3, 8, 1.5)}
 
 
 def test_each_sampled_token_is_trained_once():

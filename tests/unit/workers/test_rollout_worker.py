@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
@@ -19,6 +20,7 @@ def test_a_worker_does_not_wait_for_its_server_for_ever(tmp_path: Path):
         max_model_tokens=64,
         rollout=RolloutConfig(),
         reward=RewardConfig(),
+        agent=AgentConfig(),
         seed=0,
         timeout_s=1.0,
     )

@@ -1,0 +1,234 @@
+"""Trajectories of a scripted policy: their tokens, masks, log-probs, versions and rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from mcore_rl.agents.codec import Message, ParsedTurn, ToolSpec
+from mcore_rl.agents.environment import Step
+from mcore_rl.agents.loops import Agent, Task
+from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.sample import Sample
+from mcore_rl.rewards.base import RewardError
+from mcore_rl.rollout.agent_loop import Prompt
+from mcore_rl.rollout.protocol import Completion, SamplingParams
+from tests.unit.agents.families import tokenizer_of
+
+HERE = __file__
+TOKENIZER = tokenizer_of("qwen3")
+END = TOKENIZER.eos_token_id
+MESSAGES = [{"role": "user", "content": "How much is 6 * 7?"}]
+
+
+def call(expression: str) -> str:
+    found = {"name": "calculator", "arguments": {"expression": expression}}
+    return f"<tool_call>\n{json.dumps(found)}\n</tool_call>"
+
+
+@dataclass
+class Scripted:
+    """Says one text after the other, each with log-probs and a version of its own."""
+
+    says: Sequence[str]
+    prompts: list[list[int]] = field(default_factory=list)
+    seeds: list[int | None] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        yield
+
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> list[Completion]:
+        number = len(self.prompts)
+        self.prompts.append(prompt_ids)
+        self.seeds.append(sampling.seed)
+        if self.says[number] == "waits":
+            await asyncio.sleep(60)
+        ids = [*TOKENIZER.encode(self.says[number], add_special_tokens=False), END]
+        kept = ids[: sampling.max_tokens]
+        return [
+            Completion(
+                token_ids=kept,
+                log_probs=[-0.1 * (number + 1)] * len(kept),
+                finish_reason="stop" if len(kept) == len(ids) else "length",
+                weight_versions=[5 + number] * len(kept),
+            )
+        ]
+
+
+async def is_42(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
+    for sample, text in zip(samples, texts, strict=True):
+        sample.reward = float(text == "42")
+        sample.reward_parts = {"length": float(len(text))}
+
+
+def run(
+    says: Sequence[str], config: AgentConfig, max_context: int = 4096, *, stops: bool = True, **own
+) -> tuple[list[Sample], Scripted]:
+    policy = Scripted(says)
+    runner = AgentRunner(policy, TOKENIZER, is_42, config, max_context, stops_on_error=stops)
+    prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
+    sampling = SamplingParams(n=1, seed=100, max_tokens=own.get("max_tokens", 1000))
+    return asyncio.run(runner.run_all([prompt], sampling)), policy
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return TOKENIZER.decode(list(ids))
+
+
+TOOLS = AgentConfig(loop="tools", tools=["calculator"])
+
+
+def test_a_tool_loop_is_one_sample_whose_tool_tokens_are_context():
+    [sample], policy = run([call("6 * 7"), "42"], TOOLS)
+    first = TOKENIZER.encode(call("6 * 7"), add_special_tokens=False)
+    last = TOKENIZER.encode("42", add_special_tokens=False)
+    between = len(sample.response_ids) - len(first) - len(last) - 2
+    mask = [1] * (len(first) + 1) + [0] * between + [1] * (len(last) + 1)
+    assert sample.response_mask == mask
+    assert sample.prompt_ids == policy.prompts[0]
+    assert [*sample.prompt_ids, *sample.response_ids[: -len(last) - 1]] == policy.prompts[1]
+    chosen = [[-0.1, 5]] * (len(first) + 1) + [[0.0, -1]] * between + [[-0.2, 6]] * (len(last) + 1)
+    found = zip(sample.rollout_log_probs, sample.weight_versions, strict=True)
+    assert [list(pair) for pair in found] == chosen
+    whole = TOKENIZER.apply_chat_template(
+        [
+            *MESSAGES,
+            {"role": "assistant", "content": call("6 * 7")},
+            {"role": "tool", "content": "42"},
+        ],
+        tools=[json.loads(json.dumps(spec)) for spec in _schemas()],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert text_of(policy.prompts[1]) == whole
+    assert (sample.reward, sample.reward_parts) == (1.0, {"length": 2.0})
+    assert (sample.finish_reason, sample.status, sample.fields) == (
+        "stop", "finished", {"answer": "42"},
+    )  # fmt: skip
+    assert policy.seeds[0] == 100 + 3 and policy.seeds[1] not in (None, 103)
+
+
+def _schemas() -> list[dict]:
+    from mcore_rl.agents.tools.calculator import calculator
+
+    return [calculator.tool.schema()]
+
+
+def test_calls_of_one_turn_are_all_answered_and_wrong_ones_told():
+    says = [
+        call("1 + 1") + call("1 / 0") + "<tool_call>\n{\n</tool_call>",
+        '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>',
+        "42",
+    ]
+    [sample], policy = run(says, TOOLS)
+    told = text_of(policy.prompts[1][len(policy.prompts[0]) :])
+    assert told.count("<tool_response>") == 3
+    assert "\n2\n" in told and "Error: " in told and "malformed" in told
+    told = text_of(policy.prompts[2][len(policy.prompts[1]) :])
+    assert "there is no tool 'nothing'; there are: calculator" in told
+    assert sample.reward == 1
+
+
+def test_turns_tokens_and_time_are_limited():
+    [sample], policy = run([call("1")] * 3, AgentConfig("tools", tools=["calculator"], max_turns=2))
+    assert len(policy.prompts) == 2
+    assert (sample.status, sample.finish_reason, sample.reward) == ("truncated", "length", 0.0)
+    [sample], policy = run(["x" * 400], TOOLS, max_tokens=5)
+    assert (len(sample.response_ids), sample.status) == (5, "truncated")
+    start = len(policy.prompts[0])
+    [sample], policy = run([call("1"), "42"], TOOLS, max_context=start + 8)
+    assert (len(sample.response_ids), sample.finish_reason) == (8, "length")
+    config = AgentConfig("tools", tools=["calculator"], timeout_s=0.5)
+    [sample], _ = run([call("1"), "waits"], config)
+    assert (sample.status, sample.reward, sample.reward_error) == ("aborted", 0.0, "")
+    assert sum(sample.response_mask) == len(TOKENIZER.encode(call("1"))) + 1
+
+
+class Guessing:
+    """Tells whether a guess is too low; 1 for the number, 0.1 for each guess in words."""
+
+    tools: Sequence[ToolSpec] = ()
+    closed = 0
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        self._number = int(fields["answer"])
+
+    async def reset(self) -> Sequence[Message]:
+        return [Message("user", "Guess.")]
+
+    async def step(self, turn: ParsedTurn) -> Step:
+        if turn.content == "broken":
+            raise ValueError("out of order")
+        if turn.content == str(self._number):
+            return Step(reward=1.0, is_done=True)
+        return Step((Message("user", "Too low."),), reward=0.1)
+
+    async def close(self) -> None:
+        Guessing.closed += 1
+
+
+GUESSING = AgentConfig("environment", environment=f"{HERE}:Guessing")
+
+
+def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
+    [sample], policy = run(["40", "42"], GUESSING)
+    assert "Guess." in text_of(policy.prompts[0]) and "Too low." in text_of(policy.prompts[1])
+    assert (sample.reward, sample.status) == (pytest.approx(1.1), "finished")
+    [sample], _ = run(["40", "x" * 90], GUESSING, max_tokens=9)
+    assert (sample.reward, sample.status) == (pytest.approx(0.2), "truncated")
+
+
+def test_an_environment_that_raises_stops_the_run_or_marks_its_samples():
+    with pytest.raises(
+        RewardError, match=r"agent.loop='environment' raised ValueError: out of .*7"
+    ):
+        run(["40", "broken"], GUESSING)
+    [sample], _ = run(["40", "broken"], GUESSING, stops=False)
+    assert (sample.status, sample.reward) == ("failed", 0.0)
+    assert "out of order" in sample.reward_error
+    assert sum(sample.response_mask) > 0
+
+
+class TwoSpeakers:
+    """A loop of a user: two conversations, both trained."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        samples = []
+        for _ in range(2):
+            session = self._agent.session(task)
+            await session.ask(task.messages)
+            samples += self._agent.rewarded(task, session, "finished", 0.5)
+        return samples
+
+
+def test_a_loop_of_ones_own_may_give_several_samples_of_one_trajectory():
+    samples, _ = run(["a", "b"], AgentConfig(f"{HERE}:TwoSpeakers"))
+    assert [(s.group_id, s.trajectory, s.segment, s.reward) for s in samples] == [
+        (3, 0, 0, 0.5), (3, 0, 1, 0.5),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (AgentConfig("tool"), "agent.loop='tool' is unknown; allowed: environment, tools"),
+        (AgentConfig("tools", tools=["abacus"]), "agent.tools has 'abacus'; allowed: calculator"),
+        (AgentConfig("tools", tools=["search"]), "agent.search_file=''"),
+    ],
+)
+def test_what_is_unknown_is_refused(config, told):
+    with pytest.raises(ConfigError, match=told):
+        run(["42"], config)
