@@ -110,8 +110,8 @@ async def _called(tools: ToolSet, call: ParsedCall) -> Message:
 class EnvironmentLoop:
     """The policy acts by its turns, and an environment answers until it is done.
 
-    The reward is the sum of those of all steps. A trajectory that is cut off keeps what it has
-    earned.
+    The reward is the sum of those of all steps. A turn that is cut off by agent.max_turn_tokens is
+    a turn like others; a trajectory that is cut off keeps what it has earned.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -137,7 +137,7 @@ class EnvironmentLoop:
             reward += step.reward
             if step.is_done:
                 return "finished", reward
-            if answer.finish_reason != "stop":
-                return "truncated", reward
+            if answer.finish_reason == "abort":
+                return "aborted", reward
             messages = step.messages
         return "truncated", reward

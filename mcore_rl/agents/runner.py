@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.choose import CodecKind, codec_for
 from mcore_rl.agents.codec import ChatTokenizer
+from mcore_rl.agents.codec_proof import Proved
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
 from mcore_rl.agents.messages import messages_of
@@ -32,6 +33,22 @@ ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fie
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
+def check_agent(config: AgentConfig, tokenizer: ChatTokenizer) -> tuple[Proved, list[object]]:
+    """The codec and the tools of a run; no tool is set up.
+
+    Raises:
+        ConfigError: the chat template, a tool, the loop or its environment cannot be used.
+    """
+    codec = codec_for(tokenizer, cast(CodecKind, config.codec))
+    sources = tool_sources(config)
+    if sources and codec.tool_refusal:
+        raise ConfigError(f"agent.tools: the codec {codec.name} takes none: {codec.tool_refusal}")
+    LOOPS.settings(config.loop, config.settings)
+    if config.environment:
+        ENVIRONMENTS.settings(config.environment, config.environment_settings)
+    return codec, sources
+
+
 class AgentRunner:
     """Runs loops against a server, and is the `Agent` that they get."""
 
@@ -48,10 +65,7 @@ class AgentRunner:
         """Raises ConfigError where the chat template, a tool or the loop cannot be used."""
         self._generator, self._reward, self._config = generator, reward, config
         self._max_context, self._stops_on_error = max_context, stops_on_error
-        self.codec = codec_for(tokenizer, config.codec)  # type: ignore[arg-type]
-        self._sources = tool_sources(config)
-        if self._sources and self.codec.tool_refusal:
-            raise ConfigError(f"agent.tools: {self.codec.tool_refusal}")
+        self.codec, self._sources = check_agent(config, tokenizer)
         self.max_turns = config.max_turns
         self._open: dict[tuple[int, int], list[ChatSession]] = {}
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore_rl.config.checks import at_least, one_of, positive
+from mcore_rl.config.errors import ConfigError
+
+CODECS = ("auto", "renderers", "template")
+
 
 @dataclass
 class AgentConfig:
@@ -25,3 +30,30 @@ class AgentConfig:
     max_turn_tokens: int = 0  # that a turn may have; 0: all that is left of max_response_tokens
     timeout_s: float = 600.0  # of a trajectory; one that takes longer ends as it is
     tool_timeout_s: float = 30.0  # of a call of a tool without a limit of its own
+
+
+def resolve_agent(config: AgentConfig, stop: list[str]) -> None:
+    """Checks the settings that need nothing else; `stop` is rollout.stop.
+
+    Raises:
+        ConfigError: one cannot work.
+    """
+    one_of("agent.codec", config.codec, CODECS)
+    at_least("agent.max_turns", config.max_turns, 1)
+    at_least("agent.max_turn_tokens", config.max_turn_tokens, 0)
+    positive("agent.timeout_s", config.timeout_s)
+    positive("agent.tool_timeout_s", config.tool_timeout_s)
+    if config.loop != "single_turn" and stop:
+        raise ConfigError(
+            f"rollout.stop={stop}: turns of agent.loop={config.loop!r} end with a token; "
+            "allowed: []"
+        )
+    if config.loop == "tools" and not (config.tools or config.mcp_servers):
+        raise ConfigError("agent.loop='tools' needs agent.tools or agent.mcp_servers")
+    if config.loop == "environment" and not config.environment:
+        raise ConfigError("agent.loop='environment' needs agent.environment")
+    for name in ("tools", "mcp_servers", "environment"):
+        if getattr(config, name) and config.loop == "single_turn":
+            raise ConfigError(
+                f"agent.{name} has no part in agent.loop='single_turn'; allowed: another loop"
+            )

@@ -11,6 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from mcore_rl.config.agent_schema import resolve_agent
 from mcore_rl.config.checks import at_least, between, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_algorithm import resolve_algorithm
@@ -111,6 +112,7 @@ def resolve(config: RLConfig) -> None:
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
     _resolve_rollout(config.rollout)
+    resolve_agent(config.agent, config.rollout.stop)
     resolve_truncation(config)
     resolve_reward(config.reward)
     _resolve_weight_sync(config)

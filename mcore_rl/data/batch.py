@@ -78,8 +78,8 @@ class Batch:
     prompt or response token;
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
     one), baseline_rewards, group_ids, trajectories (the number in its group), segments (the number
-    in its trajectory: data/trajectories.py), finish_reasons, replayed (1 if it is of an earlier
-    step).
+    in its trajectory: data/trajectories.py), turns (of the policy), finish_reasons, replayed (1 if
+    it is of an earlier step).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -106,6 +106,7 @@ class Batch:
                 "rewards": np.array([s.reward for s in samples], dtype=np.float32),
                 "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
                 "trajectories": np.array([s.trajectory for s in samples], dtype=np.int64),
+                "turns": np.array([max(len(s.turn_spans), 1) for s in samples], dtype=np.int64),
                 "segments": np.array([s.segment for s in samples], dtype=np.int64),
                 "reward_errors": np.array([s.reward_error for s in samples], dtype=np.str_),
                 "finish_reasons": np.array([s.finish_reason for s in samples], dtype=np.str_),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.agents.runner import check_agent
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.checks import one_of
@@ -161,6 +162,8 @@ def _data_files(config: RLConfig) -> dict[str, str]:
 def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
+    if config.agent.loop != "single_turn":
+        check_agent(config.agent, tokenizer)
     inputs = Inputs(
         tokenizer=tokenizer,
         train=prompts_of(_train_files(config), config, tokenizer),

@@ -349,7 +349,8 @@ def doubts(batch: Batch) -> list[str]:
 
 def describe(batch: Batch) -> dict[str, float]:
     """Metrics of what was generated, over trajectories."""
-    num_samples, batch = len(batch), Trajectories(batch).joined()
+    num_samples, num_turns = len(batch), batch.array("turns").sum() if "turns" in batch else 0
+    batch = Trajectories(batch).joined()
     lengths = batch.jagged("response_ids").lengths
     metrics: dict[str, Any] = {
         "reward": batch.array("rewards").mean(),
@@ -357,6 +358,8 @@ def describe(batch: Batch) -> dict[str, float]:
         "response_tokens_max": lengths.max(),
         "truncated": (batch.array("finish_reasons") == "length").mean(),
     }
+    if num_turns > len(batch):
+        metrics["turns"] = num_turns / len(batch)
     if num_samples > len(batch):
         metrics["samples_per_trajectory"] = num_samples / len(batch)
     parts = [name for name in batch.columns if name.startswith("reward/")]

@@ -184,7 +184,12 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     [sample], policy = run(["40", "42"], GUESSING)
     assert "Guess." in text_of(policy.prompts[0]) and "Too low." in text_of(policy.prompts[1])
     assert (sample.reward, sample.status) == (pytest.approx(1.1), "finished")
-    [sample], _ = run(["40", "x" * 90], GUESSING, max_tokens=9)
+    [sample], policy = run(["40", "x" * 90, "42"], GUESSING, max_tokens=9)  # with a turn cut off
+    assert (sample.reward, sample.status) == (pytest.approx(1.2), "finished")
+    assert sample.response_mask.count(1) == 2 * len(TOKENIZER.encode("42<|im_end|>")) + 9
+    assert text_of(policy.prompts[2]).count("x<|im_end|>") == 1
+    start = len(policy.prompts[0])
+    [sample], _ = run(["40", "x" * 90], GUESSING, max_context=start + 30)
     assert (sample.reward, sample.status) == (pytest.approx(0.2), "truncated")
 
 

@@ -1,0 +1,30 @@
+"""An environment that a user may write outside of the package; a job names it by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.agents.codec import Message, ParsedTurn, ToolSpec
+from mcore_rl.agents.environment import Step
+
+
+class Twice:
+    """Asks again after the first turn; rewards are lengths, so that they differ."""
+
+    tools: Sequence[ToolSpec] = ()
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._answer, self._turns = str(fields["answer"]), 0
+
+    async def reset(self) -> Sequence[Message]:
+        return []
+
+    async def step(self, turn: ParsedTurn) -> Step:
+        self._turns += 1
+        reward = len(turn.content) % 5 + (self._answer in turn.content)
+        again = Message("user", "1+1?")
+        return Step((again,), reward=float(reward), is_done=self._turns == 2)
+
+    async def close(self) -> None:
+        pass
