@@ -23,7 +23,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     role: Role
     content: str = ""
     reasoning: str = ""  # of an assistant
@@ -89,10 +89,10 @@ class ParsedTurn:
     calls: tuple[ParsedCall, ...]
     reasoning_closed: bool = True  # False where the completion ends inside its reasoning
 
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """The same as a message, with the calls that are "ok"."""
         calls = tuple(ToolCall(c.name, c.arguments, c.id) for c in self.calls if c.status == "ok")
-        return Message("assistant", self.content, self.reasoning, calls)
+        return ChatMessage("assistant", self.content, self.reasoning, calls)
 
 
 class ChatCodec(Protocol):
@@ -100,7 +100,7 @@ class ChatCodec(Protocol):
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a turn of the assistant."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """A prompt, up to where the assistant's turn begins.
 
         Raises ConfigError for tools or calls that `codec_proof.Proved` refuses.
@@ -110,7 +110,7 @@ class ChatCodec(Protocol):
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
-        new_messages: Sequence[Message],
+        new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
         """The prompt of the next turn: prompt_ids + completion_ids + what follows them, or None.
@@ -155,7 +155,7 @@ class ChatTokenizer(Protocol):
 
 def template_ids(
     tokenizer: ChatTokenizer,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     tools: Sequence[ToolSpec],
     options: Mapping[str, JsonValue],
     *,

@@ -14,9 +14,9 @@ from jinja2 import TemplateError
 
 from mcore_rl.agents.codec import (
     ChatCodec,
+    ChatMessage,
     ChatTokenizer,
     JsonValue,
-    Message,
     ParsedTurn,
     ToolSpec,
     template_ids,
@@ -45,7 +45,7 @@ class Template:
     options: Mapping[str, JsonValue]
 
     def ids(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, generate: bool = True
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], *, generate: bool = True
     ) -> list[int]:
         return template_ids(self.tokenizer, messages, tools, self.options, generate=generate)
 
@@ -74,7 +74,7 @@ class Proved:
     def stop_ids(self) -> frozenset[int]:
         return self._codec.stop_ids
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         calls = max((len(message.tool_calls) for message in messages), default=0)
         self._refuse(tools, calls)
         return self._codec.render(messages, tools)
@@ -83,7 +83,7 @@ class Proved:
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
-        new_messages: Sequence[Message],
+        new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
         self._refuse(tools, sum(message.role == "tool" for message in new_messages))

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mcore_rl.agents.codec import Message, ParsedTurn, ToolSpec
+from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EnvironmentStep:
     """What came of a turn."""
 
-    messages: tuple[Message, ...] = ()  # what the policy is told, unless it is done
+    messages: tuple[ChatMessage, ...] = ()  # what the policy is told, unless it is done
     reward: float = 0.0
     is_done: bool = False
 
@@ -23,10 +23,10 @@ class Environment(Protocol):
 
     tools: Sequence[ToolSpec]  # that the chat template shows; calls are the environment's to answer
 
-    async def reset(self) -> Sequence[Message]:
+    async def reset(self) -> Sequence[ChatMessage]:
         """What the policy is told first, after the messages of the row."""
 
-    async def step(self, turn: ParsedTurn) -> Step:
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
         """What a turn of the policy leads to."""
 
     async def close(self) -> None:

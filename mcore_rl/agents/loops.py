@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mcore_rl.agents.codec import Message, ParsedCall, ToolSpec
+from mcore_rl.agents.codec import ChatMessage, ParsedCall, ToolSpec
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.session import Answer, ChatSession, ContextFullError
 from mcore_rl.agents.tools.base import ToolSet
@@ -20,7 +20,7 @@ from mcore_rl.rollout.protocol import SamplingParams
 class Task:
     """One trajectory to be made."""
 
-    messages: tuple[Message, ...]  # the chat of the prompt column
+    messages: tuple[ChatMessage, ...]  # the chat of the prompt column
     fields: Mapping[str, Any]  # the other columns of the data source
     group_id: int
     trajectory: int  # its number in the group
@@ -82,7 +82,7 @@ class ToolLoop:
         return await self._agent.judged(task, session, status, text)
 
     async def _talk(
-        self, session: ChatSession, messages: Sequence[Message], tools: ToolSet
+        self, session: ChatSession, messages: Sequence[ChatMessage], tools: ToolSet
     ) -> tuple[TrajectoryStatus, str]:
         specs = specs_of(tools)
         for _ in range(self._agent.max_turns):
@@ -99,12 +99,12 @@ class ToolLoop:
         return "truncated", ""
 
 
-async def _called(tools: ToolSet, call: ParsedCall) -> Message:
+async def _called(tools: ToolSet, call: ParsedCall) -> ChatMessage:
     if call.status in ("ok", "unknown_tool"):
         text = (await tools.call(call.name, call.arguments)).text
     else:
         text = f"Error: the call is {call.status}: {call.text}"
-    return Message("tool", text, tool_call_id=call.id, name=call.name)
+    return ChatMessage("tool", text, tool_call_id=call.id, name=call.name)
 
 
 class EnvironmentLoop:
@@ -126,7 +126,7 @@ class EnvironmentLoop:
     async def _play(
         self, session: ChatSession, environment: Environment, task: Task
     ) -> tuple[TrajectoryStatus, float]:
-        messages: Sequence[Message] = [*task.messages, *await environment.reset()]
+        messages: Sequence[ChatMessage] = [*task.messages, *await environment.reset()]
         specs, reward = environment.tools, 0.0
         for _ in range(self._agent.max_turns):
             try:

@@ -6,16 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from mcore_rl.agents.codec import Message, Role, ToolCall
+from mcore_rl.agents.codec import ChatMessage, Role, ToolCall
 from mcore_rl.config.errors import ConfigError
 
 
-def messages_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def messages_of(rows: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
     """Messages in OpenAI's form, with content of text; ConfigError where one is not."""
     return tuple(_message(row, number) for number, row in enumerate(rows))
 
 
-def _message(row: Mapping[str, Any], number: int) -> Message:
+def _message(row: Mapping[str, Any], number: int) -> ChatMessage:
     if row.get("role") not in get_args(Role):
         raise ConfigError(
             f"message {number} has the role {row.get('role')!r}; allowed: "
@@ -26,7 +26,7 @@ def _message(row: Mapping[str, Any], number: int) -> Message:
         raise ConfigError(
             f"message {number} has content of {type(content).__name__}; allowed: text"
         )
-    return Message(
+    return ChatMessage(
         role=row["role"],
         content=content,
         reasoning=row.get("reasoning_content") or "",

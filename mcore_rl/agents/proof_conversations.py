@@ -5,36 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_rl.agents.codec import JsonValue, Message, ToolCall, ToolSpec
+from mcore_rl.agents.codec import ChatMessage, JsonValue, ToolCall, ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One turn of an assistant, what came before it, and what comes after it."""
 
-    before: tuple[Message, ...]
-    turn: Message
-    after: tuple[Message, ...]
+    before: tuple[ChatMessage, ...]
+    turn: ChatMessage
+    after: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
 
 
-def _user(text: str) -> Message:
-    return Message("user", text)
+def _user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
 
 
-def _assistant(text: str, reasoning: str = "", *calls: ToolCall) -> Message:
-    return Message("assistant", text, reasoning, calls)
+def _assistant(text: str, reasoning: str = "", *calls: ToolCall) -> ChatMessage:
+    return ChatMessage("assistant", text, reasoning, calls)
 
 
-def _answer(call: ToolCall, text: str) -> Message:
-    return Message("tool", text, tool_call_id=call.id, name=call.name)
+def _answer(call: ToolCall, text: str) -> ChatMessage:
+    return ChatMessage("tool", text, tool_call_id=call.id, name=call.name)
 
 
 def _call(name: str, index: int = 0, **arguments: JsonValue) -> ToolCall:
     return ToolCall(name, arguments, f"functions.{name}:{index}")
 
 
-_SYSTEM = Message("system", "You are careful.")
+_SYSTEM = ChatMessage("system", "You are careful.")
 _QUESTION = _user("How far is it to the harbour?")
 _NEXT = _user("And back?")
 _FAR = "It is two miles, by the coast road."

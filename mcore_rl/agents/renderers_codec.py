@@ -12,9 +12,9 @@ from typing import Any
 
 from mcore_rl.agents.codec import (
     CallStatus,
+    ChatMessage,
     ChatTokenizer,
     JsonValue,
-    Message,
     ParsedCall,
     ParsedTurn,
     ToolSpec,
@@ -69,14 +69,14 @@ class RenderersCodec:
     def stop_ids(self) -> frozenset[int]:
         return self._stop_ids
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         return template_ids(self._tokenizer, messages, tools, self._options)
 
     def extend(
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
-        new_messages: Sequence[Message],
+        new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
         rendered = self._renderer.bridge_to_next_turn(
@@ -142,5 +142,5 @@ def parsed_turn(response: Any, tools: Sequence[ToolSpec]) -> ParsedTurn:
     )
 
 
-def _dicts(items: Sequence[Message] | Sequence[ToolSpec]) -> list[dict[str, JsonValue]]:
+def _dicts(items: Sequence[ChatMessage] | Sequence[ToolSpec]) -> list[dict[str, JsonValue]]:
     return [item.as_dict() for item in items]

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from mcore_rl.agents.codec import ChatCodec, Message, ParsedTurn, ToolSpec
+from mcore_rl.agents.codec import ChatCodec, ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.trajectory import Turn, VersionSpan
 from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
@@ -46,10 +46,10 @@ class ChatSession:
         """
         self._name, self._generator, self._codec = name, generator, codec
         self._sampling, self._max_context = sampling, max_context
-        self._messages: list[Message] = []
+        self._messages: list[ChatMessage] = []
         self.turns: list[Turn] = []
 
-    async def ask(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Answer:
+    async def ask(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> Answer:
         """The policy's answer to messages that came since its last one.
 
         Raises:
@@ -71,7 +71,7 @@ class ChatSession:
         self._messages += [*messages, parsed.message()]
         return Answer(parsed, completion.finish_reason)
 
-    def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+    def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         if self.turns:
             last = self.turns[-1]
             found = self._codec.extend(last.prompt_ids, last.token_ids, messages, tools)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mcore_rl.agents.codec import (
+    ChatMessage,
     ChatTokenizer,
     JsonValue,
-    Message,
     ParsedTurn,
     ToolCall,
     ToolSpec,
@@ -21,14 +21,14 @@ from mcore_rl.agents.codec import (
 from mcore_rl.agents.renderers_codec import parsed_turn
 from mcore_rl.config.errors import ConfigError
 
-_BEFORE = [Message("system", "Be brief."), Message("user", "Begin.")]
+_BEFORE = [ChatMessage("system", "Be brief."), ChatMessage("user", "Begin.")]
 _SAID = "Here is what I have found so far, and there is more to come."
 _THOUGHT = "Let me look at this first."
 _INLINE = f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"
-_GO_ON = Message("user", "Go on.")
+_GO_ON = ChatMessage("user", "Go on.")
 _CALL = ToolCall("look", {"at": "home", "far": [1, True, None]}, "functions.look:0")
 _TOOL = ToolSpec("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
-_ANSWER = Message("tool", "A door.", tool_call_id=_CALL.id, name=_CALL.name)
+_ANSWER = ChatMessage("tool", "A door.", tool_call_id=_CALL.id, name=_CALL.name)
 
 
 class TemplateCodec:
@@ -68,14 +68,14 @@ class TemplateCodec:
     def stop_ids(self) -> frozenset[int]:
         return self._stop_ids
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         return template_ids(self._tokenizer, messages, tools, self._options)
 
     def extend(
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
-        new_messages: Sequence[Message],
+        new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
         roles = {message.role for message in new_messages}
@@ -125,11 +125,13 @@ class TemplateCodec:
         text = self._tokenizer.decode(ids[: ends[0]] if ends else ids, skip_special_tokens=False)
         return replace(turn, content=text.strip(), reasoning="", reasoning_closed=True)
 
-    def _after_turn(self, new_messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+    def _after_turn(
+        self, new_messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]
+    ) -> list[int]:
         """The token that ends a turn, and all that the template puts behind it."""
         answered = [message for message in new_messages if message.role == "tool"]
         calls = tuple(ToolCall(m.name or "tool", {}, m.tool_call_id) for m in answered)
-        said = Message("assistant", _SAID, tool_calls=calls)
+        said = ChatMessage("assistant", _SAID, tool_calls=calls)
         start = template_ids(self._tokenizer, _BEFORE, tools, self._options)
         whole = template_ids(self._tokenizer, [*_BEFORE, said, *new_messages], tools, self._options)
         ends = (i for i in range(len(start), len(whole)) if whole[i] in self._stop_ids)
@@ -137,7 +139,7 @@ class TemplateCodec:
 
     def _close_after(self, said: str, fault: str) -> int:
         """The added token right behind a turn that says `said`. ConfigError where there is none."""
-        messages = [*_BEFORE, Message("assistant", said), _GO_ON]
+        messages = [*_BEFORE, ChatMessage("assistant", said), _GO_ON]
         ids = template_ids(self._tokenizer, messages, (), self._options)
         added = set(self._tokenizer.get_added_vocab().values())
         for i, token in enumerate(ids):
@@ -150,9 +152,11 @@ class TemplateCodec:
             f"A template that changes what was sampled cannot be extended"
         )
 
-    def _keeps_reasoning(self, *new_messages: Message, calls: tuple[ToolCall, ...] = ()) -> bool:
+    def _keeps_reasoning(
+        self, *new_messages: ChatMessage, calls: tuple[ToolCall, ...] = ()
+    ) -> bool:
         """Whether reasoning in a field of its own is rendered, before `new_messages`."""
-        said = Message("assistant", _SAID, _THOUGHT, calls)
+        said = ChatMessage("assistant", _SAID, _THOUGHT, calls)
         messages = [*_BEFORE, said, *new_messages]
         tools = [_TOOL] if calls else []
         ids = template_ids(self._tokenizer, messages, tools, self._options, generate=False)
@@ -163,7 +167,7 @@ class TemplateCodec:
             return "the tokenizer has no tokens <tool_call> and </tool_call>"
         if self.render(_BEFORE, [_TOOL]) == self.render(_BEFORE):
             return "the chat template does not render tools"
-        said = Message("assistant", _SAID, tool_calls=(_CALL,))
+        said = ChatMessage("assistant", _SAID, tool_calls=(_CALL,))
         try:
             start = self.render(_BEFORE, [_TOOL])
             whole = self.render([*_BEFORE, said, _ANSWER], [_TOOL])

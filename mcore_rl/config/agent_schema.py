@@ -24,7 +24,7 @@ class AgentConfig:
     mcp_servers: list[str] = field(default_factory=list)  # URLs, or commands; their tools come, too
     sandbox: dict[str, Any] = field(default_factory=dict)  # of the tool python: docs/sandbox.md
     environment: str = ""  # of loop=environment: a name, or the import path of a class
-    environment_settings: dict[str, Any] = field(default_factory=dict)
+    environment_settings: dict[str, Any] = field(default_factory=dict)  # of that environment
     codec: str = "auto"  # what writes turns as tokens: renderers, template, or auto
     max_turns: int = 8  # of the policy in a trajectory
     max_turn_tokens: int = 0  # that a turn may have; 0: all that is left of max_response_tokens

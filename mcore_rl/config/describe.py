@@ -107,6 +107,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "reference.placement": ("shared", "own"),
     "reward.name": (
         "choice",
+        "code",
         "cosine",
         "final_number",
         "format",

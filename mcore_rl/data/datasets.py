@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ class PromptRow:
 
     prompt_ids: list[int]
     fields: dict[str, Any]  # "answer" and the file's other columns, for the reward
-    messages: list[Message]  # what the prompt was made of
+    messages: list[Message] = field(default_factory=list)  # what the prompt was made of
 
 
 class PromptDataset:

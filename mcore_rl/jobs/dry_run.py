@@ -14,7 +14,7 @@ from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.cluster import moved, node_lines
-from mcore_rl.jobs.gpu_memory import Turn, turns
+from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
 from mcore_rl.jobs.output import exclusive_run_dir
 from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
@@ -103,7 +103,7 @@ def show(role: Role, console: Console) -> None:
     console.print(_table(("ranks", "hold", "parameters"), stages, sizes))
 
 
-def _show_turns(found: Sequence[Turn], console: Console) -> None:
+def _show_turns(found: Sequence[MemoryTurn], console: Console) -> None:
     """What the fullest device of each turn has to hold."""
     say(console, "", "most on a device, in GB, turn by turn (activations are estimated):")
     sizes = {

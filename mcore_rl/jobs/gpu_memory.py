@@ -14,7 +14,7 @@ from mcore_rl.parallel.stages import split_into_chunks
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MemoryTurn:
     """Bytes on one GPU, that of the role's ranks which needs most."""
 
     name: str
@@ -31,7 +31,7 @@ class Turn:
         return sum(parts) + self.buffers
 
 
-def turns(config: RLConfig, model: HFConfig, roles: Sequence[Role]) -> list[Turn]:
+def turns(config: RLConfig, model: HFConfig, roles: Sequence[Role]) -> list[MemoryTurn]:
     """A turn of each role, and the push of new weights where actor and servers share GPUs.
 
     Roles on GPUs of their own have them to themselves in every turn.
@@ -40,18 +40,18 @@ def turns(config: RLConfig, model: HFConfig, roles: Sequence[Role]) -> list[Turn
     if takes_turns(config.placement, "actor", "rollout"):
         weights = {turn.name: turn.weights for turn in found}
         both = weights["actor"] + weights["rollout"]
-        found.append(Turn("push", both, buffers=2 * config.weight_sync.bucket_bytes))
+        found.append(MemoryTurn("push", both, buffers=2 * config.weight_sync.bucket_bytes))
     return found
 
 
-def _turn(config: RLConfig, model: HFConfig, role: Role) -> Turn:
+def _turn(config: RLConfig, model: HFConfig, role: Role) -> MemoryTurn:
     if role.name == "rollout":
         [stage] = role.stages
-        return Turn(role.name, stage.weight_bytes, cache=stage.cache_bytes)
+        return MemoryTurn(role.name, stage.weight_bytes, cache=stage.cache_bytes)
     trained = config.warm_start if role.name == "warm_start" else config.actor
     offloads = trained.optimizer.cpu_offload
     stage = max(role.stages, key=lambda stage: _trained_bytes(stage, offloads))
-    return Turn(
+    return MemoryTurn(
         role.name,
         stage.weight_bytes,
         stage.gradient_bytes,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.agents.codec import Message, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import Step
+from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environment import EnvironmentStep
 
 
 class Twice:
@@ -17,14 +17,14 @@ class Twice:
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._answer, self._turns = str(fields["answer"]), 0
 
-    async def reset(self) -> Sequence[Message]:
+    async def reset(self) -> Sequence[ChatMessage]:
         return []
 
-    async def step(self, turn: ParsedTurn) -> Step:
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
         self._turns += 1
         reward = len(turn.content) % 5 + (self._answer in turn.content)
-        again = Message("user", "1+1?")
-        return Step((again,), reward=float(reward), is_done=self._turns == 2)
+        again = ChatMessage("user", "1+1?")
+        return EnvironmentStep((again,), reward=float(reward), is_done=self._turns == 2)
 
     async def close(self) -> None:
         pass

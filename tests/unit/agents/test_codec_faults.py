@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import Message, ToolCall, ToolSpec
+from mcore_rl.agents.codec import ChatMessage, ToolCall, ToolSpec
 from mcore_rl.agents.codec_proof import Proved, Template
 from mcore_rl.agents.renderers_codec import RenderersCodec
 from mcore_rl.agents.template_codec import TemplateCodec
@@ -16,9 +16,9 @@ from mcore_rl.config.errors import ConfigError
 from tests.unit.agents.families import template_of, tokenizer_of
 
 LOOK = ToolSpec("look", "Looks.", {"type": "object", "properties": {}})
-ASK = [Message("system", "Be brief."), Message("user", "What is there?")]
-GO_ON = [Message("user", "Go on.")]
-ANSWERS = [Message("tool", "A door.", "", (), f"functions.look:{i}", "look") for i in range(2)]
+ASK = [ChatMessage("system", "Be brief."), ChatMessage("user", "What is there?")]
+GO_ON = [ChatMessage("user", "Go on.")]
+ANSWERS = [ChatMessage("tool", "A door.", "", (), f"functions.look:{i}", "look") for i in range(2)]
 
 
 def changed(family: str, old: str, new: str) -> str:
@@ -40,7 +40,7 @@ class Faulty(TemplateCodec):
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
-        new_messages: Sequence[Message],
+        new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
         done = [*prompt_ids, *completion_ids]
@@ -149,7 +149,7 @@ def test_tools_of_a_template_are_refused_alone(template: str, words: str):
 
 def test_several_calls_are_refused_where_the_template_takes_one():
     codec = codec_for(tokenizer_of("llama-3"), "renderers")
-    said = Message("assistant", tool_calls=(ToolCall("look", {}), ToolCall("look", {})))
+    said = ChatMessage("assistant", tool_calls=(ToolCall("look", {}), ToolCall("look", {})))
     with pytest.raises(ConfigError, match="takes one tool call a turn, not 2: "):
         codec.render([*ASK, said])
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import JsonValue, Message, ToolCall, ToolSpec
+from mcore_rl.agents.codec import ChatMessage, JsonValue, ToolCall, ToolSpec
 from mcore_rl.agents.codec_proof import Proved, Template, difference
 from mcore_rl.agents.proof_conversations import Conversation
 from tests.unit.agents.families import FAMILIES, tokenizer_of
@@ -54,7 +54,7 @@ def some_text(chance: Random) -> str:
     return "".join(chance.choices(LETTERS, k=chance.randrange(9)))
 
 
-def some_turn(chance: Random, first: int) -> tuple[Message, tuple[Message, ...]]:
+def some_turn(chance: Random, first: int) -> tuple[ChatMessage, tuple[ChatMessage, ...]]:
     """An assistant's turn, and what answers it; `first` is the number of its first call."""
     reasoning = chance.choice(("", "Hm. Let me see", "1 < 2\n\nso: é"))
     names = chance.choices(NAMES, k=chance.choice((0, 0, 1, 2, 3)))
@@ -67,18 +67,18 @@ def some_turn(chance: Random, first: int) -> tuple[Message, tuple[Message, ...]]
         )
         for i, name in enumerate(names)
     )
-    said = Message("assistant", some_text(chance), reasoning, calls)
+    said = ChatMessage("assistant", some_text(chance), reasoning, calls)
     if not calls:
-        return said, (Message("user", some_text(chance)),)
+        return said, (ChatMessage("user", some_text(chance)),)
     return said, tuple(
-        Message("tool", some_text(chance), "", (), call.id, call.name) for call in calls
+        ChatMessage("tool", some_text(chance), "", (), call.id, call.name) for call in calls
     )
 
 
 def some_conversation(seed: int) -> Conversation:
     chance = Random(seed)
-    before = [Message("system", some_text(chance))] if chance.random() < 0.5 else []
-    before.append(Message("user", some_text(chance)))
+    before = [ChatMessage("system", some_text(chance))] if chance.random() < 0.5 else []
+    before.append(ChatMessage("user", some_text(chance)))
     for i in range(chance.randrange(2)):
         said, answers = some_turn(chance, 4 * i)
         before += [said, *answers]
@@ -91,13 +91,13 @@ def some_conversation(seed: int) -> Conversation:
 def with_calls(given: Conversation, most: int) -> Conversation:
     """The conversation with so many calls a turn; with none, tools' answers become users'."""
 
-    def kept(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        found: list[Message] = []
+    def kept(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+        found: list[ChatMessage] = []
         for message in messages:
             if message.role == "tool":
                 calls = found[-1].tool_calls
                 if not most:
-                    message = Message("user", message.content)
+                    message = ChatMessage("user", message.content)
                 elif not any(call.id == message.tool_call_id for call in calls):
                     continue
             found.append(replace(message, tool_calls=message.tool_calls[:most]))

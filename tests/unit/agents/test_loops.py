@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mcore_rl.agents.codec import Message, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import Step
+from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environment import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
@@ -163,15 +163,15 @@ class Guessing:
     def __init__(self, fields: dict[str, str]) -> None:
         self._number = int(fields["answer"])
 
-    async def reset(self) -> Sequence[Message]:
-        return [Message("user", "Guess.")]
+    async def reset(self) -> Sequence[ChatMessage]:
+        return [ChatMessage("user", "Guess.")]
 
-    async def step(self, turn: ParsedTurn) -> Step:
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
         if turn.content == "broken":
             raise ValueError("out of order")
         if turn.content == str(self._number):
-            return Step(reward=1.0, is_done=True)
-        return Step((Message("user", "Too low."),), reward=0.1)
+            return EnvironmentStep(reward=1.0, is_done=True)
+        return EnvironmentStep((ChatMessage("user", "Too low."),), reward=0.1)
 
     async def close(self) -> None:
         Guessing.closed += 1

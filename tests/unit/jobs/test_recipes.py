@@ -18,7 +18,7 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.gpu_memory import Turn, turns
+from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
 from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.models.base import HFConfig, kv_elements_per_token
@@ -72,7 +72,7 @@ def roles_of(name: str, *overrides: str) -> list[Role]:
     return roles(composed(name, *overrides), model_of(name))
 
 
-def turns_of(name: str, *overrides: str) -> dict[str, Turn]:
+def turns_of(name: str, *overrides: str) -> dict[str, MemoryTurn]:
     config, model = composed(name, *overrides), model_of(name)
     return {turn.name: turn for turn in turns(config, model, roles_of(name, *overrides))}
 

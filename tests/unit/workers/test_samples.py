@@ -36,6 +36,7 @@ class Pool:
             {
                 "prompt_ids": tokens,
                 "response_ids": tokens,
+                "response_mask": tokens.with_values(np.ones(len(rows), np.int8)),
                 "weight_versions": tokens.with_values(np.full(len(rows), self.version)),
                 "rewards": (np.tile([0, 1], len(prompts)) < rows % 3).astype(np.float32),
                 "group_ids": np.repeat(prompts.array("group_ids"), n),
