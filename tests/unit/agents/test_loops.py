@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,9 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rollout.agent_loop import Prompt
 from mcore_rl.rollout.protocol import Completion, SamplingParams
+from tests.pages import ROOT
 from tests.unit.agents.families import tokenizer_of
+from tests.unit.repo.test_docs import write_recipes
 
 HERE = __file__
 TOKENIZER = tokenizer_of("qwen3")
@@ -202,6 +205,25 @@ def test_an_environment_that_raises_stops_the_run_or_marks_its_samples():
     assert (sample.status, sample.reward) == ("failed", 0.0)
     assert "out of order" in sample.reward_error
     assert sum(sample.response_mask) > 0
+
+
+@pytest.fixture
+def page(tmp_path) -> Path:
+    write_recipes((ROOT / "docs" / "agents.md").read_text(), tmp_path)
+    return tmp_path / "here"
+
+
+def test_the_code_of_the_page_runs(page):
+    config = AgentConfig("environment", environment=f"{page}/guessing.py:Guessing")
+    [sample], policy = run(["50", "well", "41", "42"], config)
+    assert "Too high." in text_of(policy.prompts[1]) and "A number" in text_of(policy.prompts[2])
+    assert (sample.reward, sample.status) == (pytest.approx(0.9), "finished")
+    [sample], policy = run(["41", "42"], AgentConfig(f"{page}/twice.py:CheckedTwice"))
+    assert "Check that" in text_of(policy.prompts[1]) and sample.reward == 1
+    config = AgentConfig("tools", tools=["calculator", f"{page}/tools.py:weather"])
+    asked = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    [sample], policy = run([asked, "42"], config)
+    assert "20 degrees celsius in Oslo" in text_of(policy.prompts[1])
 
 
 class TwoSpeakers:
