@@ -26,6 +26,7 @@ class Task:
     trajectory: int  # its number in the group
     row: int  # of the data source
     sampling: SamplingParams  # of its turns; with the seed of the first
+    max_tokens: int  # that its response may have
 
 
 class Agent(Protocol):

@@ -14,7 +14,7 @@ from mcore_rl.agents.codec_proof import Proved
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
 from mcore_rl.agents.messages import messages_of
-from mcore_rl.agents.session import ChatSession
+from mcore_rl.agents.session import ChatSession, GenerationError
 from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
 from mcore_rl.agents.trajectory import samples_of
@@ -93,7 +93,8 @@ class AgentRunner:
         tokens = self._config.max_turn_tokens or sampling.max_tokens
         own = replace(sampling, n=1, seed=seed, max_tokens=min(tokens, sampling.max_tokens))
         messages = messages_of(prompt.messages)
-        return Task(messages, prompt.fields, prompt.group_id, number, prompt.row, own)
+        at = prompt.group_id, number, prompt.row
+        return Task(messages, prompt.fields, *at, own, sampling.max_tokens)
 
     async def _run(self, task: Task) -> list[Sample]:
         key, limit_s = (task.group_id, task.trajectory), self._config.timeout_s
@@ -108,6 +109,8 @@ class AgentRunner:
             samples = self._cut_off(task, "aborted")
         except RewardError:
             raise
+        except GenerationError as error:
+            raise error.__cause__ or error from None
         except Exception as error:  # noqa: BLE001 (of a loop or an environment that is not ours)
             return self._failed(task, error)
         finally:
@@ -160,7 +163,7 @@ class AgentRunner:
         samples = self.rewarded(task, session, status, 0.0)
         where = f"row {task.row} of the data (group {task.group_id})"
         last = samples[-1:]
-        await self._reward(last, [text], task.sampling.max_tokens, where)
+        await self._reward(last, [text], task.max_tokens, where)
         for sample in samples[:-1]:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error

@@ -17,6 +17,10 @@ class ContextFullError(RuntimeError):
     """There is no room for another token of the policy."""
 
 
+class GenerationError(RuntimeError):
+    """The server has failed, and with it the step; its cause says how."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the policy said in a turn."""
@@ -54,6 +58,7 @@ class ChatSession:
 
         Raises:
             ContextFullError: the conversation has as many tokens as it may have.
+            GenerationError: the server failed. It is no failure of the loop, and not to be caught.
         """
         prompt = self._prompt(messages, tools)
         room = self._max_context - len(prompt)
@@ -65,7 +70,10 @@ class ChatSession:
             max_tokens=min(self._sampling.max_tokens, room),
             seed=turn_seed(self._sampling.seed, len(self.turns)),
         )
-        [completion] = await self._generator.submit(prompt, sampling)
+        try:
+            [completion] = await self._generator.submit(prompt, sampling)
+        except Exception as error:
+            raise GenerationError(f"{type(error).__name__}: {error}") from error
         self.turns.append(self._turn(prompt, completion))
         parsed = self._codec.parse(completion.token_ids, tools, prompt)
         self._messages += [*messages, parsed.message()]

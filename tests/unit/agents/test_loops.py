@@ -56,6 +56,8 @@ class Scripted:
         self.seeds.append(sampling.seed)
         if self.says[number] == "waits":
             await asyncio.sleep(60)
+        if self.says[number] == "dies":
+            raise ConnectionError("the server is gone")
         ids = [*TOKENIZER.encode(self.says[number], add_special_tokens=False), END]
         kept = ids[: sampling.max_tokens]
         return [
@@ -224,6 +226,11 @@ def test_the_code_of_the_page_runs(page):
     asked = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     [sample], policy = run([asked, "42"], config)
     assert "20 degrees celsius in Oslo" in text_of(policy.prompts[1])
+
+
+def test_a_server_that_fails_is_no_failure_of_the_environment():
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        run(["40", "dies"], GUESSING, stops=False)
 
 
 class TwoSpeakers:
