@@ -11,7 +11,9 @@ from typing import Any, cast
 from mcore_rl.agents.choose import CodecKind, codec_for
 from mcore_rl.agents.codec import ChatTokenizer
 from mcore_rl.agents.codec_proof import Proved
+from mcore_rl.agents.countdown import Countdown
 from mcore_rl.agents.environment import Environment
+from mcore_rl.agents.guessing import Guessing
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.session import ChatSession, GenerationError
@@ -30,6 +32,8 @@ LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.
 LOOPS.register("tools")(ToolLoop)
 LOOPS.register("environment")(EnvironmentLoop)
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
+ENVIRONMENTS.register("countdown")(Countdown)
+ENVIRONMENTS.register("guessing")(Guessing)
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 

@@ -1,0 +1,68 @@
+"""The environment `guessing`: a number to be found from higher and lower."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.config.checks import at_least
+from mcore_rl.config.errors import ConfigError
+
+_WHOLE = re.compile(r"-?\d+")
+
+
+@dataclass(frozen=True)
+class GuessingSettings:
+    low: int = 1
+    high: int = 100
+    try_penalty: float = 0.05  # taken off the reward for each guess before the right one
+
+    def __post_init__(self) -> None:
+        at_least("high", self.high, self.low)
+
+
+class Guessing:
+    """The field `answer` is the number. A guess is the last whole number in a turn.
+
+    A right guess earns 1 - try_penalty * (guesses before it), at least 0.
+    """
+
+    tools: Sequence[ToolSpec] = ()
+
+    def __init__(self, fields: Mapping[str, Any], settings: GuessingSettings) -> None:
+        """Raises ConfigError where the row has no such number."""
+        self._settings, self._tries = settings, 0
+        try:
+            self._number = int(fields["answer"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "agent.environment='guessing' needs a whole number as the field 'answer' "
+                f"(data.answer_column); this row has {fields.get('answer')!r}"
+            ) from error
+        if not settings.low <= self._number <= settings.high:
+            raise ConfigError(
+                f"agent.environment='guessing': the answer {self._number} is not from "
+                f"{settings.low} to {settings.high}, as agent.environment_settings say"
+            )
+
+    async def reset(self) -> Sequence[ChatMessage]:
+        return []
+
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
+        found = _WHOLE.findall(turn.content)
+        if not found:
+            told = f"Guess a whole number from {self._settings.low} to {self._settings.high}."
+        elif (guess := int(found[-1][:20])) == self._number:
+            earned = max(1.0 - self._settings.try_penalty * self._tries, 0.0)
+            return EnvironmentStep(reward=earned, is_done=True)
+        else:
+            told = f"{guess} is too {'low' if guess < self._number else 'high'}."
+        self._tries += 1
+        return EnvironmentStep((ChatMessage("user", told),))
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,85 @@
+"""What the environments of the package say and what they pay."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mcore_rl.agents.codec import ParsedTurn
+from mcore_rl.agents.countdown import Countdown, CountdownSettings, expression_of
+from mcore_rl.agents.guessing import Guessing, GuessingSettings
+from mcore_rl.config.errors import ConfigError
+
+
+def played(environment, *says: str) -> list[tuple[str, float, bool]]:
+    """What it answers to each turn: the text, the reward, and whether it is done."""
+    found = []
+    for text in says:
+        step = asyncio.run(environment.step(ParsedTurn(text, "", ())))
+        found.append(("".join(m.content for m in step.messages), step.reward, step.is_done))
+    return found
+
+
+def countdown(**settings) -> Countdown:
+    return Countdown({"nums": [3, 8, 8, 2], "target": 24}, CountdownSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("8 * 3", ""),
+        ("So it is 8 * 3 = 24.", ""),
+        ("I tried 8 + 8.\n<answer>(8 - 2) * (8 / 2)</answer>", "(8 - 2) * (8 / 2) uses 2 more"),
+        ("8 + 8 + 8", "8 + 8 + 8 uses 8 more often than it is there. Try again."),
+        ("12 * 2", "12 * 2 uses 12 more often than it is there. Try again."),
+        ("8 + 8", "8 + 8 is 16, not 24. Try again."),
+        ("8 / (2 - 2)", "8 / (2 - 2) uses 2 more"),
+        ("8 * (3", "8 * (3 has no value"),
+        ("I do not know", "There is no expression in your answer. Try again."),
+        ("(8 + 8 / 2) * 2 ** 1", "(8 + 8 / 2) * 2 ** 1 uses"),
+        ("0.5 * 8", "0.5 * 8 uses 0.5 more"),
+        ("-8 * -3", ""),
+    ],
+)
+def test_a_try_of_countdown_is_right_or_told_what_is_wrong(text, told):
+    [(found, reward, is_done)] = played(countdown(), text)
+    assert found.startswith(told) and (reward, is_done) == ((0.0, False) if told else (1.0, True))
+
+
+def test_tries_before_the_right_one_cost_and_all_numbers_may_be_asked_for():
+    assert played(countdown(), "8 + 8", "no", "3 * 8")[-1] == ("", pytest.approx(0.8), True)
+    assert played(countdown(try_penalty=0.7), "8", "8", "3 * 8")[-1] == ("", 0.0, True)
+    asked = countdown(uses_all=True)
+    [(told, _, _), (_, reward, _)] = played(asked, "3 * 8", "(8 + 8) * 3 / 2")
+    assert told == "3 * 8 does not use 2. Try again."
+    assert reward == pytest.approx(0.9)
+
+
+def test_an_expression_is_the_left_side_of_the_last_line_with_one():
+    assert expression_of("1 + 1\nno numbers\n2 * (3 + 4) = 14 is it") == "2 * (3 + 4)"
+    assert expression_of("<answer> 3 + 4 </answer> and 5") == "3 + 4"
+    assert expression_of("none") is None
+
+
+def test_guesses_are_told_higher_and_lower():
+    game = Guessing({"answer": "37"}, GuessingSettings())
+    assert played(game, "50?", "well", "from 1 to 20: 20", "37") == [
+        ("50 is too high.", 0.0, False),
+        ("Guess a whole number from 1 to 100.", 0.0, False),
+        ("20 is too low.", 0.0, False),
+        ("", pytest.approx(0.85), True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Countdown({"nums": 3}, CountdownSettings()), "reads the columns nums"),
+        (lambda: Guessing({"answer": "x"}, GuessingSettings()), "needs a whole number"),
+        (lambda: Guessing({"answer": 7}, GuessingSettings(high=5)), "7 is not from 1 to 5"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_refused(make, told):
+    with pytest.raises(ConfigError, match=told):
+        make()
