@@ -17,13 +17,15 @@ from tests.nightly import all_but
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = [sys.executable, SERVER, "stdio"]
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture(scope="module")
 def url():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL) as server:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline and server.poll() is None:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -51,7 +53,7 @@ def servers() -> list[int]:
 @pytest.mark.parametrize("how", ["stdio", "http"])
 def test_tools_of_a_server(how, url):
     async def run() -> dict[str, object]:
-        source = McpTools(STDIO if how == "stdio" else url, prefix="far_", timeout_s=20)
+        source = McpTools(STDIO if how == "stdio" else url, prefix="far_", timeout_s=120)
         async with ToolSet([source, add]) as tools:
             found: dict[str, object] = {"names": list(tools.tools)}
             found["schema"] = tools.tools["far_add"].schema()["function"]
@@ -84,15 +86,15 @@ def test_a_call_that_takes_too_long_is_told(how, url):
 
 
 def test_a_server_that_dies_costs_a_call():
-    async def run() -> tuple[str, bool]:
-        async with ToolSet([McpTools(STDIO, timeout_s=15)]) as tools:
+    async def run() -> tuple[str, bool, float]:
+        async with ToolSet([McpTools(STDIO, timeout_s=120)]) as tools:
+            start = time.monotonic()
             answer = await tools.call("end", {})
-            return answer.text, answer.is_error
+            return answer.text, answer.is_error, time.monotonic() - start
 
-    start = time.monotonic()
-    text, is_error = asyncio.run(run())
+    text, is_error, seconds = asyncio.run(run())
     assert is_error, text
-    assert time.monotonic() - start < 30
+    assert seconds < 60  # it is noticed, not waited for
     assert servers() == []
 
 
