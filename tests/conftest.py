@@ -77,6 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lanes and groups. Lanes come first: unit tests fill the workers that are done with theirs."""
     lanes = {item: lane_of(item) for item in items}
     for item, lane in lanes.items():
+        if lane == "server" and item.path.parent.name != "e2e":  # whose conftest ends the servers
+            raise pytest.UsageError(f"{item.nodeid}: tests with the mark server are in tests/e2e")
         if lane:
             item.add_marker(lane)
         item.add_marker(pytest.mark.xdist_group(group_of(item, lane)))

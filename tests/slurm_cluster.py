@@ -69,8 +69,10 @@ class SlurmCluster:
         """`folder` needs a short path, since sockets are in it."""
         self.folder = folder
         self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.temp = folder / "t"  # of jobs
+        self.environment["TMPDIR"] = str(self.temp)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        for name in ("munge", "state", "log", "spool"):
+        for name in ("munge", "state", "log", "spool", "t"):
             (folder / name).mkdir(mode=0o755)
         (folder / "munge" / "key").write_bytes(os.urandom(128))
         (folder / "munge" / "key").chmod(0o600)

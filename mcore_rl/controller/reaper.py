@@ -37,6 +37,7 @@ POLL_S = 0.5
 LOOKS = 3  # polls in which a new shared-memory file may be claimed: it is mapped after it is made
 MAPPED_S = 0.1  # after a file has been made, at least, before it is looked at
 SWEEP_S = 20.0  # a process in uninterruptible sleep may outlast SIGKILL; then it is left
+REMOVE_S = 2.0  # for the scratch folder of a living driver whose threads still write there
 TRACKER_S = 3.0  # for Python's resource trackers: they unlink what dead processes have made
 SHM = "/dev/shm"
 RAY_DIR = "r"  # of Ray in the scratch folder: short, because sockets are in it
@@ -147,6 +148,14 @@ def remove_partials(folder: str) -> None:
                     os.unlink(path)
 
 
+def remove_whole(folder: str) -> None:
+    """Again, if somebody who lives on wrote into it meanwhile."""
+    deadline = time.monotonic() + REMOVE_S
+    while os.path.exists(folder) and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
+
+
 def keep_logs(scratch: str, folder: str) -> None:
     """Copies the logs of Ray's session, as far as there is disk space."""
     for logs in glob.glob(os.path.join(glob.escape(scratch), RAY_DIR, "session_2*", "logs")):
@@ -181,7 +190,7 @@ def sweep_abandoned(place: str) -> list[str]:
             file = locked(scratch)
             try:
                 _sweep_noted(scratch)
-                shutil.rmtree(scratch, ignore_errors=True)
+                remove_whole(scratch)
             finally:
                 os.close(file)
             swept.append(scratch)
@@ -289,7 +298,7 @@ class Reaper:
                     os.unlink(f"{SHM}/{name}")
         if self.logs:
             keep_logs(self.scratch, self.logs)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        remove_whole(self.scratch)
         for folder in self.folders:
             remove_partials(folder)
 

@@ -168,7 +168,7 @@ def test_a_sharded_optimizer_goes_on_from_a_replicated_one_and_the_other_way_rou
     again = folder / f"{source}-{target}-{not distributed}-{dtype}"
     found = loaded(model, LAYOUTS[target], batch, first, again, not distributed, dtype)
     assert_same_state(first, again)
-    loss, grad_norm = (1e-6, 1e-4) if dtype == "float32" else (0.02, 0.02)
+    loss, grad_norm = (1e-6, 1e-4) if dtype == "float32" else (0.02, 0.05)
     assert_same_steps(written, found, loss, grad_norm)
 
 

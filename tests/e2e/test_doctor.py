@@ -103,6 +103,7 @@ def ray_of_two_nodes(tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("ray")
     world = plant(folder, FAULTS["version"].world)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    Path("/tmp/ray").mkdir(exist_ok=True)  # where Cluster writes its address, if it is there
     common = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:  # sockets need short paths
         head = {**common, "node_name": NODES[0], "temp_dir": scratch}

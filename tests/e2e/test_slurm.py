@@ -82,16 +82,16 @@ def nothing_is_left(slurm: SlurmCluster, before: set[str]) -> None:
         found = [
             str(p) for p in its if lives(p) and p.name() not in daemons and "slurms" not in p.name()
         ]
-        return found + sorted(temporary() - before)
+        return found + sorted(temporary(slurm) - before)
 
     slurm.wait_until(lambda: not left(), f"{left()} is gone", 30)
 
 
-def temporary() -> set[str]:
+def temporary(slurm: SlurmCluster) -> set[str]:
     """What jobs leave when they leave something, and no living process uses."""
     mapped = reaper.mapped_by(set(reaper.processes()))
     files = {name for name, inode in reaper.shared_memory().items() if inode not in mapped}
-    return files | {str(folder) for folder in Path("/tmp").glob("mcr_*") if _is_unlocked(folder)}
+    return files | {str(folder) for folder in slurm.temp.glob("mcr_*") if _is_unlocked(folder)}
 
 
 def _is_unlocked(scratch: Path) -> bool:
@@ -114,7 +114,7 @@ def undisturbed(start_job: Callable[..., Job]) -> list[dict[str, float]]:
 
 @pytest.mark.nightly
 def test_a_run_over_two_nodes_is_the_run_on_one_node_to_the_digit(slurm, undisturbed, tmp_path):
-    before = temporary()
+    before = temporary(slurm)
     job = Submitted(slurm, tmp_path)
     found = job.wait("COMPLETED", "FAILED")
     assert found["ExitCode"] == "0:0", job.log
@@ -132,7 +132,7 @@ def test_a_run_over_two_nodes_is_the_run_on_one_node_to_the_digit(slurm, undistu
 def test_a_run_that_was_told_to_end_saves_is_queued_again_and_ends_the_same(
     slurm, undisturbed, tmp_path
 ):
-    before = temporary()
+    before = temporary(slurm)
     job = Submitted(slurm, tmp_path)
     job.wait_for_step(2)
     # As before the time limit (#SBATCH --signal=B:USR1): only the batch script is told.
@@ -150,8 +150,8 @@ def test_a_run_that_was_told_to_end_saves_is_queued_again_and_ends_the_same(
 
 @pytest.mark.nightly
 def test_a_run_that_loses_a_node_goes_on_when_that_is_back_and_ends_the_same(undisturbed, tmp_path):
-    before = temporary()
     with slurm_cluster() as slurm:
+        before = temporary(slurm)
         job = Submitted(slurm, tmp_path)
         job.wait_for_step(2)
         slurm.kill_node("n2")
@@ -166,7 +166,7 @@ def test_a_run_that_loses_a_node_goes_on_when_that_is_back_and_ends_the_same(und
 
 @pytest.mark.nightly
 def test_what_a_killed_batch_step_leaves_is_swept_by_the_next_start(slurm, tmp_path):
-    before = temporary()
+    before = temporary(slurm)
     job = Submitted(slurm, tmp_path)
     slurm.wait_until(lambda: "run the driver" in job.log, "Ray runs", A_JOB_S)
     # Batch script, driver, Ray and the reapers that watch them, all at once.

@@ -157,7 +157,8 @@ time.sleep(10)
 
 @in_each_place
 def test_a_thread_bomb_stops_at_the_limit(place):
-    result = needed(place).run(THREAD_BOMB, memory_mb=4096)
+    # Address space for the stacks of all: the limit of memory is not to come first.
+    result = needed(place).run(THREAD_BOMB, memory_mb=32768)
     if place.tier.name == "bwrap" and place.counts_processes:
         assert result.status == "error" and "can't start new thread" in result.stderr
     else:

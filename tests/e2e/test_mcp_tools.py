@@ -12,6 +12,7 @@ import pytest
 
 from mcore_rl.agents.tools.base import ToolError, ToolSet, tool
 from mcore_rl.agents.tools.mcp_tools import McpTools
+from tests.e2e.processes import command_line
 from tests.nightly import all_but
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -42,11 +43,9 @@ def add(a: int, b: int) -> int:
     return a - b
 
 
-def servers() -> list[int]:
+def servers() -> list[psutil.Process]:
     return [
-        p.pid
-        for p in psutil.Process().children()
-        if SERVER in p.cmdline() and "stdio" in p.cmdline()
+        p for p in psutil.Process().children() if {SERVER, "stdio"} <= {*command_line(p).split()}
     ]
 
 
