@@ -106,14 +106,16 @@ def ended(done: subprocess.CompletedProcess[str], output: Path) -> dict:
 @pytest.fixture(scope="module")
 def sft(data, tmp_path_factory) -> tuple[Path, dict, str]:
     output = tmp_path_factory.mktemp("sft") / "out"
-    done = command(
-        "sft",
-        *settings(data, "sft", output, "trainer.batch_size=32", "engine.layout.pp=2"),
-        "engine.layout.first_stage_layers=1",
-        "engine.optimizer.lr=3e-3",
-        "engine.moe.aux_loss_coef=0.01",
-    )
+    done = command("sft", *sft_settings(data, output))
     return output, ended(done, output), done.stdout
+
+
+def sft_settings(data: Path, output: Path) -> list[str]:
+    return settings(
+        data, "sft", output, "trainer.batch_size=32", "engine.layout.pp=2",
+        "engine.layout.first_stage_layers=1", "engine.optimizer.lr=3e-3",
+        "engine.moe.aux_loss_coef=0.01",
+    )  # fmt: skip
 
 
 def test_sft_learns_both_turns_in_an_epoch_and_says_so(sft):
@@ -123,6 +125,18 @@ def test_sft_learns_both_turns_in_an_epoch_and_says_so(sft):
     assert [row["step"] for row in rows_of(output)] == list(range(1, 21))  # 640 rows, 32 a step
     assert "training 20/20  loss " in stdout
     assert "held-out loss: " in stdout
+
+
+@pytest.mark.nightly
+def test_sft_under_torchrun_is_sft_on_ranks_of_ray(sft, data, tmp_path):
+    output, summary, _ = sft
+    again = tmp_path / "out"
+    torchrun = ON_THE_PAGE["dpo"][: ON_THE_PAGE["dpo"].index("dpo")]
+    line = [PROGRAMS.get(word, word) for word in torchrun]
+    line += ["sft", *sft_settings(data, again)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert ended(done, again)["test_after"] == summary["test_after"]
+    assert timeless(again) == timeless(output)
 
 
 def test_the_loss_that_sft_tells_is_that_of_its_checkpoint_by_transformers(sft, data):
