@@ -17,6 +17,7 @@ from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.guessing import Guessing
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
 from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.openenv import OpenEnv
 from mcore_rl.agents.session import ChatSession, GenerationError
 from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
@@ -36,6 +37,7 @@ ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fie
 ENVIRONMENTS.register("code")(Coding)
 ENVIRONMENTS.register("countdown")(Countdown)
 ENVIRONMENTS.register("guessing")(Guessing)
+ENVIRONMENTS.register("openenv")(OpenEnv)
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
