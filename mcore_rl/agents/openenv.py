@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -69,7 +69,7 @@ class OpenEnv:
         path = f"{parts.path.rstrip('/')}/ws"
         self._url = parts._replace(scheme=scheme, path=path).geturl()
         self._told_url = f"{scheme}://{parts.netloc.rpartition('@')[2]}{path}"  # without secrets
-        self._proxy = None if parts.hostname in _LOCAL else True
+        self._proxy: Literal[True] | None = None if parts.hostname in _LOCAL else True
         self._connection: ClientConnection | None = None
         self._reset_reward = 0.0
         self.tools: Sequence[ToolSpec] = ()
