@@ -4,7 +4,8 @@
 #   sbatch launch/run_dsv3.sh model.path=FOLDER data.train_file=FILE data.test_file=FILE [KEY=VALUE ...]
 #   bash launch/run_dsv3.sh --dry-run model.path=FOLDER ...     the commands and the plan; starts nothing
 #
-# A server spans 4 nodes (rollout.nodes_per_server). docs/cluster.md has the first run step by step. Partition, account and time are your cluster's:
+# A server spans 4 nodes (rollout.nodes_per_server). docs/cluster.md has the first run step by step.
+# Partition, account and time are your cluster's:
 # sbatch --partition=... --account=... --time=... launch/run_dsv3.sh ...
 #SBATCH --job-name=run_dsv3
 #SBATCH --nodes=32

@@ -96,7 +96,7 @@ def coding(tests: dict, **settings) -> Coding:
     ],
 )
 def test_a_program_passes_or_is_told_the_first_test_that_fails(tests, program, told):
-    environment = coding(tests, cpu_s=0.5)
+    environment = coding(tests, cpu_s=2.0)
     [(found, reward, is_done)] = played(environment, block(program))
     assert found.startswith(told) and (reward, is_done) == ((0.0, False) if told else (1.0, True))
 
