@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -98,11 +99,11 @@ class Job:
         found = [f"process {p}" for p in set(self.processes) | with_marker if lives(p)]
         found += [str(file) for file in set(self.shared_memory) if file.exists()]
         found += [str(file) for file in self.temp.iterdir()]
-        aside = [
-            *self.output.parent.rglob(".*partial*"),
-            *self.output.parent.rglob(".*unfinished*"),
-        ]
-        return found + [str(path) for path in aside]
+        for folder, folders, files in os.walk(self.output.parent):  # a folder may go meanwhile
+            for name in folders + files:
+                if re.match(r"\..*(partial|unfinished)", name):
+                    found.append(os.path.join(folder, name))
+        return found
 
     def rank(self, number: int) -> psutil.Process:
         """A process of this rank that lives now."""
