@@ -19,7 +19,7 @@ from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.session import ChatSession, GenerationError
 from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.agents.trajectory import samples_of
+from mcore_rl.agents.trajectory import Turn, samples_of, with_turn_rewards
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
@@ -68,6 +68,7 @@ class AgentRunner:
     ) -> None:
         """Raises ConfigError where the chat template, a tool or the loop cannot be used."""
         self._generator, self._reward, self._config = generator, reward, config
+        self._tokenizer = tokenizer
         self._max_context, self._stops_on_error = max_context, stops_on_error
         self.codec, self._sources = check_agent(config, tokenizer)
         self.max_turns = config.max_turns
@@ -167,14 +168,29 @@ class AgentRunner:
         samples = self.rewarded(task, session, status, 0.0)
         where = f"row {task.row} of the data (group {task.group_id})"
         last = samples[-1:]
+        for sample in last:
+            sample.messages = [message.as_dict() for message in task.messages]
+            sample.turn_texts = [self._text(turn) for turn in session.turns]
         await self._reward(last, [text], task.max_tokens, where)
         for sample in samples[:-1]:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error
+        if last and last[0].turn_rewards:
+            _pay(samples, session, last[0].turn_rewards)
         return samples
 
+    def _text(self, turn: Turn) -> str:
+        """What was said, with calls and reasoning, without the token that ends it."""
+        ids = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+        return self._tokenizer.decode([*ids], skip_special_tokens=False)
+
     def rewarded(
-        self, task: Task, session: ChatSession, status: TrajectoryStatus, reward: float
+        self,
+        task: Task,
+        session: ChatSession,
+        status: TrajectoryStatus,
+        reward: float,
+        turn_rewards: Sequence[float] = (),
     ) -> list[Sample]:
         samples = samples_of(
             session.turns,
@@ -187,4 +203,12 @@ class AgentRunner:
             sample.fields = dict(task.fields)
             if status == "truncated":
                 sample.finish_reason = "length"
+        if turn_rewards:
+            _pay(samples, session, turn_rewards)
         return samples
+
+
+def _pay(samples: Sequence[Sample], session: ChatSession, turn_rewards: Sequence[float]) -> None:
+    """Raises ValueError unless there is one a turn."""
+    turns = [turn.turn_id for turn in session.turns]
+    with_turn_rewards(samples, dict(zip(turns, turn_rewards, strict=True)))

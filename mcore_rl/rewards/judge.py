@@ -18,6 +18,7 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import (
     OPTIONAL,
+    TURN_REWARDS,
     InProcess,
     Reward,
     RewardError,
@@ -28,7 +29,15 @@ from mcore_rl.rewards.base import (
 )
 from mcore_rl.rewards.processes import ProcessDiedError, RewardProcesses, TooLateError, within
 
-Found = Mapping[str, float]
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a reward found for a response."""
+
+    numbers: Numbers
+    of_turns: Sequence[float] | None
 
 
 @dataclass(slots=True)
@@ -44,25 +53,27 @@ class _Term:
     parameters: frozenset[str]
     runs_in_thread: bool
     processes: RewardProcesses | None
-    unchecked: Found | None
+    unchecked: Numbers | None
     parts: set[str] = field(default_factory=set)  # of the first response
 
     @property
     def is_batched(self) -> bool:
         return "texts" in self.parameters
 
-    def checked(self, result: object) -> Found | _Problem:
-        """The numbers that it returned for a response."""
+    def checked(self, result: object, num_turns: int) -> _Found | _Problem:
+        """What it returned for a response of so many turns."""
         if isinstance(result, _Problem):
             return result
-        if problem := fault(result):
+        if problem := fault(result, num_turns):
             return _Problem(f"returned {problem}")
-        found: Found = {name: float(value) for name, value in result.items()}  # type: ignore[attr-defined]
-        self.parts = self.parts or set(found)
-        if self.parts == set(found):
-            return found
-        keys = f"the keys {sorted(found)}, and {sorted(self.parts)} for an earlier response"
-        return _Problem(f"returned {keys}")
+        given: dict[str, Any] = dict(result)  # type: ignore[call-overload]
+        self.parts = self.parts or set(given)
+        if self.parts != set(given):
+            keys = f"the keys {sorted(given)}, and {sorted(self.parts)} for an earlier response"
+            return _Problem(f"returned {keys}")
+        of_turns: list[Any] | None = given.pop(TURN_REWARDS, None)
+        numbers = {name: float(value) for name, value in given.items()}
+        return _Found(numbers, None if of_turns is None else [float(value) for value in of_turns])
 
 
 class Judge:
@@ -86,7 +97,7 @@ class Judge:
     async def __call__(
         self, samples: Sequence[Sample], texts: Sequence[str], max_tokens: int, where: str
     ) -> None:
-        """Sets reward, reward_parts and reward_error of the responses to one prompt.
+        """Sets reward, reward_parts, turn_rewards and reward_error of responses to one prompt.
 
         Args:
             texts: of the responses, without the end token.
@@ -98,7 +109,8 @@ class Judge:
                 with "reward" among them and the same names as for the first response; with
                 reward.on_error=stop.
         """
-        found: list[dict[str, Found]] = [{} for _ in samples]  # by term
+        found: list[dict[str, _Found]] = [{} for _ in samples]  # by term
+        turns = [sample.turn_texts or [text] for sample, text in zip(samples, texts, strict=True)]
         for term in self._terms:
             rows = [row for row, sample in enumerate(samples) if not sample.reward_error]
             answers = [
@@ -108,12 +120,14 @@ class Judge:
                     "finish_reason": samples[row].finish_reason,
                     "num_tokens": len(samples[row].response_ids),
                     "max_tokens": max_tokens,
-                    "rewards": {name: parts["reward"] for name, parts in found[row].items()},
+                    "messages": samples[row].messages,
+                    "turns": turns[row],
+                    "rewards": {n: one.numbers["reward"] for n, one in found[row].items()},
                 }
                 for row in rows
             ]
             for row, result in zip(rows, await self._asked(term, answers), strict=True):
-                checked = term.checked(result)
+                checked = term.checked(result, len(turns[row]))
                 if not isinstance(checked, _Problem):
                     found[row][term.name] = checked
                     continue
@@ -176,11 +190,14 @@ class Judge:
                 f"allowed: {', '.join(before) or 'none, as there is no term before it'}"
             )
 
-    def _fill(self, sample: Sample, found: Mapping[str, Found]) -> None:
+    def _fill(self, sample: Sample, found: Mapping[str, _Found]) -> None:
         """From the results of all terms."""
-        sample.reward = sum(term.weight * found[term.name]["reward"] for term in self._terms)
-        for name, parts in found.items():
-            for part, value in parts.items():
+        weighted = [(term.weight, found[term.name]) for term in self._terms]
+        sample.reward = sum(weight * one.numbers["reward"] for weight, one in weighted)
+        rows = [[weight * r for r in one.of_turns] for weight, one in weighted if one.of_turns]
+        sample.turn_rewards = [sum(of_turn) for of_turn in zip(*rows, strict=True)]
+        for name, one in found.items():
+            for part, value in one.numbers.items():
                 if part != "reward":
                     sample.reward_parts[f"{name}/{part}" if name else part] = value
                 elif name:  # a term's reward is called as the term is
