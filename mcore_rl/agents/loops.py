@@ -119,8 +119,9 @@ async def _called(tools: ToolSet, call: ParsedCall) -> ChatMessage:
 class EnvironmentLoop:
     """The policy acts by its turns, and an environment answers until it is done.
 
-    The reward is the sum of those of all steps, each earned by its turn. A turn that is cut off by agent.max_turn_tokens is
-    a turn like others; a trajectory that is cut off keeps what it has earned.
+    The reward is the sum of those of all steps, each earned by its turn. A turn that is cut off by
+    agent.max_turn_tokens is a turn like others; a trajectory that is cut off keeps what it has
+    earned.
     """
 
     def __init__(self, agent: Agent) -> None:

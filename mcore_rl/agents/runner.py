@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -73,6 +73,7 @@ class AgentRunner:
         self.codec, self._sources = check_agent(config, tokenizer)
         self.max_turns = config.max_turns
         self._open: dict[tuple[int, int], list[ChatSession]] = {}
+        self._limits: dict[tuple[int, int], asyncio.Timeout] = {}
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
@@ -103,8 +104,8 @@ class AgentRunner:
 
     async def _run(self, task: Task) -> list[Sample]:
         key, limit_s = (task.group_id, task.trajectory), self._config.timeout_s
-        self._open[key] = []
         limit = asyncio.timeout(limit_s)
+        self._open[key], self._limits[key] = [], limit
         try:
             async with limit:
                 samples = await self._loop.run(task)
@@ -119,7 +120,7 @@ class AgentRunner:
         except Exception as error:  # noqa: BLE001 (of a loop or an environment that is not ours)
             return self._failed(task, error)
         finally:
-            del self._open[key]
+            del self._open[key], self._limits[key]
         for number, sample in enumerate(samples):
             sample.group_id, sample.trajectory, sample.segment = *key, number
         return samples
@@ -138,6 +139,18 @@ class AgentRunner:
         for sample in samples:
             sample.reward_error = told
         return samples
+
+    @contextmanager
+    def _pause(self, task: Task) -> Iterator[None]:
+        """The time of a trajectory stands still while a reward takes its own."""
+        limit, clock = self._limits[task.group_id, task.trajectory], asyncio.get_running_loop().time
+        ends, started = limit.when(), clock()
+        limit.reschedule(None)
+        try:
+            yield
+        finally:
+            if ends is not None:  # else it stands still for another reward
+                limit.reschedule(ends + clock() - started)
 
     # What loops get, as `loops.Agent` says.
 
@@ -171,7 +184,8 @@ class AgentRunner:
         for sample in last:
             sample.messages = [message.as_dict() for message in task.messages]
             sample.turn_texts = [self._text(turn) for turn in session.turns]
-        await self._reward(last, [text], task.max_tokens, where)
+        with self._pause(task):
+            await self._reward(last, [text], task.max_tokens, where)
         for sample in samples[:-1]:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error

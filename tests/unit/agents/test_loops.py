@@ -234,6 +234,58 @@ def test_the_code_of_the_page_runs(page):
     assert "20 degrees celsius in Oslo" in text_of(policy.prompts[1])
 
 
+def test_a_slow_reward_takes_no_time_of_its_trajectory():
+    async def slow(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
+        await asyncio.sleep(1.0)
+        await is_42(samples, texts, max_tokens, where)
+
+    config = AgentConfig("tools", tools=["calculator"], timeout_s=0.5)
+    [sample], _ = run(["42"], config, reward=slow)
+    assert (sample.status, sample.reward) == ("finished", 1.0)
+    config = AgentConfig(f"{HERE}:AsksAgain", timeout_s=0.5)
+    [sample], _ = run(["42", "waits"], config, reward=slow)
+    assert (sample.status, sample.reward) == ("aborted", 0.0)
+
+
+class AsksAgain:
+    """A loop that goes on after a reward."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        session = self._agent.session(task)
+        answer = await session.ask(task.messages)
+        await self._agent.judged(task, session, "finished", answer.parsed.content)
+        await session.ask([ChatMessage("user", "Once more.")])
+        raise AssertionError("the policy waits longer than the trajectory may")
+
+
+def test_rewards_are_found_while_other_trajectories_are_generated():
+    """That of the first trajectory waits for the last one; the server has room for one."""
+    all_sampled, room = asyncio.Event(), asyncio.Lock()
+
+    async def slow(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
+        async with asyncio.timeout(60):
+            await all_sampled.wait()
+        await is_42(samples, texts, max_tokens, where)
+
+    class OneAtATime(Scripted):
+        async def submit(self, *asked, **more) -> list[Completion]:
+            async with room:
+                await asyncio.sleep(0)
+                found = await super().submit(*asked, **more)
+                if len(self.prompts) == len(self.says):
+                    all_sampled.set()
+                return found
+
+    policy = OneAtATime(["42"] * 4)
+    runner = AgentRunner(policy, TOKENIZER, slow, TOOLS, 4096, stops_on_error=True)
+    prompts = [Prompt([], n, {"answer": "42"}, messages=MESSAGES) for n in range(4)]
+    samples = asyncio.run(runner.run_all(prompts, SamplingParams(n=1, max_tokens=1000)))
+    assert [sample.reward for sample in samples] == [1.0] * 4
+
+
 STEPS = """
 def steps(text, fields, finish_reason, messages, turns):
     assert messages == [{"role": "user", "content": "How much is 6 * 7?"}], messages
