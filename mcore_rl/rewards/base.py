@@ -13,7 +13,10 @@ parameters, which it gets by name (a batched one as lists, but for max_tokens):
 - `max_tokens`: how many it may have at most;
 - `messages`: of the prompt, dicts in OpenAI's form;
 - `turns`: the texts of all turns of the policy; of one without tools, the response;
-- `rewards`: what the terms before it in reward.terms found, by name, without their weights.
+- `rewards`: what the terms before it in reward.terms found, by name, without their weights;
+- `post`: asks the server of its settings, which are `RemoteSettings` (remote.py).
+
+A batched one may have an exception in the place of a result, for that response alone.
 """
 
 from __future__ import annotations
@@ -38,13 +41,15 @@ class RewardError(RuntimeError):
     """A reward raised, took too long, or returned an invalid result."""
 
 
-OPTIONAL = ("num_tokens", "max_tokens", "messages", "turns", "rewards")
+OPTIONAL = ("num_tokens", "max_tokens", "messages", "turns", "rewards", "post")
 TURN_REWARDS = "turn_rewards"  # in a result: one a turn
 _SHOWN = 200  # characters of a response or of its fields in an error
 _REWARDS: Registry[Reward] = Registry(
     "reward.name", ("text", "fields", "finish_reason"), "reward.settings", OPTIONAL
 )
 _BUILT_IN = (
+    "http_reward",
+    "judge_reward",
     "length",
     "rules_code",
     "rules_math",
@@ -149,7 +154,10 @@ def fault(found: object, num_turns: int) -> str:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
 
 
 def raised(error: BaseException) -> str:
