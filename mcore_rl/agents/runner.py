@@ -11,11 +11,13 @@ from typing import Any, cast
 from mcore_rl.agents.choose import CodecKind, codec_for
 from mcore_rl.agents.codec import ChatTokenizer
 from mcore_rl.agents.codec_proof import Proved
+from mcore_rl.agents.coding import Coding
 from mcore_rl.agents.countdown import Countdown
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.guessing import Guessing
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
 from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.openenv import OpenEnv
 from mcore_rl.agents.session import ChatSession, GenerationError
 from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
@@ -32,8 +34,10 @@ LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.
 LOOPS.register("tools")(ToolLoop)
 LOOPS.register("environment")(EnvironmentLoop)
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
+ENVIRONMENTS.register("code")(Coding)
 ENVIRONMENTS.register("countdown")(Countdown)
 ENVIRONMENTS.register("guessing")(Guessing)
+ENVIRONMENTS.register("openenv")(OpenEnv)
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
@@ -49,7 +53,9 @@ def check_agent(config: AgentConfig, tokenizer: ChatTokenizer) -> tuple[Proved, 
         raise ConfigError(f"agent.tools: the codec {codec.name} takes none: {codec.tool_refusal}")
     LOOPS.settings(config.loop, config.settings)
     if config.environment:
-        ENVIRONMENTS.settings(config.environment, config.environment_settings)
+        settings = ENVIRONMENTS.settings(config.environment, config.environment_settings)
+        if check := getattr(ENVIRONMENTS[config.environment], "check", None):
+            check(settings)
     return codec, sources
 
 
