@@ -14,7 +14,8 @@ parameters, which it gets by name (a batched one as lists, but for max_tokens):
 - `messages`: of the prompt, dicts in OpenAI's form;
 - `turns`: the texts of all turns of the policy; of one without tools, the response;
 - `rewards`: what the terms before it in reward.terms found, by name, without their weights;
-- `post`: asks the server of its settings, which are `RemoteSettings` (remote.py).
+- `post`: asks the server of its settings, which are `RemoteSettings` (remote.py). A reward with it
+  has a limit on each request, and none on the rest of what it does.
 
 A batched one may have an exception in the place of a result, for that response alone.
 """

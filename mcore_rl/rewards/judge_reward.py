@@ -15,10 +15,12 @@ from mcore_rl.config.checks import at_least, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load
 from mcore_rl.rewards.base import register_reward, shown
+from mcore_rl.rewards.processes import TooLateError, within
 from mcore_rl.rewards.remote import Post, RemoteError, RemoteSettings, variable_value
 from mcore_rl.rewards.threads import in_thread
 
 _PATTERN_S = 1.0  # for one verdict: there are expressions for which it takes years
+_PARSER_S = 10.0  # for one verdict, by a function of a user
 _OF_RESPONSE = ("prompt", "response")  # fields of a template that are no column
 
 
@@ -102,13 +104,21 @@ async def judge(
         "n": settings.votes,
     }
     verdicts = _verdicts(await post(asked), settings)
-    scores = [await in_thread(partial(_score, verdict, settings)) for verdict in verdicts]
+    scores = [await _read(verdict, settings) for verdict in verdicts]
     found = [score for score in scores if score is not None]
     if not found:
         raise RemoteError(f"no score from {settings.low} to {settings.high} in {shown(verdicts)}")
     mean = sum(found) / len(found)
     scaled = (mean - settings.low) / (settings.high - settings.low)
     return {"reward": scaled, "parsed": len(found) / len(verdicts)}
+
+
+async def _read(verdict: str, settings: JudgeSettings) -> float | None:
+    """Its score, found in a thread; RemoteError where that takes too long."""
+    try:
+        return await within(_PARSER_S, in_thread(partial(_score, verdict, settings)))
+    except TooLateError as error:
+        raise RemoteError(f"to read the verdict {shown(verdict)} {error}") from error
 
 
 def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:

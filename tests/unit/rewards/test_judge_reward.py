@@ -14,6 +14,7 @@ from openai.types.chat.chat_completion import Choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
+from mcore_rl.rewards import judge_reward
 from mcore_rl.rewards.judge import Judge, check_columns
 from tests.unit.rewards.answering import Answering, answering, says
 from tests.unit.rewards.judging import judged_by, response
@@ -96,6 +97,13 @@ def test_labels_and_a_function_of_ones_own_read_verdicts(tmp_path):
     parser = {"parser": f"{tmp_path}/own.py:stars", "high": 5.0}
     assert asked(["****"], **parser)[0].reward == 0.8
     assert "'judge' raised ZeroDivisionError" in asked([""], **parser)[0].reward_error
+
+
+def test_a_function_that_never_ends_keeps_nobody_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge_reward, "_PARSER_S", 0.3)
+    (tmp_path / "own.py").write_text("import time\ndef never(verdict):\n    time.sleep(600)\n")
+    found, _ = asked(["Score: 1"], parser=f"{tmp_path}/own.py:never")
+    assert "to read the verdict 'Score: 1' took longer than 0.3 s" in found.reward_error
 
 
 def test_a_prompt_of_several_messages_has_their_roles_and_a_template_may_be_a_file(tmp_path):
