@@ -49,9 +49,17 @@ class Agent(Protocol):
         """The samples of a session, with the rewards that config.reward finds for a text."""
 
     def rewarded(
-        self, task: Task, session: ChatSession, status: TrajectoryStatus, reward: float
+        self,
+        task: Task,
+        session: ChatSession,
+        status: TrajectoryStatus,
+        reward: float,
+        turn_rewards: Sequence[float] = (),
     ) -> list[Sample]:
-        """The samples of a session with a reward that is known."""
+        """The samples of a session with a reward that is known.
+
+        `turn_rewards`: how much of it each turn has earned; the last one, what they leave.
+        """
 
 
 class AgentLoop(Protocol):
@@ -111,8 +119,9 @@ async def _called(tools: ToolSet, call: ParsedCall) -> ChatMessage:
 class EnvironmentLoop:
     """The policy acts by its turns, and an environment answers until it is done.
 
-    The reward is the sum of those of all steps. A turn that is cut off by agent.max_turn_tokens is
-    a turn like others; a trajectory that is cut off keeps what it has earned.
+    The reward is the sum of those of all steps, each earned by its turn. A turn that is cut off by
+    agent.max_turn_tokens is a turn like others; a trajectory that is cut off keeps what it has
+    earned.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -121,24 +130,25 @@ class EnvironmentLoop:
     async def run(self, task: Task) -> list[Sample]:
         session = self._agent.session(task)
         async with self._agent.environment(task) as environment:
-            status, reward = await self._play(session, environment, task)
-        return self._agent.rewarded(task, session, status, reward)
+            status, earned = await self._play(session, environment, task)
+        return self._agent.rewarded(task, session, status, sum(earned, 0.0), earned)
 
     async def _play(
         self, session: ChatSession, environment: Environment, task: Task
-    ) -> tuple[TrajectoryStatus, float]:
+    ) -> tuple[TrajectoryStatus, list[float]]:
+        """How it ended, and what each turn has earned."""
         messages: Sequence[ChatMessage] = [*task.messages, *await environment.reset()]
-        specs, reward = environment.tools, 0.0
+        specs, earned = environment.tools, list[float]()
         for _ in range(self._agent.max_turns):
             try:
                 answer: Answer = await session.ask(messages, specs)
             except ContextFullError:
-                return "truncated", reward
+                return "truncated", earned
             step = await environment.step(answer.parsed)
-            reward += step.reward
+            earned.append(step.reward)
             if step.is_done:
-                return "finished", reward
+                return "finished", earned
             if answer.finish_reason == "abort":
-                return "aborted", reward
+                return "aborted", earned
             messages = step.messages
-        return "truncated", reward
+        return "truncated", earned

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from mcore_rl.agents.openenv import OpenEnv
 from mcore_rl.agents.session import ChatSession, GenerationError
 from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.agents.trajectory import samples_of
+from mcore_rl.agents.trajectory import Turn, samples_of, with_turn_rewards
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
@@ -74,10 +74,12 @@ class AgentRunner:
     ) -> None:
         """Raises ConfigError where the chat template, a tool or the loop cannot be used."""
         self._generator, self._reward, self._config = generator, reward, config
+        self._tokenizer = tokenizer
         self._max_context, self._stops_on_error = max_context, stops_on_error
         self.codec, self._sources = check_agent(config, tokenizer)
         self.max_turns = config.max_turns
         self._open: dict[tuple[int, int], list[ChatSession]] = {}
+        self._limits: dict[tuple[int, int], asyncio.Timeout] = {}
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
@@ -108,8 +110,8 @@ class AgentRunner:
 
     async def _run(self, task: Task) -> list[Sample]:
         key, limit_s = (task.group_id, task.trajectory), self._config.timeout_s
-        self._open[key] = []
         limit = asyncio.timeout(limit_s)
+        self._open[key], self._limits[key] = [], limit
         try:
             async with limit:
                 samples = await self._loop.run(task)
@@ -124,7 +126,7 @@ class AgentRunner:
         except Exception as error:  # noqa: BLE001 (of a loop or an environment that is not ours)
             return self._failed(task, error)
         finally:
-            del self._open[key]
+            del self._open[key], self._limits[key]
         for number, sample in enumerate(samples):
             sample.group_id, sample.trajectory, sample.segment = *key, number
         return samples
@@ -143,6 +145,18 @@ class AgentRunner:
         for sample in samples:
             sample.reward_error = told
         return samples
+
+    @contextmanager
+    def _pause(self, task: Task) -> Iterator[None]:
+        """The time of a trajectory stands still while a reward takes its own."""
+        limit, clock = self._limits[task.group_id, task.trajectory], asyncio.get_running_loop().time
+        ends, started = limit.when(), clock()
+        limit.reschedule(None)
+        try:
+            yield
+        finally:
+            if ends is not None:  # else it stands still for another reward
+                limit.reschedule(ends + clock() - started)
 
     # What loops get, as `loops.Agent` says.
 
@@ -173,14 +187,30 @@ class AgentRunner:
         samples = self.rewarded(task, session, status, 0.0)
         where = f"row {task.row} of the data (group {task.group_id})"
         last = samples[-1:]
-        await self._reward(last, [text], task.max_tokens, where)
+        for sample in last:
+            sample.messages = [message.as_dict() for message in task.messages]
+            sample.turn_texts = [self._text(turn) for turn in session.turns]
+        with self._pause(task):
+            await self._reward(last, [text], task.max_tokens, where)
         for sample in samples[:-1]:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error
+        if last and last[0].turn_rewards:
+            _pay(samples, session, last[0].turn_rewards)
         return samples
 
+    def _text(self, turn: Turn) -> str:
+        """What was said, with calls and reasoning, without the token that ends it."""
+        ids = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+        return self._tokenizer.decode([*ids], skip_special_tokens=False)
+
     def rewarded(
-        self, task: Task, session: ChatSession, status: TrajectoryStatus, reward: float
+        self,
+        task: Task,
+        session: ChatSession,
+        status: TrajectoryStatus,
+        reward: float,
+        turn_rewards: Sequence[float] = (),
     ) -> list[Sample]:
         samples = samples_of(
             session.turns,
@@ -193,4 +223,12 @@ class AgentRunner:
             sample.fields = dict(task.fields)
             if status == "truncated":
                 sample.finish_reason = "length"
+        if turn_rewards:
+            _pay(samples, session, turn_rewards)
         return samples
+
+
+def _pay(samples: Sequence[Sample], session: ChatSession, turn_rewards: Sequence[float]) -> None:
+    """Raises ValueError unless there is one a turn."""
+    turns = [turn.turn_id for turn in session.turns]
+    with_turn_rewards(samples, dict(zip(turns, turn_rewards, strict=True)))

@@ -7,7 +7,7 @@ tokens is a part of the parent's sample; any other begins a sample of its own (a
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from mcore_rl.data.sample import Sample, TrajectoryStatus, TurnSpan
@@ -37,7 +37,7 @@ class Turn:
     weight_versions: tuple[VersionSpan, ...]  # all of the tokens, in order
     finish_reason: str  # "stop", "length" or "abort"
     routed_experts: str = ""  # where the record of them is, if there is one
-    token_rewards: tuple[float, ...] = ()  # one a token, or none
+    token_rewards: tuple[float, ...] = ()  # of the trajectory's reward; one a token, or none
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -93,6 +93,20 @@ def samples_of(
         samples.append(made)
         trained.update(turn.turn_id for turn in path)
     return samples
+
+
+def with_turn_rewards(samples: Sequence[Sample], earned: Mapping[str, float]) -> None:
+    """Sets process_rewards: what a turn has earned, by its turn_id, at its last token.
+
+    It is there once, in the sample that trains the turn. A turn without a token has none.
+    """
+    for sample in samples:
+        for span in sample.turn_spans:
+            last = span.end - 1
+            if span.turn_id in earned and span.start <= last and sample.response_mask[last]:
+                length = len(sample.response_ids)
+                sample.process_rewards = sample.process_rewards or [0.0] * length
+                sample.process_rewards[last] += earned[span.turn_id]
 
 
 def _checked(turns: Sequence[Turn]) -> dict[str, Turn]:

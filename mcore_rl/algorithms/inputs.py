@@ -221,7 +221,7 @@ class AdvantageInputs:
 
     @property
     def rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]: of the outcome alone."""
+        """[samples]: all that a response has earned, without a KL penalty."""
         return self.batch.array("rewards")
 
     def reward_part(self, name: str) -> npt.NDArray[np.float64]:

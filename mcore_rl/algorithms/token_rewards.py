@@ -1,4 +1,4 @@
-"""Rewards of tokens: those of a process, that of the outcome, and the KL taken off."""
+"""Rewards of tokens: what each has earned, what that leaves of a reward, and the KL taken off."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mcore_rl.algorithms.reductions import ChosenTokens, totals
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.trajectories import Trajectories
 
 
 def reference_kl(batch: Batch, algorithm: AlgorithmConfig) -> Jagged:
@@ -46,18 +47,22 @@ def with_token_rewards(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Adds the column token_rewards where rewards are not of whole responses only.
 
     At each chosen token the process_rewards, if the batch has them, minus kl_coef times the KL,
-    with algorithm.kl_in=reward, plus the reward of the response at its last chosen token; 0 at
-    other tokens. Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by token. Advantages of
-    whole responses see the sum (AdvantageInputs.scores); the column rewards stays that of outcomes.
+    with algorithm.kl_in=reward; at the last chosen token of a trajectory also what process_rewards
+    leave of its reward, so that they add up to it; 0 at other tokens. Float64: equal sums of parts
+    stay equal. Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by token. Advantages of
+    whole responses see the sum (AdvantageInputs.scores); the column rewards has no KL taken off.
     """
     is_penalised = bool(algorithm.kl_coef) and algorithm.kl_in == "reward"
     if not is_penalised and "process_rewards" not in batch:
         return batch
-    tokens, of_outcomes = ChosenTokens(batch.jagged("response_mask")), AdvantageInputs(batch)
-    rewards = tokens.of(of_outcomes.token_rewards)
-    if "process_rewards" in batch:
-        rewards = rewards + tokens.of(batch.jagged("process_rewards"))
+    trajectories = Trajectories(batch)
+    whole = trajectories.joined()
+    tokens = ChosenTokens(whole.jagged("response_mask"))
+    rewards = tokens.of(AdvantageInputs(whole).token_rewards)  # all at the last one
+    if "process_rewards" in whole:
+        earned = tokens.of(whole.jagged("process_rewards"))
+        rewards[tokens.last] -= totals(tokens.sample, earned, len(whole))[tokens.counts > 0]
+        rewards += earned
     if is_penalised:
-        rewards = rewards - algorithm.kl_coef * tokens.of(reference_kl(batch, algorithm))
-    found = tokens.spread(rewards)
-    return batch.with_columns(token_rewards=found.with_values(found.values.astype(np.float32)))
+        rewards -= algorithm.kl_coef * tokens.of(reference_kl(whole, algorithm))
+    return batch.with_columns(token_rewards=trajectories.split(tokens.spread(rewards)))

@@ -194,8 +194,12 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Parts of a reward that some lack, as no response of theirs got one, are NaN there."""
-        parts = {n for batch in batches for n in batch.columns if n.startswith("reward/")}
+        """What some lack, as no response of theirs got a reward of that kind, is filled in.
+
+        Parts of a reward are NaN there, process_rewards 0.
+        """
+        names = {name for batch in batches for name in batch.columns}
+        parts = {n for n in names if n.startswith("reward/") or n == "process_rewards"}
         batches = [batch._with_parts(parts) for batch in batches]
         first = batches[0]
         columns: dict[str, Column] = {}
@@ -208,6 +212,9 @@ class Batch:
         return Batch(columns)
 
     def _with_parts(self, names: Iterable[str]) -> Batch:
-        nothing = np.full(len(self), np.nan, np.float32)
         missing = sorted({*names} - self.columns.keys())
-        return self.with_columns(**dict.fromkeys(missing, nothing)) if missing else self
+        found: dict[str, Column] = {n: np.full(len(self), np.nan, np.float32) for n in missing}
+        if "process_rewards" in missing:
+            ids = self.jagged("response_ids")
+            found["process_rewards"] = ids.with_values(np.zeros(len(ids.values), np.float32))
+        return self.with_columns(**found) if missing else self

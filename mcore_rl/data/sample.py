@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,8 +41,12 @@ class Sample:
     segment: int = 0
     status: TrajectoryStatus = "finished"
     turn_spans: tuple[TurnSpan, ...] = ()  # of an agent
-    process_rewards: list[float] = field(default_factory=list)  # one a response token, or none
+    # How much of `reward` each response token has earned; or none: all is of the last one.
+    process_rewards: list[float] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
+    messages: Sequence[Mapping[str, Any]] = ()  # of the prompt, in OpenAI's form
+    turn_texts: Sequence[str] = ()  # what the policy said in all of the trajectory, of an agent
+    turn_rewards: Sequence[float] = ()  # how much of `reward` each of these has earned; or none
 
     def __post_init__(self) -> None:
         length = len(self.response_ids)

@@ -39,7 +39,7 @@ from mcore_rl.observability.console import StepProgress, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.versions import versions
 from mcore_rl.rewards.base import FindAnswer, answers_of
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.judge import Judge, check_columns
 from mcore_rl.workers.rollout_pool import RolloutPool
 
 SAMPLES = "samples"  # the folder with a parquet file a set
@@ -135,6 +135,8 @@ def _check(config: EvalConfig) -> _Inputs:
         name: prompts_of({f"data.sets.{name}": source}, run, tokenizer)
         for name, source in config.data.sets.items()
     }
+    for prompts in sets.values():
+        check_columns(config.reward, prompts[0].fields)
     return _Inputs(config, run, tokenizer, sets, _find_answer(config))
 
 

@@ -49,7 +49,7 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import value_config
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import logical_tensors
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.judge import Judge, check_columns
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
 from mcore_rl.workers.policy_loss import check_functions
@@ -174,6 +174,8 @@ def _read_data(config: RLConfig) -> Inputs:
         examples=_examples(config, tokenizer),
     )
     _check_numbers_of_rows(config, inputs)
+    for prompts in (inputs.train, *inputs.tests.values()):
+        check_columns(config.reward, prompts[0].fields)
     return inputs
 
 

@@ -2,7 +2,8 @@
 
 A reward reads the text of a response, the fields of its prompt and why generation ended, and
 returns its total under "reward" and other metrics under other names. All are
-finite numbers, and the names are the same for every response.
+finite numbers, and the names are the same for every response. Under "turn_rewards" it may have a
+list: how much of the total each turn of the policy has earned.
 
 A batched reward takes the lists `texts`, `fields` and `finish_reasons`, of some or all responses to
 one prompt, and returns a list of such results. Either kind may be async, and may have more
@@ -10,14 +11,20 @@ parameters, which it gets by name (a batched one as lists, but for max_tokens):
 
 - `num_tokens`: tokens of the response, its end token included;
 - `max_tokens`: how many it may have at most;
-- `rewards`: what the terms before it in reward.terms found, by name, without their weights.
+- `messages`: of the prompt, dicts in OpenAI's form;
+- `turns`: the texts of all turns of the policy; of one without tools, the response;
+- `rewards`: what the terms before it in reward.terms found, by name, without their weights;
+- `post`: asks the server of its settings, which are `RemoteSettings` (remote.py). A reward with it
+  has a limit on each request, and none on the rest of what it does.
+
+A batched one may have an exception in the place of a result, for that response alone.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -35,12 +42,15 @@ class RewardError(RuntimeError):
     """A reward raised, took too long, or returned an invalid result."""
 
 
-OPTIONAL = ("num_tokens", "max_tokens", "rewards")
+OPTIONAL = ("num_tokens", "max_tokens", "messages", "turns", "rewards", "post")
+TURN_REWARDS = "turn_rewards"  # in a result: one a turn
 _SHOWN = 200  # characters of a response or of its fields in an error
 _REWARDS: Registry[Reward] = Registry(
     "reward.name", ("text", "fields", "finish_reason"), "reward.settings", OPTIONAL
 )
 _BUILT_IN = (
+    "http_reward",
+    "judge_reward",
     "length",
     "rules_code",
     "rules_math",
@@ -125,8 +135,8 @@ def answer_of(fields: Mapping[str, Any], name: str) -> str:
     return str(fields["answer"])
 
 
-def fault(found: object) -> str:
-    """Why a reward's result is invalid; empty if it is valid."""
+def fault(found: object, num_turns: int) -> str:
+    """Why a reward's result for a response of so many turns is invalid; empty if it is valid."""
     if not isinstance(found, Mapping):
         return f"{shown(found)}, which is no dict but {type(found).__name__}"
     if "reward" not in found:
@@ -134,9 +144,21 @@ def fault(found: object) -> str:
     for name, value in found.items():
         if not isinstance(name, str):
             return f"the key {shown(name)}, which is no text"
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if name == TURN_REWARDS:
+            if not isinstance(value, Sequence) or not all(map(_is_finite, value)):
+                return f"{shown(value)} for {name!r}, which is no list of finite numbers"
+            if len(value) != num_turns:
+                return f"{len(value)} numbers for {name!r} of {num_turns} turns"
+        elif not _is_finite(value):
             return f"{shown(value)} for {name!r}, which is no finite number"
     return ""
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
 
 
 def raised(error: BaseException) -> str:

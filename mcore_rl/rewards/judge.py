@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +16,7 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import (
     OPTIONAL,
+    TURN_REWARDS,
     InProcess,
     Reward,
     RewardError,
@@ -27,8 +26,18 @@ from mcore_rl.rewards.base import (
     shown,
 )
 from mcore_rl.rewards.processes import ProcessDiedError, RewardProcesses, TooLateError, within
+from mcore_rl.rewards.remote import RemoteReward, RemoteSettings
+from mcore_rl.rewards.threads import CallError, in_thread
 
-Found = Mapping[str, float]
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a reward found for a response."""
+
+    numbers: Numbers
+    of_turns: Sequence[float] | None
 
 
 @dataclass(slots=True)
@@ -44,25 +53,37 @@ class _Term:
     parameters: frozenset[str]
     runs_in_thread: bool
     processes: RewardProcesses | None
-    unchecked: Found | None
+    remote: RemoteReward | None
+    unchecked: Numbers | None
     parts: set[str] = field(default_factory=set)  # of the first response
 
     @property
     def is_batched(self) -> bool:
         return "texts" in self.parameters
 
-    def checked(self, result: object) -> Found | _Problem:
-        """The numbers that it returned for a response."""
+    def problem(self, error: Exception) -> _Problem:
+        if isinstance(error, TooLateError):
+            return _Problem(f"{error} ({self.limit_key})")
+        if isinstance(error, ProcessDiedError | CallError):
+            return _Problem(error)
+        return _Problem(raised(error))
+
+    def checked(self, result: object, num_turns: int) -> _Found | _Problem:
+        """What it returned for a response of so many turns."""
         if isinstance(result, _Problem):
             return result
-        if problem := fault(result):
+        if isinstance(result, Exception):
+            return self.problem(result)
+        if problem := fault(result, num_turns):
             return _Problem(f"returned {problem}")
-        found: Found = {name: float(value) for name, value in result.items()}  # type: ignore[attr-defined]
-        self.parts = self.parts or set(found)
-        if self.parts == set(found):
-            return found
-        keys = f"the keys {sorted(found)}, and {sorted(self.parts)} for an earlier response"
-        return _Problem(f"returned {keys}")
+        given: dict[str, Any] = dict(result)  # type: ignore[call-overload]
+        self.parts = self.parts or set(given)
+        if self.parts != set(given):
+            keys = f"the keys {sorted(given)}, and {sorted(self.parts)} for an earlier response"
+            return _Problem(f"returned {keys}")
+        of_turns: list[Any] | None = given.pop(TURN_REWARDS, None)
+        numbers = {name: float(value) for name, value in given.items()}
+        return _Found(numbers, None if of_turns is None else [float(value) for value in of_turns])
 
 
 class Judge:
@@ -86,7 +107,7 @@ class Judge:
     async def __call__(
         self, samples: Sequence[Sample], texts: Sequence[str], max_tokens: int, where: str
     ) -> None:
-        """Sets reward, reward_parts and reward_error of the responses to one prompt.
+        """Sets reward, reward_parts, turn_rewards and reward_error of responses to one prompt.
 
         Args:
             texts: of the responses, without the end token.
@@ -98,7 +119,8 @@ class Judge:
                 with "reward" among them and the same names as for the first response; with
                 reward.on_error=stop.
         """
-        found: list[dict[str, Found]] = [{} for _ in samples]  # by term
+        found: list[dict[str, _Found]] = [{} for _ in samples]  # by term
+        turns = [sample.turn_texts or [text] for sample, text in zip(samples, texts, strict=True)]
         for term in self._terms:
             rows = [row for row, sample in enumerate(samples) if not sample.reward_error]
             answers = [
@@ -108,12 +130,14 @@ class Judge:
                     "finish_reason": samples[row].finish_reason,
                     "num_tokens": len(samples[row].response_ids),
                     "max_tokens": max_tokens,
-                    "rewards": {name: parts["reward"] for name, parts in found[row].items()},
+                    "messages": samples[row].messages,
+                    "turns": turns[row],
+                    "rewards": {n: one.numbers["reward"] for n, one in found[row].items()},
                 }
                 for row in rows
             ]
             for row, result in zip(rows, await self._asked(term, answers), strict=True):
-                checked = term.checked(result)
+                checked = term.checked(result, len(turns[row]))
                 if not isinstance(checked, _Problem):
                     found[row][term.name] = checked
                     continue
@@ -126,10 +150,11 @@ class Judge:
                 self._fill(sample, parts)
 
     async def close(self) -> None:
-        """Ends the processes."""
+        """Ends processes and connections."""
         for term in self._terms:
-            if term.processes is not None:
-                await term.processes.close()
+            for opened in (term.processes, term.remote):
+                if opened is not None:
+                    await opened.close()
 
     def _term(self, name: str, term: RewardTerm, max_tokens: int | None) -> _Term:
         key = f"reward.terms.{name}" if name else "reward"
@@ -154,18 +179,32 @@ class Judge:
         own_limit: float | None = getattr(settings, "timeout_s", None)
         if own_limit is not None:
             positive(f"{key}.settings.timeout_s", own_limit)
+        limit_s = self._config.timeout_s if own_limit is None else own_limit
+        remote = self._remote(key, settings, limit_s) if "post" in parameters else None
         return _Term(
             name=name,
             title=f"{registry.setting}={term.name!r}",
             weight=term.weight,
             reward=bound,
-            limit_s=self._config.timeout_s if own_limit is None else own_limit,
+            limit_s=limit_s,
             limit_key="reward.timeout_s" if own_limit is None else f"{key}.settings.timeout_s",
             parameters=parameters,
             runs_in_thread=term.name not in registry.names and not _is_async(function),
             processes=processes,
+            remote=remote,
             unchecked=mark.unchecked if mark is not None else None,
         )
+
+    def _remote(self, key: str, settings: object, limit_s: float) -> RemoteReward:
+        if not isinstance(settings, RemoteSettings):
+            raise ConfigError(
+                f"{key}.name is a reward with the parameter post; allowed: with settings that are "
+                "RemoteSettings of mcore_rl.rewards.remote"
+            )
+        try:
+            return RemoteReward(settings, limit_s)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.settings.{error}") from error
 
     def _check_other_terms(self, key: str, settings: object) -> None:
         """A setting called `term` names a term before this one."""
@@ -176,11 +215,14 @@ class Judge:
                 f"allowed: {', '.join(before) or 'none, as there is no term before it'}"
             )
 
-    def _fill(self, sample: Sample, found: Mapping[str, Found]) -> None:
+    def _fill(self, sample: Sample, found: Mapping[str, _Found]) -> None:
         """From the results of all terms."""
-        sample.reward = sum(term.weight * found[term.name]["reward"] for term in self._terms)
-        for name, parts in found.items():
-            for part, value in parts.items():
+        weighted = [(term.weight, found[term.name]) for term in self._terms]
+        sample.reward = sum(weight * one.numbers["reward"] for weight, one in weighted)
+        rows = [[weight * r for r in one.of_turns] for weight, one in weighted if one.of_turns]
+        sample.turn_rewards = [sum(of_turn) for of_turn in zip(*rows, strict=True)]
+        for name, one in found.items():
+            for part, value in one.numbers.items():
                 if part != "reward":
                     sample.reward_parts[f"{name}/{part}" if name else part] = value
                 elif name:  # a term's reward is called as the term is
@@ -206,7 +248,8 @@ class Judge:
     async def _called(self, term: _Term, answer: Mapping[str, Any]) -> object:
         """What one call returned."""
         given = [answer[name] for name in ("text", "fields", "finish_reason")]
-        optional = {name: answer[name] for name in OPTIONAL if name in term.parameters}
+        known = answer if term.remote is None else {**answer, "post": term.remote.post}
+        optional = {name: known[name] for name in OPTIONAL if name in term.parameters}
         try:
             if term.processes is not None:
                 found = await term.processes.call(given, optional, term.limit_s)
@@ -214,14 +257,23 @@ class Judge:
             if term.runs_in_thread:
                 async with self._thread:
                     call = partial(term.reward, *given, **optional)
-                    return await within(term.limit_s, _in_thread(call))
+                    return await within(term.limit_s, in_thread(call))
             result = term.reward(*given, **optional)
+            if term.remote is not None:  # each request has the limit, once it has a place
+                return await result
             return await within(term.limit_s, result) if inspect.isawaitable(result) else result
-        except (TooLateError, ProcessDiedError) as error:
-            limit = f" ({term.limit_key})" if isinstance(error, TooLateError) else ""
-            return term.unchecked or _Problem(f"{error}{limit}")
         except Exception as error:  # noqa: BLE001 (of a function that is not ours)
-            return _Problem(raised(error))
+            is_unchecked = term.unchecked and isinstance(error, TooLateError | ProcessDiedError)
+            return term.unchecked if is_unchecked else term.problem(error)
+
+
+def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
+    """Raises ConfigError where the settings of a reward name a column that the data lacks."""
+    for name, term in reward_terms(config).items():
+        key = f"reward.terms.{name}" if name else "reward"
+        settings: Any = rewards(key).settings(term.name, term.settings)
+        if hasattr(settings, "check_columns"):
+            settings.check_columns(f"{key}.settings", columns)
 
 
 class _Problem(str):
@@ -230,21 +282,6 @@ class _Problem(str):
 
 def _is_async(function: Reward) -> bool:
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-
-
-async def _in_thread(call: Callable[[], object]) -> object:
-    """What it returns or raises. One that nobody waits for any more goes on in its thread."""
-    future: Future[object] = Future()
-    future.set_running_or_notify_cancel()  # else the time limit would cancel it under the thread
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 (sys.exit ends no server, nor StopIteration)
-            future.set_result(_Problem(raised(error)))
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def _told(problem: str, sample: Sample, text: str, where: str) -> str:

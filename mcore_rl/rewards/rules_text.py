@@ -102,7 +102,8 @@ def matches_pattern(
 
 
 def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
-    letter = rf"[\s*_(\[]*([{settings.letters}])(?![A-Za-z0-9'])"
+    # Possessive: a response of many stars would take its length cubed, and the server waits.
+    letter = rf"[\s*_(\[]*+([{settings.letters}])(?![A-Za-z0-9'])"
 
     def find(text: str, finish_reason: str) -> str | None:
         boxed = last_boxed(text)
@@ -110,7 +111,7 @@ def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
             inside = re.sub(r"\\(?:text|mathrm|textbf)\{(.*)\}", r"\1", boxed)
             found = re.findall(rf"\A{letter}", inside)
         else:
-            found = re.findall(rf"(?i:answer)[*_]*(?:\s+(?i:is))?[*_]*:?{letter}", text)
+            found = re.findall(rf"(?i:answer)[*_]*+(?:\s++(?i:is))?[*_]*+:?{letter}", text)
             found = found or re.findall(rf"\A{letter}[\s*_)\].]*\Z", text)
         return found[-1] if found else None
 

@@ -51,7 +51,7 @@ class SingleTurnLoop:
         try:
             async with self._generator.held():
                 for p in prompts:
-                    run = self.run(p.content, sampling, p.group_id, p.fields, p.row)
+                    run = self.run(p.content, sampling, p.group_id, p.fields, p.row, p.messages)
                     tasks.append(asyncio.create_task(run))
                 await asyncio.sleep(0)  # each runs until it waits for its completions
             return [sample for group in await asyncio.gather(*tasks) for sample in group]
@@ -66,6 +66,7 @@ class SingleTurnLoop:
         group_id: int,
         fields: dict[str, Any],
         row: int = 0,
+        messages: Sequence[Message] = (),
     ) -> list[Sample]:
         """`sampling.n` samples of one prompt.
 
@@ -78,6 +79,8 @@ class SingleTurnLoop:
         completions = await self._generator.submit(prompt_ids, sampling)
         samples = [self._sample(prompt_ids, c, group_id, fields) for c in completions]
         texts = [self._text(completion) for completion in completions]
+        for sample in samples:
+            sample.messages = messages
         where = f"row {row} of the data (group {group_id})"
         await self._reward(samples, texts, sampling.max_tokens, where)
         return samples

@@ -157,9 +157,10 @@ def checked_gaps(batch: Batch, bounds: TrainerConfig, step: int) -> dict[str, fl
 
 
 def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:
-    """The same rewards, permuted over the samples: no signal is left."""
+    """The same rewards, permuted over the samples, and none of tokens: no signal is left."""
     rewards = np.random.default_rng(seed).permutation(batch.array("rewards"))
-    return batch.with_columns(rewards=rewards)
+    kept = batch.select(*batch.columns.keys() - {"process_rewards"})
+    return kept.with_columns(rewards=rewards)
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:

@@ -1,9 +1,14 @@
-"""vLLM's own server, started by hand and not by our worker classes, is fed by our trainer."""
+"""vLLM's own server, started by hand and not by our worker classes.
+
+It is fed by our trainer, and is the judge of the reward `judge`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,10 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import shards
 import tiny_families
 
+from mcore_rl.config.schema import RewardConfig
 from mcore_rl.controller import reaper
+from mcore_rl.data.sample import Sample
 from mcore_rl.parallel.rendezvous import RendezvousServer
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.e2e import served
+from tests.unit.rewards.judging import response
 
 pytestmark = pytest.mark.server
 
@@ -53,6 +62,7 @@ def ask(models: list[served.Model], tmp_path_factory: pytest.TempPathFactory) ->
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
         "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20), "--enforce-eager",
         "--weight-transfer-config", '{"backend": "mcore_rl"}',
+        "--chat-template", "{% for message in messages %}{{ message['content'] }}{% endfor %}",
     ]  # fmt: skip
     environ = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
@@ -78,6 +88,7 @@ def ask(models: list[served.Model], tmp_path_factory: pytest.TempPathFactory) ->
     ):
         try:
             _wait_until_it_serves(process, asked, log)
+            asked.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
             yield asked
         finally:
             _kill(process.pid)  # its engine does not notice by itself
@@ -124,6 +135,40 @@ def test_it_takes_versions_through_our_engine_and_answers_with_them(ask, models)
             ask("/resume")
             assert ask("/weight_info") == {"weight_version": str(version)}
             _check_answer(ask, models, number)
+
+
+def judged_with(ask: Any, **settings: Any) -> Sample:
+    """A response that the server judges; the reward is the number of a word."""
+
+    async def run() -> Sample:
+        given = {
+            "url": f"{ask.url}/v1", "template": "w20 {prompt} {response}", "pattern": r"w(\d+)",
+            "high": 1000.0, "max_tokens": 8, "timeout_s": WAIT_S, **settings,
+        }  # fmt: skip
+        judge = Judge(RewardConfig("judge", given, on_error="zero"))
+        sample = response()
+        sample.messages = [{"role": "user", "content": "w21 w22"}]
+        try:
+            await judge([sample], ["w23"], 16, "row 0")
+        finally:
+            await judge.close()
+        return sample
+
+    return asyncio.run(run())
+
+
+def test_it_judges_responses(ask, models):
+    """The verdict is what its other route makes of the same text."""
+    name = models[0].path
+    text = {"prompt": "w20 w21 w22 w23", "max_tokens": 8, "temperature": 0.0}
+    [choice] = ask("/v1/completions", model=name, **text)["choices"]
+    wanted = float(re.findall(r"w(\d+)", choice["text"])[-1])
+    found = judged_with(ask, model=name)
+    assert found.reward == pytest.approx(wanted / 1000), found.reward_error
+    found = judged_with(ask, model=name, votes=3, temperature=1.0)
+    assert (found.reward_error, found.reward_parts) == ("", {"parsed": 1.0})
+    told = judged_with(ask, model="another").reward_error
+    assert "answered 404" in told and "another" in told
 
 
 def _check_answer(ask: Any, models: list[served.Model], number: int) -> None:

@@ -17,8 +17,10 @@ from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from tests.pages import ROOT
@@ -80,7 +82,8 @@ def run(
     says: Sequence[str], config: AgentConfig, max_context: int = 4096, *, stops: bool = True, **own
 ) -> tuple[list[Sample], Scripted]:
     policy = Scripted(says)
-    runner = AgentRunner(policy, TOKENIZER, is_42, config, max_context, stops_on_error=stops)
+    reward = own.get("reward", is_42)
+    runner = AgentRunner(policy, TOKENIZER, reward, config, max_context, stops_on_error=stops)
     prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
     sampling = SamplingParams(n=1, seed=100, max_tokens=own.get("max_tokens", 1000))
     return asyncio.run(runner.run_all([prompt], sampling)), policy
@@ -193,6 +196,9 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     assert (sample.reward, sample.status) == (pytest.approx(1.2), "finished")
     assert sample.response_mask.count(1) == 2 * len(TOKENIZER.encode("42<|im_end|>")) + 9
     assert text_of(policy.prompts[2]).count("x<|im_end|>") == 1
+    ends = [span.end - 1 for span in sample.turn_spans]
+    paid = {at: reward for at, reward in enumerate(sample.process_rewards) if reward}
+    assert paid == dict(zip(ends, [0.1, 0.1, 1.0], strict=True))
     start = len(policy.prompts[0])
     [sample], _ = run(["40", "x" * 90], GUESSING, max_context=start + 30)
     assert (sample.reward, sample.status) == (pytest.approx(0.2), "truncated")
@@ -226,6 +232,81 @@ def test_the_code_of_the_page_runs(page):
     asked = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     [sample], policy = run([asked, "42"], config)
     assert "20 degrees celsius in Oslo" in text_of(policy.prompts[1])
+
+
+def test_a_slow_reward_takes_no_time_of_its_trajectory():
+    async def slow(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
+        await asyncio.sleep(1.0)
+        await is_42(samples, texts, max_tokens, where)
+
+    config = AgentConfig("tools", tools=["calculator"], timeout_s=0.5)
+    [sample], _ = run(["42"], config, reward=slow)
+    assert (sample.status, sample.reward) == ("finished", 1.0)
+    config = AgentConfig(f"{HERE}:AsksAgain", timeout_s=0.5)
+    [sample], _ = run(["42", "waits"], config, reward=slow)
+    assert (sample.status, sample.reward) == ("aborted", 0.0)
+
+
+class AsksAgain:
+    """A loop that goes on after a reward."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        session = self._agent.session(task)
+        answer = await session.ask(task.messages)
+        await self._agent.judged(task, session, "finished", answer.parsed.content)
+        await session.ask([ChatMessage("user", "Once more.")])
+        raise AssertionError("the policy waits longer than the trajectory may")
+
+
+def test_rewards_are_found_while_other_trajectories_are_generated():
+    """That of the first trajectory waits for the last one; the server has room for one."""
+    all_sampled, room = asyncio.Event(), asyncio.Lock()
+
+    async def slow(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
+        async with asyncio.timeout(60):
+            await all_sampled.wait()
+        await is_42(samples, texts, max_tokens, where)
+
+    class OneAtATime(Scripted):
+        async def submit(self, *asked, **more) -> list[Completion]:
+            async with room:
+                await asyncio.sleep(0)
+                found = await super().submit(*asked, **more)
+                if len(self.prompts) == len(self.says):
+                    all_sampled.set()
+                return found
+
+    policy = OneAtATime(["42"] * 4)
+    runner = AgentRunner(policy, TOKENIZER, slow, TOOLS, 4096, stops_on_error=True)
+    prompts = [Prompt([], n, {"answer": "42"}, messages=MESSAGES) for n in range(4)]
+    samples = asyncio.run(runner.run_all(prompts, SamplingParams(n=1, max_tokens=1000)))
+    assert [sample.reward for sample in samples] == [1.0] * 4
+
+
+STEPS = """
+def steps(text, fields, finish_reason, messages, turns):
+    assert messages == [{"role": "user", "content": "How much is 6 * 7?"}], messages
+    assert [turn.startswith("<tool_call>") for turn in turns] == [True, False], turns
+    return {"reward": 1.0, "turn_rewards": [0.25, float(text == turns[-1] == "42") / 2]}
+
+def too_many(text, fields, finish_reason):
+    return {"reward": 1.0, "turn_rewards": [0.25] * 3}
+"""
+
+
+def test_a_reward_may_say_what_each_turn_has_earned(tmp_path):
+    (tmp_path / "own.py").write_text(STEPS)
+    judge = Judge(RewardConfig(f"{tmp_path}/own.py:steps"))
+    [sample], _ = run([call("6 * 7"), "42"], TOOLS, reward=judge)
+    first, last = (span.end - 1 for span in sample.turn_spans)
+    paid = {at: reward for at, reward in enumerate(sample.process_rewards) if reward}
+    assert (paid, sample.reward) == ({first: 0.25, last: 0.5}, 1.0)
+    judge = Judge(RewardConfig(f"{tmp_path}/own.py:too_many"))
+    with pytest.raises(RewardError, match="returned 3 numbers for 'turn_rewards' of 2 turns"):
+        run([call("6 * 7"), "42"], TOOLS, reward=judge)
 
 
 def test_a_server_that_fails_is_no_failure_of_the_environment():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.trajectory import Turn, VersionSpan, samples_of
+from mcore_rl.agents.trajectory import Turn, VersionSpan, samples_of, with_turn_rewards
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample, TurnSpan
 
@@ -70,6 +70,18 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
     assert (anew.prompt_ids, anew.response_ids, anew.response_mask) == ([1, 52, 2, 1], [76], [1])
     assert [s.segment for s in (long, branch, anew)] == [0, 1, 2]
     assert {(s.trajectory, s.group_id, s.reward) for s in (long, branch, anew)} == {(3, 8, 1.5)}
+
+
+def test_a_turn_is_paid_once_at_its_last_token_in_the_sample_that_trains_it():
+    empty = replace(ANEW, turn_id="empty", token_ids=(), log_probs=(), weight_versions=())
+    made = samples(CALL, CUT, LAST, BRANCH, ANEW, empty)
+    with_turn_rewards(made, {"call": 1.0, "cut": 0.5, "branch": 2.0, "anew": 3.0, "empty": 9.0})
+    assert [sample.process_rewards for sample in made] == [
+        [0, 0, 1, 0, 0, 0, 0, 0, 0.75, 0, 0, 0, 0, 0, 0, 0],  # with the 0.25 of a token
+        [0, 0, 0, 0, 0, 0, 0, 0, 2],
+        [3],
+        [],
+    ]
 
 
 def test_each_sampled_token_is_trained_once():

@@ -111,13 +111,14 @@ def test_rewards_of_tokens_equal_loops(has_process, coef):
         for row, mask in enumerate(batch.jagged("response_mask")):
             policy, reference = (batch.jagged(n)[row] for n in ("log_probs", "reference_log_probs"))
             wanted = [0.0] * len(mask)
+            left = float(batch.array("rewards")[row])  # by process rewards, for the last token
             for t in range(len(mask)):
                 if mask[t]:
                     kl = (float(policy[t]) - float(reference[t])) ** 2 / 2
                     process = float(batch.jagged("process_rewards")[row][t]) if has_process else 0.0
+                    left -= process
                     is_last = not any(mask[t + 1 :])
-                    reward = float(batch.array("rewards")[row]) if is_last else 0.0
-                    wanted[t] = process - coef * kl + reward
+                    wanted[t] = process - coef * kl + (left if is_last else 0.0)
             assert found.jagged("token_rewards")[row].tolist() == pytest.approx(wanted, abs=1e-6)
             assert AdvantageInputs(found).scores[row] == pytest.approx(sum(wanted), abs=1e-5)
 

@@ -118,6 +118,11 @@ def test_numbers_of_any_kind_come_back_as_floats(monkeypatch):
         ({"reward": float("nan")}, "returned nan for 'reward', which is no finite number"),
         ({"reward": 1.0, "x": -np.inf}, "returned -inf for 'x', which is no finite number"),
         ({"reward": "1.0"}, "returned '1.0' for 'reward', which is no finite number"),
+        (
+            {"reward": 1.0, "turn_rewards": [0.5, np.nan]},
+            "returned [0.5, nan] for 'turn_rewards', which is no list of finite numbers",
+        ),
+        ({"reward": 1.0, "turn_rewards": []}, "returned 0 numbers for 'turn_rewards' of 1 turns"),
         ({"reward": 1.0, 3: 2.0}, "returned the key 3, which is no text"),
         (KeyError("solution"), "raised KeyError: 'solution'"),
         (ConfigError("a field\nis missing"), "raised ConfigError: a field is missing"),
@@ -185,6 +190,27 @@ def test_a_weighted_sum_has_its_terms_and_their_parts_as_metrics(own):
     assert second.reward_parts == {
         "words": 15.0, "right": 0.0, "right/format": 1.0, "spread": 0.125, "later": 30.0
     }  # fmt: skip
+
+
+def test_what_turns_have_earned_is_weighted_and_added_up(tmp_path):
+    source = """
+def half(text, fields, finish_reason, turns):
+    return {"reward": 1.0, "turn_rewards": [0.5] * len(turns)}
+
+def first(texts, fields, finish_reasons, turns):
+    return [{"reward": 1.0, "turn_rewards": [1, *[0] * (len(of) - 1)]} for of in turns]
+"""
+    (tmp_path / "own.py").write_text(source)
+    terms = {
+        "half": {"name": f"{tmp_path}/own.py:half", "weight": 2.0},
+        "first": {"name": f"{tmp_path}/own.py:first", "weight": -0.5},
+        "right": {"name": "final_number"},
+    }
+    sample = response()
+    sample.turn_texts = ["a call", "#### 7"]
+    [found] = judged(RewardConfig(terms=terms), ["#### 7"], [sample])
+    assert (found.reward, found.turn_rewards) == (2.5, [0.5, 1.0])
+    assert sorted(found.reward_parts) == ["first", "half", "right", "right/format"]
 
 
 TEXTS = ["fine", "raises", "stops", "exits", "sleeps", "nan", "prints"]

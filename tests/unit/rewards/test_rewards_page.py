@@ -1,5 +1,6 @@
 """What docs/rewards.md shows works, and its tables have every reward with its settings."""
 
+import asyncio
 import json
 import re
 from dataclasses import MISSING, fields
@@ -10,9 +11,10 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import resolve
 from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.rewards.base import rewards
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.judge import Judge, check_columns
 from tests.pages import FENCE, ROOT
-from tests.unit.rewards.judging import judged, response
+from tests.unit.rewards.answering import answering, says
+from tests.unit.rewards.judging import judged, judged_by, response
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 BLOCKS = FENCE.findall(PAGE)
@@ -35,11 +37,13 @@ def test_the_tables_have_the_settings_of_each_reward_and_their_defaults(name):
 
 
 @pytest.mark.parametrize("block", [text for language, text in BLOCKS if language == "yaml"])
-def test_the_recipes_are_of_rewards_that_there_are(block, tmp_path):
+def test_the_recipes_are_of_rewards_that_there_are(block, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "k")
     (tmp_path / "mine.yaml").write_text(block)
     config = compose_config(RLConfig, [f"recipe={tmp_path / 'mine.yaml'}"])
     resolve(config)
     Judge(config.reward, config.rollout.max_response_tokens)
+    check_columns(config.reward, ["answer"])
 
 
 def test_the_functions_are_rewards(tmp_path):
@@ -52,3 +56,23 @@ def test_the_functions_are_rewards(tmp_path):
         config = RewardConfig(f"{file}:{name}")
         found[name] = [sample.reward for sample in judged(config, texts, samples)]
     assert found == {"polite": [1.0, 0.0], "judged": [0.25, 0.25], "batched": [1.0, 0.5]}
+    sample = response()
+    sample.turn_texts = ["a call", "7"]
+    [found] = judged(RewardConfig(f"{file}:calls"), ["7"], [sample])
+    assert (found.reward, found.turn_rewards) == (1.1, [0.1, 1.0])
+
+
+def test_the_server_of_the_page_is_asked_and_understood():
+    sent, answered = [json.loads(text) for language, text in BLOCKS if language == "json"][-2:]
+    sample = response(num_tokens=5)
+    sample.messages = sent["messages"]
+
+    async def run() -> dict[str, object]:
+        async with answering(says(answered)) as server:
+            judge = Judge(RewardConfig("http", {"url": server.url}))
+            [found] = await judged_by(judge, [sent["text"]], [sample])
+            await judge.close()
+            assert (found.reward, found.reward_parts) == (0.5, {"steps": 3.0})
+            return server.asked[0]
+
+    assert asyncio.run(run()) == sent

@@ -74,6 +74,14 @@ def test_choice(text, reward, answered):
     assert found == {"reward": reward, "answered": answered}
 
 
+def test_a_choice_among_many_marks_does_not_keep_the_server_waiting():
+    """2,000 take minutes where each way to share the marks out is tried."""
+    started = time.monotonic()
+    found = get_reward("choice")("answer" + "*" * 2000, {"answer": "B"}, "stop")
+    assert found == {"reward": 0.0, "answered": 0.0}
+    assert time.monotonic() - started < 5
+
+
 def test_choice_needs_an_answer_that_is_one_of_the_letters():
     assert get_reward("choice", {"letters": "ABCDE"})("E", {"answer": "E"}, "stop")["reward"] == 1
     with pytest.raises(

@@ -8,6 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.rewards.base import rewards
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 
@@ -105,3 +108,36 @@ def test_a_reward_is_told_which_prompt_it_is_about_and_how_long_a_response_may_b
     loop = SingleTurnLoop(Echo(), Letters(), reward)
     asyncio.run(loop.run_all([Prompt([0], 3, row=12)], SamplingParams(n=2, max_tokens=33)))
     assert asked == [(2, 33, "row 12 of the data (group 3)")]
+
+
+BLOCKS = """
+import threading
+
+all_sampled = threading.Event()
+on_main_thread = []
+
+def blocks(text, fields, finish_reason):
+    on_main_thread.append(threading.current_thread() is threading.main_thread())
+    return {"reward": float(all_sampled.wait(60))}
+"""
+
+
+def test_a_reward_that_blocks_its_thread_delays_no_generation(tmp_path):
+    """That of the first prompt waits for the last one; the server has room for one."""
+    (tmp_path / "own.py").write_text(BLOCKS)
+    name = f"{tmp_path}/own.py:blocks"
+    own, room = rewards()[name].__globals__, asyncio.Lock()
+
+    class OneAtATime(Echo):
+        async def submit(self, prompt_ids, sampling):
+            async with room:
+                found = await super().submit(prompt_ids, sampling)
+            if len(self.asked) == 4:
+                own["all_sampled"].set()
+            return found
+
+    loop = SingleTurnLoop(OneAtATime(), Letters(), Judge(RewardConfig(name)))
+    prompts = [Prompt([0], group) for group in range(4)]
+    samples = asyncio.run(loop.run_all(prompts, SamplingParams(n=1)))
+    assert [sample.reward for sample in samples] == [1.0] * 4
+    assert own["on_main_thread"] == [False] * 4

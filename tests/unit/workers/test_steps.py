@@ -169,6 +169,9 @@ def test_shuffled_rewards_are_the_same_rewards_elsewhere():
     assert all(sorted(rewards) == sorted(REWARDS) for rewards in found)
     np.testing.assert_array_equal(found[0], found[1])
     assert not np.array_equal(found[0], found[2])
+    ids = rewarded().jagged("response_ids")
+    of_turns = rewarded().with_columns(process_rewards=ids.with_values(np.ones(len(ids.values))))
+    assert "process_rewards" not in shuffled_rewards(of_turns, [0, 1])
 
 
 def test_replayed_samples_and_only_they_may_be_of_older_weights():

@@ -1,0 +1,95 @@
+"""Rewards of turns in advantages: each counts once, at the end of its turn. Worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.algorithms.advantages import token_advantages
+from mcore_rl.algorithms.inputs import AdvantageInputs
+from mcore_rl.algorithms.token_rewards import with_token_rewards
+from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample import Sample
+from mcore_rl.data.trajectories import Trajectories
+
+NO_KL = AlgorithmConfig(kl_coef=0.0)
+
+
+def sample(trajectory: int, segment: int, mask: list[int], earned: list[float], reward: float):
+    ones = [1] * len(mask)
+    return Sample(
+        prompt_ids=[5],
+        response_ids=ones,
+        response_mask=mask,
+        rollout_log_probs=[-1.0] * len(mask),
+        weight_versions=ones,
+        finish_reason="stop",
+        group_id=0,
+        reward=reward,
+        trajectory=trajectory,
+        segment=segment,
+        process_rewards=earned,
+    )
+
+
+# Two turns that earn 0.25 and 0.5, then a segment of its own with one that earns 0.125; the outcome
+# is worth another 2. Beside it a trajectory with the same reward that no turn has earned.
+TURNS = [
+    sample(0, 0, [1, 1, 0, 1], [0, 0.25, 0, 0.5], 2.875),
+    sample(1, 0, [1, 1], [], 2.875),
+    sample(0, 1, [1, 0, 1, 1], [0, 0, 0.125, 0], 2.875),
+]
+
+
+def test_tokens_have_what_their_turn_earned_and_the_last_one_what_is_left():
+    batch = with_token_rewards(Batch.of(TURNS), NO_KL)
+    rows = [row.tolist() for row in batch.jagged("token_rewards")]
+    assert rows == [[0, 0.25, 0, 0.5], [0, 2.875], [0, 0, 0.125, 2]]
+    whole = AdvantageInputs(Trajectories(batch).joined())
+    assert whole.scores.tolist() == whole.rewards.tolist() == [2.875, 2.875]
+
+
+def test_a_trajectory_of_several_segments_has_its_reward_once_with_a_kl_penalty():
+    """A KL of 1 nat a token, of six and of two chosen ones."""
+    batch = Batch.of([sample(s.trajectory, s.segment, s.response_mask, [], 2.0) for s in TURNS])
+    zeros = batch.jagged("rollout_log_probs")
+    batch = batch.with_columns(log_probs=zeros.with_values(zeros.values * 0))
+    batch = batch.with_columns(reference_log_probs=zeros)
+    penalised = AlgorithmConfig(kl_coef=0.25, kl_in="reward", kl_estimator="k1")
+    found = with_token_rewards(batch, penalised)
+    whole = AdvantageInputs(Trajectories(found).joined())
+    assert whole.scores.tolist() == [2 - 0.25 * 6, 2 - 0.25 * 2]
+
+
+def test_advantages_of_responses_see_the_sum_and_those_of_tokens_what_is_to_come():
+    batch = Batch.of(TURNS)
+    values = batch.jagged("rollout_log_probs")
+    batch = batch.with_columns(values=values.with_values(np.zeros(len(values.values), np.float32)))
+    rewarded = with_token_rewards(batch, NO_KL)
+    grpo = token_advantages(rewarded, "grpo", {})["advantages"]
+    assert [row.tolist() for row in grpo] == [[0] * 4, [0] * 2, [0] * 4]
+    gae = token_advantages(rewarded, "gae", {"lam": 1.0, "whiten": False})["advantages"]
+    # Of the tokens that were chosen: the sum of rewards from there to the end of the trajectory.
+    assert [row.tolist() for row in gae] == [
+        [2.875, 2.875, 0, 2.625], [2.875, 2.875], [2.125, 0, 2.125, 2],
+    ]  # fmt: skip
+
+
+def test_equal_rewards_of_unequal_turns_are_equal_to_the_last_digit():
+    """0.1 + 0.2 + 0.3 in any order, else GRPO would divide rounding errors by one another."""
+    orders = [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.2, 0.3, 0.1)]
+    samples = [sample(n, 0, [1] * 3, list(order), sum(orders[0])) for n, order in enumerate(orders)]
+    rewarded = with_token_rewards(Batch.of(samples), NO_KL)
+    advantages = token_advantages(rewarded, "grpo", {})["advantages"].values
+    assert advantages == pytest.approx([0] * 9, abs=1e-9)
+
+
+def test_batches_with_and_without_rewards_of_turns_are_joined_in_any_order():
+    with_them, without = Batch.of(TURNS[:1]), Batch.of(TURNS[1:2])
+    for parts, wanted in (
+        ([with_them, without], [0, 0.25, 0, 0.5, 0, 0]),
+        ([without, with_them], [0, 0, 0, 0.25, 0, 0.5]),
+    ):
+        assert Batch.concat(parts).jagged("process_rewards").values.tolist() == wanted
+    assert "process_rewards" not in Batch.concat([without, without])

@@ -1,0 +1,206 @@
+"""The reward `judge`: what a judge is asked, and what is read from its verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.data.sample import Sample
+from mcore_rl.rewards import judge_reward
+from mcore_rl.rewards.judge import Judge, check_columns
+from tests.unit.rewards.answering import Answering, answering, says
+from tests.unit.rewards.judging import judged_by, response
+
+TEMPLATE = "Q: {prompt}\nRight: {answer}\nA: {response}\nIn {{braces}} say Score: 0 to 10."
+SETTINGS = {"model": "judge-8b", "template": TEMPLATE, "high": 10.0}
+
+
+def completion(*verdicts: str | None) -> dict[str, Any]:
+    """As OpenAI's own types have it."""
+    choices = [
+        Choice(
+            finish_reason="stop",
+            index=n,
+            message=ChatCompletionMessage(role="assistant", content=verdict),
+        )
+        for n, verdict in enumerate(verdicts)
+    ]
+    found = ChatCompletion(
+        id="1", choices=choices, created=1, model="judge-8b", object="chat.completion"
+    )
+    return found.model_dump()
+
+
+def asked(verdicts: Sequence[str | None], text: str = "7", **own: Any) -> tuple[Sample, Answering]:
+    async def run() -> tuple[Sample, Answering]:
+        async with asyncio.timeout(120), answering(says(completion(*verdicts))) as server:
+            settings = {"url": server.url, **SETTINGS, **own}
+            judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+            sample = response()
+            sample.messages = [{"role": "user", "content": "3 + 4?"}]
+            try:
+                [found] = await judged_by(judge, [text], [sample])
+            finally:
+                await judge.close()
+            return found, server
+
+    return asyncio.run(run())
+
+
+def test_a_judge_is_asked_with_the_template_and_its_score_scaled(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "k-123")
+    found, server = asked(
+        ["Hm. Score: 3? No. **Score:** 8"], "{prompt} {0}", api_key_env="JUDGE_KEY"
+    )
+    assert (found.reward, found.reward_parts, found.reward_error) == (0.8, {"parsed": 1.0}, "")
+    assert server.lines == ["POST /score/chat/completions HTTP/1.1"]
+    assert server.headers[0]["authorization"] == "bearer k-123"
+    said = "Q: 3 + 4?\nRight: 7\nA: {prompt} {0}\nIn {braces} say Score: 0 to 10."
+    assert server.asked == [
+        {
+            "model": "judge-8b",
+            "messages": [{"role": "user", "content": said}],
+            "temperature": 0.0,
+            "max_tokens": 1024,
+            "n": 1,
+        }
+    ]
+
+
+def test_votes_are_averaged_and_those_without_a_score_left_out():
+    """By hand: 2 and 6 of 0 to 10; 11 is no score, nor is silence."""
+    verdicts = ["Score: 2", "Score: 11", None, "Score = 6.0"]
+    found, server = asked(verdicts, votes=4, temperature=1.0)
+    assert (found.reward, found.reward_parts) == (0.4, {"parsed": 0.5})
+    assert server.asked[0]["n"] == 4
+    found, _ = asked(["Score: 2"], votes=2, temperature=1.0)
+    assert "answered ['Score: 2']; asked for: 2 texts (n)" in found.reward_error
+    found, _ = asked(["Score: NaN", "none"], votes=2, temperature=1.0)
+    assert "raised RemoteError: no score from 0.0 to 10.0 in ['Score: NaN'" in found.reward_error
+
+
+def test_labels_and_a_function_of_ones_own_read_verdicts(tmp_path):
+    yes_no = {"pattern": r"\[\[(\w+)\]\]", "labels": "Yes=1, no=-1", "low": -1.0, "high": 1.0}
+    assert asked(["[[No]] or rather [[YES]]"], **yes_no)[0].reward == 1.0
+    assert asked(["[[no]]"], **yes_no)[0].reward == 0.0
+    assert "no score" in asked(["[[maybe]]"], **yes_no)[0].reward_error
+    source = "def stars(verdict):\n    return verdict.count('*') if verdict else 1 / 0\n"
+    (tmp_path / "own.py").write_text(source)
+    parser = {"parser": f"{tmp_path}/own.py:stars", "high": 5.0}
+    assert asked(["****"], **parser)[0].reward == 0.8
+    assert "'judge' raised ZeroDivisionError" in asked([""], **parser)[0].reward_error
+
+
+def test_a_function_that_never_ends_keeps_nobody_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge_reward, "_PARSER_S", 0.3)
+    (tmp_path / "own.py").write_text("import time\ndef never(verdict):\n    time.sleep(600)\n")
+    found, _ = asked(["Score: 1"], parser=f"{tmp_path}/own.py:never")
+    assert "to read the verdict 'Score: 1' took longer than 0.3 s" in found.reward_error
+
+
+def test_a_prompt_of_several_messages_has_their_roles_and_a_template_may_be_a_file(tmp_path):
+    (tmp_path / "judge.txt").write_text("{prompt}|{response}")
+
+    async def run() -> Answering:
+        async with answering(says(completion("Score: 1"))) as server:
+            settings = {"url": server.url, "model": "j", "template_file": f"{tmp_path}/judge.txt"}
+            judge = Judge(RewardConfig("judge", settings))
+            sample = response()
+            sample.messages = [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "3 + 4?"},
+            ]
+            await judged_by(judge, ["7"], [sample])
+            await judge.close()
+            return server
+
+    [message] = asyncio.run(run()).asked[0]["messages"]
+    assert message["content"] == "system: Be brief.\n\nuser: 3 + 4?|7"
+
+
+def test_a_pattern_that_takes_years_keeps_nobody_waiting():
+    """The event loop goes on, and the verdict is an error of its sample."""
+    ticks = []
+
+    async def run() -> Sample:
+        async def tick() -> None:
+            while True:
+                ticks.append(time.monotonic())
+                await asyncio.sleep(0.05)
+
+        async with answering(says(completion("a" * 5000))) as server:
+            ticking = asyncio.create_task(tick())
+            settings = {"url": server.url, **SETTINGS, "pattern": r"(a+)+b"}
+            judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+            sample = response()
+            sample.messages = [{"role": "user", "content": "3 + 4?"}]
+            [found] = await judged_by(judge, ["7"], [sample])
+            ticking.cancel()
+            await judge.close()
+            return found
+
+    found = asyncio.run(run())
+    assert "'judge' raised TimeoutError" in found.reward_error
+    assert len(ticks) > 5
+
+
+@pytest.mark.parametrize(
+    "answer", [{"choices": [{}]}, {"error": "overloaded"}, {"choices": [{"message": None}]}]
+)
+def test_an_answer_of_another_form_is_an_error_of_its_sample(answer):
+    async def run() -> Sample:
+        async with answering(says(answer)) as server:
+            judge = Judge(RewardConfig("judge", {"url": server.url, **SETTINGS}, on_error="zero"))
+            sample = response()
+            sample.messages = [{"role": "user", "content": "3 + 4?"}]
+            [found] = await judged_by(judge, ["7"], [sample])
+            await judge.close()
+            return found
+
+    assert "raised RemoteError: http://127.0.0.1:" in asyncio.run(run()).reward_error
+
+
+WRONG = {
+    "model is needed by": {"model": ...},
+    "template='' and template_file=''; allowed: one of them": {"template": ""},
+    "template has no {response}": {"template": "{prompt}"},
+    "template has the field ''": {"template": "{} {response}"},
+    "template has the field 'answer.__class__'": {"template": "{answer.__class__} {response}"},
+    "template: Single '}' encountered in format string; a brace": {"template": "} {response}"},
+    "template_file='/nowhere/judge.txt':": {"template": "", "template_file": "/nowhere/judge.txt"},
+    "pattern='[': ": {"pattern": "["},
+    "pattern='(a)(b)' has 2 groups; allowed: one": {"pattern": "(a)(b)"},
+    "labels='yes'; allowed: LABEL=SCORE": {"labels": "yes"},
+    "labels: yes=11.0; allowed: 0.0 to 10.0": {"labels": "yes=11"},
+    "labels='a=1' is of pattern, and there is a parser": {"labels": "a=1", "parser": "a:b"},
+    "parser='nothing:here': 'nothing' cannot be imported": {"parser": "nothing:here"},
+    "high-low=0.0; allowed: above 0": {"high": 0.0},
+    "votes=2 with temperature=0: all would be the same": {"votes": 2},
+    "temperature=-1.0; allowed: at least 0": {"temperature": -1},
+    "api_key_env names the environment variable 'NOT_SET', which": {"api_key_env": "NOT_SET"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_setting_is_refused_before_a_run(message):
+    settings = {"url": "http://host/v1", **SETTINGS, **WRONG[message]}
+    given = {name: value for name, value in settings.items() if value is not ...}
+    with pytest.raises(ConfigError) as raised:
+        Judge(RewardConfig("judge", given))
+    assert str(raised.value).startswith(f"reward.settings.{message}")
+
+
+def test_a_column_that_the_data_lacks_is_refused_before_a_run():
+    settings = {**SETTINGS, "url": "http://host/v1", "template": "{rubric} {response}"}
+    with pytest.raises(ConfigError, match=r"reward.terms.x.settings.template has {rubric}; allo"):
+        check_columns(RewardConfig(terms={"x": {"name": "judge", "settings": settings}}), ["a"])
+    check_columns(RewardConfig("judge", settings), ["answer", "rubric"])
+    check_columns(RewardConfig("math"), ["a"])
