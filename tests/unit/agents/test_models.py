@@ -44,9 +44,7 @@ class Frozen(Scripted):
         return [found]
 
 
-async def word_count(
-    samples: list[Sample], texts: list[str], max_tokens: int, where: str
-) -> None:
+async def word_count(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
     for sample, text in zip(samples, texts, strict=True):
         sample.reward = float(len(text.split()))
 
@@ -117,7 +115,7 @@ def test_the_user_speaks_first_where_the_row_has_nothing_of_its_and_turns_are_li
     assert len(other.prompts) == 3
     assert (sample.status, sample.finish_reason, sample.reward) == ("truncated", "length", 3.0)
     [sample], *_ = run(user(reads="conversation"), says, ["Hi.", "More.", STOP])
-    assert sample.reward == len("user: Hi. assistant: A user: More. assistant: B".split())
+    assert sample.reward == 8  # words: a role and a text, four times
 
 
 def test_a_conversation_that_the_user_ends_before_it_begins_is_no_sample():
@@ -240,7 +238,9 @@ def test_a_trajectory_that_breaks_off_has_its_roles():
     def raise_in_parse(completion: Completion) -> None:
         completion.log_probs.append(0.0)  # no turn can be made of it
 
-    runner = AgentRunner(Breaks(["7", "5"]), TOKENIZER, word_count, PLAY, 4096, stops_on_error=False)
+    runner = AgentRunner(
+        Breaks(["7", "5"]), TOKENIZER, word_count, PLAY, 4096, stops_on_error=False
+    )
     prompt = Prompt([], 3, {}, messages=[])
     [sample] = asyncio.run(runner.run_all([prompt], SamplingParams(n=1, max_tokens=10)))
     assert (sample.role, sample.status, sample.reward) == ("hider", "failed", 0.0)
