@@ -4,8 +4,7 @@
 #   sbatch launch/run_dsv3.sh model.path=FOLDER data.train_file=FILE data.test_file=FILE [KEY=VALUE ...]
 #   bash launch/run_dsv3.sh --dry-run model.path=FOLDER ...     the commands and the plan; starts nothing
 #
-# Its servers need 4 nodes each, and a server does not span nodes yet: today only --dry-run works.
-# docs/cluster.md has the first run step by step. Partition, account and time are your cluster's:
+# A server spans 4 nodes (rollout.nodes_per_server). docs/cluster.md has the first run step by step. Partition, account and time are your cluster's:
 # sbatch --partition=... --account=... --time=... launch/run_dsv3.sh ...
 #SBATCH --job-name=run_dsv3
 #SBATCH --nodes=32

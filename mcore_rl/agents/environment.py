@@ -19,7 +19,11 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One trajectory's; made with the fields of its row and, where it has any, its settings."""
+    """One trajectory's; made with the fields of its row and, where it has any, its settings.
+
+    A static method `check(settings)`, if there is one, is called before a run: it raises
+    ConfigError where the environment cannot work on this machine.
+    """
 
     tools: Sequence[ToolSpec]  # that the chat template shows; calls are the environment's to answer
 

@@ -12,11 +12,13 @@ from typing import Any, cast
 from mcore_rl.agents.choose import CodecKind, codec_for
 from mcore_rl.agents.codec import ChatTokenizer
 from mcore_rl.agents.codec_proof import Proved
+from mcore_rl.agents.coding import Coding
 from mcore_rl.agents.countdown import Countdown
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.guessing import Guessing
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
 from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.openenv import OpenEnv
 from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
 from mcore_rl.agents.tool_sources import tool_sources
@@ -36,8 +38,10 @@ LOOPS.register("tools")(ToolLoop)
 LOOPS.register("environment")(EnvironmentLoop)
 LOOPS.register("user")(UserLoop)
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
+ENVIRONMENTS.register("code")(Coding)
 ENVIRONMENTS.register("countdown")(Countdown)
 ENVIRONMENTS.register("guessing")(Guessing)
+ENVIRONMENTS.register("openenv")(OpenEnv)
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
@@ -60,7 +64,9 @@ def check_agent(
             f"{', '.join(models) or 'none, as models is empty'}"
         )
     if config.environment:
-        ENVIRONMENTS.settings(config.environment, config.environment_settings)
+        its = ENVIRONMENTS.settings(config.environment, config.environment_settings)
+        if check := getattr(ENVIRONMENTS[config.environment], "check", None):
+            check(its)
     return codec, sources
 
 

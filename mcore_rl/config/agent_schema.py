@@ -14,7 +14,8 @@ CODECS = ("auto", "renderers", "template")
 @dataclass
 class AgentConfig:
     # single_turn: one response to a prompt; tools: turns with calls of `tools`, until one has none;
-    # environment: turns with `environment`; or the import path of a class (docs/agents.md).
+    # environment: turns with `environment`; user: a conversation with a user whom one of `models`
+    # plays; or the import path of a class (docs/agents.md).
     loop: str = "single_turn"
     settings: dict[str, Any] = field(default_factory=dict)  # of that loop
     # Tools by name (calculator, python, search), as the import path of a function or class with
@@ -23,7 +24,8 @@ class AgentConfig:
     search_file: str = ""  # JSONL with a column text, for the tool search
     mcp_servers: list[str] = field(default_factory=list)  # URLs, or commands; their tools come, too
     sandbox: dict[str, Any] = field(default_factory=dict)  # of the tool python: docs/sandbox.md
-    environment: str = ""  # of loop=environment: countdown, guessing, or the import path of a class
+    # Of loop=environment: code, countdown, guessing, openenv, or the import path of a class.
+    environment: str = ""
     environment_settings: dict[str, Any] = field(default_factory=dict)  # of that environment
     codec: str = "auto"  # what writes turns as tokens: renderers, template, or auto
     max_turns: int = 8  # of the policy in a trajectory

@@ -17,7 +17,7 @@ from mcore_rl.sandbox.sandbox import Sandbox
 _BLOCK = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Runs the program, then each test in its names; tells the key of each that raises nothing. What
 # they print goes to stderr, and their stdin is empty.
-_ASSERTS = """
+RUN_ASSERTS = """
 import json, os, sys
 
 def run(code, tests, keys, out):
@@ -64,7 +64,7 @@ def code(
         ValueError: the tests cannot be read.
         SandboxError: this machine has no sandbox.
     """
-    tests = _tests(fields.get("answer"))
+    tests = read_tests(fields.get("answer"))
     program = last_program(text)
     if program is None:
         return {"reward": 0.0, "passed": 0.0, "answered": 0.0, "unchecked": 0.0}
@@ -89,7 +89,8 @@ def _sandbox(settings: CodeSettings) -> Sandbox:
     return Sandbox(settings)
 
 
-def _tests(answer: object) -> Mapping[str, Sequence[str]]:
+def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
+    """What the field `answer` has to be, as in `code`; raises ValueError."""
     try:
         tests = json.loads(answer) if isinstance(answer, str) else answer
     except ValueError:
@@ -101,7 +102,7 @@ def _tests(answer: object) -> Mapping[str, Sequence[str]]:
         if are_texts and lists[0] and len({len(one) for one in lists}) == 1:
             return tests
     raise ValueError(
-        f"the field 'answer' (data.answer_column) is {shown(answer)}; reward.name='code' needs an "
+        f"the field 'answer' (data.answer_column) is {shown(answer)}; code needs an "
         'object {"inputs": [...], "outputs": [...]} or {"asserts": [...]} with lists of texts, '
         "equally long, not empty"
     )
@@ -115,7 +116,7 @@ def _num_asserts(sandbox: Sandbox, program: str, tests: Sequence[str]) -> int:
     """How many pass, in one call."""
     keys = [secrets.token_hex(16) for _ in tests]
     told = {"code": program, "tests": tests, "keys": keys}
-    result = sandbox.run(_ASSERTS, stdin=json.dumps(told))
+    result = sandbox.run(RUN_ASSERTS, stdin=json.dumps(told))
     return len(set(keys) & set(result.stdout.split()))
 
 
@@ -126,12 +127,13 @@ def _num_pairs(
     passed = 0
     for given, wanted in pairs:
         result = sandbox.run(program, stdin=given)
-        is_right = result.status == "ok" and _lines(result.stdout) == _lines(wanted)
+        is_right = result.status == "ok" and output_lines(result.stdout) == output_lines(wanted)
         passed += is_right
         if result.status not in ("ok", "error") or (stops_early and not is_right):
             break
     return passed
 
 
-def _lines(text: str) -> list[str]:
+def output_lines(text: str) -> list[str]:
+    """What is compared: without blanks at ends of lines and empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from mcore_rl.agents.codec import ParsedTurn
+from mcore_rl.agents.coding import Coding, CodingSettings
 from mcore_rl.agents.countdown import Countdown, CountdownSettings, expression_of
 from mcore_rl.agents.guessing import Guessing, GuessingSettings
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.sandbox.call import SandboxError
 
 
 def played(environment, *says: str) -> list[tuple[str, float, bool]]:
@@ -62,6 +65,60 @@ def test_an_expression_is_the_left_side_of_the_last_line_with_one():
     assert expression_of("none") is None
 
 
+ASSERTS = {"asserts": ["assert double(2) == 4", "assert double(-3) == -6, 'negative'"]}
+OUTPUTS = {"inputs": ["2\n", "-3\n"], "outputs": ["4\n", "-6\n"]}
+READS = "n = int(input())"
+RIGHT, WRONG = "def double(n): return 2 * n", "def double(n): return abs(2 * n)"
+
+
+def block(program: str) -> str:
+    return f"So:\n```python\n{program}\n```\n"
+
+
+def coding(tests: dict, **settings) -> Coding:
+    return Coding({"answer": json.dumps(tests)}, CodingSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("tests", "program", "told"),
+    [
+        (ASSERTS, RIGHT, ""),
+        (
+            ASSERTS,
+            WRONG,
+            r"""The test "assert double(-3) == -6, 'negative'" fails: 'AssertionError: """,
+        ),
+        (ASSERTS, "def double(n): return n +", "The test 'assert double(2) == 4' fails: 'SyntaxE"),
+        (ASSERTS, "while True: pass", "The test 'assert double(2) == 4' fails: 'timeout'."),
+        (OUTPUTS, f"{READS}\nprint(2 * n)", ""),
+        (OUTPUTS, f"{READS}\nprint(abs(2 * n))", "For the input '-3' it prints '6', not '-6'."),
+        (OUTPUTS, f"{READS}\nprint(1 / 0)", "For the input '2' it ends with 'Traceback"),
+    ],
+)
+def test_a_program_passes_or_is_told_the_first_test_that_fails(tests, program, told):
+    environment = coding(tests, cpu_s=0.5)
+    [(found, reward, is_done)] = played(environment, block(program))
+    assert found.startswith(told) and (reward, is_done) == ((0.0, False) if told else (1.0, True))
+
+
+def test_programs_before_the_right_one_cost_and_tests_may_be_hidden():
+    found = played(coding(ASSERTS, shows_tests=False), "no", block(WRONG), block(RIGHT))
+    assert found == [
+        ("There is no ```python block in your answer. Try again.", 0.0, False),
+        ("A test fails. Try again.", 0.0, False),
+        ("", pytest.approx(0.8), True),
+    ]
+
+
+def test_programs_without_a_sandbox_are_refused_before_a_run(monkeypatch):
+    def none(settings):
+        raise SandboxError("no sandbox works here")
+
+    monkeypatch.setattr("mcore_rl.agents.coding._sandbox", none)
+    with pytest.raises(ConfigError, match=r"agent\.environment='code': no sandbox works here"):
+        Coding.check(CodingSettings())
+
+
 def test_guesses_are_told_higher_and_lower():
     game = Guessing({"answer": "37"}, GuessingSettings())
     assert played(game, "50?", "well", "from 1 to 20: 20", "37") == [
@@ -76,6 +133,7 @@ def test_guesses_are_told_higher_and_lower():
     ("make", "told"),
     [
         (lambda: Countdown({"nums": 3}, CountdownSettings()), "reads the columns nums"),
+        (lambda: coding({"asserts": []}), "environment='code': the field 'answer'.*not empty"),
         (lambda: Guessing({"answer": "x"}, GuessingSettings()), "needs a whole number"),
         (lambda: Guessing({"answer": 7}, GuessingSettings(high=5)), "7 is not from 1 to 5"),
     ],

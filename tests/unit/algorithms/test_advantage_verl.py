@@ -98,6 +98,16 @@ def of_verl(name: str, inputs: str, **given: Any) -> Callable[[Tensors, Batch], 
     return found
 
 
+def of_verl_by_small_ids(name: str) -> Callable[[Tensors, Batch], Any]:
+    """For a function whose memory is that of the largest id."""
+
+    def found(tensors: Tensors, batch: Batch) -> Any:
+        ids = np.unique(tensors["index"], return_inverse=True)[1]
+        return of_verl(name, "index")(tensors | {"index": ids}, batch)
+
+    return found
+
+
 def gpg_of_verl(tensors: Tensors, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """With the alpha of the paper in place of `m = torch.count_nonzero(scores)`."""
     found = of_verl("gpg", "index")(tensors, batch)
@@ -119,6 +129,7 @@ COMPARED: dict[str, tuple[str, Mapping[str, object], Callable[[Tensors, Batch], 
         of_verl("gae", "values", gamma=0.9, lam=0.8),
     ),
     "grpo": ("grpo", {}, of_verl("grpo", "index")),
+    "grpo_vectorized": ("grpo", {}, of_verl_by_small_ids("grpo_vectorized")),
     "dr_grpo": (
         "grpo",
         {"normalize_by_std": False},

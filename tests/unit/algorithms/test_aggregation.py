@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.algorithms.aggregation import AGGREGATIONS, loss_weights
@@ -31,6 +31,7 @@ def test_weights_match_a_case_worked_by_hand(mode, expected):
         np.testing.assert_allclose(row, expected_row, rtol=1e-6)
 
 
+@settings(max_examples=1000)
 @given(rows=masks, mode=st.sampled_from(AGGREGATIONS.names), seed=st.integers(0, 1000))
 def test_the_weighted_sum_is_the_aggregated_loss(rows, mode, seed):
     mask = Jagged.of(rows, np.int8)
@@ -47,6 +48,7 @@ def test_the_weighted_sum_is_the_aggregated_loss(rows, mode, seed):
     assert not weights.values[mask.values == 0].any()
 
 
+@settings(max_examples=1000)
 @given(rows=masks, mode=st.sampled_from(AGGREGATIONS.names), seed=st.integers(0, 1000))
 def test_weights_go_with_their_sample_however_the_batch_is_cut(rows, mode, seed):
     mask = Jagged.of(rows, np.int8)
