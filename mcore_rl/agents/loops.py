@@ -34,8 +34,12 @@ class Agent(Protocol):
 
     max_turns: int
 
-    def session(self, task: Task) -> ChatSession:
-        """A new conversation with the policy; a loop may have several."""
+    def session(self, task: Task, *, model: str = "", role: str = "") -> ChatSession:
+        """A new conversation with the policy, or with one of `models`; a loop may have several.
+
+        Those of the policy without a role are one trajectory together, with one reward. One with a
+        role is a trajectory of its own, compared with those of the same prompt and role.
+        """
 
     def tools(self) -> AbstractAsyncContextManager[ToolSet]:
         """Those of agent.tools, set up for one trajectory and closed after it."""
@@ -46,7 +50,10 @@ class Agent(Protocol):
     async def judged(
         self, task: Task, session: ChatSession, status: TrajectoryStatus, text: str
     ) -> list[Sample]:
-        """The samples of a session, with the rewards that config.reward finds for a text."""
+        """The samples of a session, with the rewards that config.reward finds for a text.
+
+        The session is one of the policy; others are not trained.
+        """
 
     def rewarded(
         self,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mcore_rl.agents.choose import CodecKind, codec_for
@@ -18,10 +19,12 @@ from mcore_rl.agents.guessing import Guessing
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.openenv import OpenEnv
-from mcore_rl.agents.session import ChatSession, GenerationError
+from mcore_rl.agents.remote import FrozenModel
+from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
 from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.agents.trajectory import Turn, samples_of, with_turn_rewards
+from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, samples_of, with_turn_rewards
+from mcore_rl.agents.user_loop import UserLoop
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
@@ -33,6 +36,7 @@ from mcore_rl.rollout.protocol import Generator, SamplingParams
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
 LOOPS.register("tools")(ToolLoop)
 LOOPS.register("environment")(EnvironmentLoop)
+LOOPS.register("user")(UserLoop)
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
 ENVIRONMENTS.register("code")(Coding)
 ENVIRONMENTS.register("countdown")(Countdown)
@@ -41,8 +45,10 @@ ENVIRONMENTS.register("openenv")(OpenEnv)
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
-def check_agent(config: AgentConfig, tokenizer: ChatTokenizer) -> tuple[Proved, list[object]]:
-    """The codec and the tools of a run; no tool is set up.
+def check_agent(
+    config: AgentConfig, tokenizer: ChatTokenizer, models: Collection[str] = ()
+) -> tuple[Proved, list[object]]:
+    """The codec and the tools of a run; no tool is set up. `models` are the frozen ones by name.
 
     Raises:
         ConfigError: the chat template, a tool, the loop or its environment cannot be used.
@@ -51,12 +57,27 @@ def check_agent(config: AgentConfig, tokenizer: ChatTokenizer) -> tuple[Proved, 
     sources = tool_sources(config)
     if sources and codec.tool_refusal:
         raise ConfigError(f"agent.tools: the codec {codec.name} takes none: {codec.tool_refusal}")
-    LOOPS.settings(config.loop, config.settings)
+    settings = LOOPS.settings(config.loop, config.settings)
+    if (model := getattr(settings, "model", None)) is not None and model not in models:
+        raise ConfigError(
+            f"agent.settings.model={model!r} is none of models; allowed: "
+            f"{', '.join(models) or 'none, as models is empty'}"
+        )
     if config.environment:
-        settings = ENVIRONMENTS.settings(config.environment, config.environment_settings)
+        its = ENVIRONMENTS.settings(config.environment, config.environment_settings)
         if check := getattr(ENVIRONMENTS[config.environment], "check", None):
-            check(settings)
+            check(its)
     return codec, sources
+
+
+@dataclass(slots=True)
+class _Open:
+    """A trajectory that is being made."""
+
+    group_size: int  # trajectories of the prompt
+    limit: asyncio.Timeout
+    sessions: list[ChatSession] = field(default_factory=list)  # with the policy
+    num_sessions: int = 0  # with any model
 
 
 class AgentRunner:
@@ -71,15 +92,20 @@ class AgentRunner:
         max_context: int,
         *,
         stops_on_error: bool,
+        models: Collection[str] = (),
     ) -> None:
-        """Raises ConfigError where the chat template, a tool or the loop cannot be used."""
+        """Raises ConfigError where the chat template, a tool or the loop cannot be used.
+
+        Args:
+            models: the names of those that will be in `self.models` when loops run.
+        """
         self._generator, self._reward, self._config = generator, reward, config
         self._tokenizer = tokenizer
         self._max_context, self._stops_on_error = max_context, stops_on_error
-        self.codec, self._sources = check_agent(config, tokenizer)
+        self.codec, self._sources = check_agent(config, tokenizer, models)
+        self.models: dict[str, FrozenModel] = {}
         self.max_turns = config.max_turns
-        self._open: dict[tuple[int, int], list[ChatSession]] = {}
-        self._limits: dict[tuple[int, int], asyncio.Timeout] = {}
+        self._open: dict[tuple[int, int], _Open] = {}
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
@@ -88,7 +114,7 @@ class AgentRunner:
         The seed of a trajectory is that of the response in its place: see SingleTurnLoop.
         """
         asked = [
-            asyncio.create_task(self._run(self._task(prompt, number, sampling)))
+            asyncio.create_task(self._run(self._task(prompt, number, sampling), sampling.n))
             for prompt in prompts
             for number in range(sampling.n)
         ]
@@ -108,32 +134,36 @@ class AgentRunner:
         at = prompt.group_id, number, prompt.row
         return Task(messages, prompt.fields, *at, own, sampling.max_tokens)
 
-    async def _run(self, task: Task) -> list[Sample]:
+    async def _run(self, task: Task, group_size: int) -> list[Sample]:
         key, limit_s = (task.group_id, task.trajectory), self._config.timeout_s
         limit = asyncio.timeout(limit_s)
-        self._open[key], self._limits[key] = [], limit
+        self._open[key] = _Open(group_size, limit)
         try:
             async with limit:
-                samples = await self._loop.run(task)
+                samples = _checked(await self._loop.run(task))
         except TimeoutError as error:
-            if not limit.expired():
-                return self._failed(task, error)
-            samples = self._cut_off(task, "aborted")
+            samples = (
+                self._cut_off(task, "aborted") if limit.expired() else self._failed(task, error)
+            )
         except RewardError:
             raise
         except GenerationError as error:
             raise error.__cause__ or error from None
         except Exception as error:  # noqa: BLE001 (of a loop or an environment that is not ours)
-            return self._failed(task, error)
+            samples = self._failed(task, error)
         finally:
-            del self._open[key], self._limits[key]
-        for number, sample in enumerate(samples):
-            sample.group_id, sample.trajectory, sample.segment = *key, number
+            del self._open[key]
+        segments: Counter[int] = Counter()
+        for sample in samples:
+            sample.group_id = task.group_id
+            sample.trajectory = sample.trajectory if sample.role else task.trajectory
+            sample.segment = segments[sample.trajectory]
+            segments[sample.trajectory] += 1
         return samples
 
     def _cut_off(self, task: Task, status: TrajectoryStatus) -> list[Sample]:
         """What all conversations of a trajectory have so far, with a reward of 0."""
-        sessions = self._open[task.group_id, task.trajectory]
+        sessions = self._open[task.group_id, task.trajectory].sessions
         return [s for session in sessions for s in self.rewarded(task, session, status, 0.0)]
 
     def _failed(self, task: Task, error: Exception) -> list[Sample]:
@@ -149,7 +179,8 @@ class AgentRunner:
     @contextmanager
     def _pause(self, task: Task) -> Iterator[None]:
         """The time of a trajectory stands still while a reward takes its own."""
-        limit, clock = self._limits[task.group_id, task.trajectory], asyncio.get_running_loop().time
+        limit = self._open[task.group_id, task.trajectory].limit
+        clock = asyncio.get_running_loop().time
         ends, started = limit.when(), clock()
         limit.reschedule(None)
         try:
@@ -160,12 +191,30 @@ class AgentRunner:
 
     # What loops get, as `loops.Agent` says.
 
-    def session(self, task: Task) -> ChatSession:
-        sessions = self._open[task.group_id, task.trajectory]
-        name = f"{task.group_id}/{task.trajectory}/{len(sessions)}"
-        limit = self._max_context
-        sessions.append(ChatSession(name, self._generator, self.codec, task.sampling, limit))
-        return sessions[-1]
+    def session(self, task: Task, *, model: str = "", role: str = "") -> ChatSession:
+        made = self._open[task.group_id, task.trajectory]
+        name = f"{task.group_id}/{task.trajectory}/{made.num_sessions}"
+        seed = session_seed(task.sampling.seed, made.num_sessions)
+        if model and (role or model not in self.models):
+            raise ConfigError(
+                f"agent.session(model={model!r}, role={role!r}); allowed: one of models "
+                f"({', '.join(self.models) or 'there is none'}), without a role"
+            )
+        made.num_sessions += 1
+        if model:
+            frozen = self.models[model]
+            sampling = replace(frozen.sampling, seed=seed)
+            context = frozen.max_context
+            return ChatSession(name, frozen.generator, frozen.codec, sampling, context, model=model)
+        number = task.trajectory
+        if role:  # behind the numbers of those without
+            number += made.group_size * (1 + len(made.sessions))
+        sampling, context = replace(task.sampling, seed=seed), self._max_context
+        session = ChatSession(
+            name, self._generator, self.codec, sampling, context, role=role, trajectory=number
+        )
+        made.sessions.append(session)
+        return session
 
     def tools(self) -> AbstractAsyncContextManager[ToolSet]:
         return ToolSet(self._sources, self._config.tool_timeout_s)
@@ -212,15 +261,17 @@ class AgentRunner:
         reward: float,
         turn_rewards: Sequence[float] = (),
     ) -> list[Sample]:
+        if session.model:
+            raise ValueError(f"a session with models.{session.model} is not trained")
         samples = samples_of(
             session.turns,
-            trajectory=task.trajectory,
+            trajectory=session.trajectory,
             group_id=task.group_id,
             reward=reward,
             status=status,
         )
         for sample in samples:
-            sample.fields = dict(task.fields)
+            sample.fields, sample.role = dict(task.fields), session.role
             if status == "truncated":
                 sample.finish_reason = "length"
         if turn_rewards:
@@ -232,3 +283,19 @@ def _pay(samples: Sequence[Sample], session: ChatSession, turn_rewards: Sequence
     """Raises ValueError unless there is one a turn."""
     turns = [turn.turn_id for turn in session.turns]
     with_turn_rewards(samples, dict(zip(turns, turn_rewards, strict=True)))
+
+
+def _checked(samples: Sequence[Sample]) -> list[Sample]:
+    """Raises ValueError where they cannot be trained as they are."""
+    rewards: dict[int, float] = {}
+    for sample in samples:
+        chosen = zip(sample.response_mask, sample.weight_versions, strict=True)
+        if any(mask and version == MASKED_VERSION for mask, version in chosen):
+            raise ValueError("samples have tokens to be trained that the policy did not choose")
+        key = sample.trajectory if sample.role else -1
+        if rewards.setdefault(key, sample.reward) != sample.reward:
+            raise ValueError(
+                f"samples of one trajectory have the rewards {rewards[key]:g} and "
+                f"{sample.reward:g}: sessions with rewards of their own need roles"
+            )
+    return list(samples)

@@ -1,4 +1,4 @@
-"""A conversation with the policy, which owns its tokens."""
+"""A conversation with the policy or a frozen model, which owns its tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class Answer:
 
 
 class ChatSession:
-    """Messages go in, turns of the policy come out; what was sampled is never rendered again.
+    """Messages go in, turns of a model come out; what was sampled is never rendered again.
+
+    `model` is the name of a frozen one, whose turns are not trained; "" is the policy. A `role`
+    makes it a `trajectory` of its own (its number in the group), to be compared with those of the
+    same role only.
 
     The messages of all turns are kept only to render them anew where the last turn cannot be gone
     on from (`ChatCodec.extend`).
@@ -43,6 +47,10 @@ class ChatSession:
         codec: ChatCodec,
         sampling: SamplingParams,
         max_context: int,
+        *,
+        model: str = "",
+        role: str = "",
+        trajectory: int = 0,
     ) -> None:
         """`max_context`: tokens of a prompt and what follows it. `sampling.max_tokens`: a turn's.
 
@@ -50,6 +58,7 @@ class ChatSession:
         """
         self._name, self._generator, self._codec = name, generator, codec
         self._sampling, self._max_context = sampling, max_context
+        self.model, self.role, self.trajectory = model, role, trajectory
         self._messages: list[ChatMessage] = []
         self.turns: list[Turn] = []
 
@@ -122,4 +131,15 @@ def turn_seed(seed: int | None, turn: int) -> int | None:
     if seed is None or turn == 0:
         return seed
     (drawn,) = np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)
+    return int(drawn >> np.uint64(2))
+
+
+def session_seed(seed: int | None, number: int) -> int | None:
+    """Of a trajectory's sessions the first has its seed; those of the others are drawn from it.
+
+    In [0, 2**62), as those of later turns.
+    """
+    if seed is None or number == 0:
+        return seed
+    (drawn,) = np.random.SeedSequence([seed, 0, number]).generate_state(1, np.uint64)
     return int(drawn >> np.uint64(2))

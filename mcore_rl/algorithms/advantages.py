@@ -12,7 +12,7 @@ from mcore_rl.algorithms.inputs import AdvantageInputs, Estimates
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.trajectories import Trajectories
+from mcore_rl.data.trajectories import Trajectories, compared
 
 # One number a sample, or a row of one number a response token; or those with the returns.
 Advantages = npt.NDArray[np.floating] | Jagged | Estimates
@@ -42,7 +42,8 @@ def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) ->
     """The column advantages, by the function that algorithm.advantage names; returns if it has any.
 
     Both are float32, [response tokens]. An advantage of a sample applies to each of its tokens.
-    Where a trajectory is several samples, the function gets it as one sample, all their tokens.
+    Where a trajectory is several samples, the function gets it as one sample, all their tokens; and
+    where a loop has several roles, the responses of each to a prompt are a group.
 
     Raises:
         ConfigError: the function raised, or returned something else than finite numbers, one a
@@ -53,7 +54,7 @@ def token_advantages(batch: Batch, name: str, settings: Mapping[str, object]) ->
     trajectories = Trajectories(batch)
     whole = trajectories.joined()
     try:
-        found = advantage(AdvantageInputs(whole))
+        found = advantage(AdvantageInputs(compared(whole)))
     except ConfigError:
         raise
     except Exception as error:

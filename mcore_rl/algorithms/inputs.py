@@ -267,7 +267,7 @@ class AdvantageInputs:
 
     @property
     def group_ids(self) -> npt.NDArray[np.integer]:
-        """[samples]: the same for responses to one prompt."""
+        """[samples]: the same for responses to one prompt, in one role."""
         return self.batch.array("group_ids")
 
     @property

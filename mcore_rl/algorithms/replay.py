@@ -9,7 +9,8 @@ import numpy as np
 
 from mcore_rl.algorithms.sample_choice import priority_of
 from mcore_rl.config.samples_schema import ReplayConfig
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Array, Batch
+from mcore_rl.data.trajectories import compared
 
 _STREAM = 0x7265706C  # sets its random numbers apart from others of the same seed and step
 
@@ -32,10 +33,8 @@ class ReplayBuffer:
         """
         if self._kept is None or num_groups < 1:
             return None
-        ids, rewards = self._kept.array("group_ids"), self._kept.array("rewards")
-        groups = np.unique(ids)
-        found = (priority_of(rewards[ids == g].astype(np.float64), self._config) for g in groups)
-        weights = np.fromiter(found, np.float64)
+        ids = self._kept.array("group_ids")
+        groups, weights = np.unique(ids), self._priorities()
         num = min(num_groups, int(np.count_nonzero(weights)))
         if not num:
             return None
@@ -43,6 +42,18 @@ class ReplayBuffer:
         drawn = rng.choice(groups, num, replace=False, p=weights / weights.sum())
         samples = self._kept.take(np.flatnonzero(np.isin(ids, drawn)).tolist())
         return samples.with_columns(replayed=np.ones(len(samples), np.int8))
+
+    def _priorities(self) -> Array:
+        """Of each group in order: the sum over its roles, of which there is mostly one."""
+        assert self._kept is not None
+        ids, by_role = (b.array("group_ids") for b in (self._kept, compared(self._kept)))
+        rewards = self._kept.array("rewards").astype(np.float64)
+        found = np.zeros(len(np.unique(ids)))
+        index = np.unique(ids, return_inverse=True)[1]
+        for part in np.unique(by_role):
+            rows = by_role == part
+            found[index[rows][0]] += priority_of(rewards[rows], self._config)
+        return found
 
     def add(self, batch: Batch, step: int) -> None:
         """Keeps new samples for later steps, and lets go of those that are then too old."""

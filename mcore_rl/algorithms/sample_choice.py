@@ -18,7 +18,7 @@ from mcore_rl.config.checks import between
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.trajectories import Trajectories
+from mcore_rl.data.trajectories import Trajectories, compared
 
 CHOICE_STREAM = 0x63686F69  # sets random choices apart from others of the same seed and step
 Bools = npt.NDArray[np.bool_]
@@ -156,7 +156,7 @@ def kept_groups(batch: Batch, config: SamplesConfig) -> Batch:
     if not config.group_filter:
         return batch
     trajectories = Trajectories(batch)
-    whole = trajectories.joined()
+    whole = compared(trajectories.joined())
     keep = GROUP_FILTERS.bound(config.group_filter, config.group_filter_settings)(whole)
     if not isinstance(keep, np.ndarray) or keep.dtype != bool or keep.shape != (len(whole),):
         raise ConfigError(
@@ -182,7 +182,7 @@ def kept_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> 
         np.random.default_rng(seed),
     )
     trajectories = Trajectories(batch)
-    whole = trajectories.joined()
+    whole = compared(trajectories.joined())
     rewards, index = whole.array("rewards").astype(np.float64), Groups(whole.array("group_ids"))
     rows: list[int] = []
     for group in range(len(whole) and int(index.index.max()) + 1):

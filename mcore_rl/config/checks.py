@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,3 +42,14 @@ def exists(key: str, path: str | Path) -> None:
 def divides(key: str, size: int, what: str, number: int) -> None:
     if number % size:
         raise ConfigError(f"{key}={size} does not divide the model's {number} {what}")
+
+
+def check_cores(key: str, cores: str, num_workers: int) -> None:
+    """Those of a server's workers on a node, or ""."""
+    if cores and len(cores.split("|")) != num_workers:
+        raise ConfigError(
+            f"{key}={cores!r} must list the cores of each of a node's {num_workers} workers of a "
+            "server, separated by '|'"
+        )
+    if cores and not re.fullmatch("[0-9]+([-,|][0-9]+)*", cores):
+        raise ConfigError(f"{key}={cores!r}; allowed: numbers and ranges such as '0-3,8|4-7'")

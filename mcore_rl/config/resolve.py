@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mcore_rl.config.agent_schema import resolve_agent
-from mcore_rl.config.checks import at_least, between, divides, one_of, positive
+from mcore_rl.config.checks import at_least, between, check_cores, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_algorithm import resolve_algorithm
 from mcore_rl.config.resolve_distillation import MAX_WEIGHT, resolve_frozen
@@ -28,6 +28,7 @@ from mcore_rl.config.resolve_evaluation import (
     resolve_trackers,
     resolve_truncation,
 )
+from mcore_rl.config.resolve_models import resolve_models
 from mcore_rl.config.schema import (
     DataConfig,
     PlacementConfig,
@@ -50,7 +51,6 @@ TASKS = ("", "last_digit")
 LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
 _SET_NAME = "[A-Za-z0-9_-]+"
-_CORES = "[0-9]+([-,|][0-9]+)*"
 # What a term of reward.terms may have.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
     "name": (str, "text"),
@@ -127,6 +127,7 @@ def resolve(config: RLConfig) -> None:
     if config.critic.lora.rank or config.critic.moe.router_replay != "off":
         raise ConfigError("critic.lora and critic.moe.router_replay: allowed: none, and 'off'")
     resolve_frozen(config)
+    resolve_models(config)
     warm = config.warm_start
     at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
@@ -303,15 +304,7 @@ def resolve_servers(config: RolloutConfig) -> None:
             f"rollout.nodes_per_server={config.nodes_per_server}; allowed: divisors of "
             f"rollout.tp={config.tp}, since each node has as many workers"
         )
-    if config.cores and len(config.cores.split("|")) != num_workers:
-        raise ConfigError(
-            f"rollout.cores={config.cores!r} must list the cores of each of a node's "
-            f"{num_workers} workers of a server, separated by '|'"
-        )
-    if config.cores and not re.fullmatch(_CORES, config.cores):
-        raise ConfigError(
-            f"rollout.cores={config.cores!r}; allowed: numbers and ranges such as '0-3,8|4-7'"
-        )
+    check_cores("rollout.cores", config.cores, num_workers)
 
 
 def _resolve_rollout(config: RolloutConfig) -> None:

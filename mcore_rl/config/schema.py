@@ -424,6 +424,10 @@ class RLConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    # Frozen models that loops talk to, by name, each with servers on devices of its own:
+    # {user: {path: ..., num_servers: 1, tp: 1}}; no path: what the actor begins with. What one may
+    # have is in docs/agents.md.
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     samples: SampleTablesConfig = field(default_factory=SampleTablesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -77,9 +77,10 @@ class Batch:
     teacher_top_log_probs: see workers/scoring.py; routed_experts: [MoE layers, experts a token] a
     prompt or response token;
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
-    one), baseline_rewards, group_ids, trajectories (the number in its group), segments (the number
-    in its trajectory: data/trajectories.py), turns (of the policy), finish_reasons, replayed (1 if
-    it is of an earlier step).
+    one), baseline_rewards, group_ids, roles (of the policy, where a loop has several),
+    trajectories (the number in its group), segments (the number in its trajectory:
+    data/trajectories.py), turns (of the policy), finish_reasons, replayed (1 if it is of an earlier
+    step).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -105,6 +106,7 @@ class Batch:
                 "weight_versions": Jagged.of((s.weight_versions for s in samples), np.int64),
                 "rewards": np.array([s.reward for s in samples], dtype=np.float32),
                 "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
+                "roles": np.array([s.role for s in samples], dtype=np.str_),
                 "trajectories": np.array([s.trajectory for s in samples], dtype=np.int64),
                 "turns": np.array([max(len(s.turn_spans), 1) for s in samples], dtype=np.int64),
                 "segments": np.array([s.segment for s in samples], dtype=np.int64),

@@ -37,6 +37,7 @@ class Sample:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str = ""  # why there is no reward; then `reward` is 0 and there are no parts
+    role: str = ""  # of the policy in it, where a loop has several; compared with the same role
     trajectory: int = 0  # its number among those of the group
     segment: int = 0
     status: TrajectoryStatus = "finished"

@@ -18,6 +18,18 @@ Rows = npt.NDArray[np.int64]
 _OF_PROMPT = ("prompt_ids", "routed_experts")  # jagged columns that have entries for the prompt
 
 
+def compared(batch: Batch) -> Batch:
+    """The batch with group ids by which responses are compared: those of a prompt and a role.
+
+    The ids of the batch itself are those of prompts, in which steps count and mini-batches are cut.
+    """
+    if "roles" not in batch or not (batch.array("roles") != "").any():
+        return batch
+    pairs = [batch.array("group_ids"), np.unique(batch.array("roles"), return_inverse=True)[1]]
+    found = np.unique(np.stack(pairs), axis=1, return_inverse=True)[1]
+    return batch.with_columns(group_ids=found.reshape(-1).astype(np.int64))
+
+
 class Trajectories:
     """Which samples of a batch, wherever they are, make a trajectory together."""
 

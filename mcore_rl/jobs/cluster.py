@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mcore_rl.config.resolve import takes_turns
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.placement import PoolPlan, pool_plans
+from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.jobs.placement import PoolPlan, frozen_engines, pool_plans, servers_of
 from mcore_rl.jobs.roles import ITEMSIZES
 from mcore_rl.models.base import HFConfig, family_of
 from mcore_rl.weight_sync.spec import Sites, TransferSpec, plan_transfer
@@ -43,10 +43,15 @@ def devices(config: RLConfig, gpus_per_node: int) -> dict[str, list[int]]:
 
 
 def _num_ranks(config: RLConfig, role: str) -> int:
-    if role == "rollout":
-        return config.rollout.num_servers * config.rollout.tp
+    if servers := servers_of(config, role):
+        return servers.num_servers * servers.tp
+    return _layout(config, role).world_size
+
+
+def _layout(config: RLConfig, role: str) -> Layout:
+    """Of a role with a training engine."""
     engine = config.critic if role == "critic" else config.actor
-    return engine.layout.world_size
+    return frozen_engines(config).get(role, engine).layout
 
 
 def _bundles(plan: PoolPlan, start: int, gpus_per_node: int) -> Iterator[int]:
@@ -76,14 +81,14 @@ def node_lines(config: RLConfig, gpus_per_node: int) -> Iterator[tuple[str, str]
 def _named(config: RLConfig, role: str, ranks: list[int]) -> str:
     """Ranks that follow each other, by what they are."""
     first, last = ranks[0], ranks[-1]
-    if role == "rollout":
-        tp = config.rollout.tp
+    if servers := servers_of(config, role):
+        tp = servers.tp
         if first // tp < last // tp:
             return f"servers {first // tp}-{last // tp}"
         workers = f", workers {_span(first % tp, last % tp)}" if tp > 1 else ""
         return f"server {first // tp}{workers}"
     text = _span(first, last)
-    layout = config.critic.layout if role == "critic" else config.actor.layout
+    layout = _layout(config, role)
     if layout.pp > 1:
         stage = layout.world_size // layout.pp
         text += f" (pp {_span(first // stage, last // stage)})"

@@ -45,7 +45,7 @@ def turns(config: RLConfig, model: HFConfig, roles: Sequence[Role]) -> list[Memo
 
 
 def _turn(config: RLConfig, model: HFConfig, role: Role) -> MemoryTurn:
-    if role.name == "rollout":
+    if role.stages[0].cache_bytes:  # of servers
         [stage] = role.stages
         return MemoryTurn(role.name, stage.weight_bytes, cache=stage.cache_bytes)
     trained = config.warm_start if role.name == "warm_start" else config.actor

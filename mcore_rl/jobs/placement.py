@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.config.resolve import OWN_POOL, pool_of
 from mcore_rl.config.resolve_distillation import teachers_of
-from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
+from mcore_rl.config.resolve_models import ROLE, ServedModel, served_models
+from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 
@@ -53,6 +54,9 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
             plans[name] = PoolPlan(("rollout",), sizes["rollout"] // per_node, per_node)
         else:
             plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
+    for name, model in served_models(config).items():
+        role = f"{ROLE}{name}"
+        plans[role] = PoolPlan((role,), model.servers.num_servers, model.servers.tp)
     return plans
 
 
@@ -102,6 +106,20 @@ def frozen_paths(config: RLConfig) -> dict[str, str]:
     for name, teacher in teachers_of(config.teacher).items():
         found[f"teacher.{name}"] = teacher.model_path or config.model.path
     return found
+
+
+def servers_of(config: RLConfig, role: str) -> RolloutConfig | None:
+    """Of the policy and of models with servers of their own; None for other roles."""
+    if role == "rollout":
+        return config.rollout
+    model = served_models(config).get(role.removeprefix(ROLE)) if role.startswith(ROLE) else None
+    return model.servers if model else None
+
+
+def models_with_paths(config: RLConfig) -> dict[str, ServedModel]:
+    """Those of `models`; one without a path is what the actor begins with."""
+    models = served_models(config).items()
+    return {name: replace(model, path=model.path or config.model.path) for name, model in models}
 
 
 def num_devices(plans: Mapping[str, PoolPlan]) -> int:

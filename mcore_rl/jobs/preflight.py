@@ -22,6 +22,7 @@ from mcore_rl.config.resolve_engine import (
     resolve_model_layout,
     resolve_schedule,
 )
+from mcore_rl.config.resolve_models import served_models
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
@@ -35,6 +36,7 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
+from mcore_rl.jobs.model_checks import check_model_layouts, check_models
 from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
 from mcore_rl.models.base import (
@@ -74,6 +76,7 @@ def check_inputs(config: RLConfig) -> Inputs:
     _check_choices(config)
     check_model(config)
     check_scorers(config)
+    check_models(config)
     return _read_data(config)
 
 
@@ -163,7 +166,7 @@ def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
-        check_agent(config.agent, tokenizer)
+        check_agent(config.agent, tokenizer, served_models(config))
     inputs = Inputs(
         tokenizer=tokenizer,
         train=prompts_of(_train_files(config), config, tokenizer),
@@ -246,6 +249,7 @@ def check_layouts(config: RLConfig) -> HFConfig:
     if needs_critic(config):
         _check_critic(config, found)
     check_scorer_layouts(config)
+    check_model_layouts(config)
     resolve_rollout_model(config.rollout, sizes)
     _check_cache(config, found)
     _check_lengths(config)

@@ -33,12 +33,14 @@ from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.jobs.model_servers import model_servers
 from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
 from mcore_rl.jobs.placement import (
     Pools,
     frozen_engines,
     frozen_paths,
     models_of,
+    models_with_paths,
     num_devices,
     places,
     pool_plans,
@@ -251,8 +253,9 @@ def _started(
     What shares devices loads one after the other, and leaves them to the next.
     """
     loss, placement, roles = PolicyLoss(config.algorithm), config.placement, models_of(config)
+    frozen_servers = stack.enter_context(model_servers(config, pools))
     servers = stack.enter_context(server_group(config, pools))
-    preparing = servers.prepare.submit()
+    preparing = [servers.prepare.submit(), *frozen_servers.preparing()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _engine_spec(config, config.actor, total_steps)
     if ranks is None:
@@ -270,10 +273,12 @@ def _started(
         models["critic"] = stack.enter_context(_critic(config, pools, total_steps))
     for role in frozen_engines(config):
         models[role] = stack.enter_context(_scorer(config, pools, role))
-    wait_until_built([servers, *models.values()])
-    for line in places([*models.values(), servers]):
+    groups = [servers, *frozen_servers.groups.values(), *models.values()]
+    wait_until_built(groups)
+    for line in places(groups):
         print(line)
-    waiting_for = [preparing]
+    starting = frozen_servers.starting()
+    waiting_for = [*preparing, *starting]
     if not servers_sleep(placement, roles):
         waiting_for.append(servers.start.submit())
     for name, model in models.items():
@@ -284,6 +289,8 @@ def _started(
     gathered(waiting_for)
     if servers_sleep(placement, roles):
         servers.start()
+    if starting:
+        servers.connect_models(frozen_servers.addresses(gathered(starting)))
     sync = connect(config, actor, servers, room.weight_bytes(config))
     return Turns(placement, models, servers, sync)
 
@@ -369,6 +376,7 @@ def server_group(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
         timeout_s=config.inner_timeout_s,
         can_sleep=servers_sleep(config.placement, models_of(config)),
         gpu_ids=pools.gpu_ids("rollout"),
+        models=models_with_paths(config),
     )
     layout = Layout(dp=config.rollout.num_servers, tp=config.rollout.nodes_per_server)
     with pools.group(

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
+from mcore_rl.config.resolve_models import ROLE, served_models
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig, RolloutConfig
 from mcore_rl.config.train_schema import RMConfig, TrainConfig
 from mcore_rl.engine.lora_targets import adapted_linear
 from mcore_rl.jobs.placement import frozen_engines, frozen_paths, needs_critic, needs_reference
@@ -86,7 +87,13 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
         if role == "reward_model":
             scored, task = value_config(scored), "scores of responses"
         found.append(_trainer(role, task, engine, config, scored, trains=False))
-    return [*found, _servers(config, model)]
+    num = config.rollout.num_servers
+    found.append(_servers("rollout", f"generation: {_counted(num)}", config.rollout, config, model))
+    for name, served in served_models(config).items():
+        task = f"frozen: {_counted(served.servers.num_servers)}"
+        read = read_config(served.path) if served.path else model
+        found.append(_servers(f"{ROLE}{name}", task, served.servers, config, read))
+    return found
 
 
 def training_roles(config: TrainConfig, model: HFConfig, *, has_reference: bool) -> list[Role]:
@@ -152,9 +159,15 @@ def _optimizer_bytes(held: _Held, engine: EngineConfig, mesh: Mesh, itemsize: in
     return (dense + expert) * _FLOAT32 * (2 if itemsize == _FLOAT32 else 3)
 
 
-def _servers(config: RLConfig, model: HFConfig) -> Role:
+def _counted(num_servers: int) -> str:
+    return f"{num_servers} vLLM server{'s' * (num_servers > 1)}"
+
+
+def _servers(
+    name: str, task: str, rollout: RolloutConfig, config: RLConfig, model: HFConfig
+) -> Role:
     """vLLM's workers: all servers are equal."""
-    rollout, sizes = config.rollout, model_sizes(model)
+    sizes = model_sizes(model)
     layout = generation_layout(rollout)
     held = _held(
         GenerationRanks(layout, sizes.num_layers, sizes.num_experts),
@@ -173,8 +186,7 @@ def _servers(config: RLConfig, model: HFConfig) -> Role:
         cache_bytes=rollout.kv_cache_bytes,
     )
     server = GenerationLayout(tp=rollout.tp)
-    task = f"generation: {rollout.num_servers} vLLM server{'s' * (rollout.num_servers > 1)}"
-    return Role("rollout", task, _axes(server) + " ep" * rollout.ep, (stage,))
+    return Role(name, task, _axes(server) + " ep" * rollout.ep, (stage,))
 
 
 def _held(ranks: Ranks, weights: Sequence[Weight], lora: LoRAConfig) -> list[_Held]:

@@ -99,6 +99,10 @@ def scores(batch: Batch, config: RewardConfig) -> dict[str, float]:
         if term.get("name", name) in ACCURACIES and f"reward/{name}" in values:
             values[f"accuracy/{name}"] = values[f"reward/{name}"]
     found = {}
+    if "roles" in batch:
+        roles = batch.array("roles")
+        for role in np.unique(roles[roles != ""]):
+            values[f"role/{role}/reward"] = np.where(roles == role, rewards, np.nan)
     for name, column in values.items():
         has_value = ~np.isnan(column)
         if has_value.any():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
+from mcore_rl.agents.choose import CodecKind, codec_for
+from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.resolve_models import ServedModel
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
@@ -23,6 +24,7 @@ from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMe
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.workers.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ class RolloutSpec:
     timeout_s: float  # of everything that the worker asks of its server
     can_sleep: bool = False
     gpu_ids: tuple[str, ...] = ()  # of each server, where they are not those that Ray shows it
+    models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
 
 
 class RolloutWorker:
@@ -81,9 +84,10 @@ class RolloutWorker:
                 spec.agent,
                 spec.max_model_tokens,
                 stops_on_error=spec.reward.on_error == "stop",
+                models=spec.models,
             )
-        self._events = asyncio.new_event_loop()
-        threading.Thread(target=self._events.run_forever, daemon=True).start()
+        self._remotes: list[RemoteGenerator] = []
+        self._wait = LoopThread(spec.timeout_s).wait
 
     def _ask(self, ask: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
         """What the server answers; None on its further nodes, when the first one has the answer."""
@@ -92,17 +96,6 @@ class RolloutWorker:
         finally:
             if self._nodes is not None:
                 self._nodes.called()
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises TimeoutError after the spec's timeout_s, and then the work is cancelled."""
-        future = asyncio.run_coroutine_threadsafe(work, self._events)
-        try:
-            return future.result(self._spec.timeout_s)
-        except TimeoutError as error:
-            if not future.cancel():  # it ended, with this error
-                raise
-            limit = f"{self._spec.timeout_s:g} s"
-            raise TimeoutError(f"the server has not answered in {limit}") from error
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def prepare(self) -> None:
@@ -132,6 +125,20 @@ class RolloutWorker:
         ]
         found = self._ask(lambda _: self._agent.run_all(asked, sampling))
         return (Batch.of(found or []),)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
+        """Where the servers of the frozen models are that loops talk to."""
+        if self._headless or not isinstance(self._agent, AgentRunner):
+            return
+        for name, address in addresses.items():
+            model = self._spec.models[name]
+            remote = RemoteGenerator(name, address, model.timeout_s)
+            self._remotes.append(remote)
+            codec = codec_for(load_tokenizer(model.path), cast(CodecKind, model.codec))
+            self._agent.models[name] = FrozenModel(
+                remote, codec, sampling_of(model), model.max_context
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
@@ -167,4 +174,16 @@ class RolloutWorker:
         if self._headless:
             self._headless.close()
         self._wait(self._judge.close())
+        for remote in self._remotes:
+            self._wait(remote.close())
         self._wait(self._server.close())
+
+
+def sampling_of(model: ServedModel) -> SamplingParams:
+    servers = model.servers
+    return SamplingParams(
+        temperature=servers.temperature,
+        top_p=servers.top_p,
+        top_k=servers.top_k,
+        max_tokens=servers.max_response_tokens,
+    )

@@ -55,8 +55,8 @@ class SampleTables:
 
     def columns(self, batch: Batch) -> dict[str, list[object]]:
         """One row a sample: group, prompt, response, reward, reward/PART, reward_error,
-        finish_reason, num_tokens (of the response) and, after training, advantage: the mean over
-        the response's tokens.
+        finish_reason, num_tokens (of the response), role (where a loop gives any) and, after
+        training, advantage: the mean over the response's tokens.
         """
         found: dict[str, list[object]] = {
             "group": batch.array("group_ids").tolist(),
@@ -67,6 +67,8 @@ class SampleTables:
             "num_tokens": batch.jagged("response_ids").lengths.tolist(),
             "reward_error": batch.array("reward_errors").tolist(),
         }
+        if "roles" in batch and (batch.array("roles") != "").any():
+            found["role"] = batch.array("roles").tolist()
         for name in batch.columns:
             if name.startswith("reward/"):
                 found[name] = batch.array(name).tolist()

@@ -66,16 +66,23 @@ def split_replayed(batch: Batch) -> tuple[Batch, Batch]:
 
 
 def with_baseline_rewards(batch: Batch, greedy: Batch) -> Batch:
-    """Adds baseline_rewards: of the one greedy response to the same prompt, by its group id.
+    """Adds baseline_rewards: of the one greedy response to the same prompt, in the same role.
 
     Without the samples of prompts whose greedy response got no reward.
     """
-    pairs = zip(greedy.array("group_ids"), greedy.array("rewards"), strict=True)
-    rewards = {group: reward for group, reward in pairs if not np.isnan(reward)}
-    groups = batch.array("group_ids")
+    found_for = zip(_asked_of(greedy), greedy.array("rewards"), strict=True)
+    rewards = {asked: reward for asked, reward in found_for if not np.isnan(reward)}
+    groups = _asked_of(batch)
     rows = [row for row, group in enumerate(groups) if group in rewards]
     found = np.array([rewards[groups[row]] for row in rows], np.float32)
     return batch.take(rows).with_columns(baseline_rewards=found)
+
+
+def _asked_of(batch: Batch) -> list[tuple[int, str]]:
+    """The group id and the role of each sample."""
+    groups = batch.array("group_ids").tolist()
+    roles = batch.array("roles").tolist() if "roles" in batch else [""] * len(groups)
+    return list(zip(groups, roles, strict=True))
 
 
 def judged(batch: Batch, on_error: str) -> tuple[Batch, dict[str, float]]:
@@ -363,6 +370,10 @@ def describe(batch: Batch) -> dict[str, float]:
         metrics["turns"] = num_turns / len(batch)
     if num_samples > len(batch):
         metrics["samples_per_trajectory"] = num_samples / len(batch)
+    if "roles" in batch:
+        roles = batch.array("roles")
+        for role in np.unique(roles[roles != ""]):
+            metrics[f"role/{role}/reward"] = batch.array("rewards")[roles == role].mean()
     parts = [name for name in batch.columns if name.startswith("reward/")]
     return {k: float(v) for k, v in metrics.items()} | {
         name: float(np.nanmean(batch.array(name))) for name in parts

@@ -140,6 +140,59 @@ def test_a_config_alone_will_do_and_what_is_not_checked_is_said(place, monkeypat
     assert "actor: 2 ranks, tp=2 ep=2" in out
 
 
+USER = (
+    "agent.loop=user", "agent.settings.prompt='You are {answer}.'", "models.user.path=model",
+    "models.user.num_servers=2", "models.judge.kv_cache_bytes=3000000",
+)  # fmt: skip
+
+
+def test_frozen_models_are_shown_with_their_devices(place, monkeypatch, capfd):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, "--gpus-per-node=2")
+    assert (status, err) == (0, "")
+    for line in (
+        "models.user: 2 ranks, tp=1 (frozen: 2 vLLM servers)\n",
+        "models.judge: 1 rank, tp=1 (frozen: 1 vLLM server)\n",
+        " node 0: actor 0-1; reference 0-1; rollout server 0\n",
+        " node 1: models.user servers 0-1\n",
+        " node 2: models.judge server 0\n",
+        "5 GPUs: 2 for actor, reference, rollout, by turns; 2 for models.user; 1 for models.judge",
+    ):
+        assert line in out, out
+    assert re.search(r"^ models.ju +0\.0\d+ +0\.003 +0\.\d+ *$", out, re.M), out
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("models.user.path=nowhere", "nowhere"),
+        ("models.user.tp=3", "models.user.tp=3 does not divide the model's 4 attention heads"),
+        ("models.user.max_context=99999", "allowed: up to the model's max_position_embeddings="),
+        ("models.user.kv_cache_bytes=9", "one conversation of max_context=96 tokens takes"),
+        ("models.user.codec=renderers", "models.user.path='model': the tokenizer's chat template"),
+        ("agent.settings.model=other", "agent.settings.model='other' is none of models; allowed:"),
+        ("models.user.placement=shared", "models.user.placement='shared': servers that leave"),
+        ("agent.loop=single_turn", "agent.loop='single_turn'"),
+    ],
+)
+def test_frozen_models_are_checked_before_a_run(place, monkeypatch, capfd, setting, message):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, setting)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+
+
+def test_a_frozen_model_without_weights_or_tokenizer_is_refused(place, monkeypatch, capfd):
+    shutil.copytree("model", "other")
+    Path("other/model.safetensors").unlink()
+    other = "models.user.path=other"
+    status, _, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, other)
+    assert status == 2 and "other" in err
+    shutil.copy("model/model.safetensors", "other")
+    for file in Path("other").glob("*token*"):
+        file.unlink()
+    status, _, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, other)
+    assert (status, "models.user.path='other' has no tokenizer" in err) == (2, True), err
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.schema import Layout, LoRAConfig, RLConfig
-from mcore_rl.jobs.placement import PoolPlan, num_devices, pool_plans
+from mcore_rl.jobs.placement import PoolPlan, models_with_paths, num_devices, pool_plans
 
 
 def config(**placement: str) -> RLConfig:
@@ -64,3 +64,16 @@ def test_a_lora_actor_needs_no_devices_for_its_reference():
     adapted = config(reference="own")
     adapted.actor.lora = LoRAConfig(rank=4)
     assert pool_plans(adapted) == {"shared pool": PoolPlan(("actor", "rollout"), 4)}
+
+
+def test_a_frozen_model_has_devices_of_its_own_a_bundle_for_each_server():
+    talks = config()
+    talks.agent.loop = "user"
+    talks.models = {"user": {"num_servers": 3, "tp": 2}, "judge": {"path": "elsewhere"}}
+    found = pool_plans(talks)
+    assert found["models.user"] == PoolPlan(("models.user",), 3, devices_per_bundle=2)
+    assert found["models.judge"] == PoolPlan(("models.judge",), 1)
+    assert found["shared pool"] == PoolPlan(("actor", "reference", "rollout"), 4)
+    assert num_devices(found) == 4 + 6 + 1
+    paths = {name: model.path for name, model in models_with_paths(talks).items()}
+    assert paths == {"user": talks.model.path, "judge": "elsewhere"}

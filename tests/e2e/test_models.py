@@ -1,0 +1,105 @@
+"""Jobs with a frozen model beside the policy, on a server of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.outcomes import rows_of
+from tests.e2e.processes import lives
+from tests.e2e.test_resume import ONE_RANK
+
+pytestmark = pytest.mark.job
+CONVERSATION = (
+    *ONE_RANK,
+    "warm_start.num_steps=0",
+    "warm_start.train_file=''",
+    "agent.loop=user",
+    "agent.settings.prompt='You want {answer}.'",
+    "agent.settings.greeting='Hello!'",
+    "agent.max_turns=2",
+    "agent.max_turn_tokens=12",
+    "reward.name=tests/e2e/own_functions.py:fingerprint",
+    "rollout.max_response_tokens=96",
+    "models.user.max_tokens=8",
+    "models.user.max_context=256",
+    "models.user.kv_cache_bytes=33554432",
+    "algorithm.samples.group_filter=''",
+    "trainer.prompts_per_step=4",
+    "trainer.eval_samples=4",
+    "trainer.max_logprob_gap=1e-4",
+    "actor.optimizer.warmup_steps=0",
+)
+
+
+def sums(folder: Path) -> dict[str, str]:
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir())}
+
+
+def model_of(settings: list[str]) -> Path:
+    [model] = [s.partition("=")[2] for s in settings if s.startswith("model.path=")]
+    return Path(model)
+
+
+@pytest.mark.nightly  # tests/unit/agents has the loop, and the client with a server that dies
+def test_a_policy_learns_from_talks_with_a_frozen_model_that_stays_as_it_is(
+    start_job, own_model_and_data
+):
+    """The policy changes, hence what the two say differs from step to step; the other does not."""
+    model = model_of(own_model_and_data)
+    before = sums(model)
+    job = start_job(
+        *own_model_and_data, *CONVERSATION, f"models.user.path={model}", "trainer.num_steps=2"
+    )
+    assert job.process.wait(300) == 0, job.stderr
+    rows = [row for row in rows_of(job.output) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 1 <= row["turns"] <= 2
+        assert row["actor/grad_norm"] > 0
+    assert any(row["turns"] > 1 for row in rows)
+    table = pq.read_table(job.output / "samples" / "step_000002.parquet").to_pylist()
+    between = r"<\|im_start\|>user\n.*<\|im_end\|>\n<\|im_start\|>assistant\n"
+    assert any(re.search(between, row["response"], re.DOTALL) for row in table)
+    assert sums(model) == before
+    logs = job.output / "logs"
+    assert (logs / "models.user-0.log").exists()
+    assert job.left() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", ["the actor", "the engine"])
+def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_it(
+    start_job, own_model_and_data, part
+):
+    """Of a model without a path, which is what the actor begins with."""
+    job = start_job(
+        *own_model_and_data, *CONVERSATION, "models.user.num_servers=1", "trainer.num_steps=1000"
+    )
+    job.wait_until(
+        lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
+    )
+    log = job.output / "logs" / "models.user-0.log"
+    server = {p.pid: p for p in set(job.processes) if lives(p) and _prints_to(p.pid) == str(log)}
+    is_inner = {pid: p.ppid() in server for pid, p in server.items()}
+    assert sorted(is_inner.values()) == [False, True]
+    [pid] = [pid for pid, inner in is_inner.items() if inner == (part == "the engine")]
+    server[pid].kill()
+    killed = time.monotonic()
+    assert job.process.wait(120) == 1
+    assert time.monotonic() - killed < 60
+    assert job.stderr.count("\n") == 1
+    assert "models.user: the server at http://" in job.stderr, job.stderr
+    assert job.left() == []
+
+
+def _prints_to(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/fd/2").readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,289 @@
+"""Loops with several models and several roles: who says what, who is trained, who is compared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.loops import Agent, Task
+from mcore_rl.agents.remote import FrozenModel
+from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.session import session_seed, turn_seed
+from mcore_rl.agents.trajectory import samples_of
+from mcore_rl.algorithms.advantages import token_advantages
+from mcore_rl.algorithms.sample_choice import kept_groups
+from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.samples_schema import SamplesConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample import Sample
+from mcore_rl.rewards.base import RewardError
+from mcore_rl.rollout.agent_loop import Prompt
+from mcore_rl.rollout.protocol import Completion, SamplingParams
+from mcore_rl.workers.steps import describe
+from tests.pages import ROOT
+from tests.unit.agents.test_loops import TOKENIZER, Scripted, text_of
+
+HERE = __file__
+STOP = "###STOP###"
+CODEC = codec_for(TOKENIZER)
+
+
+class Frozen(Scripted):
+    """As a server of another model: its tokens are of no version of the policy."""
+
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> list[Completion]:
+        [found] = await super().submit(prompt_ids, sampling, request_id=request_id)
+        found.weight_versions[:] = [-1] * len(found.token_ids)
+        return [found]
+
+
+async def word_count(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
+    for sample, text in zip(samples, texts, strict=True):
+        sample.reward = float(len(text.split()))
+
+
+def run(
+    config: AgentConfig,
+    policy: Sequence[str],
+    frozen: Sequence[str] = (),
+    messages: Sequence[dict[str, str]] = (),
+    *,
+    stops: bool = True,
+) -> tuple[list[Sample], Scripted, Frozen]:
+    speaks, other = Scripted(policy), Frozen(frozen)
+    runner = AgentRunner(
+        speaks, TOKENIZER, word_count, config, 4096, stops_on_error=stops, models=["user"]
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=50)
+    runner.models["user"] = FrozenModel(other, CODEC, sampling, 4096)
+    prompt = Prompt([], 3, {"answer": "42", "item": "tea"}, row=7, messages=messages)
+    asked = SamplingParams(n=1, seed=100, max_tokens=1000)
+    return asyncio.run(runner.run_all([prompt], asked)), speaks, other
+
+
+def chat(*messages: tuple[str, str]) -> str:
+    """A prompt as the chat template writes it."""
+    return TOKENIZER.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+
+
+def user(**settings: object) -> AgentConfig:
+    told = {"prompt": "You want {item}.", "greeting": "Yes?"} | settings
+    return AgentConfig("user", settings=told, max_turns=3)
+
+
+def length(text: str) -> int:
+    return len(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def test_each_side_sees_the_other_as_its_user_and_the_policy_alone_is_trained():
+    row = [{"role": "system", "content": "Sell."}, {"role": "user", "content": "Tea."}]
+    [sample], policy, other = run(user(), ["Which?", "One euro."], ["Green.", f"Bye {STOP}"], row)
+    assert [text_of(ids) for ids in policy.prompts] == [
+        chat(("system", "Sell."), ("user", "Tea.")),
+        chat(("system", "Sell."), ("user", "Tea."), ("assistant", "Which?"), ("user", "Green.")),
+    ]
+    start = ("system", "You want tea."), ("user", "Yes?"), ("assistant", "Tea."), ("user", "Which?")
+    assert [text_of(ids) for ids in other.prompts] == [
+        chat(*start), chat(*start, ("assistant", "Green."), ("user", "One euro.")),
+    ]  # fmt: skip
+    first, last = length("Which?") + 1, length("One euro.") + 1  # with the token that ends a turn
+    between = len(sample.response_ids) - first - last
+    assert sample.response_mask == [1] * first + [0] * between + [1] * last
+    assert sample.weight_versions == [5] * first + [-1] * between + [6] * last
+    assert (sample.reward, sample.status, sample.role) == (2.0, "finished", "")
+    assert policy.seeds[0] == 103
+    assert other.seeds[0] == session_seed(103, 1) and None not in other.seeds
+    assert len({*policy.seeds, *other.seeds}) == 4
+
+
+def test_the_user_speaks_first_where_the_row_has_nothing_of_its_and_turns_are_limited():
+    says = ["A", "B", "C D E"]
+    [sample], policy, other = run(user(), says, ["Hi.", "More.", "Yet more."])
+    assert text_of(other.prompts[0]) == chat(("system", "You want tea."), ("user", "Yes?"))
+    assert text_of(policy.prompts[0]) == chat(("user", "Hi."))
+    assert len(other.prompts) == 3
+    assert (sample.status, sample.finish_reason, sample.reward) == ("truncated", "length", 3.0)
+    [sample], *_ = run(user(reads="conversation"), says, ["Hi.", "More.", STOP])
+    assert sample.reward == 8  # words: a role and a text, four times
+
+
+def test_a_conversation_that_the_user_ends_before_it_begins_is_no_sample():
+    assert run(user(), [], [STOP])[0] == []
+
+
+def test_a_server_of_a_model_that_fails_is_no_failure_of_the_loop():
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        run(user(), ["A"], ["dies"], stops=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"model": "judge"}, "agent.settings.model='judge' is none of models; allowed: user"),
+        ({"reads": "all"}, "agent.settings.reads='all'"),
+        ({"stop": ""}, "stop=''; allowed"),
+    ],
+)
+def test_settings_of_the_user_are_checked_before_the_run(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        run(user(**settings), [])
+
+
+def test_a_column_that_the_row_lacks_is_told():
+    with pytest.raises(RewardError, match=r"\{mood\}, and the row no such column; it has answer,"):
+        run(user(prompt="You are {mood}."), [], ["Hi."])
+
+
+class Wrong:
+    """Would train what it must not."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        policy, other = self._agent.session(task), self._agent.session(task, model="user")
+        await policy.ask(task.messages)
+        await other.ask(task.messages)
+        way = task.fields["way"]
+        if way == "agent":
+            return self._agent.rewarded(task, other, "finished", 1.0)
+        if way == "tokens":
+            known = {"trajectory": 0, "group_id": 3, "reward": 1.0}
+            return samples_of(other.turns, status="finished", **known)
+        if way == "rewards":
+            again = self._agent.session(task)
+            await again.ask(task.messages)
+            return [
+                *self._agent.rewarded(task, policy, "finished", 1.0),
+                *self._agent.rewarded(task, again, "finished", 0.0),
+            ]
+        self._agent.session(task, model="nobody")
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("agent", "a session with models.user is not trained"),
+        ("tokens", "samples have tokens to be trained that the policy did not choose"),
+        ("rewards", "rewards 1 and 0: sessions with rewards of their own need roles"),
+        ("unknown", r"model='nobody'.*allowed: one of models \(user\)"),
+    ],
+)
+def test_what_a_loop_must_not_train_is_refused(way, told):
+    runner = AgentRunner(
+        Scripted(["a", "b"]), TOKENIZER, word_count, AgentConfig(f"{HERE}:Wrong"), 4096,
+        stops_on_error=True, models=["user"],
+    )  # fmt: skip
+    runner.models["user"] = FrozenModel(Frozen(["c"]), CODEC, SamplingParams(), 4096)
+    prompt = Prompt([], 3, {"way": way}, messages=[{"role": "user", "content": "Hi."}])
+    with pytest.raises(RewardError, match=told):
+        asyncio.run(runner.run_all([prompt], SamplingParams(n=1, max_tokens=10)))
+
+
+PLAY = AgentConfig(
+    f"{ROOT}/examples/self_play.py:HideAndGuess", settings={"high": 10, "num_guesses": 2}
+)
+
+
+def test_both_roles_of_self_play_are_trained_with_rewards_of_their_own():
+    samples, policy, _ = run(PLAY, ["The number 7", "5", "7"])
+    hider, guesser = samples
+    rules = "Numbers are from 1 to 10. {} Answer with a number."
+    assert [text_of(ids) for ids in policy.prompts] == [
+        chat(("user", rules.format("Name a number that is hard to guess."))),
+        chat(("user", rules.format("Guess the number."))),
+        chat(
+            ("user", rules.format("Guess the number.")), ("assistant", "5"),
+            ("user", "5 is too low."),
+        ),
+    ]  # fmt: skip
+    assert hider.response_mask == [1] * (length("The number 7") + 1)
+    own = length("5") + 1
+    between = len(guesser.response_ids) - 2 * own
+    assert guesser.response_mask == [1] * own + [0] * between + [1] * own
+    assert [(s.role, s.reward, s.group_id, s.segment) for s in samples] == [
+        ("hider", 0.0, 3, 0), ("guesser", 1.0, 3, 0),
+    ]  # fmt: skip
+    assert hider.trajectory != guesser.trajectory
+    assert len(set(policy.seeds)) == 3
+    samples, *_ = run(PLAY, ["7", "x", "8"])
+    assert [(s.role, s.reward) for s in samples] == [("hider", 1.0), ("guesser", 0.0)]
+    [sample], *_ = run(PLAY, ["11"])
+    assert (sample.role, sample.reward) == ("hider", 0.0)
+
+
+def test_a_trajectory_that_breaks_off_has_its_roles():
+    samples, *_ = run(PLAY, ["7", "5", "5"], stops=False)
+    assert [s.role for s in samples] == ["hider", "guesser"]
+
+    class Breaks(Scripted):
+        async def submit(self, prompt_ids, sampling, *, request_id=""):
+            found = await super().submit(prompt_ids, sampling, request_id=request_id)
+            if len(self.prompts) == 2:
+                raise_in_parse(found[0])
+            return found
+
+    def raise_in_parse(completion: Completion) -> None:
+        completion.log_probs.append(0.0)  # no turn can be made of it
+
+    runner = AgentRunner(
+        Breaks(["7", "5"]), TOKENIZER, word_count, PLAY, 4096, stops_on_error=False
+    )
+    prompt = Prompt([], 3, {}, messages=[])
+    [sample] = asyncio.run(runner.run_all([prompt], SamplingParams(n=1, max_tokens=10)))
+    assert (sample.role, sample.status, sample.reward) == ("hider", "failed", 0.0)
+    assert "ValueError" in sample.reward_error
+
+
+def a_sample(group: int, trajectory: int, role: str, reward: float) -> Sample:
+    return Sample(
+        [1], [2, 3], [1, 1], [0.0, 0.0], [0, 0], "stop", group, reward=reward, role=role,
+        trajectory=trajectory,
+    )  # fmt: skip
+
+
+def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
+    """Hiders of prompt 0 earn 0 and 1, guessers 10 and 10; by hand: -0.5, 0.5 and 0, 0."""
+    rows = [
+        a_sample(0, 0, "hider", 0.0), a_sample(0, 4, "guesser", 10.0),
+        a_sample(0, 1, "hider", 1.0), a_sample(0, 5, "guesser", 10.0),
+    ]  # fmt: skip
+    batch = Batch.of(rows)
+    found = token_advantages(batch, "grpo", {"normalize_by_std": False})["advantages"]
+    assert [row.tolist() for row in found] == [[-0.5] * 2, [0.0] * 2, [0.5] * 2, [0.0] * 2]
+    mixed = Batch.of([*map(plain, rows)])
+    assert not np.allclose(
+        token_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
+        found.values,
+    )
+    kept = kept_groups(batch, SamplesConfig(group_filter="drop_uniform"))
+    assert kept.array("roles").tolist() == ["hider", "hider"]
+    assert kept.array("group_ids").tolist() == [0, 0]
+    metrics = describe(batch)
+    assert (metrics["role/hider/reward"], metrics["role/guesser/reward"]) == (0.5, 10.0)
+    assert not any(name.startswith("role/") for name in describe(mixed))
+
+
+def plain(sample: Sample) -> Sample:
+    sample.role = ""
+    return sample
+
+
+def test_seeds_of_sessions_and_turns_differ():
+    seeds = [session_seed(100, number) for number in range(50)]
+    later = [turn_seed(100, number) for number in range(1, 50)]
+    assert seeds[0] == 100 and session_seed(None, 3) is None
+    assert len({*seeds, *later}) == 99
+    assert all(seed < 2**62 for seed in [*seeds[1:], *later])
