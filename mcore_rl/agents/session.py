@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from mcore_rl.agents.codec import ChatCodec, ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.trajectory import Turn, VersionSpan
+from mcore_rl.agents.trajectory import Turn, VersionSpan, num_routed
 from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
 
@@ -78,6 +78,9 @@ class ChatSession:
             n=1,
             max_tokens=min(self._sampling.max_tokens, room),
             seed=turn_seed(self._sampling.seed, len(self.turns)),
+            experts_from=None
+            if self._sampling.experts_from is None
+            else num_routed(tuple(prompt), self.turns),
         )
         try:
             [completion] = await self._generator.submit(prompt, sampling)
@@ -106,6 +109,7 @@ class ChatSession:
             log_probs=tuple(completion.log_probs),
             weight_versions=version_spans(completion.weight_versions),
             finish_reason=completion.finish_reason,
+            routed_experts=completion.routed_experts,
         )
 
 

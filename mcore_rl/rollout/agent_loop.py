@@ -103,7 +103,7 @@ class SingleTurnLoop:
     def _sample(
         prompt_ids: list[int], completion: Completion, group_id: int, fields: dict[str, Any]
     ) -> Sample:
-        ids = completion.token_ids
+        ids, experts = completion.token_ids, completion.routed_experts
         return Sample(
             prompt_ids=prompt_ids,
             response_ids=ids,
@@ -113,4 +113,7 @@ class SingleTurnLoop:
             finish_reason=completion.finish_reason,
             group_id=group_id,
             fields=fields,
+            routed_experts=()
+            if completion.routed_experts is None
+            else (completion.routed_experts,),
         )
