@@ -113,7 +113,5 @@ class SingleTurnLoop:
             finish_reason=completion.finish_reason,
             group_id=group_id,
             fields=fields,
-            routed_experts=()
-            if completion.routed_experts is None
-            else (completion.routed_experts,),
+            routed_experts=() if experts is None else (experts,),
         )

@@ -9,6 +9,7 @@ CPU call it, too.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,31 +25,20 @@ _CONNECTOR = "mcore_rl_experts"  # where a model runner has its side
 
 
 def arguments(records_experts: bool) -> dict[str, Any]:
-    """The engine arguments. With the CPU's model runner vLLM refuses it (config/vllm.py:1142)."""
-    return {"enable_return_routed_experts": records_experts and not current_platform.is_cpu()}
+    """The engine arguments."""
+    if records_experts and current_platform.is_cpu():
+        install()
+    return {"enable_return_routed_experts": records_experts}
 
 
-def enable(config: VllmConfig, records_experts: bool) -> None:
-    """The same for the CPU lane, after vLLM has looked at its settings.
-
-    Raises:
-        ConfigError: the engine has no prefix cache, by whose blocks experts are kept.
-    """
-    if not records_experts or not current_platform.is_cpu():
-        return
-    if not config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            "the experts of a token cannot be recorded: vLLM has no prefix cache for multi-head "
-            "latent attention on a CPU (platforms/cpu.py:526)"
-        )
-    config.aux_output_config.enable_return_routed_experts = True
-
-
+@functools.cache
 def install() -> None:
-    """Give the CPU's model runner the calls that the GPU's has."""
+    """Give the CPU's model runner the calls that the GPU's has, and vLLM's config leave to ask."""
+    from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+    VllmConfig._verify_aux_output_compatibility = _verify
     initialize_kv_cache = CPUModelRunner.initialize_kv_cache
     execute_model, sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
 
@@ -71,6 +61,18 @@ def install() -> None:
 
     CPUModelRunner.initialize_kv_cache = initialize
     CPUModelRunner.execute_model, CPUModelRunner.sample_tokens = execute, sample
+
+
+def _verify(config: VllmConfig) -> None:
+    """In place of what refuses the CPU's model runner (config/vllm.py:1142).
+
+    Of its other rules only this one can be broken by settings of ours.
+    """
+    if config.aux_output_config.enabled and not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "the experts of a token cannot be recorded: vLLM keeps them by the blocks of its prefix "
+            "cache, and has none for latent attention on a CPU (platforms/cpu.py:526)"
+        )
 
 
 def _experts_of_step(runner: Any, connector: Any, output: Any) -> Any:

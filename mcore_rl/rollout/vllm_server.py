@@ -152,7 +152,6 @@ class VLLMServer:
             **nodes,
         )
         config = arguments.create_engine_config(headless=headless)
-        vllm_routing.enable(config, self._records_experts)
         vllm_worker.check_heads(config.model_config)
         # Workers that crash leave their memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
