@@ -70,8 +70,8 @@ def _verify(config: VllmConfig) -> None:
     """
     if config.aux_output_config.enabled and not config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            "the experts of a token cannot be recorded: vLLM keeps them by the blocks of its prefix "
-            "cache, and has none for latent attention on a CPU (platforms/cpu.py:526)"
+            "the experts of a token cannot be recorded: vLLM keeps them by the blocks of its "
+            "prefix cache, and has none for latent attention on a CPU (platforms/cpu.py:526)"
         )
 
 

@@ -284,6 +284,14 @@ BAD = [
         },
         "actor.moe.router_replay='record' records while log-probs are computed",
     ),
+    (
+        {
+            "actor__moe__router_replay": "rollout",
+            "algorithm__samples__replay__share": 0.5,
+            "algorithm__correction__level": "token",
+        },
+        "algorithm.samples.replay.share=0.5 with actor.moe.router_replay='rollout'",
+    ),
     ({"algorithm__num_mini_batches": 3}, "algorithm.num_mini_batches=3 does not divide"),
     (
         {"trainer__prompts_per_step": 1, "actor__layout": Layout(dp=3)},
