@@ -6,17 +6,33 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.outcomes import rows_of
-from tests.e2e.test_resume import ONE_RANK
+from tests.e2e.test_resume import LORA, ONE_RANK
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
 OWN = "tests/e2e/own_agents.py"
 
 
-def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(start_job, own_model_and_data):
-    """Two steps, hence with the servers' weights of two versions; trainer and servers agree."""
+REPLAY = "actor.moe.router_replay=rollout"
+TWO_STAGES = ("actor.layout.tp=1", "actor.layout.ep=1", "actor.layout.pp=2",
+    "actor.layout.first_stage_layers=1")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(*ONE_RANK, REPLAY), nightly(((*TWO_STAGES, *LORA, REPLAY),)), nightly((ONE_RANK,))],
+    ids=["replay", "two stages with adapters", "without replay"],
+)
+def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(
+    settings, start_job, own_model_and_data
+):
+    """Two steps, hence with the servers' weights of two versions; trainer and servers agree.
+
+    With the experts that the servers have used in each of the turns.
+    """
     job = start_job(
         *own_model_and_data,
-        *ONE_RANK,
+        *settings,
         "warm_start.num_steps=0",
         "warm_start.train_file=''",
         "agent.loop=environment",
