@@ -6,6 +6,7 @@ The first of the model's layers is dense. An id may differ only where a router i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,16 @@ ONE = SamplingParams(max_tokens=24, seed=5, experts_from=0)
 _TIED = 1e-5  # difference of router logits
 
 
-@pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@contextlib.contextmanager
+def started(folder: Path, **settings: Any) -> Iterator[Served]:
     """With a cache of 21 blocks of 32 tokens."""
     config = transformers.Qwen3MoeConfig(
         **{**tiny_families._GROUPED, "head_dim": 32},
         num_experts=8, num_experts_per_tok=TOPK, moe_intermediate_size=64, norm_topk_prob=True,
         mlp_only_layers=[0],
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("recording")
     both = [Model(Path(folder, str(seed)), config, seed) for seed in (0, 1)]
-    rollout = RolloutConfig(max_num_seqs=32, kv_cache_bytes=1 << 20)
+    rollout = RolloutConfig(max_num_seqs=32, kv_cache_bytes=1 << 20, **settings)
     server = VLLMServer(
         both[0].path, "float32", MAX_TOKENS, rollout, seed=0, can_sleep=True, records_experts=True
     )
@@ -51,6 +51,12 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield Served(server, runner.run, both, [])
         finally:
             runner.run(server.close())
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with started(tmp_path_factory.mktemp("recording")) as served:
+        yield served
 
 
 def ids_of(completion: Completion) -> np.ndarray:
@@ -178,3 +184,12 @@ def test_a_server_that_slept_records_as_before(recording):
 def test_a_server_that_records_nothing_refuses_to_be_asked(shared_server):
     with pytest.raises(StateError, match="records no experts"):
         shared_server.run(shared_server.server.submit([3, 4], ONE))
+
+
+@pytest.mark.nightly
+def test_workers_that_share_the_experts_record_them(tmp_path):
+    with started(tmp_path, tp=2, ep=True) as served:
+        for seed in (0, 1):
+            served.take(seed)
+            for completion in served.run(served.server.submit(LONG, ALL)):
+                assert_transformers_agrees(served.models[seed], LONG, completion)
