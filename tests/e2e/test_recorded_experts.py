@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,11 @@ def test_workers_that_share_the_experts_record_them(tmp_path):
             served.take(seed)
             for completion in served.run(served.server.submit(LONG, ALL)):
                 assert_transformers_agrees(served.models[seed], LONG, completion)
+
+
+def test_vllms_own_model_runner_of_the_cpu_still_reports_no_experts():
+    """Else vllm_routing.py is to go."""
+    folder = Path(importlib.util.find_spec("vllm").origin).parent / "v1" / "worker"
+    for name in ("cpu_model_runner.py", "gpu_model_runner.py"):
+        assert "aux_output_connector" not in (folder / name).read_text()
+    assert "aux_output_connector" in (folder / "gpu" / "model_runner.py").read_text()
