@@ -79,7 +79,7 @@ def with_stage_experts(
         ) from error
     ids = [_of_layers(one, layers, batch, row) for row, one in enumerate(found)]
     own = {name: column for name, column in batch.columns.items() if name != COLUMN}
-    dtype = ids[0].dtype if ids else np.uint8
+    dtype = np.result_type(np.uint8, *{one.dtype for one in ids})
     return Batch({**own, STAGE_COLUMN: Jagged.of(ids, dtype)})
 
 
@@ -99,12 +99,20 @@ def by_stage(sample: Sample, layers: ExpertLayers) -> list[StageExperts]:
     Raises:
         RuntimeError: the server has not recorded a layer, or a token.
     """
+    if not (any(sample.response_mask) or sample.routed_experts):
+        return [_of_no_token(sample, stage, layers.topk) for stage in layers.stages]
     ids = _all_tokens(sample, layers.topk)
     found = []
     for stage in layers.stages:
         _check_layers(ids, stage, _name(sample.group_id, sample.trajectory, sample.segment))
         found.append(StageExperts(stage, np.ascontiguousarray(ids[:, list(stage)])))
     return found
+
+
+def _of_no_token(sample: Sample, stage: tuple[int, ...], topk: int) -> StageExperts:
+    """Of a turn that ended before its first token: any experts, as nothing is trained."""
+    shape = (len(sample.prompt_ids) + len(sample.response_ids), len(stage), topk)
+    return StageExperts(stage, np.broadcast_to(np.arange(topk, dtype=np.uint8), shape).copy())
 
 
 def _all_tokens(sample: Sample, topk: int) -> Ids:
@@ -120,7 +128,7 @@ def _all_tokens(sample: Sample, topk: int) -> Ids:
         num_recorded += len(part.ids)
     chosen = np.flatnonzero(sample.response_mask)
     needed = len(sample.prompt_ids) + int(chosen[-1]) if len(chosen) else 0
-    if not needed <= num_recorded <= num_tokens or not num_recorded:
+    if not max(needed, 1) <= num_recorded <= num_tokens:
         raise RuntimeError(
             f"router replay: the server has recorded the experts of {num_recorded} tokens of "
             f"{name}; it needs those of {max(needed, 1)}, and has {num_tokens} tokens"

@@ -50,6 +50,11 @@ def test_tokens_after_the_last_one_that_was_chosen_need_no_experts():
     assert by_stage(cut, LAYERS)[0].ids[:, 0, 0].tolist() == [0, 1, 2, 2, 2]
 
 
+def test_a_turn_that_ended_before_its_first_token_needs_none():
+    empty = Sample(PROMPT, [], [], [], [], "abort", 8)
+    assert by_stage(empty, LAYERS)[1].ids.tolist() == [[[0, 1], [0, 1]]] * len(PROMPT)
+
+
 @pytest.mark.parametrize(
     ("parts", "told"),
     [
