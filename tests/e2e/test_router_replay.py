@@ -6,6 +6,7 @@ In bfloat16, where a server's routers and a trainer's often choose differently.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from mcore_rl.jobs import rl
 from mcore_rl.jobs.placement import Pools, num_devices, pool_plans
 from mcore_rl.jobs.preflight import prompts_of
 from mcore_rl.workers import steps
-from mcore_rl.workers.expert_records import COLUMN, StageExperts
+from mcore_rl.workers.expert_records import COLUMN, StageExperts, with_stage_experts
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss
 from mcore_rl.workers.rollout_pool import RolloutPool
@@ -148,6 +149,16 @@ def test_log_probs_are_nearer_to_the_servers_with_replay(run):
     print(gaps)
     for name in ("max_logprob_gap", "mean_logprob_gap"):
         assert gaps["with"][name] < gaps["without"][name]
+
+
+def test_experts_that_do_not_arrive_are_not_waited_for_for_ever(run):
+    column = run.batch.array(COLUMN).copy()
+    never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
+    column[3] = (never, never)
+    batch = run.batch.with_columns(**{COLUMN: column})
+    with pytest.raises(TimeoutError, match=r"experts of 32 samples have not arrived in 0\.2 s"):
+        with_stage_experts(batch, [0], 0, timeout_s=0.2)
+    ray.cancel(never, force=True)
 
 
 def test_an_update_takes_them_too_and_a_dropped_layer_or_no_record_ends_the_run(run):
