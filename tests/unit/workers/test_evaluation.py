@@ -81,7 +81,7 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
             ids = np.repeat(prompts.array("group_ids"), evaluation.num_samples)
             return Batch.of([sample(int(group), float(group == -1)) for group in ids])
 
-    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig())
+    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
     made = Evaluation(config, Pool(), sets, tables, recorded.__setitem__)
     assert [step for step in range(6) if made.is_due(step)] == [0, 2, 4, 5]
     metrics = made.run(0)
@@ -107,7 +107,9 @@ def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsy
     batch = Batch.of([sample(0, 1.0, tidy=0.5), sample(0, 0.0, tidy=0.0)])
     advantages = batch.jagged("rollout_log_probs").with_values(np.array([1, 3, -2, -2], np.float32))
     batch = batch.with_columns(advantages=advantages)
-    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(every=2, max_rows=1))
+    tables = SampleTables(
+        tmp_path, Tokenizer(), SampleTablesConfig(every=2, max_rows=1, tokens=False)
+    )
     tables.of_step(1, batch)
     tables.of_step(2, batch)
     assert capsys.readouterr().out.splitlines() == ["  sample: reward 1.000  7 -> 1 2"] * 2
