@@ -29,7 +29,7 @@ _OPENERS = {
 }
 _ROLES = {"ipython": "tool", "observation": "tool", "developer": "system"}  # other names of ours
 _ROLE = re.compile(r"\s*(system|user|assistant|tool|ipython|observation|developer)\b")
-_NAME_TOKENS = 3  # in which a header has named its role
+_NAME_TOKENS = 12  # in which a header has named its role, at a letter each
 # Parts of what the policy says; one that is not closed goes on to the end of the turn.
 _PARTS = {
     "reasoning": re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL),
@@ -183,8 +183,9 @@ def _parts(texts: Sequence[str]) -> list[str]:
     found = [""] * len(texts)
     for name, form in _PARTS.items():
         for match in form.finditer(whole):
-            first, last = np.searchsorted(starts[:-1], match.span())
-            found[first:last] = [name] * (last - first)
+            for index in range(*np.searchsorted(starts[:-1], match.span())):
+                if texts[index]:  # others begin there, too, and are none of it
+                    found[index] = name
     return found
 
 

@@ -63,9 +63,14 @@ def output() -> Iterator[Console]:
         signal.signal(signal.SIGINT, before)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # what is being handled: rich itself would end the process with status 1
+
+
 def _console(file: IO[str], is_terminal: bool) -> Console:
     width = shutil.get_terminal_size().columns if is_terminal else _WIDTH
-    return Console(
+    return _Console(
         file=file,
         force_terminal=is_terminal,
         width=width,

@@ -61,11 +61,13 @@ class TokenTexts:
             yield Piece(self._new_text(ids, before, start, len(ids)), start, len(ids))
 
     def _new_text(self, ids: Sequence[int], before: int, start: int, end: int) -> str:
-        known, found = (
-            self._tokenizer.decode(list(ids[before:to]), skip_special_tokens=False)
-            for to in (start, end)
-        )
+        known, found = (self._decoded(ids[before:to]) for to in (start, end))
+        if not found.startswith(known):  # of bytes that are no character if taken together
+            return self._decoded(ids[start:end])
         return found[len(known) :]
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def tokenizer_path(run: Path, given: Path | None) -> Path:
