@@ -109,7 +109,8 @@ def first_trajectories(batch: Batch, max_samples: int, max_tokens: int) -> list[
     trajectories: dict[tuple[int, int], list[int]] = {}
     for row, key in enumerate(keys):
         trajectories.setdefault(key, []).append(row)
-    num_tokens, rows, tokens = batch.num_tokens, [], 0
+    rows: list[int] = []
+    num_tokens, tokens = batch.num_tokens, 0
     for own in trajectories.values():
         tokens += int(num_tokens[own].sum())
         is_full = (max_samples and len(rows) + len(own) > max_samples) or (

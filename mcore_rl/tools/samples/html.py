@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from mcore_rl.tools.samples.page import Message, Page, Span
+from mcore_rl.tools.samples.page import Page, PageMessage, Span
 
 _HEAD = """\
 <!DOCTYPE html>
@@ -56,7 +56,7 @@ def _lines(page: Page) -> Iterator[str]:
     yield "</body>\n</html>\n"
 
 
-def _message(message: Message) -> str:
+def _message(message: PageMessage) -> str:
     turn = f", turn {message.turn} ({escape(message.facts)})" if message.turn >= 0 else ""
     spans = "".join(map(_span, message.spans))
     # A newline that follows <pre> at once is none of its text.

@@ -55,7 +55,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Message:
+class PageMessage:
     """What one role says. `turn` is the number of the policy's turn in it; -1: it has none."""
 
     role: str  # system, user, assistant or tool; "context" where the template does not tell
@@ -72,7 +72,7 @@ class Message:
 class Page:
     title: str
     facts: list[tuple[str, str]]  # a name and what there is to say
-    segments: list[list[Message]]
+    segments: list[list[PageMessage]]
 
 
 def page_of(summary: Summary, texts: TokenTexts, mark_gap: float) -> Page:
@@ -121,13 +121,13 @@ def _range(values: Array) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def messages_of(segment: Segment, texts: TokenTexts, mark_gap: float) -> Iterator[Message]:
+def messages_of(segment: Segment, texts: TokenTexts, mark_gap: float) -> Iterator[PageMessage]:
     """Prompt and response, as messages one after the other."""
     pieces = list(texts.pieces(segment.ids.tolist()))
     for role, turn, own in _cut(pieces, segment):
         spans = list(_spans(own, turn, segment, mark_gap))
         facts = _turn_facts(segment, turn) if turn >= 0 else ""
-        yield Message(role, turn, _merged(spans), facts)
+        yield PageMessage(role, turn, _merged(spans), facts)
 
 
 def _cut(pieces: Sequence[Piece], segment: Segment) -> Iterator[tuple[str, int, list[Piece]]]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mcore_rl.tools.samples.page import Message, Page, Span, number
+from mcore_rl.tools.samples.page import Page, PageMessage, Span, number
 from mcore_rl.tools.samples.tables import Summary
 from mcore_rl.tools.samples.token_texts import visible
 
@@ -117,7 +117,7 @@ def print_page(console: Console, page: Page) -> None:
     console.print()
 
 
-def _print_message(console: Console, message: Message) -> None:
+def _print_message(console: Console, message: PageMessage) -> None:
     turn = f", turn {message.turn} ({message.facts})" if message.turn >= 0 else ""
     console.print(Text(f"\n[{message.role}{turn}]", ROLE_STYLES[message.role]))
     text = Text()
