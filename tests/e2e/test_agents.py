@@ -51,6 +51,6 @@ def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(start_job, 
     head, *_ = page.stdout.splitlines()
     assert head == f"step 2, group {of_two['group']}, trajectory {of_two['trajectory']}"
     assert page.stdout.count("\n[assistant, turn ") == 2 and "[user]\n" in page.stdout
-    answers = page.stdout.split(" nats between trainer and servers\n")[1]
+    answers = page.stdout.split(" nats between trainer and servers")[1]
     text = re.sub(r"\n\n\[.*\]\n", "\n", answers).strip()
     assert text.startswith(of_two["prompt"]) and again in text

@@ -150,10 +150,11 @@ def _cut(pieces: Sequence[Piece], segment: Segment) -> Iterator[tuple[str, int, 
 
 
 def _opened_role(pieces: Sequence[Piece], index: int) -> str:
-    """Of the message that a piece of the context opens; empty where it opens none."""
+    """Of the message that a piece of the context opens; empty where it opens none.
+
+    Markers that are spelled with other tokens are many pieces, and open none.
+    """
     piece = pieces[index]
-    if not piece.is_marker:
-        return ""
     if piece.text in _HEADERS:
         after = "".join(p.text for p in pieces[index + 1 : index + 1 + _NAME_TOKENS])
         found = _ROLE.match(after)

@@ -25,7 +25,6 @@ class Piece:
     text: str
     start: int
     end: int
-    is_marker: bool = False  # an added token of the tokenizer, such as <|im_end|>
 
 
 class TokenTexts:
@@ -49,7 +48,7 @@ class TokenTexts:
                 if start < end - 1:
                     yield Piece(self._new_text(ids, before, start, end - 1), start, end - 1)
                 text = self._tokenizer.id_to_token(token)
-                yield Piece(f"[token {token}]" if text is None else text, end - 1, end, True)
+                yield Piece(f"[token {token}]" if text is None else text, end - 1, end)
                 before, start = end - 1, end
                 continue
             text = self._new_text(ids, before, start, end)

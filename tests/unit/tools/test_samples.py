@@ -13,7 +13,18 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.tools.samples.page import PageMessage, page_of
 from mcore_rl.tools.samples.tables import SampleReader
 from mcore_rl.tools.samples.token_texts import TokenTexts, visible
-from tests.unit.tools.sample_runs import ASSISTANT, BYTES, END, START, ids, sample, trained, written
+from tests.unit.tools.sample_runs import (
+    ADDED,
+    ASSISTANT,
+    BYTES,
+    END,
+    SPECIAL,
+    START,
+    ids,
+    sample,
+    trained,
+    written,
+)
 
 
 def piece_tokenizer() -> Tokenizer:
@@ -123,6 +134,14 @@ def test_a_turn_tells_what_is_chosen_what_is_a_call_and_which_tokens_differ(tmp_
     assert parts(repeated, is_chosen=True) == ""
 
 
+def test_every_trajectory_of_a_table_of_many_is_its_own(tmp_path, texts):
+    samples = [sample(ASSISTANT, ("turn", f"this is {n}"), group_id=n) for n in range(200)]
+    reader = SampleReader(str(written(tmp_path, 1, Batch.of(samples))))
+    for summary in reader.summaries([1])[::-9]:
+        [[message]] = page_of(summary, texts, 0.1).segments
+        assert message.text == f"{ASSISTANT}this is {summary.group}"
+
+
 def test_roles_come_of_markers_that_are_tokens_and_not_of_text_that_looks_like_them(
     tmp_path, texts
 ):
@@ -149,7 +168,7 @@ def test_pieces_are_the_text_and_every_token_once(texts, text):
     bounds = [0, *(bound for piece in found for bound in (piece.start, piece.end)), len(ids(text))]
     assert all(bounds[i] == bounds[i + 1] for i in range(0, len(bounds), 2))
     if "\ufffd" not in text:  # else tokens wait for the rest of a character that is whole
-        assert all(len(piece.text) == 1 or piece.is_marker for piece in found)
+        assert all(len(piece.text) == 1 or piece.text in (*SPECIAL, *ADDED) for piece in found)
 
 
 @given(tokens=st.lists(st.integers(0, 300), max_size=60))
