@@ -71,7 +71,7 @@ class SampleTables:
             return
         aside = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(self._tokenizer.backend_tokenizer.to_str())
+        aside.write_text(self._tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
         aside.replace(path)
 
     def columns(self, batch: Batch) -> dict[str, pa.Array]:

@@ -109,7 +109,7 @@ def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str,
         replayed = ", replayed from an earlier step" if summary.is_replayed else ""
         yield "weights", f"version {_range(found)}{replayed}"
     if summary.max_gap is not None:
-        yield "largest gap", f"{number(summary.max_gap)} nats between trainer and servers"
+        yield "largest gap", f"{summary.max_gap:.4g} nats between trainer and servers"
 
 
 def number(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import shutil
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.tools.samples.page import Page, PageMessage, Span, number
@@ -29,7 +30,7 @@ ROLE_STYLES = {
 }
 _CONTEXT, _CHOSEN, _MARKED = "dim", "", "bold white on red"
 _PARTS = {"": "", "reasoning": "italic", "call": "yellow"}
-_WIDTH = 200  # of a list that no terminal shows
+_WORDS = ("role", "status")  # columns of a list that are no numbers
 _MOST_LISTED = 5  # marked tokens of a turn in words
 _PAGER = {"LESS": "FRX"}  # quit where one screen is enough, pass colours, leave the text behind
 
@@ -42,6 +43,8 @@ def output() -> Iterator[Console]:
     """
     command = shlex.split(os.environ.get("PAGER") or (shutil.which("less") or ""))
     if not sys.stdout.isatty() or not command or not shutil.which(command[0]):
+        if isinstance(sys.stdout, io.TextIOWrapper):  # of a locale that lacks some letters
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             yield _console(sys.stdout, sys.stdout.isatty())
             sys.stdout.flush()
@@ -69,11 +72,10 @@ class _Console(Console):
 
 
 def _console(file: IO[str], is_terminal: bool) -> Console:
-    width = shutil.get_terminal_size().columns if is_terminal else _WIDTH
     return _Console(
         file=file,
         force_terminal=is_terminal,
-        width=width,
+        width=shutil.get_terminal_size().columns,
         markup=False,
         highlight=False,
         emoji=False,
@@ -95,14 +97,19 @@ def print_list(console: Console, found: Iterable[Summary]) -> None:
         "tokens": lambda one: str(one.num_tokens),
         "status": lambda one: one.status + (", replayed" if one.is_replayed else ""),
         "reward": lambda one: "none" if one.reward_error else number(one.reward),
-        "max gap": lambda one: "" if one.max_gap is None else number(one.max_gap),
+        "max gap": lambda one: "" if one.max_gap is None else f"{one.max_gap:.4g}",
     }
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("role", "status") else "right")
-    for one in found:
-        table.add_row(*(Text(cell(one)) for cell in columns.values()))
-    console.print(table)
+    rows = [[*columns], *([cell(one) for cell in columns.values()] for one in found)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for index, row in enumerate(rows):
+        cells = zip(columns, row, widths, strict=True)
+        line = "  ".join(_padded(cell, width, name in _WORDS) for name, cell, width in cells)
+        console.print(Text(line.rstrip(), "" if index else "bold"), soft_wrap=True)
+
+
+def _padded(cell: str, width: int, is_word: bool) -> str:
+    blanks = " " * (width - cell_len(cell))
+    return cell + blanks if is_word else blanks + cell
 
 
 def print_page(console: Console, page: Page) -> None:

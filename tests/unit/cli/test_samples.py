@@ -266,6 +266,16 @@ def test_no_engine_is_imported_to_look_at_a_page(several):
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
 
 
+def test_a_locale_that_lacks_letters_gets_escapes_of_them(tmp_path):
+    run = written(tmp_path, 1, Batch.of([sample(ASSISTANT, ("turn", "fünf"), group_id=0)]))
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_rl.cli.main", "samples", str(run)],
+        capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert rb"f\xfcnf" in done.stdout
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(several):
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c",
