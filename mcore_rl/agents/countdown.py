@@ -55,7 +55,8 @@ class Countdown:
             earned = max(1.0 - self._settings.try_penalty * self._tries, 0.0)
             return EnvironmentStep(reward=earned, is_done=True)
         self._tries += 1
-        return EnvironmentStep((ChatMessage("user", f"{problem} Try again."),))
+        state = f"{self._tries} {problem}"  # the reward depends on both
+        return EnvironmentStep((ChatMessage("user", f"{problem} Try again."),), state=state)
 
     async def close(self) -> None:
         pass

@@ -16,6 +16,9 @@ class EnvironmentStep:
     messages: tuple[ChatMessage, ...] = ()  # what the policy is told, unless it is done
     reward: float = 0.0
     is_done: bool = False
+    # A name of the state that it leads to, for advantages that compare turns in the same state;
+    # None: what the policy is told.
+    state: str | None = None
 
 
 class Environment(Protocol):

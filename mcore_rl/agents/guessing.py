@@ -62,7 +62,8 @@ class Guessing:
         else:
             told = f"{guess} is too {'low' if guess < self._number else 'high'}."
         self._tries += 1
-        return EnvironmentStep((ChatMessage("user", told),))
+        state = f"{self._tries} {told}"  # the reward depends on both
+        return EnvironmentStep((ChatMessage("user", told),), state=state)
 
     async def close(self) -> None:
         pass

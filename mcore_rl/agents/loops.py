@@ -145,10 +145,10 @@ class EnvironmentLoop:
     ) -> tuple[TrajectoryStatus, list[float]]:
         """How it ended, and what each turn has earned."""
         messages: Sequence[ChatMessage] = [*task.messages, *await environment.reset()]
-        specs, earned = environment.tools, list[float]()
+        specs, earned, state = environment.tools, list[float](), _told(messages)
         for _ in range(self._agent.max_turns):
             try:
-                answer: Answer = await session.ask(messages, specs)
+                answer: Answer = await session.ask(messages, specs, state=state)
             except ContextFullError:
                 return "truncated", earned
             step = await environment.step(answer.parsed)
@@ -158,4 +158,9 @@ class EnvironmentLoop:
             if answer.finish_reason == "abort":
                 return "aborted", earned
             messages = step.messages
+            state = _told(messages) if step.state is None else step.state
         return "truncated", earned
+
+
+def _told(messages: Sequence[ChatMessage]) -> str:
+    return "\n".join(message.content for message in messages)

@@ -62,8 +62,17 @@ class ChatSession:
         self._messages: list[ChatMessage] = []
         self.turns: list[Turn] = []
 
-    async def ask(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> Answer:
+    async def ask(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        state: str | None = None,
+    ) -> Answer:
         """The policy's answer to messages that came since its last one.
+
+        `state` names the state of an environment that it is in: turns of a group with equal names
+        are compared by advantages that need them.
 
         Raises:
             ContextFullError: the conversation has as many tokens as it may have.
@@ -83,7 +92,7 @@ class ChatSession:
             [completion] = await self._generator.submit(prompt, sampling)
         except Exception as error:
             raise GenerationError(f"{type(error).__name__}: {error}") from error
-        self.turns.append(self._turn(prompt, completion))
+        self.turns.append(self._turn(prompt, completion, state))
         parsed = self._codec.parse(completion.token_ids, tools, prompt)
         self._messages += [*messages, parsed.message()]
         return Answer(parsed, completion.finish_reason)
@@ -96,7 +105,7 @@ class ChatSession:
                 return found
         return self._codec.render([*self._messages, *messages], tools)
 
-    def _turn(self, prompt: Sequence[int], completion: Completion) -> Turn:
+    def _turn(self, prompt: Sequence[int], completion: Completion, state: str | None) -> Turn:
         return Turn(
             session_id=self._name,
             turn_id=str(len(self.turns)),
@@ -106,6 +115,7 @@ class ChatSession:
             log_probs=tuple(completion.log_probs),
             weight_versions=version_spans(completion.weight_versions),
             finish_reason=completion.finish_reason,
+            state=state,
         )
 
 

@@ -129,7 +129,7 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
 
 
 def _check_choices(config: RLConfig) -> None:
-    check_functions(config.algorithm)
+    check_functions(config.algorithm, config.agent.loop)
     if curriculum := config.data.curriculum.name:
         CURRICULA.bound(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
