@@ -18,6 +18,28 @@ class EnvironmentStep:
     is_done: bool = False
 
 
+class Tries:
+    """Of a policy that tries until it is right.
+
+    A right try earns 1 - penalty * (tries before it), at least 0.
+    """
+
+    def __init__(self, penalty: float) -> None:
+        self._penalty, self._wrong = penalty, 0
+
+    def step(self, told: str) -> EnvironmentStep:
+        """`told`: what the policy hears of a wrong try; empty for a right one."""
+        if not told:
+            return EnvironmentStep(reward=max(1.0 - self._penalty * self._wrong, 0.0), is_done=True)
+        self._wrong += 1
+        return EnvironmentStep((ChatMessage("user", told),))
+
+
+def try_again(problem: str) -> str:
+    """What the policy is told of a problem with its try."""
+    return f"{problem} Try again." if problem else ""
+
+
 class Environment(Protocol):
     """One trajectory's; made with the fields of its row and, where it has any, its settings.
 
