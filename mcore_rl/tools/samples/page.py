@@ -14,21 +14,24 @@ from mcore_rl.tools.samples.token_texts import Piece, TokenTexts, visible
 
 # Added tokens of chat templates: those after which a role is named, and those that are of one.
 _HEADERS = ("<|im_start|>", "<|start_header_id|>")
+_KIMI_SYSTEM, _RESULT = "<|im_system|>", "<tool_response>"
 _OPENERS = {
     "<|system|>": "system",
     "<|user|>": "user",
     "<|assistant|>": "assistant",
     "<|observation|>": "tool",
-    "<|im_system|>": "system",
     "<|im_user|>": "user",
     "<|im_assistant|>": "assistant",
     "<｜User｜>": "user",  # noqa: RUF001 (DeepSeek's own bars)
     "<｜Assistant｜>": "assistant",  # noqa: RUF001
     "<｜tool▁outputs▁begin｜>": "tool",  # noqa: RUF001
-    "<tool_response>": "tool",
+    "<｜tool▁outputs▁end｜>": "assistant",  # noqa: RUF001
+    _RESULT: "tool",
 }
 _ROLES = {"ipython": "tool", "observation": "tool", "developer": "system"}  # other names of ours
 _ROLE = re.compile(r"\s*(system|user|assistant|tool|ipython|observation|developer)\b")
+_OF_KIMI_SYSTEM = re.compile(r"(system|tool_declare)\b")  # else it is the name of a tool
+_USER_WITH_RESULT = re.compile(rf"\s*user\s*{_RESULT}")
 _NAME_TOKENS = 12  # in which a header has named its role, at a letter each
 # Parts of what the policy says; one that is not closed goes on to the end of the turn.
 _PARTS = {
@@ -136,6 +139,8 @@ def _cut(pieces: Sequence[Piece], segment: Segment) -> Iterator[tuple[str, int, 
     for index, piece in enumerate(pieces):
         now = int(segment.turns[piece.start])
         opened = _opened_role(pieces, index) if now < 0 else ""
+        if piece.text == _RESULT and role == "tool":  # of several in a message, or after a header
+            opened = ""
         begins_turn = now >= 0 and now != turn
         goes_on = begins_turn and turn < 0 and role == "assistant"  # after the header of a turn
         if (opened or begins_turn) and not goes_on:
@@ -154,12 +159,17 @@ def _opened_role(pieces: Sequence[Piece], index: int) -> str:
 
     Markers that are spelled with other tokens are many pieces, and open none.
     """
-    piece = pieces[index]
-    if piece.text in _HEADERS:
-        after = "".join(p.text for p in pieces[index + 1 : index + 1 + _NAME_TOKENS])
-        found = _ROLE.match(after)
-        return _ROLES.get(found[1], found[1]) if found else "context"
-    return _OPENERS.get(piece.text, "")
+    marker = pieces[index].text
+    following = [piece.text for piece in pieces[index + 1 : index + 1 + _NAME_TOKENS]]
+    after = "".join(following)
+    if marker == _KIMI_SYSTEM:
+        return "system" if _OF_KIMI_SYSTEM.match(after) else "tool"
+    if marker not in _HEADERS:
+        return _OPENERS.get(marker, "")
+    if _RESULT in following and _USER_WITH_RESULT.match(after):
+        return "tool"
+    found = _ROLE.match(after)
+    return _ROLES.get(found[1], found[1]) if found else "context"
 
 
 def _spans(pieces: Sequence[Piece], turn: int, segment: Segment, mark_gap: float) -> Iterator[Span]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample import Sample
 from mcore_rl.tools.samples.page import PageMessage, page_of
 from mcore_rl.tools.samples.tables import SampleReader
 from mcore_rl.tools.samples.token_texts import TokenTexts, visible
+from tests.unit.agents.families import FAMILIES, tokenizer_of
 from tests.unit.tools.sample_runs import (
     ADDED,
     ASSISTANT,
@@ -89,8 +92,7 @@ def test_a_trajectory_of_two_segments_is_its_messages_by_role_and_turn(tmp_path,
         ("system", -1, f"{START}system\nBe brief.{END}\n"),
         ("user", -1, f"{START}user\n2+3?{END}\n"),
         ("assistant", 0, f"{ASSISTANT}{CALL}\n"),
-        ("user", -1, f"{START}user\n"),
-        ("tool", -1, f"<tool_response>5 is it</tool_response>{END}\n"),
+        ("tool", -1, f"{START}user\n<tool_response>5 is it</tool_response>{END}\n"),
         ("assistant", 1, f"{ASSISTANT}fünf{END}"),
     ]
     assert [shown(message) for message in second] == [
@@ -112,7 +114,7 @@ def test_a_trajectory_of_two_segments_is_its_messages_by_role_and_turn(tmp_path,
 def test_a_turn_tells_what_is_chosen_what_is_a_call_and_which_tokens_differ(tmp_path, texts):
     batch = trained(AGENT, {(0, UMLAUT + 1): 0.25, (0, 0): 0.01})
     [summary] = SampleReader(str(written(tmp_path, 1, batch))).summaries([1])
-    (*_, call, _, _, last), (_, repeated, _, _) = page_of(summary, texts, 0.1).segments
+    (*_, call, _, last), (_, repeated, _, _) = page_of(summary, texts, 0.1).segments
 
     def parts(message: PageMessage, **wanted) -> str:
         """Text of the spans of which all of this is true."""
@@ -159,6 +161,57 @@ def test_roles_come_of_markers_that_are_tokens_and_not_of_text_that_looks_like_t
         ("assistant", 0, f"{answers}yes"),
     ]
     assert messages[-1].facts == "3 tokens, version 3"  # nobody compared their log-probs
+
+
+ADD = {
+    "name": "add",
+    "description": "a sum",
+    "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+}
+CALLED = {
+    "type": "function",
+    "id": "functions.add:0",
+    "function": {"name": "add", "arguments": {"a": 2}},
+}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+3?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "name": "add", "tool_call_id": "functions.add:0", "content": "5"},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "Sure?"},
+]  # fmt: skip
+WITHOUT_MARKERS = ("llama-2", "mixtral", "deepseek-v2")  # theirs are plain text
+WITHOUT_TOOLS = (*WITHOUT_MARKERS, "published/deepseek-v3", "moonlight", "llama-3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_roles_are_those_of_the_messages_that_a_chat_template_has_rendered(family, tmp_path):
+    chat, options = CHAT, {"tools": [{"type": "function", "function": ADD}]}
+    if family in WITHOUT_TOOLS:
+        chat, options = [CHAT[0], CHAT[1], CHAT[4], CHAT[5]], {"date_string": "26 Jul 2024"}
+    if family == "mixtral":  # has no system
+        chat = chat[1:]
+    tokenizer = tokenizer_of(family)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=False, **options
+    )
+    answer = tokenizer.encode("Yes.", add_special_tokens=False)
+    ones = [1] * len(answer)
+    one = Sample(prompt, answer, ones, [-1.0] * len(answer), ones, "stop", 0)
+    [summary] = SampleReader(str(written(tmp_path, 1, Batch.of([one])))).summaries([1])
+    [found] = page_of(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
+    assert "".join(message.text for message in found) == tokenizer.decode([*prompt, *answer])
+    roles = [message.role for message in found if message.role != "context"]
+    wanted = [message["role"] for message in chat] + ["assistant"]
+    if family in WITHOUT_MARKERS:
+        assert roles == ["assistant"]
+    elif "deepseek" in family:  # the system has no marker
+        assert roles == wanted[1:]
+    else:
+        assert [role for role, _ in itertools.groupby(roles)] == wanted
+    assert found[-1].turn == 0 and found[-1].text.endswith("Yes.")
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
