@@ -25,10 +25,23 @@ _CONNECTOR = "mcore_rl_experts"  # where a model runner has its side
 
 
 def arguments(records_experts: bool) -> dict[str, Any]:
-    """The engine arguments."""
+    """The engine arguments. What they need on a CPU is there in processes forked from this one."""
     if records_experts and current_platform.is_cpu():
         install()
     return {"enable_return_routed_experts": records_experts}
+
+
+def check(config: VllmConfig) -> None:
+    """Of vLLM's own rules (config/vllm.py:1135) the one that our settings can break on a CPU.
+
+    Raises:
+        ConfigError: there is no prefix cache.
+    """
+    if config.aux_output_config.enabled and not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "the experts of a token cannot be recorded: vLLM keeps them by the blocks of its "
+            "prefix cache, and has none for latent attention on a CPU (platforms/cpu.py:526)"
+        )
 
 
 @functools.cache
@@ -38,7 +51,7 @@ def install() -> None:
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    VllmConfig._verify_aux_output_compatibility = _verify
+    VllmConfig._verify_aux_output_compatibility = lambda config: None  # `check` comes later
     initialize_kv_cache = CPUModelRunner.initialize_kv_cache
     execute_model, sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
 
@@ -61,18 +74,6 @@ def install() -> None:
 
     CPUModelRunner.initialize_kv_cache = initialize
     CPUModelRunner.execute_model, CPUModelRunner.sample_tokens = execute, sample
-
-
-def _verify(config: VllmConfig) -> None:
-    """In place of what refuses the CPU's model runner (config/vllm.py:1142).
-
-    Of its other rules only this one can be broken by settings of ours.
-    """
-    if config.aux_output_config.enabled and not config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            "the experts of a token cannot be recorded: vLLM keeps them by the blocks of its "
-            "prefix cache, and has none for latent attention on a CPU (platforms/cpu.py:526)"
-        )
 
 
 def _experts_of_step(runner: Any, connector: Any, output: Any) -> Any:

@@ -153,6 +153,7 @@ class VLLMServer:
         )
         config = arguments.create_engine_config(headless=headless)
         vllm_worker.check_heads(config.model_config)
+        vllm_routing.check(config)
         # Workers that crash leave their memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
         return config, name

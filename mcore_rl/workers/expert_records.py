@@ -29,11 +29,6 @@ class ExpertLayers:
     stages: tuple[tuple[int, ...], ...]  # by pipeline rank its decoder layers with experts
     topk: int  # experts a token
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Of a model with at most 256 experts; with more it is twice as much."""
-        return sum(map(len, self.stages)) * self.topk
-
 
 @dataclass(frozen=True, slots=True)
 class StageExperts:

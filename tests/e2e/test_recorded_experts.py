@@ -17,12 +17,12 @@ import pytest
 import torch
 import transformers
 
-from mcore_rl.config.errors import StateError
+from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.rollout.vllm_server import VLLMServer
 from tests.e2e.hosting import hosting
-from tests.e2e.served import MAX_TOKENS, Model, Served, tiny_families
+from tests.e2e.served import MAX_TOKENS, Model, Served, tiny_families, tiny_models
 
 pytestmark = pytest.mark.server
 
@@ -180,6 +180,13 @@ def test_a_server_that_slept_records_as_before(recording):
 
     for completion in recording.run(through_sleep()):
         assert_transformers_agrees(recording.models[1], LONG, completion)
+
+
+def test_latent_attention_which_has_no_prefix_cache_on_a_cpu_is_refused(tmp_path):
+    model = tiny_models.build_from(tiny_families.served_config("deepseek_v3"), 0)
+    path, config = str(tiny_families.save_served(model, tmp_path)), RolloutConfig()
+    with hosting(), pytest.raises(ConfigError, match=r"cannot be recorded.*latent attention"):
+        VLLMServer(path, "float32", 64, config, seed=0, records_experts=True).engine_config()
 
 
 def test_a_server_that_records_nothing_refuses_to_be_asked(shared_server):

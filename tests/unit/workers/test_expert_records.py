@@ -42,7 +42,6 @@ def test_an_id_takes_a_byte():
     stages = by_stage(sample(recorded(0, 4)), LAYERS)
     num_tokens = len(PROMPT) + len(RESPONSE)
     assert sum(stage.ids.nbytes for stage in stages) == num_tokens * 3 * 2
-    assert LAYERS.bytes_per_token == 3 * 2
 
 
 def test_tokens_after_the_last_one_that_was_chosen_need_no_experts():
