@@ -161,20 +161,21 @@ def test_experts_that_do_not_arrive_are_not_waited_for_for_ever(run):
     ray.cancel(never, force=True)
 
 
-def test_an_update_takes_them_too_and_a_dropped_layer_or_no_record_ends_the_run(run):
+def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
     scored = run.scored(run.batch)
     ids = scored.jagged("response_ids")
-    columns = {n: ids.with_values(np.ones(len(ids.values), np.float32)) for n in ("advantages",)}
-    batch = steps.with_loss_weights(scored.with_columns(**columns), run.config.algorithm)
+    ones = ids.with_values(np.ones(len(ids.values), np.float32))
+    batch = steps.with_loss_weights(scored.with_columns(advantages=ones), run.config.algorithm)
     [metrics] = run.actor.update(batch, temperature=1.0)
     assert metrics["grad_norm"] > 0
     dropped = batch.array(COLUMN).copy()
     whole: StageExperts = ray.get(dropped[5][1])
     less = ray.put(replace(whole, layers=whole.layers[:1], ids=whole.ids[:, :1]))
     dropped[5] = (dropped[5][0], less)
-    group = batch.array("group_ids")[5]
+    group, trajectory = (batch.array(name)[5] for name in ("group_ids", "trajectories"))
     with pytest.raises(
         WorkerError,
-        match=rf"group {group}, trajectory 0.*layers \[1\] .* replays \[1, 2\]; missing: \[2\]",
+        match=rf"group {group}, trajectory {trajectory}, segment 0 has experts of layers \[1\] "
+        r"for a pipeline rank that replays \[1, 2\]; missing: \[2\]",
     ):
         run.actor.update(batch.with_columns(**{COLUMN: dropped}), temperature=1.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import RoutedExperts, Sample
-from mcore_rl.workers.expert_records import ExpertLayers, by_stage
+from mcore_rl.workers.expert_records import ExpertLayers, by_stage, with_stage_experts
 
 # Four decoder layers, the first without experts, over two pipeline ranks of two chunks each.
 LAYERS = ExpertLayers(stages=((2,), (1, 3)), topk=2)
@@ -82,3 +83,9 @@ def test_a_layer_that_the_server_does_not_have_is_told():
     whole = recorded(0, 4)
     with pytest.raises(RuntimeError, match="no experts of layer 3 for the sample of group 8"):
         by_stage(sample(RoutedExperts(0, whole.ids[:, :3])), LAYERS)
+
+
+def test_a_batch_without_records_is_refused():
+    """A replay that would replace nothing."""
+    with pytest.raises(RuntimeError, match="no column 'expert_records', which servers fill with"):
+        with_stage_experts(Batch.of([sample()]), [2], pp_rank=0, timeout_s=1)
