@@ -101,7 +101,7 @@ class AgentRunner:
         """
         self._generator, self._reward, self._config = generator, reward, config
         self._tokenizer = tokenizer
-        self._max_context, self._stops_on_error = max_context, stops_on_error
+        self.max_context, self._stops_on_error = max_context, stops_on_error
         self.codec, self._sources = check_agent(config, tokenizer, models)
         self.models: dict[str, FrozenModel] = {}
         self.max_turns = config.max_turns
@@ -209,7 +209,7 @@ class AgentRunner:
         number = task.trajectory
         if role:  # behind the numbers of those without
             number += made.group_size * (1 + len(made.sessions))
-        sampling, context = replace(task.sampling, seed=seed), self._max_context
+        sampling, context = replace(task.sampling, seed=seed), self.max_context
         session = ChatSession(
             name, self._generator, self.codec, sampling, context, role=role, trajectory=number
         )
@@ -231,9 +231,15 @@ class AgentRunner:
                     await environment.close()
 
     async def judged(
-        self, task: Task, session: ChatSession, status: TrajectoryStatus, text: str
+        self,
+        task: Task,
+        session: ChatSession,
+        status: TrajectoryStatus,
+        text: str,
+        helpers: Sequence[ChatSession] = (),
     ) -> list[Sample]:
-        samples = self.rewarded(task, session, status, 0.0)
+        own = self.rewarded(task, session, status, 0.0)
+        samples = [s for one in helpers for s in self.rewarded(task, one, status, 0.0)] + own
         where = f"row {task.row} of the data (group {task.group_id})"
         last = samples[-1:]
         for sample in last:
@@ -245,7 +251,7 @@ class AgentRunner:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error
         if last and last[0].turn_rewards:
-            _pay(samples, session, last[0].turn_rewards)
+            _pay(own, session, last[0].turn_rewards)
         return samples
 
     def _text(self, turn: Turn) -> str:

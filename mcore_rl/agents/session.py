@@ -60,6 +60,7 @@ class ChatSession:
         self._sampling, self._max_context = sampling, max_context
         self.model, self.role, self.trajectory = model, role, trajectory
         self._messages: list[ChatMessage] = []
+        self._goes_on = False  # whether the last turn is in the context
         self.turns: list[Turn] = []
 
     async def ask(
@@ -95,10 +96,19 @@ class ChatSession:
         self.turns.append(self._turn(prompt, completion, state))
         parsed = self._codec.parse(completion.token_ids, tools, prompt)
         self._messages += [*messages, parsed.message()]
+        self._goes_on = True
         return Answer(parsed, completion.finish_reason)
 
+    def begin_anew(self) -> None:
+        """The next messages begin a new context: all that was said before is left out of it."""
+        self._messages, self._goes_on = [], False
+
+    def num_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> int:
+        """Tokens of the prompt that `ask` would make of these messages."""
+        return len(self._prompt(messages, tools))
+
     def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
-        if self.turns:
+        if self._goes_on:
             last = self.turns[-1]
             found = self._codec.extend(last.prompt_ids, last.token_ids, messages, tools)
             if found is not None:
@@ -140,8 +150,7 @@ def turn_seed(seed: int | None, turn: int) -> int | None:
     """
     if seed is None or turn == 0:
         return seed
-    (drawn,) = np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)
-    return int(drawn >> np.uint64(2))
+    return _drawn(seed, turn)
 
 
 def session_seed(seed: int | None, number: int) -> int | None:
@@ -151,5 +160,9 @@ def session_seed(seed: int | None, number: int) -> int | None:
     """
     if seed is None or number == 0:
         return seed
-    (drawn,) = np.random.SeedSequence([seed, 0, number]).generate_state(1, np.uint64)
+    return _drawn(seed, 0, number)
+
+
+def _drawn(*entropy: int) -> int:
+    (drawn,) = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return int(drawn >> np.uint64(2))
