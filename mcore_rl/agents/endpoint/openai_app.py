@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.types import ASGIApp
 
 from mcore_rl.agents.endpoint.answers import chat_body, chat_chunks, text_body, text_chunks
@@ -27,7 +27,7 @@ Body = dict[str, Any]
 
 
 class Opened(BaseModel):
-    role: str
+    role: str = Field(min_length=1)
 
 
 class Reward(BaseModel):
