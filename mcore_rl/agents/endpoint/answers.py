@@ -12,8 +12,10 @@ from mcore_rl.agents.trajectory import Turn
 Body = dict[str, Any]
 
 
-def chat_body(asked: ChatRequest, replies: Sequence[Reply], text_of: Callable[[int], str]) -> Body:
-    """`text_of` a token id."""
+def chat_body(
+    asked: ChatRequest, replies: Sequence[Reply], text_of: Callable[[Sequence[int]], str]
+) -> Body:
+    """`text_of` token ids."""
     choices = []
     for index, reply in enumerate(replies):
         choice: Body = {
@@ -93,8 +95,8 @@ def _chunk(body: Body, kind: str, choice: Body) -> Body:
     return {**kept, "object": kind, "choices": [choice]}
 
 
-def _log_probs(turn: Turn, text_of: Callable[[int], str]) -> Body:
-    texts = [text_of(token) for token in turn.token_ids]
+def _log_probs(turn: Turn, text_of: Callable[[Sequence[int]], str]) -> Body:
+    texts = [text_of([token]) for token in turn.token_ids]
     content = [
         {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, log_prob in zip(texts, turn.log_probs, strict=True)

@@ -71,12 +71,12 @@ class Conversation:
         place = self._history.place(chat_of(asked.messages), tools)
         limit = asked.max_completion_tokens or asked.max_tokens
         found = await self._sampled(place.prompt, place.parent, asked.n, limit, asked.stops())
-        callable_tools = () if asked.tool_choice == "none" else tools
         replies = []
         for turn, completion in found:
-            parsed = self._codec.parse(turn.token_ids, callable_tools, turn.prompt_ids)
-            reply = reply_of(turn, completion, parsed)
-            self._history.add(place, turn, reply.said)
+            parsed = self._codec.parse(turn.token_ids, tools, turn.prompt_ids)
+            may_call = asked.tool_choice != "none"
+            reply = reply_of(turn, completion, parsed, self.text_of, may_call=may_call)
+            self._history.add(place, turn, reply.said, reply.sent)
             replies.append(reply)
         self.served.text = str(replies[-1].message["content"] or "")
         return replies
@@ -122,8 +122,8 @@ class Conversation:
         self._cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def text_of(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([*token_ids], skip_special_tokens=False)
 
     # How they are answered.
 
@@ -172,10 +172,8 @@ class Conversation:
     def _text(self, turn: Turn, completion: Completion) -> str:
         is_whole = turn.finish_reason == "stop" and not completion.stop_string
         ids = turn.token_ids[:-1] if is_whole else turn.token_ids
-        text = self._tokenizer.decode([*ids], skip_special_tokens=False)
-        if completion.stop_string and completion.stop_string in text:
-            text = text[: text.index(completion.stop_string)]
-        return text
+        text = self.text_of(ids)
+        return text.split(completion.stop_string)[0] if completion.stop_string else text
 
     def _after(
         self,
@@ -225,7 +223,7 @@ class Conversation:
             error = errors.exceptions[0]
             if isinstance(error, GenerationError):
                 self.failure = self.failure or error
-            raise error from None
+            raise error from error.__cause__
         finally:
             self._num_running -= n
             self._running.pop(request_id, None)

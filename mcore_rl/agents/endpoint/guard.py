@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mcore_rl.agents.endpoint.refusal import RefusalError
+from mcore_rl.agents.endpoint.refusal import ClientGoneError, RefusalError
 
 MAX_BODY_BYTES = 32 * 2**20
 BODY_S = 30.0  # for the body of a request to come
@@ -34,17 +34,23 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"a server of HTTP got {scope['type']!r}")
+        headers, refusal, body = dict(scope["headers"]), None, b""
         try:
-            headers = dict(scope["headers"])
             scope.setdefault("state", {})["holder"] = self._holder(headers)
-            body = await self._body(headers, receive)
         except RefusalError as error:
-            response = error.response()
-            response.headers["connection"] = "close"  # the rest of its body is not read
-            await response(scope, receive, send)
+            refusal = error
+        try:
+            body = await self._body(receive, 0 if refusal else self._max_body_bytes)
+        except ClientGoneError:
             return
-        if body is not None:
+        except RefusalError as error:
+            refusal = refusal or error
+        if refusal is None:
             await self._app(scope, _replayed(body, receive), send)
+            return
+        response = refusal.response()
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
     def _holder(self, headers: dict[bytes, bytes]) -> object:
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
@@ -55,11 +61,12 @@ class Guard:
             )
         return holder
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """All of it; None where the client has gone before its end."""
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            raise self._too_large()
+    async def _body(self, receive: Receive, most: int) -> bytes:
+        """All of it. What is over `most` bytes is read, too, but not kept: only then do clients
+        read why it is refused.
+
+        Raises ClientGoneError where the client has gone before its end.
+        """
         parts, size = list[bytes](), 0
         limit = asyncio.timeout(self._body_s)
         try:
@@ -67,21 +74,20 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self._max_body_bytes:
-                        raise self._too_large()
+                        raise ClientGoneError
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size <= most:
+                        parts.append(part)
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        break
         except TimeoutError as error:
             told = f"the request has not come in {self._body_s:g} s"
             raise RefusalError(408, "timeout", told) from error
-
-    def _too_large(self) -> RefusalError:
-        return RefusalError(
-            413, "too_large", f"a request may have {self._max_body_bytes} bytes", param="body"
-        )
+        if size > most:
+            told = f"a request may have {self._max_body_bytes} bytes"
+            raise RefusalError(413, "too_large", told, param="body")
+        return b"".join(parts)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

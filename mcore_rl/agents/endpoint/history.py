@@ -16,8 +16,7 @@ class _Node:
     """The conversation up to a turn, with that turn."""
 
     turn: Turn
-    messages: tuple[ChatMessage, ...]  # the policy's with their reasoning
-    tools: tuple[ToolSpec, ...]
+    messages: tuple[ChatMessage, ...]  # the policy's as it said them
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,8 @@ class Place:
 
     prompt: list[int]
     parent: str  # a turn_id, or "" of a new conversation
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[ToolSpec, ...]
+    messages: tuple[ChatMessage, ...]  # the policy's as it said them
+    digest: bytes  # of the messages as the client has them
 
 
 class History:
@@ -46,36 +45,37 @@ class History:
         """After the longest conversation that is known. Raises ConfigError as a codec does."""
         digests = list(_digests(messages, tools))
         for end in range(len(messages) - 1, 0, -1):
-            new = tuple(messages[end:])
-            if any(message.role == "assistant" for message in new):
-                continue
+            if messages[end].role == "assistant":  # not one that the policy said
+                break
             node = self._nodes.get(digests[end - 1])
             if node is None:
                 continue
-            whole, last = node.messages + new, node.turn
+            new, last = tuple(messages[end:]), node.turn
+            whole = node.messages + new
             prompt = self._codec.extend(last.prompt_ids, last.token_ids, new, tools)
             if prompt is None:  # a new sample, of the same conversation
                 prompt = self._codec.render(whole, tools)
-            return Place(prompt, last.turn_id, whole, tuple(tools))
-        prompt = self._codec.render(messages, tools)
-        return Place(prompt, "", tuple(messages), tuple(tools))
+            return Place(prompt, last.turn_id, whole, digests[-1])
+        return Place(self._codec.render(messages, tools), "", tuple(messages), digests[-1])
 
-    def add(self, place: Place, turn: Turn, said: ChatMessage) -> None:
-        """What the policy said there."""
-        messages = (*place.messages, said)
-        *_, digest = _digests(messages, place.tools)
-        self._nodes[digest] = _Node(turn, messages, place.tools)
+    def add(self, place: Place, turn: Turn, said: ChatMessage, sent: ChatMessage) -> None:
+        """What the policy said there, and what the client was sent of it."""
+        self._nodes[_after(place.digest, sent)] = _Node(turn, (*place.messages, said))
 
 
 def _digests(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> Iterator[bytes]:
     """One a message, of all up to it and the tools."""
     before = _hashed(b"", [tool.as_dict() for tool in tools])
     for message in messages:
-        is_ours = message.role == "assistant"
-        content = message.content.strip() if is_ours else message.content
-        calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
-        before = _hashed(before, [message.role, content, message.name, calls])
+        before = _after(before, message)
         yield before
+
+
+def _after(before: bytes, message: ChatMessage) -> bytes:
+    is_ours = message.role == "assistant"
+    content = message.content.strip() if is_ours else message.content
+    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    return _hashed(before, [message.role, content, message.name, calls])
 
 
 def _hashed(before: bytes, value: object) -> bytes:

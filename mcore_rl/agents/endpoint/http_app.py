@@ -10,14 +10,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from mcore_rl.agents.endpoint.refusal import RefusalError
+from mcore_rl.agents.endpoint.refusal import ClientGoneError, RefusalError
 from mcore_rl.config.errors import ConfigError
 
 T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
 
 
 def new_app() -> FastAPI:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from starlette.responses import JSONResponse
 
 
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
 class RefusalError(Exception):
     """A request that is not answered: a status, a code for programs and a message for people."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from mcore_rl.agents.codec import ChatMessage, JsonValue, ParsedTurn, ToolSpec
+from mcore_rl.agents.codec import ChatMessage, JsonValue, ParsedTurn, ToolCall, ToolSpec
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.trajectory import Turn
@@ -144,23 +144,34 @@ class Reply:
 
     turn: Turn
     message: dict[str, Any]  # of the assistant, as the client is sent it
-    said: ChatMessage  # the same for a codec
+    sent: ChatMessage  # the same for a codec
+    said: ChatMessage  # with what a stop text has cut off, and the reasoning
     finish_reason: Literal["stop", "length", "tool_calls", "abort"]
 
 
-def reply_of(turn: Turn, completion: Completion, parsed: ParsedTurn) -> Reply:
-    """A call that is not well formed is a part of the content, as text."""
-    content = parsed.content
-    if completion.stop_string and completion.stop_string in content:
-        content = content[: content.index(completion.stop_string)]
-    bad = [call.text for call in parsed.calls if call.status != "ok"]
-    content = "\n".join(part for part in (content, *bad) if part)
-    said = replace(parsed, content=content).message()
-    calls = tuple(
-        replace(call, id=call.id or f"call_{turn.turn_id}_{number}")
-        for number, call in enumerate(said.tool_calls)
-    )
-    said = replace(said, tool_calls=calls)
+def reply_of(
+    turn: Turn,
+    completion: Completion,
+    parsed: ParsedTurn,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    may_call: bool,
+) -> Reply:
+    """`decode` gives the text of token ids.
+
+    A call is a part of the content, as text, where it is not well formed or may not be.
+    """
+    calls, texts = list[ToolCall](), [parsed.content]
+    for call in parsed.calls:
+        if call.status == "ok" and may_call:
+            own = f"call_{turn.turn_id}_{len(calls)}"
+            calls.append(ToolCall(call.name, call.arguments, call.id or own))
+        else:
+            texts.append(decode(turn.token_ids[slice(*call.span)]) if call.span else call.text)
+    content = "\n".join(filter(None, texts))
+    said = ChatMessage("assistant", content, parsed.reasoning, tuple(calls))
+    if completion.stop_string:
+        content = content.split(completion.stop_string)[0]
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning
@@ -175,4 +186,4 @@ def reply_of(turn: Turn, completion: Completion, parsed: ParsedTurn) -> Reply:
             for call in calls
         ]
     reason: Any = "tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason
-    return Reply(turn, message, said, reason)
+    return Reply(turn, message, replace(said, content=content), said, reason)
