@@ -630,3 +630,24 @@ def test_a_program_may_open_sessions_of_roles_with_rewards_of_their_own():
     samples, _ = run(["Why?", "So."], program)
     assert [(s.role, s.reward) for s in samples] == [("asks", 1.0), ("answers", -1.0)]
     assert samples[0].trajectory != samples[1].trajectory
+
+
+def test_the_client_of_renderers_reads_what_tokens_give():
+    from renderers import config_from_name, create_renderer
+    from renderers.client import generate
+
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        found = await generate(
+            client=client(base_url, api_key),
+            renderer=create_renderer(TOKENIZER, config_from_name("qwen3")),
+            messages=[{"role": "user", "content": "How much is 6 * 7?"}],
+            model="policy",
+            sampling_params={"temperature": 1.0, "max_tokens": 50},
+            extra_headers={"X-Session-ID": "a trace"},
+        )
+        ids = [*TOKENIZER.encode("42"), END]
+        assert found["completion_ids"] == ids and found["content"] == "42"
+        assert found["completion_logprobs"] == [-0.25] * 3
+
+    [sample], _ = run(["42"], program)
+    assert (sample.reward, sum(sample.response_mask)) == (1.0, 3)
