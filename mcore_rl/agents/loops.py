@@ -43,8 +43,14 @@ class Served:
     reward: float | None = None  # what the program has posted
     turn_rewards: tuple[float, ...] = ()  # the same, one a turn; or none
     status: TrajectoryStatus | None = None  # how the program has said that it ended
-    is_limited: bool = False  # a request was refused or cut off by a limit of the trajectory
+    is_limited: bool = False  # a request was refused by a limit of the trajectory
     roles: list[Served] = field(default_factory=list)  # opened by the program, with their rewards
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit has ended it: one refused a request, or cut off the last answer."""
+        turns = self.session.turns
+        return self.is_limited or bool(turns and turns[-1].finish_reason == "length")
 
 
 class Agent(Protocol):

@@ -57,8 +57,8 @@ class ProgramLoop:
     """Runs a program or a function for each trajectory, and gives it the URL and key of a session.
 
     The reward is what it has posted, or that of config.reward for the content of the last answer.
-    One that fails after a limit of the trajectory was met is truncated; else its failure is one of
-    the loop.
+    One that fails after a limit has ended its session is truncated; else its failure is one of the
+    loop.
     """
 
     def __init__(self, agent: Agent, settings: ProgramSettings) -> None:
@@ -73,7 +73,7 @@ class ProgramLoop:
             try:
                 await self._run(task, served)
             except Exception:
-                if not any(one.is_limited for one in (served, *served.roles)):
+                if not any(one.is_cut_off for one in (served, *served.roles)):
                     raise
         samples: list[Sample] = []
         # A program may speak in roles only.
@@ -84,7 +84,7 @@ class ProgramLoop:
 
     async def _samples(self, task: Task, served: Served) -> list[Sample]:
         status: TrajectoryStatus = served.status or (
-            "truncated" if served.is_limited else "finished"
+            "truncated" if served.is_cut_off else "finished"
         )
         if served.reward is None and status == "aborted":
             return self._agent.rewarded(task, served.session, status, 0.0)

@@ -230,10 +230,7 @@ class Conversation:
             if not is_whole:
                 self._num_turns -= n
                 self._forget(tasks)
-        found = [task.result() for task in tasks]
-        is_cut = any(turn.finish_reason == "length" for turn, _ in found)
-        self.served.is_limited |= is_cut and max_tokens is None
-        return found
+        return [task.result() for task in tasks]
 
     def _forget(self, tasks: Sequence[asyncio.Task[tuple[Turn, Completion]]]) -> None:
         """The turns of an answer that nobody gets."""
