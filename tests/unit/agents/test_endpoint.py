@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import httpx
 import pytest
 
 from mcore_rl.agents.loops import Task
+from tests.pages import ROOT
 from tests.unit.agents.served import (
     AGAIN,
     ASKED,
@@ -22,6 +24,7 @@ from tests.unit.agents.served import (
     until,
 )
 from tests.unit.agents.test_loops import END, TOKENIZER, call, text_of
+from tests.unit.repo.test_docs import write_recipes
 
 
 def test_a_chat_that_resends_its_history_is_one_sample():
@@ -275,3 +278,13 @@ def test_the_client_of_renderers_reads_what_tokens_give():
 
     [sample], _ = run(["42"], program)
     assert (sample.reward, sum(sample.response_mask)) == (1.0, 3)
+
+
+def test_the_code_of_the_page_runs(tmp_path):
+    write_recipes((ROOT / "docs" / "endpoint.md").read_text(), tmp_path)
+    function = {"function": f"{tmp_path}/here/asked.py:asked"}
+    [sample], _ = run(["42"], None, settings=function, reward=None)
+    assert (sample.reward, sample.status) == (1.0, "finished")
+    command = {"command": f"{sys.executable} {tmp_path}/here/agent.py"}
+    [sample], policy = run(["41", "42"], None, settings=command)
+    assert "Check that" in policy.prompts[1] and sample.reward == 1
