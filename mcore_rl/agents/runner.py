@@ -17,6 +17,7 @@ from mcore_rl.agents.countdown import Countdown
 from mcore_rl.agents.endpoint.conversation import Conversation, Limits
 from mcore_rl.agents.endpoint.endpoint import Endpoint, new_key
 from mcore_rl.agents.endpoint.gate import Gate
+from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.guessing import Guessing
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Served, Task, ToolLoop
@@ -47,6 +48,7 @@ ENVIRONMENTS.register("code")(Coding)
 ENVIRONMENTS.register("countdown")(Countdown)
 ENVIRONMENTS.register("guessing")(Guessing)
 ENVIRONMENTS.register("openenv")(OpenEnv)
+MAX_ROLES = 64  # sessions that a program may open in a trajectory
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
@@ -243,6 +245,9 @@ class AgentRunner:
             return served
 
         def opened_role(role: str) -> Served:
+            if len(made) > MAX_ROLES:
+                told = f"the trajectory has {MAX_ROLES} sessions of roles; no more are allowed"
+                raise RefusalError(429, "too_many_sessions", told)
             served = opened(role)
             made[0].served.roles.append(served)
             return served
