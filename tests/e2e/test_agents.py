@@ -13,7 +13,10 @@ OWN = "tests/e2e/own_agents.py"
 
 
 def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(start_job, own_model_and_data):
-    """Two steps, hence with the servers' weights of two versions; trainer and servers agree."""
+    """Two steps, hence with the servers' weights of two versions; trainer and servers agree.
+
+    Turns in equal states are compared: all begin in that of their prompt.
+    """
     job = start_job(
         *own_model_and_data,
         *ONE_RANK,
@@ -24,10 +27,12 @@ def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(start_job, 
         "agent.max_turn_tokens=12",
         "rollout.max_response_tokens=64",
         "algorithm.samples.group_filter=''",
+        "algorithm.advantage=gigpo",
         "trainer.num_steps=2",
         "trainer.prompts_per_step=8",
         "trainer.eval_samples=8",
-        "trainer.max_logprob_gap=1e-4",
+        "trainer.max_logprob_gap=1e-2",  # a token at a router's tie may take another expert
+        "trainer.mean_logprob_gap=1e-5",
         "actor.optimizer.warmup_steps=0",
     )
     assert job.process.wait(300) == 0, job.stderr
@@ -36,6 +41,7 @@ def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(start_job, 
     for row in rows:
         assert 1 <= row["turns"] <= 2
         assert row["actor/grad_norm"] > 0
+        assert row["mismatch/log_ratio_p01"] > -1e-5 and row["mismatch/log_ratio_p99"] < 1e-5
     table = pq.read_table(job.output / "samples" / "step_000002.parquet").to_pylist()
     again = "<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert any(again in row["response"] for row in table)
