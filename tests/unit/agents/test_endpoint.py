@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mcore_rl.agents.endpoint.wire import chat_of
 from mcore_rl.agents.loops import Task
 from tests.pages import ROOT
 from tests.unit.agents.served import (
@@ -87,6 +88,17 @@ def test_calls_of_tools_come_as_the_client_knows_them_and_their_answers_go_on():
         tools=[CALCULATOR], add_generation_prompt=True, tokenize=False,
     )  # fmt: skip
     assert second == whole
+
+
+def test_the_answer_of_a_tool_has_the_name_of_its_call():
+    """Some chat templates show it, and clients do not send it."""
+    asked = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    answer = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "yes"}]}
+    person = {"role": "user", "name": "Ada", "content": "Look."}
+    messages = [person, {"role": "assistant", "content": None, "tool_calls": [asked]}, answer]
+    assert [(m.name, m.content) for m in chat_of(messages)] == [
+        ("", "Look."), ("", ""), ("look", "yes"),
+    ]  # fmt: skip
 
 
 def test_a_call_that_is_not_well_formed_is_text():

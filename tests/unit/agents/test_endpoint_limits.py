@@ -315,8 +315,12 @@ def test_what_still_runs_when_a_program_ends_is_cancelled_and_not_trained(route)
         left.append(asyncio.create_task(post(url, api_key, route, body)))
         await until(lambda: len(policy.asked) == 2)
 
-    [sample], _ = run((), program, policy=policy)
-    assert policy.cancelled == [1] and sample.reward == 1
+    async def reward(samples: list[Sample], *asked: Any) -> None:
+        assert policy.cancelled == [1]  # before anything is trained
+        samples[0].reward = 1.0
+
+    [sample], _ = run((), program, policy=policy, reward=reward)
+    assert sample.reward == 1 and sum(sample.response_mask) == 3
 
 
 def test_tokens_may_have_an_idempotency_key():
