@@ -41,7 +41,7 @@ class Sample:
     trajectory: int = 0  # its number among those of the group
     segment: int = 0
     status: TrajectoryStatus = "finished"
-    turn_spans: tuple[TurnSpan, ...] = ()  # of an agent
+    turn_spans: tuple[TurnSpan, ...] = ()  # of an agent; without them the response is one turn
     # How much of `reward` each response token has earned; or none: all is of the last one.
     process_rewards: list[float] = field(default_factory=list)
     # The state that each response token was chosen in, 0 or more; -1 if there is none. Or none.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -45,3 +49,14 @@ def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(start_job, 
     table = pq.read_table(job.output / "samples" / "step_000002.parquet").to_pylist()
     again = "<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert any(again in row["response"] for row in table)
+    of_two = next(row for row in table if row["num_turns"] == 2)
+    asked = ["--group", str(of_two["group"]), "--trajectory", str(of_two["trajectory"])]
+    told = [sys.executable, "-m", "mcore_rl.cli.main", "samples", str(job.output), *asked]
+    page = subprocess.run(told, capture_output=True, text=True, timeout=60)
+    assert (page.returncode, page.stderr) == (0, "")
+    head, *_ = page.stdout.splitlines()
+    assert head == f"step 2, group {of_two['group']}, trajectory {of_two['trajectory']}"
+    assert page.stdout.count("\n[assistant, turn ") == 2 and "[user]\n" in page.stdout
+    answers = page.stdout.split(" nats between trainer and servers")[1]
+    text = re.sub(r"\n\n\[.*\]\n", "\n", answers).strip()
+    assert text.startswith(of_two["prompt"]) and again in text
