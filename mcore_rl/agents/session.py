@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from mcore_rl.agents.codec import ChatCodec, ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.trajectory import Turn, VersionSpan
+from mcore_rl.agents.trajectory import Turn, VersionSpan, num_routed
 from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
 
@@ -121,6 +121,7 @@ class ChatSession:
             max_tokens=min(most, max_tokens or most),
             stop=(*self._sampling.stop, *stop),
             seed=turn_seed(self._sampling.seed, number),
+            experts_from=self._num_routed(prompt, parent),
         )
         try:
             [completion] = await self._generator.submit(
@@ -151,6 +152,16 @@ class ChatSession:
                 return found
         return self._codec.render([*self._messages, *messages], tools)
 
+    def _num_routed(self, prompt: Sequence[int], parent: str) -> int | None:
+        """As SamplingParams.experts_from, after the turn `parent` and those before it."""
+        if self._sampling.experts_from is None:
+            return None
+        turns, path = {turn.turn_id: turn for turn in self.turns}, list[Turn]()
+        while parent:
+            path.insert(0, turns[parent])
+            parent = path[0].parent
+        return num_routed(tuple(prompt), path)
+
     def _turn(
         self,
         number: int,
@@ -168,6 +179,7 @@ class ChatSession:
             log_probs=tuple(completion.log_probs),
             weight_versions=version_spans(completion.weight_versions),
             finish_reason=completion.finish_reason,
+            routed_experts=completion.routed_experts,
             state=state,
         )
 

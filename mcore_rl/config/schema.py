@@ -76,8 +76,8 @@ class MoEConfig:
     aux_loss: str = "aux_loss"
     aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 disables it
     bias_update_rate: float = 0.0  # update rate of the router's selection bias; 0 freezes it
-    # Experts used in the update: off (the router chooses again), record (those of the log-prob
-    # pass) or rollout (those in the batch, for both passes).
+    # Experts that the trainer uses: off (the router chooses), record (in the update those of the
+    # log-prob pass) or rollout (in both those that the servers have used; of the actor of rl only).
     router_replay: str = "off"
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 TrajectoryStatus = Literal["finished", "truncated", "aborted", "failed"]
 
 
@@ -16,7 +19,14 @@ class TurnSpan:
     turn_id: str
     start: int
     end: int
-    routed_experts: str = ""  # where the record of them is, if there is one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """The experts that a server has used for consecutive tokens; equal to itself only."""
+
+    start: int  # place of the first of the tokens, counted from the first token of the prompt
+    ids: npt.NDArray[np.integer]  # [tokens, decoder layers, experts a token]
 
 
 @dataclass(slots=True)
@@ -50,6 +60,8 @@ class Sample:
     messages: Sequence[Mapping[str, Any]] = ()  # of the prompt, in OpenAI's form
     turn_texts: Sequence[str] = ()  # what the policy said in all of the trajectory, of an agent
     turn_rewards: Sequence[float] = ()  # how much of `reward` each of these has earned; or none
+    # Of the tokens from the first of the prompt, one part after the other; or none.
+    routed_experts: tuple[RoutedExperts, ...] = ()
 
     def __post_init__(self) -> None:
         length = len(self.response_ids)

@@ -99,9 +99,19 @@ class BaseEngine(ABC):
     def initialize(self) -> None:
         """Join the process groups, build the model and load its weights."""
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Decoder layers with experts on this rank, numbered over the whole model, ascending."""
+        return ()
+
     @abstractmethod
     def infer_batch(
-        self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        adapters: bool = True,
+        replay: bool = True,
     ) -> Batch | None:
         """Adds "log_probs" and "entropy": one float32 per response token, in nats.
 
@@ -114,9 +124,11 @@ class BaseEngine(ABC):
         response token, the value of the state before it.
 
         With engine.moe.router_replay = "record" also "routed_experts", which train_batch then
-        needs; "rollout" needs that column here, too (engine/megatron/router_replay.py).
+        needs. "rollout" needs the experts here, too: "stage_routed_experts", those of this rank's
+        expert_layers (engine/megatron/router_replay.py).
 
-        Without `adapters`, of the base model of a LoRA engine; other engines have none.
+        Without `adapters`, of the base model of a LoRA engine; other engines have none. Then, and
+        without `replay`, routers choose, whatever the settings say, and nothing is recorded.
 
         None on pipeline stages other than the last.
         """

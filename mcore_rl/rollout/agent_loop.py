@@ -103,7 +103,7 @@ class SingleTurnLoop:
     def _sample(
         prompt_ids: list[int], completion: Completion, group_id: int, fields: dict[str, Any]
     ) -> Sample:
-        ids = completion.token_ids
+        ids, experts = completion.token_ids, completion.routed_experts
         return Sample(
             prompt_ids=prompt_ids,
             response_ids=ids,
@@ -114,4 +114,5 @@ class SingleTurnLoop:
             group_id=group_id,
             status="truncated" if completion.finish_reason == "length" else "finished",
             fields=fields,
+            routed_experts=() if experts is None else (experts,),
         )

@@ -26,6 +26,7 @@ from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMe
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.workers.expert_records import ExpertLayers, with_records
 from mcore_rl.workers.loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class RolloutSpec:
     can_sleep: bool = False
     gpu_ids: tuple[str, ...] = ()  # of each server, where they are not those that Ray shows it
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
+    experts: ExpertLayers | None = None  # of which those that are used are recorded; None: of none
 
 
 class RolloutWorker:
@@ -68,6 +70,7 @@ class RolloutWorker:
             timeout_s=spec.timeout_s,
             can_sleep=spec.can_sleep,
             nodes=self._nodes,
+            records_experts=spec.experts is not None,
         )
         self._server: GenerationServer = server
         self._headless: HeadlessWorkers | None = None
@@ -114,6 +117,8 @@ class RolloutWorker:
     def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
         """Samples of `sampling.n` trajectories per prompt, in one batch.
 
+        With sampling.experts_from = 0 it has references to the experts of their tokens.
+
         `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
         """
         columns = (
@@ -127,8 +132,11 @@ class RolloutWorker:
             Prompt(ids.tolist(), int(group), json.loads(str(fields)), int(row), json.loads(str(m)))
             for ids, group, fields, row, m in zip(*columns, strict=True)
         ]
-        found = self._ask(lambda _: self._agent.run_all(asked, sampling))
-        return (Batch.of(found or []),)
+        found = self._ask(lambda _: self._agent.run_all(asked, sampling)) or []
+        batch, experts = Batch.of(found), self._spec.experts
+        if experts is not None and sampling.experts_from is not None:
+            batch = with_records(batch, found, experts)
+        return (batch,)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:

@@ -10,20 +10,38 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.outcomes import rows_of
-from tests.e2e.test_resume import ONE_RANK
+from tests.e2e.test_resume import LORA, ONE_RANK
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
 OWN = "tests/e2e/own_agents.py"
 
 
-def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(start_job, own_model_and_data):
+REPLAY = "actor.moe.router_replay=rollout"
+TWO_STAGES = ("actor.layout.tp=1", "actor.layout.ep=1", "actor.layout.pp=2",
+    "actor.layout.first_stage_layers=1")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_gap"),
+    [  # without replay a token at a router's tie may take another expert
+        ((*ONE_RANK, REPLAY), 1e-4),
+        nightly(((*TWO_STAGES, *LORA, REPLAY), 1e-4)),
+        nightly((ONE_RANK, 1e-2)),
+    ],
+    ids=["replay", "two stages with adapters", "without replay"],
+)
+def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(
+    settings, max_gap, start_job, own_model_and_data
+):
     """Two steps, hence with the servers' weights of two versions; trainer and servers agree.
 
-    Turns in equal states are compared: all begin in that of their prompt.
+    With the experts that the servers have used in each of the turns. Turns in equal states are
+    compared: all begin in that of their prompt.
     """
     job = start_job(
         *own_model_and_data,
-        *ONE_RANK,
+        *settings,
         "warm_start.num_steps=0",
         "warm_start.train_file=''",
         "agent.loop=environment",
@@ -35,7 +53,7 @@ def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(start_job, 
         "trainer.num_steps=2",
         "trainer.prompts_per_step=8",
         "trainer.eval_samples=8",
-        "trainer.max_logprob_gap=1e-2",  # a token at a router's tie may take another expert
+        f"trainer.max_logprob_gap={max_gap}",
         "trainer.mean_logprob_gap=1e-5",
         "actor.optimizer.warmup_steps=0",
     )
