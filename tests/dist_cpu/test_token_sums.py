@@ -19,9 +19,15 @@ import torch
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, LossInputs, stream_name
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
-from mcore_rl.algorithms.losses import LOSSES, ValueClipSettings, value_clip
+from mcore_rl.algorithms.losses import (
+    LOSSES,
+    ValueClipSettings,
+    negative_log_likelihood,
+    value_clip,
+)
 from mcore_rl.algorithms.prepared import is_prepared
-from mcore_rl.config.schema import AlgorithmConfig, Layout
+from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
+from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, Layout
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron import device
@@ -32,8 +38,13 @@ from mcore_rl.workers.steps import with_loss_weights, with_prepared_columns
 
 LENGTH = 7  # of sequence_sum_fixed_length
 COEFS = {"kl_weights": 0.3, "entropy_weights": 0.2, "cross_entropy_weights": 0.1}
-VALUE = "value_clip"
-SCORES = ("log_probs", "entropy", "values")
+DISTILLATION_COEF, NUM_TEACHERS, TOP = 0.4, 2, 3
+# Losses without settings of an algorithm, of a value model and of supervised training.
+OTHERS: dict[str, LossFunction] = {
+    "value_clip": partial(value_clip, settings=ValueClipSettings(0.2)),
+    "nll": negative_log_likelihood,
+}
+SCORES = ("log_probs", "entropy", "values", "chosen_log_probs")
 # Rows of each data-parallel rank, in its micro-batches.
 SHARES = {
     "uneven": [[[4, 0, 7, 11], [], [2]], [list(range(8, 11)), [1, 3, 5, 6, 12, 13], [14, 15]]],
@@ -59,6 +70,10 @@ def made_batch() -> Batch:
     def near(column: Jagged, spread: float) -> Jagged:
         return column.with_values(column.values + rng.normal(0, spread, total))
 
+    def top() -> Any:
+        """Log-probs of the likeliest tokens; others have the rest."""
+        return np.log(rng.dirichlet(np.ones(TOP + 1), total * NUM_TEACHERS)[:, :TOP])
+
     chosen = tokens((rng.random(total) < 0.7).astype(np.float64))
     chosen[2][:], chosen[3][:] = 0, 1
     new, value = tokens(-rng.exponential(1.0, total)), tokens(rng.normal(size=total))
@@ -75,6 +90,9 @@ def made_batch() -> Batch:
             "values": near(value, 0.3),
             "returns": near(value, 0.5),
             "rewards": rng.integers(0, 2, 16).astype(np.float64),
+            "teacher_shares": tokens(rng.dirichlet(np.ones(NUM_TEACHERS), total)),
+            "teacher_top_log_probs": tokens(top().reshape(total, NUM_TEACHERS, TOP)),
+            "new/chosen_log_probs": tokens(top().reshape(total, -1)),
             "new/log_probs": new,
             "new/entropy": tokens(rng.exponential(1.0, total)),
             "new/values": value,
@@ -84,19 +102,27 @@ def made_batch() -> Batch:
 
 
 def cases() -> dict[str, tuple[LossFunction, AlgorithmConfig]]:
-    """Every loss with every aggregation; every estimate of the KL, entropy and cross entropy."""
+    """Every loss with every aggregation; every estimate of the KL, entropy and cross entropy; and
+    distillation."""
     policy = {name: {"loss": name, "loss_settings": settings(name)} for name in LOSSES.names}
     kl = {f"kl {name}": {"loss": "gspo", "kl_estimator": name} for name in KL_ESTIMATORS.names}
+    distilled = {
+        name: {
+            "loss": "gspo",
+            "distillation": DistillationConfig(name, DISTILLATION_COEF, TOP, use_reward=True),
+        }
+        for name in OF_TOP_TOKENS
+    }
     found: dict[str, tuple[LossFunction, AlgorithmConfig]] = {}
     for mode in AGGREGATIONS.names:
         lengths = {"length": LENGTH} if mode == "sequence_sum_fixed_length" else {}
         aggregation = {"loss_aggregation": mode, "loss_aggregation_settings": lengths}
-        for name, keys in (policy | kl).items():
+        for name, keys in (policy | kl | distilled).items():
             coefs = {f"{n.removesuffix('_weights')}_coef": coef for n, coef in COEFS.items()}
             config = AlgorithmConfig(**keys, **aggregation, **coefs)
             found[f"{name}/{mode}"] = PolicyLoss(config), config
-        clip = partial(value_clip, settings=ValueClipSettings(0.2))
-        found[f"{VALUE}/{mode}"] = clip, AlgorithmConfig(**aggregation)
+        plain = AlgorithmConfig(**aggregation)
+        found |= {f"{name}/{mode}": (loss, plain) for name, loss in OTHERS.items()}
     return found
 
 
@@ -111,7 +137,7 @@ def settings(name: str) -> dict[str, Any]:
 def input_batch(name: str, config: AlgorithmConfig) -> Batch:
     """The mini-batch as the driver sends it."""
     batch = made_batch()
-    if name.startswith(VALUE):
+    if name.partition("/")[0] in OTHERS:
         return with_loss_weights(
             batch.select(*batch.columns.keys() - {"correction_weights"}), config
         )
@@ -142,8 +168,9 @@ def whole(name: str, loss: LossFunction, config: AlgorithmConfig) -> Sums:
             weights = defined_weights(config.loss_aggregation, mask, rows)
             if column == LOSS_WEIGHTS:
                 weights = weights * (columns["correction_weights"] != 0)
-            sums[stream_name(column)] = (COEFS.get(column, 1) * weights * value).sum()
-        assert len(sums) == 4
+            coef = (COEFS | {"distillation_weights": DISTILLATION_COEF}).get(column, 1)
+            sums[stream_name(column)] = (coef * weights * value).sum()
+        assert len(sums) == 4 + (config.distillation.loss != "off")
         sums["loss"] = torch.stack([*sums.values()]).sum()
     sums["loss"].backward()
     gradients = {n: score.grad for n, score in scores.items() if score.grad is not None}
@@ -206,7 +233,8 @@ def _added(batch: Batch, parts: Parts, loss: LossFunction) -> Sums:
                 found[name] = found.get(name, 0) + value
         for name, score in scores.items():
             if score.grad is not None:
-                gradient = found.setdefault(name, torch.zeros(NUM_TOKENS, dtype=torch.float64))
+                zeros = score.new_zeros((NUM_TOKENS, *score.shape[1:]))
+                gradient = found.setdefault(name, zeros)
                 gradient[micro.columns["place"]] = score.grad / counts.total
     return found
 
