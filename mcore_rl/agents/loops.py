@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mcore_rl.agents.codec import ChatMessage, ParsedCall, ToolSpec
@@ -29,6 +29,30 @@ class Task:
     max_tokens: int  # that its response may have
 
 
+@dataclass(slots=True)
+class Served:
+    """A conversation with the policy that a program has over HTTP, as docs/endpoint.md says.
+
+    What the program does is in the fields behind `session`; they are complete once it has ended.
+    """
+
+    base_url: str  # of clients of OpenAI's API: it ends with /v1
+    api_key: str = field(repr=False)
+    session: ChatSession  # has the turns
+    text: str = ""  # the content of the last answer, which a reward reads
+    reward: float | None = None  # what the program has posted
+    turn_rewards: tuple[float, ...] = ()  # the same, one a turn; or none
+    status: TrajectoryStatus | None = None  # how the program has said that it ended
+    is_limited: bool = False  # a request was refused by a limit of the trajectory
+    roles: list[Served] = field(default_factory=list)  # opened by the program, with their rewards
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit has ended it: one refused a request, or cut off the last answer."""
+        turns = self.session.turns
+        return self.is_limited or bool(turns and turns[-1].finish_reason == "length")
+
+
 class Agent(Protocol):
     """What a loop gets to work with."""
 
@@ -46,6 +70,14 @@ class Agent(Protocol):
 
     def environment(self, task: Task) -> AbstractAsyncContextManager[Environment]:
         """That of agent.environment, of one trajectory."""
+
+    def served(self, task: Task) -> AbstractAsyncContextManager[Served]:
+        """A new session with the policy for any client of OpenAI's API, with a key of its own.
+
+        What the client asks with the key becomes turns of `Served.session`, for `judged` or
+        `rewarded`. After the block the key is not known any more. Where the server has failed
+        meanwhile, the block ends with a GenerationError.
+        """
 
     async def judged(
         self, task: Task, session: ChatSession, status: TrajectoryStatus, text: str

@@ -56,11 +56,12 @@ class ChatSession:
 
         A `sampling.seed` is that of the first turn; those of later ones are drawn from it.
         """
-        self._name, self._generator, self._codec = name, generator, codec
+        self.name, self._generator, self._codec = name, generator, codec
         self._sampling, self._max_context = sampling, max_context
         self.model, self.role, self.trajectory = model, role, trajectory
         self._messages: list[ChatMessage] = []
-        self.turns: list[Turn] = []
+        self._num_asked = 0  # turns that were begun
+        self.turns: list[Turn] = []  # in the order in which they ended
 
     async def ask(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> Answer:
         """The policy's answer to messages that came since its last one.
@@ -70,23 +71,57 @@ class ChatSession:
             GenerationError: the server failed. It is no failure of the loop, and not to be caught.
         """
         prompt = self._prompt(messages, tools)
-        room = self._max_context - len(prompt)
-        if room < 1:
-            raise ContextFullError(f"{len(prompt)} of {self._max_context} tokens are used")
-        sampling = replace(
-            self._sampling,
-            n=1,
-            max_tokens=min(self._sampling.max_tokens, room),
-            seed=turn_seed(self._sampling.seed, len(self.turns)),
-        )
-        try:
-            [completion] = await self._generator.submit(prompt, sampling)
-        except Exception as error:
-            raise GenerationError(f"{type(error).__name__}: {error}") from error
-        self.turns.append(self._turn(prompt, completion))
+        parent = self.turns[-1].turn_id if self.turns else ""
+        _, completion = await self.sample(prompt, parent)
         parsed = self._codec.parse(completion.token_ids, tools, prompt)
         self._messages += [*messages, parsed.message()]
         return Answer(parsed, completion.finish_reason)
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that an answer to a prompt may have.
+
+        Raises:
+            ContextFullError: none.
+        """
+        room = self._max_context - len(prompt)
+        if room < 1:
+            raise ContextFullError(f"{len(prompt)} of {self._max_context} tokens are used")
+        return min(self._sampling.max_tokens, room)
+
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        parent: str,
+        *,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        request_id: str = "",
+    ) -> tuple[Turn, Completion]:
+        """A turn after any earlier one, its `parent`, or "" for the first of a conversation.
+
+        Several may run at the same time: each has the seed of its number. Raises as `ask`.
+        """
+        most = self.room(prompt)
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        sampling = replace(
+            self._sampling,
+            n=1,
+            max_tokens=min(most, max_tokens or most),
+            stop=(*self._sampling.stop, *stop),
+            seed=turn_seed(self._sampling.seed, number),
+        )
+        try:
+            [completion] = await self._generator.submit(
+                list(prompt), sampling, request_id=request_id
+            )
+        except Exception as error:
+            raise GenerationError(f"{type(error).__name__}: {error}") from error
+        self.turns.append(self._turn(number, parent, prompt, completion))
+        return self.turns[-1], completion
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request of `sample` with the tokens that it has."""
+        await self._generator.abort(request_id)
 
     def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         if self.turns:
@@ -96,11 +131,13 @@ class ChatSession:
                 return found
         return self._codec.render([*self._messages, *messages], tools)
 
-    def _turn(self, prompt: Sequence[int], completion: Completion) -> Turn:
+    def _turn(
+        self, number: int, parent: str, prompt: Sequence[int], completion: Completion
+    ) -> Turn:
         return Turn(
-            session_id=self._name,
-            turn_id=str(len(self.turns)),
-            parent=self.turns[-1].turn_id if self.turns else "",
+            session_id=self.name,
+            turn_id=str(number),
+            parent=parent,
             prompt_ids=tuple(prompt),
             token_ids=tuple(completion.token_ids),
             log_probs=tuple(completion.log_probs),

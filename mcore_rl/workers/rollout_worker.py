@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from mcore_rl.agents.choose import CodecKind, codec_for
+from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
@@ -86,6 +87,8 @@ class RolloutWorker:
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
             )
+        # Of requests from outside: they wait while there are no weights.
+        self._gate = self._agent.gate if isinstance(self._agent, AgentRunner) else Gate()
         self._remotes: list[RemoteGenerator] = []
         self._wait = LoopThread(spec.timeout_s).wait
 
@@ -149,20 +152,34 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int) -> None:
-        self._ask(lambda server: server.update(version))
+        self._ask(lambda server: self._replacing(server.update(version)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str, version: int) -> None:
-        self._ask(lambda server: server.load_checkpoint(path, version))
+        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version)))
+
+    async def _replacing(self, update: Coroutine[Any, Any, None]) -> None:
+        """Requests from outside wait for it."""
+        with self._gate.held("update"):
+            await update
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free weights and KV cache."""
-        self._ask(lambda server: server.sleep())
+        self._ask(self._sleep)
+
+    async def _sleep(self, server: GenerationServer) -> None:
+        self._gate.hold("sleep")
+        await server.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self, tag: SleepTag) -> None:
-        self._ask(lambda server: server.wake(tag))
+        self._ask(lambda server: self._wake(server, tag))
+
+    async def _wake(self, server: GenerationServer, tag: SleepTag) -> None:
+        await server.wake(tag)
+        if tag == "kv_cache":
+            self._gate.release("sleep")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory(self) -> ServerMemory:
@@ -173,6 +190,8 @@ class RolloutWorker:
     def shut_down(self) -> None:
         if self._headless:
             self._headless.close()
+        if isinstance(self._agent, AgentRunner):
+            self._wait(self._agent.close())
         self._wait(self._judge.close())
         for remote in self._remotes:
             self._wait(remote.close())

@@ -339,7 +339,7 @@ def test_a_loop_of_ones_own_may_give_several_samples_of_one_trajectory():
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (AgentConfig("tool"), "agent.loop='tool' is unknown; allowed: environment, tools"),
+        (AgentConfig("tool"), "agent.loop='tool' is unknown; allowed: environment, program, tools"),
         (AgentConfig("tools", tools=["abacus"]), "agent.tools has 'abacus'; allowed: calculator"),
         (AgentConfig("tools", tools=["search"]), "agent.search_file=''"),
     ],
