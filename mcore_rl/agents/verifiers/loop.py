@@ -57,7 +57,8 @@ class VerifiersLoop:
         try:
             asyncio.run(started())
         except BridgeError as error:
-            raise ConfigError(f"agent.settings.environment: {error}") from error
+            told = " ".join(str(error).split())
+            raise ConfigError(f"agent.settings.environment: {told}") from error
 
     async def close(self) -> None:
         await self._process.close()

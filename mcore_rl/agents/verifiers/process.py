@@ -50,8 +50,9 @@ class BridgeProcess:
             BridgeError: it cannot be started, or the environment cannot be loaded.
         """
         if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
-        return await asyncio.shield(self._starting)  # others wait for it, too
+            self._starting = asyncio.create_task(self._started())
+        ready: dict[str, Any] = await asyncio.shield(self._starting)  # others wait for it, too
+        return ready
 
     async def ask(self, op: str, **what: object) -> dict[str, Any]:
         """The answer. Where the call is cancelled, so is a rollout.
@@ -84,8 +85,15 @@ class BridgeProcess:
             process.stdin.close()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
-                    await process.wait()
+                    await _exited(process)
         await self._kill()
+
+    async def _started(self) -> dict[str, Any]:
+        try:
+            return await self._start()
+        except BaseException:
+            await self._kill()
+            raise
 
     async def _start(self) -> dict[str, Any]:
         settings = self._settings
@@ -148,9 +156,8 @@ class BridgeProcess:
         assert process.stdout is not None
         while line := await process.stdout.readline():
             answer = json.loads(line)
-            if waiting := self._asked.get(answer["id"]):
-                if not waiting.done():
-                    waiting.set_result(answer)
+            if (waiting := self._asked.get(answer["id"])) and not waiting.done():
+                waiting.set_result(answer)
         self._fail(await self._ended(process))
 
     async def _watch(self, process: Process) -> None:
@@ -180,9 +187,9 @@ class BridgeProcess:
                 waiting.set_exception(self._failure)
 
     async def _ended(self, process: Process) -> BridgeError:
-        status = await process.wait()
+        await _exited(process)
         await asyncio.wait(self._work[:1], timeout=_STACKS_S)  # the rest of what it said
-        return self._error(f"ended with status {status}")
+        return self._error(f"ended with status {process.returncode}")
 
     def _error(self, told: str) -> BridgeError:
         said = f"; it said: {self._said.strip()}" if self._said.strip() else ""
@@ -190,14 +197,22 @@ class BridgeProcess:
         return BridgeError(f"the process of the verifiers environment {name!r} {told}{said}")
 
     async def _kill(self) -> None:
-        if self._process is not None:
-            with suppress(ProcessLookupError):  # its group, which it may have left behind
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-        this = asyncio.current_task()
-        for task in self._work:
-            if task is not this:
-                task.cancel()
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):  # its group, which it may have left behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await _exited(self._process)
+        others = [task for task in self._work if task is not asyncio.current_task()]
+        if others:
+            await asyncio.wait(others, timeout=_STACKS_S)
+        for task in others:
+            task.cancel()
+
+
+async def _exited(process: Process) -> None:
+    """Process.wait would wait for its children, too, where they have its stdout."""
+    while process.returncode is None:
+        await asyncio.sleep(0.02)
 
 
 def _environment(settings: VerifiersSettings) -> dict[str, str]:

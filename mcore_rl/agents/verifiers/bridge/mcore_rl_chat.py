@@ -61,7 +61,7 @@ class ChatHarness(NullHarness):
                     return f"error: unknown tool {call.function.name!r}"
                 return await call_mcp(connected, dispatch, call.function.name, arguments)
 
-            messages = self._opening(data)
+            messages: list[Any] = self._opening(data)
             try:
                 while True:
                     answer = await model.chat.completions.create(
@@ -71,12 +71,10 @@ class ChatHarness(NullHarness):
                         extra_body={"return_token_ids": True},
                     )
                     [choice] = answer.choices
-                    trace.info.setdefault(TURNS, []).append(
-                        {
-                            "prompt": len(answer.model_extra["prompt_token_ids"]),
-                            "token_ids": choice.model_extra["token_ids"],
-                        }
-                    )
+                    prompt = (answer.model_extra or {})["prompt_token_ids"]
+                    token_ids = (choice.model_extra or {})["token_ids"]
+                    turn = {"prompt": len(prompt), "token_ids": token_ids}
+                    trace.info.setdefault(TURNS, []).append(turn)
                     messages.append(choice.message.model_dump(exclude_none=True))
                     if not choice.message.tool_calls:
                         break

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
+
 from sums_v1.tools import AdderToolset
 
 
