@@ -17,7 +17,7 @@ file is overwritten."""
 _TASK = "last_digit"
 _TASK_EXAMPLE = f"{_TASK} --output last_digit --seed 7"
 _VERIFIERS = "verifiers"
-_VERIFIERS_EXAMPLE = f"{_VERIFIERS} --environment gsm8k-v1 --limit 1000 --output tasks.parquet"
+_VERIFIERS_EXAMPLE = f"{_VERIFIERS} --environment sums-v1 --limit 1000 --output tasks.parquet"
 
 
 def main(arguments: list[str]) -> None:
