@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.loops import Agent, Served, Task
+from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load
 from mcore_rl.data.sample import Sample, TrajectoryStatus
@@ -34,6 +35,7 @@ class ProgramSettings:
 
     command: str = ""  # with its arguments, as a shell would read them; no shell runs it
     function: str = ""  # the import path of `async def f(task, base_url, api_key)`
+    at_once: int = 64  # commands of a server that run at the same time; the others wait
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.function):
@@ -43,6 +45,9 @@ class ProgramSettings:
             )
         if self.function and not inspect.iscoroutinefunction(load("function", self.function)):
             raise ConfigError(f"function={self.function!r}; allowed: a function by `async def`")
+        at_least("at_once", self.at_once, 1)
+        if self.command and not self.words():
+            raise ConfigError(f"command={self.command!r} names no program")
         if self.command and shutil.which(self.words()[0]) is None:
             raise ConfigError(f"command={self.command!r}: there is no program {self.words()[0]!r}")
 
@@ -63,6 +68,7 @@ class ProgramLoop:
 
     def __init__(self, agent: Agent, settings: ProgramSettings) -> None:
         self._agent, self._settings = agent, settings
+        self._places = asyncio.Semaphore(settings.at_once)
         self._run: Callable[[Task, Served], Awaitable[None]] = self._command
         if settings.function:
             self._function = load("agent.settings.function", settings.function)
@@ -99,28 +105,32 @@ class ProgramLoop:
 
     async def _command(self, task: Task, served: Served) -> None:
         """Raises RuntimeError where it exits with another status than 0."""
-        with tempfile.TemporaryDirectory(prefix="program_") as folder:
-            row, output = Path(folder, "task.json"), Path(folder, "output")
-            row.write_text(json.dumps(row_of(task)), encoding="utf-8")
-            with output.open("wb") as told:
-                process = await asyncio.create_subprocess_exec(
-                    *self._settings.words(),
-                    env=_environment(served, row),
-                    stdin=DEVNULL,
-                    stdout=told,
-                    stderr=told,
-                    start_new_session=True,
-                )
-            try:
-                status = await process.wait()
-            finally:
-                with suppress(ProcessLookupError):  # its group, which it may have left behind
-                    os.killpg(process.pid, signal.SIGKILL)
-                async with asyncio.timeout(_KILL_S):
-                    await process.wait()
-            if status != 0:
-                shown = output.read_text(encoding="utf-8", errors="replace")[-_SHOWN:].strip()
-                raise RuntimeError(f"{self._settings.command!r} exited with {status}: {shown}")
+        async with self._places:
+            with tempfile.TemporaryDirectory(prefix="program_") as folder:
+                await self._started(task, served, Path(folder))
+
+    async def _started(self, task: Task, served: Served, folder: Path) -> None:
+        row, output = folder / "task.json", folder / "output"
+        row.write_text(json.dumps(row_of(task)), encoding="utf-8")
+        with output.open("wb") as told:
+            process = await asyncio.create_subprocess_exec(
+                *self._settings.words(),
+                env=_environment(served, row),
+                stdin=DEVNULL,
+                stdout=told,
+                stderr=told,
+                start_new_session=True,
+            )
+        try:
+            status = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):  # its group, which it may have left behind
+                os.killpg(process.pid, signal.SIGKILL)
+            async with asyncio.timeout(_KILL_S):
+                await process.wait()
+        if status != 0:
+            shown = output.read_text(encoding="utf-8", errors="replace")[-_SHOWN:].strip()
+            raise RuntimeError(f"{self._settings.command!r} exited with {status}: {shown}")
 
 
 def row_of(task: Task) -> dict[str, Any]:

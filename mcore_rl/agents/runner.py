@@ -17,6 +17,7 @@ from mcore_rl.agents.countdown import Countdown
 from mcore_rl.agents.endpoint.conversation import Conversation, Limits
 from mcore_rl.agents.endpoint.endpoint import Endpoint, new_key
 from mcore_rl.agents.endpoint.gate import Gate
+from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.guessing import Guessing
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Served, Task, ToolLoop
@@ -49,6 +50,7 @@ ENVIRONMENTS.register("code")(Coding)
 ENVIRONMENTS.register("countdown")(Countdown)
 ENVIRONMENTS.register("guessing")(Guessing)
 ENVIRONMENTS.register("openenv")(OpenEnv)
+MAX_ROLES = 64  # sessions that a program may open in a trajectory
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
@@ -118,7 +120,7 @@ class AgentRunner:
         """
         self._generator, self._reward, self._config = generator, reward, config
         self._tokenizer = tokenizer
-        self._max_context, self._stops_on_error = max_context, stops_on_error
+        self.max_context, self._stops_on_error = max_context, stops_on_error
         self.codec, self._sources = check_agent(config, tokenizer, models)
         self.models: dict[str, FrozenModel] = {}
         self.max_turns = config.max_turns
@@ -235,7 +237,7 @@ class AgentRunner:
         number = task.trajectory
         if role:  # behind the numbers of those without
             number += made.group_size * (1 + len(made.sessions))
-        sampling, context = replace(task.sampling, seed=seed), self._max_context
+        sampling, context = replace(task.sampling, seed=seed), self.max_context
         session = ChatSession(
             name, self._generator, self.codec, sampling, context, role=role, trajectory=number
         )
@@ -248,7 +250,7 @@ class AgentRunner:
 
         def opened(role: str) -> Served:
             served = Served(url, new_key(), self.session(task, role=role))
-            limits = Limits(self.max_turns, self._max_context)
+            limits = Limits(self.max_turns, self.max_context)
             conversation = Conversation(
                 served, self.codec, self._tokenizer, limits, self.gate, opened_role
             )
@@ -257,6 +259,9 @@ class AgentRunner:
             return served
 
         def opened_role(role: str) -> Served:
+            if len(made) > MAX_ROLES:
+                told = f"the trajectory has {MAX_ROLES} sessions of roles; no more are allowed"
+                raise RefusalError(429, "too_many_sessions", told)
             served = opened(role)
             made[0].served.roles.append(served)
             return served
@@ -285,9 +290,16 @@ class AgentRunner:
                     await environment.close()
 
     async def judged(
-        self, task: Task, session: ChatSession, status: TrajectoryStatus, text: str
+        self,
+        task: Task,
+        session: ChatSession,
+        status: TrajectoryStatus,
+        text: str,
+        helpers: Sequence[ChatSession] = (),
     ) -> list[Sample]:
-        samples = self.rewarded(task, session, status, 0.0)
+        own = self.rewarded(task, session, status, 0.0)
+        asked = [one for one in helpers if one.turns]
+        samples = [s for one in asked for s in self.rewarded(task, one, status, 0.0)] + own
         where = f"row {task.row} of the data (group {task.group_id})"
         last = samples[-1:]
         for sample in last:
@@ -299,7 +311,7 @@ class AgentRunner:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error
         if last and last[0].turn_rewards:
-            _pay(samples, session, last[0].turn_rewards)
+            _pay(own, session, last[0].turn_rewards)
         return samples
 
     def _text(self, turn: Turn) -> str:
@@ -320,7 +332,7 @@ class AgentRunner:
         if not session.turns:
             raise ValueError(
                 "a session without a turn has no samples: the policy was never asked, or its first "
-                f"prompt has no room in {self._max_context} tokens"
+                f"prompt has no room in {self.max_context} tokens"
             )
         samples = samples_of(
             session.turns,

@@ -60,11 +60,21 @@ class ChatSession:
         self._sampling, self._max_context = sampling, max_context
         self.model, self.role, self.trajectory = model, role, trajectory
         self._messages: list[ChatMessage] = []
+        self._goes_on = False  # whether the last turn is in the context
         self._num_asked = 0  # turns that were begun
         self.turns: list[Turn] = []  # in the order in which they ended
 
-    async def ask(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> Answer:
+    async def ask(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        state: str | None = None,
+    ) -> Answer:
         """The policy's answer to messages that came since its last one.
+
+        `state` names the state of an environment that it is in: turns of a group with equal names
+        are compared by advantages that need them.
 
         Raises:
             ContextFullError: the conversation has as many tokens as it may have.
@@ -72,9 +82,10 @@ class ChatSession:
         """
         prompt = self._prompt(messages, tools)
         parent = self.turns[-1].turn_id if self.turns else ""
-        _, completion = await self.sample(prompt, parent)
+        _, completion = await self.sample(prompt, parent, state=state)
         parsed = self._codec.parse(completion.token_ids, tools, prompt)
         self._messages += [*messages, parsed.message()]
+        self._goes_on = True
         return Answer(parsed, completion.finish_reason)
 
     def room(self, prompt: Sequence[int]) -> int:
@@ -96,6 +107,7 @@ class ChatSession:
         max_tokens: int | None = None,
         stop: tuple[str, ...] = (),
         request_id: str = "",
+        state: str | None = None,
     ) -> tuple[Turn, Completion]:
         """A turn after any earlier one, its `parent`, or "" for the first of a conversation.
 
@@ -116,15 +128,23 @@ class ChatSession:
             )
         except Exception as error:
             raise GenerationError(f"{type(error).__name__}: {error}") from error
-        self.turns.append(self._turn(number, parent, prompt, completion))
+        self.turns.append(self._turn(number, parent, prompt, completion, state))
         return self.turns[-1], completion
 
     async def abort(self, request_id: str) -> None:
         """Ends a request of `sample` with the tokens that it has."""
         await self._generator.abort(request_id)
 
+    def begin_anew(self) -> None:
+        """The next messages begin a new context: all that was said before is left out of it."""
+        self._messages, self._goes_on = [], False
+
+    def num_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> int:
+        """Tokens of the prompt that `ask` would make of these messages."""
+        return len(self._prompt(messages, tools))
+
     def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
-        if self.turns:
+        if self._goes_on:
             last = self.turns[-1]
             found = self._codec.extend(last.prompt_ids, last.token_ids, messages, tools)
             if found is not None:
@@ -132,7 +152,12 @@ class ChatSession:
         return self._codec.render([*self._messages, *messages], tools)
 
     def _turn(
-        self, number: int, parent: str, prompt: Sequence[int], completion: Completion
+        self,
+        number: int,
+        parent: str,
+        prompt: Sequence[int],
+        completion: Completion,
+        state: str | None,
     ) -> Turn:
         return Turn(
             session_id=self.name,
@@ -143,6 +168,7 @@ class ChatSession:
             log_probs=tuple(completion.log_probs),
             weight_versions=version_spans(completion.weight_versions),
             finish_reason=completion.finish_reason,
+            state=state,
         )
 
 
@@ -167,8 +193,7 @@ def turn_seed(seed: int | None, turn: int) -> int | None:
     """
     if seed is None or turn == 0:
         return seed
-    (drawn,) = np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)
-    return int(drawn >> np.uint64(2))
+    return _drawn(seed, turn)
 
 
 def session_seed(seed: int | None, number: int) -> int | None:
@@ -178,5 +203,9 @@ def session_seed(seed: int | None, number: int) -> int | None:
     """
     if seed is None or number == 0:
         return seed
-    (drawn,) = np.random.SeedSequence([seed, 0, number]).generate_state(1, np.uint64)
+    return _drawn(seed, 0, number)
+
+
+def _drawn(*entropy: int) -> int:
+    (drawn,) = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return int(drawn >> np.uint64(2))

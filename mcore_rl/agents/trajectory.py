@@ -7,9 +7,11 @@ tokens is a part of the parent's sample; any other begins a sample of its own (a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from mcore_rl.data.batch import NO_STATE
 from mcore_rl.data.sample import Sample, TrajectoryStatus, TurnSpan
 
 MASKED_VERSION = -1
@@ -38,6 +40,7 @@ class Turn:
     finish_reason: str  # "stop", "length" or "abort"
     routed_experts: str = ""  # where the record of them is, if there is one
     token_rewards: tuple[float, ...] = ()  # of the trajectory's reward; one a token, or none
+    state: str | None = None  # of the environment, that it was chosen in, where that is known
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -109,6 +112,11 @@ def with_turn_rewards(samples: Sequence[Sample], earned: Mapping[str, float]) ->
                 sample.process_rewards[last] += earned[span.turn_id]
 
 
+def state_id(state: str) -> int:
+    """The same number, 0 or more, for the same text in every process."""
+    return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest()) >> 1
+
+
 def _checked(turns: Sequence[Turn]) -> dict[str, Turn]:
     by_id: dict[str, Turn] = {}
     for turn in turns:
@@ -159,6 +167,9 @@ def _sample(path: Sequence[Turn], trained: Set[str]) -> Sample:
         made.weight_versions[tokens] = [
             part.version for part in turn.weight_versions for _ in range(part.start, part.end)
         ]
+        if turn.state is not None:
+            made.state_ids = made.state_ids or [NO_STATE] * length
+            made.state_ids[tokens] = [state_id(turn.state)] * len(turn.token_ids)
         if turn.token_rewards:
             made.process_rewards = made.process_rewards or [0.0] * length
             made.process_rewards[tokens] = turn.token_rewards

@@ -56,11 +56,14 @@ def served_models(config: RLConfig) -> dict[str, ServedModel]:
 
 
 def resolve_models(config: RLConfig) -> None:
-    models = served_models(config)
-    if models and config.agent.loop == "single_turn":
+    models, reward = served_models(config), config.reward
+    of_terms = (term.get("settings") or {} for term in reward.terms.values())
+    judges = {settings.get("served_by") for settings in (reward.settings, *of_terms)}
+    unused = models.keys() - judges if config.agent.loop == "single_turn" else ()
+    if unused:
         raise ConfigError(
-            f"models={', '.join(models)}: agent.loop='single_turn' talks to the policy alone; "
-            "allowed: another loop, or no models"
+            f"models={', '.join(sorted(unused))}: agent.loop='single_turn' talks to the policy "
+            "alone, and no reward has it as settings.served_by; allowed: another loop, or none"
         )
 
 

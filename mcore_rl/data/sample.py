@@ -41,9 +41,11 @@ class Sample:
     trajectory: int = 0  # its number among those of the group
     segment: int = 0
     status: TrajectoryStatus = "finished"
-    turn_spans: tuple[TurnSpan, ...] = ()  # of an agent
+    turn_spans: tuple[TurnSpan, ...] = ()  # of an agent; without them the response is one turn
     # How much of `reward` each response token has earned; or none: all is of the last one.
     process_rewards: list[float] = field(default_factory=list)
+    # The state that each response token was chosen in, 0 or more; -1 if there is none. Or none.
+    state_ids: list[int] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
     messages: Sequence[Mapping[str, Any]] = ()  # of the prompt, in OpenAI's form
     turn_texts: Sequence[str] = ()  # what the policy said in all of the trajectory, of an agent
@@ -52,7 +54,8 @@ class Sample:
     def __post_init__(self) -> None:
         length = len(self.response_ids)
         names = ["response_mask", "rollout_log_probs", "weight_versions"]
-        for name in [*names, "process_rewards"] if self.process_rewards else names:
+        optional = [name for name in ("process_rewards", "state_ids") if getattr(self, name)]
+        for name in names + optional:
             if len(getattr(self, name)) != length:
                 raise ValueError(
                     f"Sample.{name} has {len(getattr(self, name))} entries "

@@ -37,6 +37,7 @@ class EngineSpec:
     seed: int
     total_steps: int = 0
     num_top_log_probs: int = 0  # likeliest ids of each token that infer_batch returns
+    with_sum_pi_squared: bool = False  # of each token that infer_batch returns
     timeout_s: float = 1800.0  # of each collective of the ranks
 
 
@@ -108,8 +109,9 @@ class BaseEngine(ABC):
         they refer to, above 0. Value models have no logits and do not read it, here and below.
 
         With spec.num_top_log_probs = k also "top_log_probs" and "top_ids", k per response token,
-        the likeliest first. A value model adds "values" instead: one float32 per response token,
-        the value of the state before it.
+        the likeliest first. With spec.with_sum_pi_squared also "sum_pi_squared": the sum of the
+        squared probabilities of all ids. A value model adds "values" instead: one float32 per
+        response token, the value of the state before it.
 
         With engine.moe.router_replay = "record" also "routed_experts", which train_batch then
         needs; "rollout" needs that column here, too (engine/megatron/router_replay.py).

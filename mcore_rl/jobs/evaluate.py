@@ -39,7 +39,7 @@ from mcore_rl.observability.console import StepProgress, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.versions import versions
 from mcore_rl.rewards.base import FindAnswer, answers_of
-from mcore_rl.rewards.judge import Judge, check_columns
+from mcore_rl.rewards.judge import Judge, check_columns, check_judges
 from mcore_rl.workers.rollout_pool import RolloutPool
 
 SAMPLES = "samples"  # the folder with a parquet file a set
@@ -128,6 +128,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 def _check(config: EvalConfig) -> _Inputs:
     run = as_run(config, lane(), str(model_folder(config.model.path)))
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    check_judges(config.reward, ())
     check_model(run)
     tokenizer = load_tokenizer(run.model.path)
     check_tokenizer_matches(tokenizer, field(read_config(run.model.path), "vocab_size"))

@@ -51,7 +51,7 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import value_config
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import logical_tensors
-from mcore_rl.rewards.judge import Judge, check_columns
+from mcore_rl.rewards.judge import Judge, check_columns, check_judges
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
 from mcore_rl.workers.policy_loss import check_functions
@@ -129,11 +129,12 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
 
 
 def _check_choices(config: RLConfig) -> None:
-    check_functions(config.algorithm)
+    check_functions(config.algorithm, config.agent.loop)
     if curriculum := config.data.curriculum.name:
         CURRICULA.bound(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    check_judges(config.reward, served_models(config))
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
     backend_of(config.actor).check_modules(config.actor.modules)

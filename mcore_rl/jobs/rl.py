@@ -55,7 +55,7 @@ from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go
 from mcore_rl.workers.evaluation import Evaluation, held_out
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.objectives import SupervisedObjective
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.sample_tables import SampleTables
@@ -258,6 +258,7 @@ def _started(
     preparing = [servers.prepare.submit(), *frozen_servers.preparing()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _engine_spec(config, config.actor, total_steps)
+    spec = replace(spec, with_sum_pi_squared=reads_squares(config.algorithm))
     if ranks is None:
         actor = stack.enter_context(_model(pools, "actor", spec, loss, wait=False))
     else:

@@ -26,7 +26,7 @@ from mcore_rl.rewards.base import (
     shown,
 )
 from mcore_rl.rewards.processes import ProcessDiedError, RewardProcesses, TooLateError, within
-from mcore_rl.rewards.remote import RemoteReward, RemoteSettings
+from mcore_rl.rewards.remote import Post, RemoteReward, RemoteSettings
 from mcore_rl.rewards.threads import CallError, in_thread
 
 Numbers = Mapping[str, float]
@@ -54,6 +54,7 @@ class _Term:
     runs_in_thread: bool
     processes: RewardProcesses | None
     remote: RemoteReward | None
+    served_by: str  # the frozen model that it asks, in place of a server of its own
     unchecked: Numbers | None
     parts: set[str] = field(default_factory=set)  # of the first response
 
@@ -100,6 +101,7 @@ class Judge:
             max_tokens: how long a response may be, where settings are to be checked against it.
         """
         self._config, self._thread = config, asyncio.Lock()
+        self.models: dict[str, Post] = {}  # how to ask frozen models, filled when they serve
         self._terms: list[_Term] = []
         for name, term in reward_terms(config).items():
             self._terms.append(self._term(name, term, max_tokens))
@@ -180,7 +182,8 @@ class Judge:
         if own_limit is not None:
             positive(f"{key}.settings.timeout_s", own_limit)
         limit_s = self._config.timeout_s if own_limit is None else own_limit
-        remote = self._remote(key, settings, limit_s) if "post" in parameters else None
+        served_by: str = getattr(settings, "served_by", "")
+        asks = "post" in parameters and not served_by
         return _Term(
             name=name,
             title=f"{registry.setting}={term.name!r}",
@@ -191,7 +194,8 @@ class Judge:
             parameters=parameters,
             runs_in_thread=term.name not in registry.names and not _is_async(function),
             processes=processes,
-            remote=remote,
+            remote=self._remote(key, settings, limit_s) if asks else None,
+            served_by=served_by,
             unchecked=mark.unchecked if mark is not None else None,
         )
 
@@ -248,7 +252,9 @@ class Judge:
     async def _called(self, term: _Term, answer: Mapping[str, Any]) -> object:
         """What one call returned."""
         given = [answer[name] for name in ("text", "fields", "finish_reason")]
-        known = answer if term.remote is None else {**answer, "post": term.remote.post}
+        asks = term.remote is not None or bool(term.served_by)
+        post = term.remote.post if term.remote else self.models.get(term.served_by)
+        known = {**answer, "post": post} if asks else answer
         optional = {name: known[name] for name in OPTIONAL if name in term.parameters}
         try:
             if term.processes is not None:
@@ -259,7 +265,7 @@ class Judge:
                     call = partial(term.reward, *given, **optional)
                     return await within(term.limit_s, in_thread(call))
             result = term.reward(*given, **optional)
-            if term.remote is not None:  # each request has the limit, once it has a place
+            if asks:  # each request has the limit, once it has a place
                 return await result
             return await within(term.limit_s, result) if inspect.isawaitable(result) else result
         except Exception as error:  # noqa: BLE001 (of a function that is not ours)
@@ -274,6 +280,16 @@ def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
         settings: Any = rewards(key).settings(term.name, term.settings)
         if hasattr(settings, "check_columns"):
             settings.check_columns(f"{key}.settings", columns)
+
+
+def check_judges(config: RewardConfig, models: Collection[str]) -> None:
+    """Raises ConfigError where a reward asks a frozen model that the run does not have."""
+    for name, term in reward_terms(config).items():
+        key = f"reward.terms.{name}" if name else "reward"
+        served_by = term.settings.get("served_by", "")
+        if served_by and served_by not in models:
+            allowed = ", ".join(sorted(models)) or "none, as the run has no frozen model (models)"
+            raise ConfigError(f"{key}.settings.served_by={served_by!r}; allowed: {allowed}")
 
 
 class _Problem(str):

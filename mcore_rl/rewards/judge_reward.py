@@ -21,6 +21,7 @@ from mcore_rl.rewards.threads import in_thread
 
 _PATTERN_S = 1.0  # for one verdict: there are expressions for which it takes years
 _PARSER_S = 10.0  # for one verdict, by a function of a user
+_OF_URL = "model", "api_key_env", "headers", "timeout_s", "requests_per_s"
 _OF_RESPONSE = ("prompt", "response")  # fields of a template that are no column
 
 
@@ -28,7 +29,9 @@ _OF_RESPONSE = ("prompt", "response")  # fields of a template that are no column
 class JudgeSettings(RemoteSettings):
     """Settings of `reward.name=judge`; `url` is that of the API, such as http://HOST:8000/v1."""
 
-    model: str  # as the server calls it
+    url: str = ""
+    served_by: str = ""  # in its place, a frozen model of the run: a name of `models`
+    model: str = ""  # as the server at `url` calls it
     api_key_env: str = ""  # the environment variable with the key; empty: none
     template: str = ""  # what the judge is asked, with {prompt}, {response} and {COLUMN} in it
     template_file: str = ""  # or the file with it
@@ -43,7 +46,7 @@ class JudgeSettings(RemoteSettings):
     votes: int = 1  # verdicts on one response; the reward is their mean
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._check_server()
         at_least("temperature", self.temperature, 0)
         at_least("max_tokens", self.max_tokens, 1)
         at_least("votes", self.votes, 1)
@@ -62,8 +65,27 @@ class JudgeSettings(RemoteSettings):
             load("parser", self.parser)
         template_fields(self)
 
+    def _check_server(self) -> None:
+        if bool(self.url) == bool(self.served_by):
+            raise ConfigError(
+                f"url={self.url!r} and served_by={self.served_by!r}; allowed: one of them"
+            )
+        if not self.served_by:
+            super().__post_init__()
+            if not self.model:
+                raise ConfigError("model=''; allowed: what the server at url calls the judge")
+            return
+        for name in _OF_URL:
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is of a server at url; models.{self.served_by}"
+                    " has what its own servers need"
+                )
+
     @property
     def endpoint(self) -> str:
+        if self.served_by:
+            return f"models.{self.served_by}"
         return f"{self.url.rstrip('/')}/chat/completions"
 
     def secret_headers(self) -> dict[str, str]:

@@ -224,7 +224,7 @@ class _Call:
 
 def _status(code: int, stderr: str, used_cpu: bool) -> str:
     """Of a program that has ended by itself, or by a signal of the kernel."""
-    if code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL) and used_cpu:
+    if code == 128 + signal.SIGXCPU or (code == 128 + signal.SIGKILL and used_cpu):
         return "timeout"
     if code == 128 + signal.SIGXFSZ:
         return "disk"

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from mcore_rl.agents.choose import CodecKind, codec_for
 from mcore_rl.agents.endpoint.gate import Gate
+from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
@@ -131,17 +132,18 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
-        """Where the servers of the frozen models are that loops talk to."""
-        if self._headless or not isinstance(self._agent, AgentRunner):
+        """Where the servers of the frozen models are that loops and rewards talk to."""
+        if self._headless:
             return
         for name, address in addresses.items():
             model = self._spec.models[name]
             remote = RemoteGenerator(name, address, model.timeout_s)
             self._remotes.append(remote)
             codec = codec_for(load_tokenizer(model.path), cast(CodecKind, model.codec))
-            self._agent.models[name] = FrozenModel(
-                remote, codec, sampling_of(model), model.max_context
-            )
+            found = FrozenModel(remote, codec, sampling_of(model), model.max_context)
+            self._judge.models[name] = chat_of(found)
+            if isinstance(self._agent, AgentRunner):
+                self._agent.models[name] = found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:

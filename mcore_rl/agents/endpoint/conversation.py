@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
 from mcore_rl.agents.codec import ChatCodec, ChatTokenizer
 from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.endpoint.generate import GenerateRequest
@@ -24,6 +26,7 @@ from mcore_rl.agents.endpoint.wire import (
 from mcore_rl.agents.loops import Served
 from mcore_rl.agents.session import ContextFullError, GenerationError
 from mcore_rl.agents.trajectory import Turn
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
 from mcore_rl.rollout.protocol import Completion
 
@@ -51,7 +54,7 @@ class Conversation:
         open_role: Callable[[str], Served],
     ) -> None:
         """`open_role` opens a session of another role in the same trajectory."""
-        self.served, self.limits, self.open_role = served, limits, open_role
+        self.served, self.limits, self._open_role = served, limits, open_role
         self.failure: GenerationError | None = None  # of the server, which ends the step
         self._codec, self._tokenizer, self._gate = codec, tokenizer, gate
         self._history = History(codec)
@@ -68,7 +71,8 @@ class Conversation:
         asked.refuse_unknown()
         self._check_stop_ids(asked.stop_token_ids)
         tools = tools_of(asked.tools)
-        place = self._history.place(chat_of(asked.messages), tools)
+        messages = chat_of(asked.messages)
+        place = _rendered(lambda: self._history.place(messages, tools))
         limit = asked.max_completion_tokens or asked.max_tokens
         found = await self._sampled(place.prompt, place.parent, asked.n, limit, asked.stops())
         replies = []
@@ -87,23 +91,32 @@ class Conversation:
         self._check_stop_ids(asked.stop_token_ids)
         prompt = asked.only_prompt()
         if isinstance(prompt, str):
-            prompt = self._tokenizer.encode(prompt, add_special_tokens=False)
+            text = prompt
+            prompt = _rendered(lambda: self._tokenizer.encode(text, add_special_tokens=False))
         found = await self._after(prompt, asked.n, asked.max_tokens, asked.stops())
         texts = [self._text(turn, completion) for turn, completion in found]
         self.served.text = texts[-1]
         return [(turn, text) for (turn, _), text in zip(found, texts, strict=True)]
 
-    async def generate(self, asked: GenerateRequest) -> list[Completion]:
+    async def generate(self, asked: GenerateRequest, once: str) -> list[Completion]:
         """As generate.Holder. Temperature, seed and the like are the trainer's."""
+        return await self.started(self.once(once, asked, lambda: self._generate(asked)))
+
+    async def _generate(self, asked: GenerateRequest) -> list[Completion]:
         given = asked.sampling_params
         self._check_stop_ids(given.stop_token_ids)
-        work = self._after(
-            asked.token_ids, given.n, given.max_tokens, tuple(given.stop), asked.request_id
+        stop = tuple(filter(None, given.stop))
+        found = await self._after(
+            asked.token_ids, given.n, given.max_tokens, stop, asked.request_id
         )
-        found = await work
         turn, _ = found[-1]
         self.served.text = self._codec.parse(turn.token_ids, (), turn.prompt_ids).content
         return [completion for _, completion in found]
+
+    def opened(self, role: str) -> Served:
+        """Another session of the trajectory."""
+        self._check_goes_on()
+        return self._open_role(role)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request with the tokens that it has."""
@@ -135,16 +148,17 @@ class Conversation:
         return task
 
     async def once(
-        self, key: str, fingerprint: str, make: Callable[[], Coroutine[Any, Any, T]]
+        self, key: str, asked: BaseModel, make: Callable[[], Coroutine[Any, Any, T]]
     ) -> T:
         """What `make` gives; the same again for the same idempotency key, if there is one.
 
         With a key the work goes on when its client vanishes, so that the client can ask again.
-        What fails is forgotten. Raises RefusalError where the key came with another body.
+        What fails is forgotten. Raises RefusalError where the key came with another request.
         """
         if not key:
             return await make()
-        digest = hashlib.sha256(fingerprint.encode()).digest()
+        shown = type(asked).__name__ + asked.model_dump_json(exclude={"stream", "stream_options"})
+        digest = hashlib.sha256(shown.encode()).digest()
         known = self._once.get(key)
         if known is None:
             known = self._once[key] = digest, self.started(make())
@@ -184,12 +198,15 @@ class Conversation:
         request_id: str = "",
     ) -> Awaitable[list[tuple[Turn, Completion]]]:
         """Turns after the longest one that the tokens of the prompt begin with."""
-        parent = ""
-        best = 0
+        parent, done = "", 0
         for turn in self.served.session.turns:
             before = turn.prompt_ids + turn.token_ids
-            if len(before) > best and tuple(prompt[: len(before)]) == before:
-                parent, best = turn.turn_id, len(before)
+            if len(before) > done and tuple(prompt[: len(before)]) == before:
+                parent, done = turn.turn_id, len(before)
+        size = len(self._tokenizer)
+        if unknown := [token for token in prompt[done:] if not 0 <= token < size]:
+            told = f"token ids {unknown[:5]}; allowed: 0 to {size - 1}"
+            raise RefusalError(400, "invalid_request", told, param="token_ids")
         return self._sampled(prompt, parent, n, max_tokens, stop, request_id)
 
     async def _sampled(
@@ -238,10 +255,13 @@ class Conversation:
             if task.done() and not task.cancelled() and task.exception() is None:
                 self.served.session.turns.remove(task.result()[0])
 
-    def _check_room(self, prompt: list[int], n: int) -> None:
-        """Raises RefusalError where nothing may be sampled."""
+    def _check_goes_on(self) -> None:
         if self._has_ended:
             raise RefusalError(409, "session_ended", "the session has ended")
+
+    def _check_room(self, prompt: list[int], n: int) -> None:
+        """Raises RefusalError where nothing may be sampled."""
+        self._check_goes_on()
         if self._num_turns + n > self.limits.max_turns:
             self.served.is_limited = True
             told = f"{n} more turns after {self._num_turns}; allowed: agent.max_turns="
@@ -257,3 +277,14 @@ class Conversation:
             raise RefusalError(
                 400, "context_length_exceeded", str(error), param="messages"
             ) from error
+
+
+def _rendered(render: Callable[[], T]) -> T:
+    """Raises RefusalError where a chat template or a tokenizer raises, which may be anything."""
+    try:
+        return render()
+    except (RefusalError, ConfigError):
+        raise
+    except Exception as error:
+        told = f"this cannot be written as tokens: {type(error).__name__}: {error}"
+        raise RefusalError(400, "invalid_request", told) from error

@@ -21,6 +21,7 @@ from mcore_rl.agents.remote import ABORT, GENERATE
 from mcore_rl.agents.session import version_spans
 from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
+IDEMPOTENCY = "idempotency-key"  # a header
 _DEFAULT_TOKENS = 16  # vLLM's, where a request does not say how many
 
 
@@ -50,8 +51,11 @@ class AbortRequest(BaseModel):
 class Holder(Protocol):
     """What a key gives access to."""
 
-    async def generate(self, asked: GenerateRequest) -> list[Completion]:
-        """Raises RefusalError or ConfigError for what cannot be asked."""
+    async def generate(self, asked: GenerateRequest, once: str) -> list[Completion]:
+        """`once` is an idempotency key, or "".
+
+        Raises RefusalError or ConfigError for what cannot be asked.
+        """
 
     async def abort(self, request_id: str) -> None: ...
 
@@ -62,7 +66,8 @@ class FrozenHolder:
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
-    async def generate(self, asked: GenerateRequest) -> list[Completion]:
+    async def generate(self, asked: GenerateRequest, once: str) -> list[Completion]:
+        """With a seed an answer is the same again anyway; `once` has no part in it."""
         given = asked.sampling_params
         if given.stop_token_ids:
             told = f"stop_token_ids={given.stop_token_ids}; allowed: []"
@@ -100,7 +105,8 @@ def add_generate(app: FastAPI) -> None:
     @app.post(GENERATE)
     async def generate(body: GenerateRequest, request: Request) -> dict[str, Any]:
         holder: Holder = request.state.holder
-        found = await unless_gone(request, asyncio.create_task(holder.generate(body)))
+        once = request.headers.get(IDEMPOTENCY, "")
+        found = await unless_gone(request, asyncio.create_task(holder.generate(body, once)))
         num_prompt, num_new = len(body.token_ids), sum(len(one.token_ids) for one in found)
         return {
             "request_id": body.request_id,

@@ -42,7 +42,8 @@ def new_app() -> FastAPI:
     @app.exception_handler(HTTPException)
     async def unrouted(request: Request, error: HTTPException) -> Response:
         told = f"{request.method} {request.url.path}: {error.detail}"
-        return RefusalError(error.status_code, "not_found", told).response()
+        code = "not_found" if error.status_code == 404 else "invalid_request"
+        return RefusalError(error.status_code, code, told).response()
 
     return app
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from mcore_rl.agents.endpoint.answers import chat_body, chat_chunks, text_body, text_chunks
 from mcore_rl.agents.endpoint.conversation import Conversation
-from mcore_rl.agents.endpoint.generate import add_generate
+from mcore_rl.agents.endpoint.generate import IDEMPOTENCY, add_generate
 from mcore_rl.agents.endpoint.guard import Guard
 from mcore_rl.agents.endpoint.http_app import has_ended, new_app, result_of, unless_gone
 from mcore_rl.agents.endpoint.refusal import RefusalError
@@ -83,7 +83,7 @@ def _add_sessions(app: FastAPI) -> None:
     @app.post("/v1/sessions")
     async def opened(body: Opened, request: Request) -> Body:
         """Of another role in the same trajectory."""
-        served = _of(request).open_role(body.role)
+        served = _of(request).opened(body.role)
         return {
             "session_id": served.session.name,
             "api_key": served.api_key,
@@ -128,9 +128,8 @@ async def _answer(
 
     A stream is sampled whole first: only whole completions say which weights chose each token.
     """
-    conversation, key = _of(request), request.headers.get("idempotency-key", "")
-    fingerprint = request.url.path + asked.model_dump_json(exclude={"stream", "stream_options"})
-    work = conversation.started(conversation.once(key, fingerprint, make))
+    conversation, key = _of(request), request.headers.get(IDEMPOTENCY, "")
+    work = conversation.started(conversation.once(key, asked, make))
     if not asked.stream:
         return await unless_gone(request, work)
     if await has_ended(request, work, COMMENTS_S):

@@ -365,6 +365,7 @@ class MegatronEngine(BaseEngine):
             temperature=temperature,
             chunk_bytes=self.spec.engine.logprob_chunk_bytes,
             with_entropy="entropy" in needs or not training,
+            with_squares=self.spec.with_sum_pi_squared and not training,
             num_top=0 if training else self.spec.num_top_log_probs,
         )
 

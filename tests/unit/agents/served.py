@@ -48,6 +48,7 @@ class Policy:
         number = len(self.asked)
         self.asked.append((prompt_ids, sampling, request_id))
         text = self.says[number]
+        await asyncio.sleep(0)  # as a server, it does not answer before others can ask
         if text == "dies":
             raise ConnectionError("the server is gone")
         try:
@@ -86,22 +87,24 @@ async def nothing(task: Task, base_url: str, api_key: str) -> None:
 
 def run(
     says: Sequence[str],
-    program: Program,
+    program: Program | None,
     *,
+    settings: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     policy: Policy | None = None,
     max_context: int = 4096,
     stops: bool = True,
     reward: Any = is_42,
 ) -> tuple[list[Sample], Policy]:
+    """`settings` of the loop name a program in place of the one that is given."""
     policy = policy or Policy(says)
-    settings = AgentConfig(
-        loop="program", settings={"function": f"{HERE}:nothing"}, **(config or {})
-    )
+    settings = settings or {"function": f"{HERE}:nothing"}
+    agent = AgentConfig(loop="program", settings=settings, **(config or {}))
 
     async def work() -> list[Sample]:
-        runner = AgentRunner(policy, TOKENIZER, reward, settings, max_context, stops_on_error=stops)
-        runner._loop._function = program  # type: ignore[attr-defined]
+        runner = AgentRunner(policy, TOKENIZER, reward, agent, max_context, stops_on_error=stops)
+        if program is not None:
+            runner._loop._function = program  # type: ignore[attr-defined]
         prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=ASKED)
         sampling = SamplingParams(n=1, seed=100, max_tokens=1000, temperature=0.7)
         try:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import httpx
 import pytest
 
+from mcore_rl.agents.endpoint.wire import chat_of
 from mcore_rl.agents.loops import Task
+from tests.pages import ROOT
 from tests.unit.agents.served import (
     AGAIN,
     ASKED,
@@ -22,6 +25,7 @@ from tests.unit.agents.served import (
     until,
 )
 from tests.unit.agents.test_loops import END, TOKENIZER, call, text_of
+from tests.unit.repo.test_docs import write_recipes
 
 
 def test_a_chat_that_resends_its_history_is_one_sample():
@@ -84,6 +88,17 @@ def test_calls_of_tools_come_as_the_client_knows_them_and_their_answers_go_on():
         tools=[CALCULATOR], add_generation_prompt=True, tokenize=False,
     )  # fmt: skip
     assert second == whole
+
+
+def test_the_answer_of_a_tool_has_the_name_of_its_call():
+    """Some chat templates show it, and clients do not send it."""
+    asked = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    answer = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "yes"}]}
+    person = {"role": "user", "name": "Ada", "content": "Look."}
+    messages = [person, {"role": "assistant", "content": None, "tool_calls": [asked]}, answer]
+    assert [(m.name, m.content) for m in chat_of(messages)] == [
+        ("", "Look."), ("", ""), ("look", "yes"),
+    ]  # fmt: skip
 
 
 def test_a_call_that_is_not_well_formed_is_text():
@@ -275,3 +290,13 @@ def test_the_client_of_renderers_reads_what_tokens_give():
 
     [sample], _ = run(["42"], program)
     assert (sample.reward, sum(sample.response_mask)) == (1.0, 3)
+
+
+def test_the_code_of_the_page_runs(tmp_path):
+    write_recipes((ROOT / "docs" / "endpoint.md").read_text(), tmp_path)
+    function = {"function": f"{tmp_path}/here/asked.py:asked"}
+    [sample], _ = run(["42"], None, settings=function, reward=None)
+    assert (sample.reward, sample.status) == (1.0, "finished")
+    command = {"command": f"{sys.executable} {tmp_path}/here/agent.py"}
+    [sample], policy = run(["41", "42"], None, settings=command)
+    assert "Check that" in policy.prompts[1] and sample.reward == 1

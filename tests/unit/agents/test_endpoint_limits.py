@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -275,3 +276,75 @@ def test_requests_wait_while_the_weights_are_replaced():
         await close(runner)
 
     asyncio.run(work())
+
+
+def test_tokens_and_texts_that_cannot_be_are_refused_and_do_not_end_the_run():
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        url = base_url.removesuffix("/v1")
+        for token in (-1, 10**9):
+            body = {"token_ids": [1, token], "sampling_params": {}}
+            refused = await post(url, api_key, "inference/v1/generate", body)
+            assert refused.status_code == 400 and f"token ids [{token}]" in refused.text
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        async with httpx.AsyncClient(headers=headers, trust_env=False) as raw:
+            for route, text in {
+                "completions": '{"prompt": "\\ud800"}',
+                "chat/completions": '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            }.items():
+                refused = await raw.post(f"{base_url}/{route}", content=text)
+                assert refused.status_code == 400, refused.text
+                assert "this cannot be written as tokens" in refused.text
+            for text in ("{", "[" * 100_000):
+                refused = await raw.post(f"{base_url}/completions", content=text)
+                assert refused.status_code == 400
+        await said(client(base_url, api_key), ASKED, stop=["", "!"])
+
+    [sample], policy = run(["42"], program)
+    assert sample.reward == 1 and [asked.stop for _, asked, _ in policy.asked] == [("!",)]
+
+
+@pytest.mark.parametrize("route", ["inference/v1/generate", "v1/chat/completions"])
+def test_what_still_runs_when_a_program_ends_is_cancelled_and_not_trained(route):
+    policy = Policy(["42", "never"], {1: asyncio.Event()})
+    left: list[asyncio.Task[httpx.Response]] = []
+
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        await said(client(base_url, api_key), ASKED)
+        url = base_url.removesuffix("/v1")
+        body = {"token_ids": [1], "sampling_params": {}, "messages": ASKED}
+        left.append(asyncio.create_task(post(url, api_key, route, body)))
+        await until(lambda: len(policy.asked) == 2)
+
+    async def reward(samples: list[Sample], *asked: Any) -> None:
+        assert policy.cancelled == [1]  # before anything is trained
+        samples[0].reward = 1.0
+
+    [sample], _ = run((), program, policy=policy, reward=reward)
+    assert sample.reward == 1 and sum(sample.response_mask) == 3
+
+
+def test_tokens_may_have_an_idempotency_key():
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        url, key = base_url.removesuffix("/v1"), {"Idempotency-Key": "1"}
+        body: dict[str, Any] = {"token_ids": [1], "sampling_params": {}}
+        route = "inference/v1/generate"
+        found = [(await post(url, api_key, route, body, **key)).json() for _ in range(2)]
+        assert found[0] == found[1]
+        body["token_ids"] = [2]
+        assert (await post(url, api_key, route, body, **key)).status_code == 409
+
+    [_], policy = run(["42", "41"], program)
+    assert len(policy.asked) == 1
+
+
+def test_a_trajectory_has_a_number_of_roles():
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        await said(client(base_url, api_key), ASKED)
+        for _ in range(64):
+            assert (await post(base_url, api_key, "sessions", {"role": "a"})).status_code == 200
+        assert (await post(base_url, api_key, "sessions", {"role": "a"})).status_code == 429
+        await post(base_url, api_key, "sessions/finish")
+        assert (await post(base_url, api_key, "sessions", {"role": "a"})).status_code == 409
+
+    [sample], _ = run(["42"], program)
+    assert sample.reward == 1

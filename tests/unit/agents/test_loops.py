@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environment import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.trajectory import state_id
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
@@ -202,6 +203,31 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     start = len(policy.prompts[0])
     [sample], _ = run(["40", "x" * 90], GUESSING, max_context=start + 30)
     assert (sample.reward, sample.status) == (pytest.approx(0.2), "truncated")
+
+
+def test_tokens_have_the_state_that_their_turn_was_chosen_in():
+    """What the policy was told, unless the environment names it; also of one that is cut off."""
+    [sample], _ = run(["40", "41", "42"], GUESSING)
+    first, second, third = (sample.state_ids[span.start] for span in sample.turn_spans)
+    assert first == state_id("How much is 6 * 7?\nGuess.")
+    assert second == third == state_id("Too low.")
+    of_turn = {-1 if mask == 0 else state for mask, state in states_of(sample)}
+    assert of_turn == {-1, first, second} == {state for _, state in states_of(sample)}
+    config = AgentConfig("environment", environment=f"{HERE}:Named", timeout_s=0.5)
+    [sample], _ = run(["40", "41", "waits"], config)
+    assert sample.status == "aborted"
+    assert {state for mask, state in states_of(sample) if mask} == {first, state_id("below 42")}
+    [sample], _ = run([call("6 * 7"), "42"], TOOLS)
+    assert not sample.state_ids
+
+
+def states_of(sample: Sample) -> list[tuple[int, int]]:
+    return list(zip(sample.response_mask, sample.state_ids, strict=True))
+
+
+class Named(Guessing):
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
+        return replace(await super().step(turn), state=f"below {self._number}")
 
 
 def test_an_environment_that_raises_stops_the_run_or_marks_its_samples():

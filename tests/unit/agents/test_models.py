@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.runner import AgentRunner
@@ -19,9 +20,11 @@ from mcore_rl.algorithms.sample_choice import kept_groups
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
+from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.workers.steps import describe
@@ -287,3 +290,49 @@ def test_seeds_of_sessions_and_turns_differ():
     assert seeds[0] == 100 and session_seed(None, 3) is None
     assert len({*seeds, *later}) == 99
     assert all(seed < 2**62 for seed in [*seeds[1:], *later])
+
+
+class Verdicts:
+    """A generator that gives these, one a completion, and keeps what it is asked."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts, self.asked = texts, list[tuple[str, SamplingParams]]()
+
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> list[Completion]:
+        self.asked.append((TOKENIZER.decode(prompt_ids), sampling))
+        found = [TOKENIZER.encode(text) for text in self.texts[: sampling.n]]
+        return [Completion(ids, [0.0] * len(ids), "stop", [-1] * len(ids)) for ids in found]
+
+
+def judged_by_model(generator: Verdicts, max_context: int) -> Sample:
+    settings = {
+        "served_by": "big", "template": "Q: {prompt} A: {response}", "high": 10.0, "votes": 2,
+        "temperature": 0.5, "max_tokens": 40,
+    }  # fmt: skip
+    judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+    model = FrozenModel(generator, CODEC, SamplingParams(top_p=0.9), max_context)  # type: ignore[arg-type]
+    judge.models["big"] = chat_of(model)
+    sample = Sample([], [1, 2], [1, 1], [0.0, 0.0], [0, 0], "stop", 3)
+    sample.messages = [{"role": "user", "content": "3 + 4?"}]
+    asyncio.run(judge([sample], ["7"], 16, "row 7"))
+    return sample
+
+
+def test_a_frozen_model_is_a_judge_with_its_chat_template_and_a_seed_of_the_prompt():
+    generator = Verdicts("Score: 2", "It is a Score: 6")
+    sample = judged_by_model(generator, 4096)
+    assert (sample.reward, sample.reward_parts, sample.reward_error) == (0.4, {"parsed": 1.0}, "")
+    judged_by_model(generator, 4096)
+    [(prompt, sampling), again] = generator.asked
+    assert prompt == chat(("user", "Q: 3 + 4? A: 7"))
+    assert (sampling.n, sampling.temperature, sampling.top_p) == (2, 0.5, 0.9)
+    assert sampling.max_tokens == 40
+    assert sampling.seed is not None
+    assert again == (prompt, sampling)
+    length = len(TOKENIZER.encode(prompt))
+    judged_by_model(generator, length + 7)
+    assert generator.asked[-1][1].max_tokens == 7
+    told = f"raised RemoteError: the judge's prompt has {length} tokens, and its max_context is"
+    assert told in judged_by_model(generator, length).reward_error

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from mcore_rl.agents.endpoint import server as server_module
 from mcore_rl.agents.endpoint.guard import Guard
 from mcore_rl.agents.endpoint.server import HttpServer
+from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner, check_agent
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
@@ -21,6 +22,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rollout.agent_loop import Prompt
 from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers.loop_thread import LoopThread
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42
 
 AGENT = """
@@ -48,7 +50,7 @@ def run(command: str, says: list[str], **config) -> list[Sample]:
         finally:
             await runner.close()
 
-    return asyncio.run(work())
+    return LoopThread(60).wait(work())  # as a server's worker has it
 
 
 def test_a_command_finds_its_session_and_its_row_in_the_environment(tmp_path, monkeypatch):
@@ -77,6 +79,34 @@ def test_a_command_ends_with_all_that_it_has_started_when_its_time_is_over(tmp_p
     assert_gone(int(told.read_text()))
 
 
+def test_no_more_commands_run_at_once_than_are_allowed(tmp_path):
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        f"mkdir {tmp_path}/alone || exit 9; sleep 0.2; rmdir {tmp_path}/alone; exit 3"
+    )
+    settings = AgentConfig(loop="program", settings={"command": f"sh {script}", "at_once": 1})
+
+    async def work() -> list[str]:
+        runner = AgentRunner(Scripted([]), TOKENIZER, is_42, settings, 4096, stops_on_error=False)
+        told: list[str] = []
+        loop = runner._loop
+
+        class Listens:
+            async def run(self, task: Task) -> list[Sample]:
+                with pytest.raises(RuntimeError) as caught:
+                    await loop.run(task)
+                told.append(str(caught.value))
+                return []
+
+        runner._loop = Listens()
+        prompts = [Prompt([], number, {}, messages=MESSAGES) for number in range(3)]
+        await runner.run_all(prompts, SamplingParams())
+        await runner.close()
+        return told
+
+    assert [text[-3:].strip() for text in LoopThread(60).wait(work())] == ["3:"] * 3
+
+
 def assert_gone(pid: int) -> None:
     deadline = time.monotonic() + 10
     while Path(f"/proc/{pid}").exists():
@@ -93,6 +123,8 @@ def assert_gone(pid: int) -> None:
         ({}, "agent.settings.command='' and agent.settings.function=''; allowed: one of them"),
         ({"command": "a", "function": "b:c"}, "allowed: one of them"),
         ({"command": "no-such-program x"}, "there is no program 'no-such-program'"),
+        ({"command": " "}, "agent.settings.command=' ' names no program"),
+        ({"command": "sh", "at_once": 0}, "agent.settings.at_once=0; allowed: at least 1"),
         ({"command": "sh 'x"}, 'command="sh \'x": No closing quotation'),
         ({"function": "os:getcwd"}, "function='os:getcwd'; allowed: a function by `async def`"),
         ({"function": "os:nothing"}, "'os' has no function 'nothing'"),
@@ -154,8 +186,8 @@ def test_headers_that_do_not_come_close_the_connection(serve):
         started = time.monotonic()
         assert await raw(url) == b""
         assert await raw(url, b"POST", b" /x") == b""
-        assert await raw(url, *[b"P"] * 8, pause_s=0.1) == b""  # however often a byte comes
-        assert time.monotonic() - started < 10
+        assert await raw(url, *[b"P"] * 300, pause_s=0.1) == b""  # however often a byte comes
+        assert time.monotonic() - started < 15
         whole = HEAD + b"Content-Length: 2\r\n\r\nok"
         assert b"yes" in await raw(url, whole, b"GET", pause_s=0.1)  # the next one, too
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))

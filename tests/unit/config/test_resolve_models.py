@@ -57,3 +57,12 @@ def test_names_are_those_of_roles_and_a_single_turn_has_no_use_for_models():
     with pytest.raises(ConfigError, match=r"models=user: agent.loop='single_turn' talks to the"):
         resolve_models(config("single_turn", user={}))
     resolve_models(config("single_turn"))
+
+
+def test_a_single_turn_may_have_the_models_that_rewards_ask():
+    made = config("single_turn", judge={}, user={})
+    made.reward.terms = {"clear": {"name": "judge", "settings": {"served_by": "judge"}}}
+    with pytest.raises(ConfigError, match=r"^models=user: agent.loop='single_turn' talks to the"):
+        resolve_models(made)
+    del made.models["user"]
+    resolve_models(made)

@@ -15,7 +15,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards import judge_reward
-from mcore_rl.rewards.judge import Judge, check_columns
+from mcore_rl.rewards.judge import Judge, check_columns, check_judges
 from tests.unit.rewards.answering import Answering, answering, says
 from tests.unit.rewards.judging import judged_by, response
 
@@ -169,7 +169,7 @@ def test_an_answer_of_another_form_is_an_error_of_its_sample(answer):
 
 
 WRONG = {
-    "model is needed by": {"model": ...},
+    "model=''; allowed: what the server at url calls": {"model": ""},
     "template='' and template_file=''; allowed: one of them": {"template": ""},
     "template has no {response}": {"template": "{prompt}"},
     "template has the field ''": {"template": "{} {response}"},
@@ -204,3 +204,22 @@ def test_a_column_that_the_data_lacks_is_refused_before_a_run():
         check_columns(RewardConfig(terms={"x": {"name": "judge", "settings": settings}}), ["a"])
     check_columns(RewardConfig("judge", settings), ["answer", "rubric"])
     check_columns(RewardConfig("math"), ["a"])
+
+
+def test_a_judge_is_at_a_url_or_a_frozen_model_of_the_run():
+    def config(**settings: object) -> RewardConfig:
+        return RewardConfig(terms={"clear": {"name": "judge", "settings": settings}})
+
+    own = {"template": "{response}"}
+    with pytest.raises(ConfigError, match="url='' and served_by=''; allowed: one of them"):
+        Judge(config(**own))
+    with pytest.raises(ConfigError, match="model=''; allowed: what the server at url calls"):
+        Judge(config(url="http://here", **own))
+    with pytest.raises(ConfigError, match=r"timeout_s=3.0 is of a server at url; models.big has"):
+        Judge(config(served_by="big", timeout_s=3.0, **own))
+    found = config(served_by="big", **own)
+    Judge(found)
+    check_judges(found, ["big"])
+    told = r"reward.terms.clear.settings.served_by='big'; allowed: none, as the run has no frozen"
+    with pytest.raises(ConfigError, match=told):
+        check_judges(found, ())
