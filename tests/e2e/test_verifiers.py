@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.verifiers.settings import VerifiersSettings
@@ -128,24 +132,73 @@ def test_its_process_ends_by_itself_and_leaves_nothing(played):
     assert not [line for line in lines if "sums_v1" in line or "mcore_rl_bridge" in line]
 
 
-def test_a_job_trains_the_environment(start_job, own_model_and_data, settings, tasks):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """An untrained model whose chat template shows tools."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=TOKENIZER.eos_token_id,
+        dtype="float32",
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def examples(played, tmp_path_factory) -> str:
+    """Supervised rows of both turns, with the prompts that the policy gets."""
+    prompt = text_of(played["right"].prompt_ids)
+    system = prompt.removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0]
+    rows = []
+    for a, b in itertools.product(range(10), repeat=2):
+        call, answer = called(a, b), f"<tool_response>\n{a + b}\n</tool_response>"
+        chat = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": f"How much is {a} + {b}?"},
+        ]
+        more = [{"role": "assistant", "content": call}, {"role": "user", "content": answer}]
+        rows.append({"messages": chat, "response": call})
+        rows.append({"messages": [*chat, *more], "response": f"It is {a + b}."})
+    file = tmp_path_factory.mktemp("examples") / "examples.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return str(file)
+
+
+def test_a_job_trains_the_environment(start_job, model, settings, tasks, examples):
     """Two steps, hence with weights of two versions. The trainer's log-probs of what the policy
-    said are the servers'.
+    said are the servers'. A warm start has shown it how to call the tool.
     """
-    given = [s for s in own_model_and_data if not s.startswith("data.t")]
     own = ", ".join(f"{name}: '{value}'" for name, value in settings.items())
     job = start_job(
-        *given,
+        "task.name=''",
+        f"model.path={model}",
         f"data.train_file={tasks}",
         f"data.test_file={tasks}",
         *ONE_RANK,
-        "warm_start.num_steps=0",
-        "warm_start.train_file=''",
+        f"warm_start.train_file={examples}",
+        "warm_start.num_steps=60",
+        "warm_start.batch_size=32",
+        "warm_start.optimizer.lr=5e-3",
         "agent.loop=verifiers",
         f"agent.settings={{{own}}}",
-        "agent.max_turn_tokens=12",
-        "data.max_prompt_tokens=512",
-        "rollout.max_response_tokens=64",
+        "agent.max_turn_tokens=40",
+        "data.max_prompt_tokens=300",
+        "rollout.max_response_tokens=200",
         "algorithm.samples.group_filter=''",
         "trainer.num_steps=2",
         "trainer.prompts_per_step=8",
@@ -153,12 +206,15 @@ def test_a_job_trains_the_environment(start_job, own_model_and_data, settings, t
         "trainer.max_logprob_gap=1e-4",
         "actor.optimizer.warmup_steps=0",
     )
-    assert job.process.wait(400) == 0, job.stderr
+    assert job.process.wait(600) == 0, job.stderr
     rows = [row for row in rows_of(job.output) if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
-        assert row["reward/right"] + row["reward/used_the_tool"] == pytest.approx(row["reward"])
-        assert row["turns"] >= 1 and row["reward/metrics/length"] > 0
+        parts = row["reward/right"] + row["reward/used_the_tool"]
+        assert parts == pytest.approx(row["reward"])
+        assert row["reward/used_the_tool"] > 0 and row["turns"] > 1
+        assert row["actor/grad_norm"] > 0
     table = pq.read_table(job.output / "samples" / "step_000002.parquet").to_pylist()
     assert len(table) == 8 * 8
-    assert all("How much is" in row["prompt"] for row in table)
+    assert all("Adds two whole numbers." in row["prompt"] for row in table)
+    assert any("<tool_response>" in row["response"] for row in table)
