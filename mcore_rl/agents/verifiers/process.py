@@ -67,7 +67,8 @@ class BridgeProcess:
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             await self._send({"id": number, "op": op, **what})
-            return await answer
+            found: dict[str, Any] = await answer
+            return found
         except asyncio.CancelledError:
             if op == "run" and self._failure is None:
                 self._write({"id": next(self._ids), "op": "cancel", "run": number})
