@@ -316,7 +316,9 @@ class AgentRunner:
 
     def _text(self, turn: Turn) -> str:
         """What was said, with calls and reasoning, without the token that ends it."""
-        ids = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+        ids = turn.token_ids
+        if turn.finish_reason == "stop" and ids[-1] in self.codec.stop_ids:  # else by a stop text
+            ids = ids[:-1]
         return self._tokenizer.decode([*ids], skip_special_tokens=False)
 
     def rewarded(

@@ -31,6 +31,7 @@ from mcore_rl.data.sample import TrajectoryStatus
 from mcore_rl.rollout.protocol import Completion
 
 T = TypeVar("T")
+_CLOSE_S = 30.0  # for cancelled requests to end
 MAX_AT_ONCE = 64  # turns of a session that are sampled at the same time
 
 
@@ -71,8 +72,7 @@ class Conversation:
         asked.refuse_unknown()
         self._check_stop_ids(asked.stop_token_ids)
         tools = tools_of(asked.tools)
-        messages = chat_of(asked.messages)
-        place = _rendered(lambda: self._history.place(messages, tools))
+        place = _rendered(lambda: self._history.place(chat_of(asked.messages), tools))
         limit = asked.max_completion_tokens or asked.max_tokens
         found = await self._sampled(place.prompt, place.parent, asked.n, limit, asked.stops())
         replies = []
@@ -133,7 +133,11 @@ class Conversation:
         """Returns when nothing of it runs any more."""
         self._has_ended = True
         self._cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            _, pending = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+            if pending:
+                told = f"{len(pending)} requests of a session have not ended in {_CLOSE_S:g} s"
+                raise TimeoutError(told)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode([*token_ids], skip_special_tokens=False)

@@ -12,6 +12,7 @@ import pytest
 
 from mcore_rl.agents.endpoint.wire import chat_of
 from mcore_rl.agents.loops import Task
+from mcore_rl.data.sample import Sample
 from tests.pages import ROOT
 from tests.unit.agents.served import (
     AGAIN,
@@ -143,7 +144,13 @@ def test_a_stop_text_ends_an_answer_and_is_not_in_it():
         assert answer.choices[0].finish_reason == "stop"
         await said(ai, [*ASKED, answer.choices[0].message, AGAIN], stop="!", max_tokens=7)
 
-    [sample], policy = run(["41! or 42", "42"], program)
+    turns: list[str] = []
+
+    async def reward(samples: list[Sample], *asked: Any) -> None:
+        turns.extend(samples[0].turn_texts)
+
+    [sample], policy = run(["41! or 42", "42"], program, reward=reward)
+    assert turns == ["41!", "42"]
     assert [asked.stop for _, asked, _ in policy.asked] == [("END", "!"), ("!",)]
     assert [asked.max_tokens for _, asked, _ in policy.asked] == [1000, 7]
     assert "41!<|im_end|>\n<|im_start|>user\nAre you sure?" in policy.prompts[1]

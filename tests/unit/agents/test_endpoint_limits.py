@@ -120,6 +120,9 @@ def test_requests_that_are_too_large_or_unfit_are_told():
             assert refused.value.param == field_
         with pytest.raises(openai.BadRequestError, match="the role 'robot'; allowed: system"):
             await said(ai, [{"role": "robot", "content": "a"}])
+        odd = {"role": "assistant", "content": "a", "tool_calls": 1}
+        with pytest.raises(openai.BadRequestError, match="this cannot be written as tokens"):
+            await said(ai, [odd, *ASKED])
         with pytest.raises(openai.BadRequestError, match="one prompt a request is allowed"):
             await ai.completions.create(model="any", prompt=["a", "b"])
         answer = await said(ai, ASKED, extra_body={"stop_token_ids": [END]})
