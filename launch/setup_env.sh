@@ -3,6 +3,9 @@
 # Needs Python 3.11 or newer and pip. Does nothing, quickly, when nothing changed. The sandbox also
 # wants bubblewrap, a Debian package, which this does not install (docs/sandbox.md).
 #
+#   bash launch/setup_env.sh             .venv
+#   bash launch/setup_env.sh verifiers   .venv-verifiers instead, for agent.loop=verifiers (docs/agents.md)
+#
 #   MCORE_RL_LANE=cpu|gpu   the lane; without it, gpu where `nvidia-smi -L` works, else cpu
 #   PYTHON=...              the interpreter; without it, the first that fits among the usual names
 #   CUDA_HOME=...           gpu lane: a CUDA 13 toolkit; without it, that of the pinned packages
@@ -166,12 +169,33 @@ is_compiled() { compgen -G 'mcore_rl/_csrc.*.so' >/dev/null; }
 
 is_fresh() { [ "$(cat "$venv/$1.stamp" 2>/dev/null)" = "$2" ]; }
 
+lock() {
+    exec 9>>.venv.lock
+    flock -n 9 || { say 'waiting for another set-up of this folder'; flock 9; }
+}
+
+# What the package verifiers needs, whose pins and ours conflict.
+verifiers() {
+    local key
+    venv=.venv-verifiers log=.venv-verifiers/setup.log
+    requirements=launch/requirements/verifiers.txt
+    choose_python
+    lock
+    key=$({ python_version "$python"; echo "$PWD"; cat "$requirements"; } | sha256sum)
+    if is_fresh packages "$key" && [ -x "$venv/bin/python" ]; then return; fi
+    say "making $venv: $(command -v "$python") $(python_version "$python")"
+    rm -rf "$venv"
+    mkdir "$venv"
+    stage 'virtual environment' make_venv
+    stage 'packages' install --no-deps --requirement "$requirements"
+    echo "$key" >"$venv/packages.stamp"
+}
+
 main() {
     local packages_key project_key
     choose_lane
     choose_python
-    exec 9>>.venv.lock
-    flock -n 9 || { say 'waiting for another set-up of this folder'; flock 9; }
+    lock
 
     # A virtual environment knows its own path: a moved or copied one is made anew.
     packages_key=$({ echo "$lane" "$(python_version "$python")" "$PWD"; cat "$requirements"; } |
@@ -203,4 +227,8 @@ main() {
     fi
 }
 
-main
+case ${1:-} in
+    '') main ;;
+    verifiers) verifiers ;;
+    *) die "'$1' is no environment; allowed: verifiers, or nothing for .venv" ;;
+esac

@@ -34,7 +34,7 @@ KINDS = {
     "tests": (r"pytest\b.*", "repo/test_lanes"),
     "ci": (r"bash tests/run.sh.*", "repo/test_pages"),  # by .ci/run
 }
-NEEDS = {"GPUs", "a cluster", "TRL 1.16"}
+NEEDS = {"GPUs", "a cluster", "TRL 1.16", "verifiers 0.4"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -30,6 +30,7 @@ from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
 from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, samples_of, with_turn_rewards
 from mcore_rl.agents.user_loop import UserLoop
+from mcore_rl.agents.verifiers.loop import VerifiersLoop
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
@@ -43,6 +44,7 @@ LOOPS.register("tools")(ToolLoop)
 LOOPS.register("environment")(EnvironmentLoop)
 LOOPS.register("program")(ProgramLoop)
 LOOPS.register("user")(UserLoop)
+LOOPS.register("verifiers")(VerifiersLoop)
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
 ENVIRONMENTS.register("code")(Coding)
 ENVIRONMENTS.register("countdown")(Countdown)
@@ -75,6 +77,16 @@ def check_agent(
         if check := getattr(ENVIRONMENTS[config.environment], "check", None):
             check(its)
     return codec, sources
+
+
+def try_out(config: AgentConfig, fields: Mapping[str, Any]) -> None:
+    """What takes a loop seconds to check, with the columns of a row: once before a run.
+
+    Raises:
+        ConfigError: the loop cannot work.
+    """
+    if check := getattr(LOOPS[config.loop], "try_out", None):
+        check(LOOPS.settings(config.loop, config.settings), config.max_turns, fields)
 
 
 @dataclass(slots=True)
@@ -118,7 +130,9 @@ class AgentRunner:
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
 
     async def close(self) -> None:
-        """Ends the HTTP server of programs, if one has been needed."""
+        """Ends what the loop has started, and the HTTP server of programs."""
+        if close := getattr(self._loop, "close", None):
+            await close()
         await self._endpoint.close()
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:

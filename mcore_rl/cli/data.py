@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mcore_rl.cli.options import Parser
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.publishers import PUBLISHERS
 
 _ABOUT = """\
@@ -15,13 +16,17 @@ folder of JSON files. Several inputs are read one after the other. Nothing is do
 file is overwritten."""
 _TASK = "last_digit"
 _TASK_EXAMPLE = f"{_TASK} --output last_digit --seed 7"
+_VERIFIERS = "verifiers"
+_VERIFIERS_EXAMPLE = f"{_VERIFIERS} --environment sums-v1 --limit 1000 --output tasks.parquet"
 
 
 def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
     from mcore_rl.jobs import make_data  # slow to import: not for a wrong option
 
-    if options.name == _TASK:
+    if options.name == _VERIFIERS:
+        _make_verifiers(options)
+    elif options.name == _TASK:
         make_data.make_last_digit(options.output, options.seed, options.worked_share)
     else:
         instruction = getattr(options, "instruction", None)
@@ -33,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mcore-rl data",
         description=_ABOUT,
-        epilog=_examples(*examples, _TASK_EXAMPLE),
+        epilog=_examples(*examples, _TASK_EXAMPLE, _VERIFIERS_EXAMPLE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
@@ -50,7 +55,33 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of order, examples and model; default: 0")
     about = "share of examples that show their work; default: 0.35"
     add("--worked-share", type=float, default=0.35, metavar="SHARE", help=about)
+    _add_verifiers(names)
     return parser
+
+
+def _make_verifiers(options: argparse.Namespace) -> None:
+    from mcore_rl.agents.verifiers.settings import VerifiersSettings
+    from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
+
+    given = {name: getattr(options, name) for name in ("args", "folders", "interpreter")}
+    known = {name: value for name, value in given.items() if value is not None}
+    try:
+        settings = VerifiersSettings(environment=options.environment, **known)
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from error
+    make_verifiers(settings, TaskRange(options.skip, options.limit), options.output)
+
+
+def _add_verifiers(names: argparse._SubParsersAction[Parser]) -> None:
+    about = "the tasks of an environment of verifiers 0.4, for agent.loop=verifiers"
+    add = _subcommand(names, _VERIFIERS, about, _VERIFIERS_EXAMPLE).add_argument
+    add("--environment", required=True, metavar="NAME", help="as agent.settings.environment")
+    add("--args", metavar="JSON|FILE.toml", help="as agent.settings.args; say here which split")
+    add("--folders", metavar="DIR[:DIR]", help="as agent.settings.folders")
+    add("--interpreter", metavar="FILE", help="as agent.settings.interpreter")
+    add("--skip", type=int, default=0, metavar="N", help="tasks left out at the start; default: 0")
+    add("--limit", type=int, metavar="N", help="at most so many tasks; default: all")
+    add("--output", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet")
 
 
 def _subcommand(

@@ -25,7 +25,7 @@ from mcore_rl.data.publishers import PUBLISHERS, LeftOut, Publisher, Values
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.jobs.failure import RunFailed
 
-_GROUP_ROWS = 1000  # of a row group: what a reader of one row has to read
+GROUP_ROWS = 1000  # of a row group: what a reader of one row has to read
 
 
 def make_published(
@@ -130,7 +130,7 @@ def _written(rows: Iterator[Values], publisher: Publisher, path: Path) -> int:
     """Rows in groups that are read as a whole; returns how many."""
     schema, num_rows = pa.schema(publisher.columns), 0
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        while group := list(islice(rows, _GROUP_ROWS)):
+        while group := list(islice(rows, GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
             num_rows += len(group)
     return num_rows

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.agents.runner import check_agent
+from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.checks import one_of
@@ -180,6 +180,8 @@ def _read_data(config: RLConfig) -> Inputs:
     _check_numbers_of_rows(config, inputs)
     for prompts in (inputs.train, *inputs.tests.values()):
         check_columns(config.reward, prompts[0].fields)
+    if config.agent.loop != "single_turn":
+        try_out(config.agent, inputs.train[0].fields)
     return inputs
 
 

@@ -98,6 +98,18 @@ def test_the_extras_ask_for_what_is_pinned():
             assert wanted.specifier.contains(pinned[wanted.name]), (lane, str(wanted))
 
 
+def test_the_environment_of_verifiers_is_pinned_and_installed_by_the_same_uv():
+    found = pins("verifiers.txt")
+    assert found["verifiers"].startswith("0.4.") and found["uv"] == pins("cpu.txt")["uv"]
+
+
+def test_an_environment_that_there_is_not_is_refused():
+    command = ["bash", str(ROOT / "launch/setup_env.sh"), "verifier"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    told = "'verifier' is no environment; allowed: verifiers, or nothing for .venv"
+    assert done.returncode == 1 and told in done.stderr
+
+
 def set_up(folder: Path, **variables) -> str:
     shutil.copytree(ROOT / "launch", folder / "launch")
     for name in ("pyproject.toml", "setup.py"):

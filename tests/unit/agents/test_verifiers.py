@@ -1,0 +1,189 @@
+"""The loop `verifiers` with a scripted process in place of verifiers, against the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.agents.runner import AgentRunner, check_agent, try_out
+from mcore_rl.agents.trajectory import Turn, VersionSpan
+from mcore_rl.agents.verifiers.loop import RecordMismatchError, check_record
+from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess
+from mcore_rl.agents.verifiers.settings import VerifiersSettings
+from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.sample import Sample
+from mcore_rl.rewards.base import RewardError
+from mcore_rl.rollout.agent_loop import Prompt
+from mcore_rl.rollout.protocol import SamplingParams
+from tests.unit.agents.served import Policy
+from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, text_of
+from tests.unit.agents.test_program import assert_gone
+
+SCRIPT = Path(__file__).with_name("scripted_bridge.py")
+
+
+@pytest.fixture
+def scripted(tmp_path):
+    """Settings with the script as their interpreter."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SCRIPT}"\n')
+    program.chmod(0o755)
+
+    def of(environment: str, **own: Any) -> dict[str, Any]:
+        return {"environment": environment, "interpreter": str(program), **own}
+
+    return of
+
+
+def run(
+    settings: dict[str, Any], tasks: list[list[str]], *, stops: bool = True, **config: Any
+) -> list[list[Sample]]:
+    """The samples of each batch of tasks, by one process."""
+
+    async def work() -> list[list[Sample]]:
+        policy = Policy(["42"] * 10)
+        own = AgentConfig(loop="verifiers", settings=settings, **config)
+        runner = AgentRunner(policy, TOKENIZER, None, own, 4096, stops_on_error=stops)
+        try:
+            async with asyncio.timeout(50):
+                return [
+                    await runner.run_all(
+                        [
+                            Prompt([], i, {"task": task}, row=7, messages=MESSAGES)
+                            for i, task in enumerate(batch)
+                        ],
+                        SamplingParams(n=1, max_tokens=1000),
+                    )
+                    for batch in tasks
+                ]
+        finally:
+            await runner.close()
+
+    return asyncio.run(work())
+
+
+def test_rollouts_at_the_same_time_are_samples_of_their_own_sessions(scripted):
+    [samples] = run(scripted("good"), [["one", "two", "three"]])
+    assert [text_of(s.prompt_ids).split("\n")[1] for s in samples] == [
+        "one<|im_end|>",
+        "two<|im_end|>",
+        "three<|im_end|>",
+    ]
+    for sample in samples:
+        assert (sample.reward, sample.status, sum(sample.response_mask)) == (1.5, "finished", 3)
+        assert sample.reward_parts == {"right": 1.0, "short": 0.5, "metrics/length": 3.0}
+
+
+def test_other_turns_than_the_endpoint_recorded_are_an_error_with_both(scripted):
+    told = (
+        r"RecordMismatchError: verifiers counts 1 turns with the tokens \(prompt, answer\) "
+        r"\[\((\d+), 4\)\]; the endpoint has recorded 1: \[\(\1, 3\)\]; it was asked about row 7"
+    )
+    with pytest.raises(RewardError, match=told):
+        run(scripted("lies"), [["one"]])
+
+
+def test_other_tokens_of_as_many_are_an_error_with_both():
+    spans = (VersionSpan(0, 0, 2),)
+    turn = Turn("s", "0", "", (1, 2, 3), (4, 5), (-1.0, -1.0), spans, "stop")
+    check_record([turn], [{"prompt": 3, "token_ids": [4, 5]}], [[3, 2]])
+    with pytest.raises(RecordMismatchError, match=re.escape("[(3, (4, 6))]; recorded: [(3, (4, 5")):
+        check_record([turn], [{"prompt": 3, "token_ids": [4, 6]}], [[3, 2]])
+    with pytest.raises(RecordMismatchError, match=r"counts 0 turns .* has recorded 1"):
+        check_record([turn], None, [])
+
+
+def test_a_rollout_that_fails_is_an_error_of_its_trajectory(scripted):
+    with pytest.raises(RewardError, match="RolloutFailedError: TaskError: no such city"):
+        run(scripted("fails"), [["one"]])
+    [[sample]] = run(scripted("fails"), [["one"]], stops=False)
+    assert (sample.status, sample.reward) == ("failed", 0.0)
+    assert "no such city" in sample.reward_error
+
+
+def test_a_rollout_that_the_environment_cut_off_by_time_keeps_its_reward(scripted):
+    [[sample]] = run(scripted("late"), [["one"]])
+    assert (sample.status, sample.reward) == ("aborted", 1.5)
+
+
+def test_a_trajectory_that_takes_too_long_is_cancelled_and_the_process_goes_on(scripted):
+    [cut_off], [next_one] = run(scripted("waits"), [["waits"], ["one"]], timeout_s=3)
+    assert (cut_off.status, cut_off.reward) == ("aborted", 0.0)
+    assert next_one.reward == 2.5  # it has heard of one that was cancelled
+
+
+@pytest.mark.parametrize(
+    ("environment", "own", "told"),
+    [
+        ("dies", {}, r"'dies' ended with status -9; it said: no memory is left$"),
+        ("hangs", {"answer_timeout_s": 0.4}, r"(?s)hangs: .* in 0.4 s .* in hang_here\n"),
+        ("refused", {}, r"cannot load its environment: ModuleNotFoundError: no such taskset$"),
+        ("old", {}, r"has verifiers 0\.3\.1; allowed: 0\.4\.x$"),
+        ("silent", {"start_timeout_s": 0.4}, r"has not loaded its environment in 0.4 s"),
+    ],
+)
+def test_the_end_or_hang_of_the_process_ends_the_run_with_what_it_said(
+    scripted, environment, own, told
+):
+    """Also where an error of a trajectory does not."""
+    with pytest.raises(BridgeError, match=told):
+        run(scripted(environment, **own), [["one"]], stops=False)
+
+
+def test_what_the_process_has_started_ends_with_it(scripted):
+    async def work() -> str:
+        process = BridgeProcess(VerifiersSettings(**scripted("leaves")), 8)
+        await process.start()
+        while "child" not in process._said:
+            await asyncio.sleep(0.01)
+        await process.close()
+        with pytest.raises(BridgeError, match="was closed"):
+            await process.ask("ping")
+        return process._said
+
+    assert_gone(int(asyncio.run(work()).split()[-1]))
+
+
+def test_an_environment_is_tried_out_before_a_run(scripted):
+    config = AgentConfig(loop="verifiers", settings=scripted("good"))
+    try_out(config, {"task": "{}"})
+    with pytest.raises(ConfigError, match=r"needs the column 'task', .*; the row has answer"):
+        try_out(config, {"answer": "4"})
+    config.settings = scripted("refused")
+    with pytest.raises(ConfigError, match=r"^agent\.settings\.environment: .* no such taskset"):
+        try_out(config, {"task": "{}"})
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"environment": ""}, "agent.settings.environment=''"),
+        ({"interpreter": "no/python"}, "`bash launch/setup_env.sh verifiers` makes"),
+        ({"args": "[1]"}, "agent.settings.args='[1]'; allowed: a JSON object, or a .toml file"),
+        ({"args": "{"}, "agent.settings.args='{' cannot be read"),
+        ({"args": "no.toml"}, "No such file"),
+        ({"folders": "no/folder"}, "there is no folder 'no/folder'"),
+        ({"answer_timeout_s": 0}, "agent.settings.answer_timeout_s=0.0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(scripted, own, told):
+    config = AgentConfig(loop="verifiers", settings=scripted("good") | own)
+    with pytest.raises(ConfigError) as caught:
+        check_agent(config, TOKENIZER)
+    assert told in str(caught.value)
+
+
+def test_args_may_be_the_file_that_verifiers_reads(scripted, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[env.taskset]\nsplit = "train"\n[env.agent.runtime]\ntype = "docker"\n')
+    settings = VerifiersSettings(**scripted("good", args=str(file)))
+    assert settings.parsed_args() == {
+        "taskset": {"split": "train"},
+        "agent": {"runtime": {"type": "docker"}},
+    }
