@@ -22,11 +22,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.dispatch import CallPart, Registration, gather, registered_methods, scatter
+from mcore_rl.controller.dispatch import Registration, registered_methods
 from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
-from mcore_rl.controller.rank_actor import RankActor, Recipe, StoredBatch, WorkerInfo
-from mcore_rl.data.batch import Batch
+from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
+from mcore_rl.controller.sending import send
 from mcore_rl.parallel.mesh import Mesh
 
 
@@ -201,32 +201,10 @@ class WorkerGroup:
     ) -> PendingCall:
         if self.ended:
             raise RuntimeError(f"{self.name}.{method} was called, but {self.ended}")
-        mode = registration.dispatch_mode
-        parts = scatter(mode, self.mesh, args, kwargs)
-        calls: dict[Any, int] = {}
-        for part in parts:
-            calls |= self._send(method, part)
+        parts = registration.scatter(self.mesh, args, kwargs)
+        finish = functools.partial(registration.dispatch_mode.gather, parts)
         limit = self._start_limit if registration.is_start else self._call_limit
-        return PendingCall(self, method, calls, functools.partial(gather, mode, parts), limit)
-
-    def _send(self, method: str, part: CallPart) -> dict[Any, int]:
-        """One call a rank. A batch that several ranks get is stored once."""
-        stored: list[Any] = []
-
-        def store(value: Any) -> Any:
-            if not isinstance(value, Batch):
-                return value
-            stored.append(ray.put(value) if len(part.ranks) > 1 else value)
-            return StoredBatch(len(stored) - 1)
-
-        args = [store(value) for value in part.args]
-        kwargs = {name: store(value) for name, value in part.kwargs.items()}
-        calls = {}
-        for rank in part.ranks:
-            is_output = part.output_rank in (None, rank)
-            reference = self._actors[rank].call.remote(method, is_output, args, kwargs, *stored)
-            calls[reference] = rank
-        return calls
+        return PendingCall(self, method, send(self._actors, method, parts), finish, limit)
 
 
 def wait_until_built(groups: Sequence[WorkerGroup]) -> None:
