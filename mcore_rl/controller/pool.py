@@ -334,12 +334,14 @@ def _check_detached(name: str) -> None:
             f"the detached pool {name!r} would end with this driver's private Ray; set RAY_ADDRESS "
             "to a cluster that stays"
         )
-    with contextlib.suppress(ValueError):  # there is none, as it should be
+    try:
         get_placement_group(name)
-        raise ConfigError(
-            f"there is a detached pool {name!r} on this Ray cluster; take up its group "
-            "(WorkerGroup.attach), end it (controller/detached.py), or use another name"
-        )
+    except ValueError:  # there is none, as it should be
+        return
+    raise ConfigError(
+        f"there is a detached pool {name!r} on this Ray cluster; take up its group "
+        "(WorkerGroup.attach), end it (controller/detached.py), or use another name"
+    )
 
 
 def by_node(nodes: Sequence[str]) -> list[int]:

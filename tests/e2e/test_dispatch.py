@@ -1,4 +1,4 @@
-"""Every dispatch mode on four processes, how a group of them fails, and groups that stay."""
+"""Every dispatch mode on four processes, and how a group of them fails."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import ray
 
-from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.call_parts import CallPart
-from mcore_rl.controller.detached import end_group, group_names
 from mcore_rl.controller.dispatch import Dispatch, DispatchMode, register
 from mcore_rl.controller.pending import PendingCall, WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.parallel.mesh import Mesh
-from tests.e2e.processes import command_line, lives
+from tests.e2e.processes import wait_until_gone
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -171,7 +166,7 @@ def test_each_mode_on_four_processes_as_worked_out_by_hand(pool: ResourcePool):
         assert said(group.megatron_compute(UNEVEN)) == [2, 12, 22, 32, 42]
         assert said(group.pp_as_dp(UNEVEN)) == [0, 12, 22, 32, 42]
         assert group.last_seen() == [[0], [0], [1, 2, 3, 4], [1, 2, 3, 4]]
-    wait_until_gone("policy")
+    wait_until_gone("MARK", "policy")
 
 
 @pytest.mark.parametrize(
@@ -201,129 +196,4 @@ def test_a_rank_of_four_that_fails_ends_in_one_error_and_no_process(
     if kind == "hang":
         stack = message.partition("\n\npolicy.fail, rank 2 ")[2].partition("\n\npolicy.fail, ")[0]
         assert stack.index("loop_for_ever") < stack.index("fail (")  # the innermost first
-    wait_until_gone("policy")
-
-
-DRIVER = """
-import sys
-from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pool import ResourcePool, ray_session
-from mcore_rl.controller.worker_group import WorkerGroup
-
-class Counter:
-    def __init__(self, start):
-        self.count = start
-
-    @register()
-    def add(self, number):
-        self.count += number
-        return self.count
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def hang(self):
-        import time
-        time.sleep(300)
-
-with (
-    ray_session(log_to_driver=False),
-    ResourcePool(2, {"CPU": 0.1}, detached="judge") as pool,
-    WorkerGroup(
-        Counter, layout=Layout(dp=2), pool=pool, timeouts=TimeoutsConfig(), init_args=(10,),
-        env={"MARK": "judge"},
-    ) as group,
-):
-    print(group.add(1), flush=True)
-    input()
-"""
-
-
-def test_a_detached_group_outlives_its_driver_and_is_found_by_name(
-    pool: ResourcePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Its driver is killed; the next one lets it go; the last one finds it busy, and ends it."""
-    with pytest.raises(ConfigError, match=r"'judge' would end with this driver's private Ray; set"):
-        ResourcePool(1, {"CPU": 0.1}, detached="judge")
-    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER)
-    driver = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert driver.stdout.readline() == "[11, 11]\n"
-    [reaper] = [p for p in psutil.Process(driver.pid).children() if "reaper.py" in command_line(p)]
-    ranks = {process.pid for process in marked("judge")}
-    driver.kill()
-    driver.wait()
-    wait_until(lambda: not lives(reaper))
-    assert {process.pid for process in marked("judge")} == ranks
-    assert group_names() == ["judge"]
-    with pytest.raises(ConfigError, match="there is a detached pool 'judge' on this Ray cluster"):
-        ResourcePool(1, {"CPU": 0.1}, detached="judge")
-
-    with WorkerGroup.attach("judge", timeouts=TimeoutsConfig()) as group:
-        assert group.add(1) == [12, 12]
-        assert {info.pid for info in group.worker_infos.values()} == ranks
-        group.hang.submit()
-    with pytest.raises(RuntimeError, match=r"judge\.add was called, but it has been let go"):
-        group.add(1)
-    told = r"'judge' cannot be taken up: rank 0 has not answered in 1 s \(timeouts.start_s\)"
-    with pytest.raises(WorkerError, match=told):
-        WorkerGroup.attach("judge", timeouts=TimeoutsConfig(start_s=1))
-    assert {process.pid for process in marked("judge")} == ranks
-    end_group("judge")
-    wait_until_gone("judge")
-    with pytest.raises(
-        ConfigError, match="no detached group 'judge' on this Ray cluster; found: no"
-    ):
-        WorkerGroup.attach("judge", timeouts=TimeoutsConfig())
-
-
-def test_a_detached_group_that_is_closed_is_gone_and_its_name_free(
-    pool: ResourcePool, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("RAY_ADDRESS", "of this session")
-    settings = {"layout": Layout(), "timeouts": TimeoutsConfig(), "env": {"MARK": "guide"}}
-    with ResourcePool(1, {"CPU": 0.1}, detached="guide") as kept:
-        with pytest.raises(ConfigError, match="has one group of its own name, with a share of 1"):
-            WorkerGroup(Worker, pool=kept, share=0.5, **settings)
-        WorkerGroup(Worker, pool=kept, **settings).detach()
-    with WorkerGroup.attach("guide", timeouts=TimeoutsConfig(call_s=5)) as group:
-        assert group.one_to_all("rank") == ["rank 0"]
-        with pytest.raises(RuntimeError, match="a detached group keeps its name and layout"):
-            group.rebuild("other", Layout())
-        group.close()
-    wait_until_gone("guide")
-    with ResourcePool(1, {"CPU": 0.1}, detached="guide"):  # without a group it goes with its block
-        assert group_names() == []
-    with pytest.raises(ConfigError, match="no detached group 'guide'"):
-        end_group("guide")
-
-
-def marked(name: str) -> list[psutil.Process]:
-    """The living ranks of groups that were started with this mark in their environment."""
-    found = psutil.Process().children(recursive=True)
-    return [p for p in found if lives(p) and f"MARK={name}\0" in environment(p)]
-
-
-def environment(process: psutil.Process) -> str:
-    """As it is now: Ray sets that of a rank after the process has started."""
-    try:
-        return "\0".join(f"{name}={value}" for name, value in process.environ().items()) + "\0"
-    except psutil.Error:
-        return ""
-
-
-def wait_until_gone(name: str) -> None:
-    wait_until(lambda: not marked(name))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "still there"
-        time.sleep(0.05)
+    wait_until_gone("MARK", "policy")
