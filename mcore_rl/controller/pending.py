@@ -50,8 +50,8 @@ class CalledGroup(Protocol):
     def close(self, reason: str = "") -> None: ...
 
 
-class Reference(Protocol):
-    """Of Ray, to the reply of a rank."""
+class SentCall(Protocol):
+    """Ray's reference to the reply of a rank."""
 
     def future(self) -> Future[Reply]: ...
 
@@ -63,7 +63,7 @@ class PendingCall:
         self,
         group: CalledGroup,
         method: str,
-        calls: Mapping[Reference, int],
+        calls: Mapping[SentCall, int],
         finish: Callable[[dict[int, Any]], Any],
         limit: Limit,
     ) -> None:
