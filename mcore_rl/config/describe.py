@@ -111,6 +111,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
         "cosine",
         "final_number",
         "format",
+        "http",
+        "judge",
         "math",
         "overlong",
         "pattern",

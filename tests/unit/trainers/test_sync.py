@@ -115,7 +115,7 @@ def one_step_of(tmp_path, settings, models, warmup_steps=0, made=None):
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     coefficients = Coefficients(config.algorithm)
     replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
-    tables = SampleTables(tmp_path, None, SampleTablesConfig(every=0, num_shown=0))
+    tables = SampleTables(tmp_path, None, SampleTablesConfig(every=0, num_shown=0, tokens=False))
     evaluation = Evaluation(config, servers, {}, tables, lambda when, found: None)
     trained = SyncTrainer(
         config, turns, servers, checkpointer, coefficients, replay, evaluation, tables
