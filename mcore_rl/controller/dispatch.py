@@ -1,56 +1,115 @@
 """One call on a group of workers becomes one call per rank, and one result. Pure: no Ray.
 
-A worker method has a mode; `scatter` splits the arguments and `gather` joins the results.
+A worker method has a mode, which says how the arguments are split and the results are joined.
 
     class ModelWorker:
-        @register(dispatch_mode=Dispatch.DP_COMPUTE)
+        @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
         def compute_log_probs(self, batch: Batch) -> Batch: ...
+
+A mode of one's own is declared as those of the table, anywhere:
+
+    ODD_RANKS = DispatchMode(scatter=to_odd_ranks, gather=list_by_rank)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
 
-import numpy as np
-
-from mcore_rl.data.batch import Batch
-from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, balanced_partition
+from mcore_rl.config.schema import Layout
+from mcore_rl.controller.call_parts import (
+    Args,
+    CallPart,
+    Kwargs,
+    Results,
+    check_parts,
+    entry_to_each,
+    joined_batch,
+    list_by_rank,
+    only_result,
+    split_batches,
+    split_batches_for_function,
+    to_all,
+    to_rank_zero,
+)
 from mcore_rl.parallel.mesh import Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "_mcore_rl_registration"
 
 
-class Dispatch(StrEnum):
+@dataclass(frozen=True, slots=True)
+class DispatchMode:
     """Which ranks are called, with what, and what is returned."""
 
-    ONE_TO_ALL = "one_to_all"  # every rank, the same arguments; a list of results by rank
-    RANK_ZERO = "rank_zero"  # world rank 0 only; its result
-    DP_COMPUTE = (
-        "dp_compute"  # every rank, batches split by DP rank; one batch, or a list by DP rank
+    scatter: Callable[[Mesh, Args, Kwargs], list[CallPart]]
+    gather: Callable[[Sequence[CallPart], Results], Any]
+
+
+_EVERY_RANK = ("pp", "dp", "cp", "tp")  # in the order of world ranks
+
+
+class Dispatch:
+    """The modes that there are; each is a function of call_parts.py to split and one to join."""
+
+    ONE_TO_ALL: Final = DispatchMode(to_all, list_by_rank)
+    ALL_TO_ALL: Final = DispatchMode(entry_to_each, list_by_rank)
+    RANK_ZERO: Final = DispatchMode(to_rank_zero, only_result)
+    DP_COMPUTE: Final = DispatchMode(partial(split_batches, _EVERY_RANK), joined_batch)
+    MEGATRON_COMPUTE: Final = DispatchMode(partial(split_batches, ("dp",)), joined_batch)
+    MEGATRON_PP_AS_DP: Final = DispatchMode(partial(split_batches, ("dp", "pp")), joined_batch)
+    DP_COMPUTE_WITH_FUNC: Final = DispatchMode(
+        partial(split_batches_for_function, _EVERY_RANK), joined_batch
     )
+
+
+class Execute(StrEnum):
+    """On which ranks a mode is carried out."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"  # world rank 0 alone, as if the group had no other
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    dispatch_mode: Dispatch
+    dispatch_mode: DispatchMode
+    execute: Execute
     blocking: bool  # whether a plain call waits for the result or returns a Pending
     is_start: bool  # whether it may take timeouts.start_s, or timeouts.call_s
+
+    def scatter(self, mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]:
+        """The parts of one call. Raises TypeError and ValueError for what cannot be split."""
+        called = mesh if self.execute is Execute.ALL else Mesh(Layout())
+        parts = self.dispatch_mode.scatter(called, args, kwargs)
+        check_parts(parts, called)
+        return parts
 
 
 def register(
     *,
-    dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL,
+    dispatch_mode: DispatchMode = Dispatch.ONE_TO_ALL,
+    execute: Execute | str = Execute.ALL,
     blocking: bool = True,
     is_start: bool = False,
 ) -> Callable[[F], F]:
-    """Marks a worker method as callable through its group."""
+    """Marks a worker method as callable through its group.
+
+    Raises:
+        TypeError: `dispatch_mode` is no DispatchMode.
+        ValueError: `execute` is neither "all" nor "rank_zero".
+    """
+    if not isinstance(dispatch_mode, DispatchMode):
+        raise TypeError(
+            f"dispatch_mode is {dispatch_mode!r}; allowed: an attribute of Dispatch, such as "
+            "Dispatch.ONE_TO_ALL, or a DispatchMode of one's own"
+        )
+    registration = Registration(dispatch_mode, Execute(execute), blocking, is_start)
 
     def mark(method: F) -> F:
-        setattr(method, _ATTRIBUTE, Registration(Dispatch(dispatch_mode), blocking, is_start))
+        setattr(method, _ATTRIBUTE, registration)
         return method
 
     return mark
@@ -69,88 +128,3 @@ class Group(Protocol):
     """The ranks of a model, called as one object: the registered methods of its worker class."""
 
     def __getattr__(self, name: str) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """The arguments of one call, the same for all its ranks."""
-
-    ranks: tuple[int, ...]  # world ranks that get them
-    output_rank: int | None  # the one of them whose result counts; None: each rank's counts
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rows: tuple[int, ...] | None = None  # rows of the caller's batches, when they were split
-
-
-def scatter(
-    mode: Dispatch, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[CallPart]:
-    """The parts of one call. Raises ValueError when batches to be split differ in length."""
-    if mode is Dispatch.ONE_TO_ALL:
-        return [CallPart(tuple(range(mesh.world_size)), None, args, kwargs)]
-    if mode is Dispatch.RANK_ZERO:
-        return [CallPart((0,), 0, args, kwargs)]
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Batch)]
-    if not batches:
-        raise TypeError("a DP_COMPUTE method was called without a Batch to split")
-    if len({len(batch) for batch in batches}) > 1:
-        raise ValueError(f"batches of one call differ in rows: {[len(b) for b in batches]}")
-    rows_of = balanced_partition(_row_costs(batches), mesh.sizes["dp"])
-    return [_dp_part(mesh, dp_rank, rows, args, kwargs) for dp_rank, rows in enumerate(rows_of)]
-
-
-def gather(mode: Dispatch, parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
-    """One result from those of the ranks that count; `results` is keyed by world rank.
-
-    DP_COMPUTE: batches are joined in the row order of the caller; anything else is a list by DP
-    rank. Raises ValueError when a rank returns a batch with other rows than it was given.
-    """
-    if mode is Dispatch.ONE_TO_ALL:
-        return [results[rank] for rank in parts[0].ranks]
-    outputs = [results[part.output_rank] for part in parts if part.output_rank is not None]
-    if mode is Dispatch.RANK_ZERO:
-        return outputs[0]
-    if not all(isinstance(output, Batch) for output in outputs):
-        return outputs
-    for part, output in zip(parts, outputs, strict=True):
-        if len(output) != len(part.rows or ()):
-            raise ValueError(
-                f"rank {part.output_rank} returned a batch of {len(output)} rows for "
-                f"{len(part.rows or ())}; a method that changes the rows must not return a Batch"
-            )
-    return _in_caller_order(parts, outputs)
-
-
-def _dp_part(
-    mesh: Mesh, dp_rank: int, rows: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> CallPart:
-    def part_of(value: Any) -> Any:
-        return value.take(rows) if isinstance(value, Batch) else value
-
-    ranks = mesh.ranks(dp_rank=dp_rank)
-    last_stage = mesh.sizes["pp"] - 1
-    (output,) = mesh.ranks(dp_rank=dp_rank, tp_rank=0, cp_rank=0, pp_rank=last_stage)
-    return CallPart(
-        ranks=tuple(ranks),
-        output_rank=output,
-        args=tuple(part_of(value) for value in args),
-        kwargs={name: part_of(value) for name, value in kwargs.items()},
-        rows=tuple(rows),
-    )
-
-
-def _row_costs(batches: Sequence[Batch]) -> Sequence[float]:
-    """By the default cost of a sequence: nothing is known of the model here."""
-    for batch in batches:
-        if "prompt_ids" in batch and "response_ids" in batch:
-            return [DEFAULT_SEQUENCE_COST.of(int(count)) for count in batch.num_tokens]
-    return [1.0] * len(batches[0])
-
-
-def _in_caller_order(parts: Sequence[CallPart], outputs: Sequence[Batch]) -> Batch:
-    # Empty parts are left out: what a worker returns for no rows may have wrong dtypes.
-    filled = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.rows]
-    if not filled:
-        return outputs[0]
-    order = np.concatenate([np.asarray(part.rows, dtype=np.int64) for part, _ in filled])
-    return Batch.concat([output for _, output in filled]).take(np.argsort(order).tolist())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
 from mcore_rl.config.errors import ConfigError
@@ -49,6 +50,12 @@ class CalledGroup(Protocol):
     def close(self, reason: str = "") -> None: ...
 
 
+class SentCall(Protocol):
+    """Ray's reference to the reply of a rank."""
+
+    def future(self) -> Future[Reply]: ...
+
+
 class PendingCall:
     """Waits for the ranks of one call. `result` may be called again."""
 
@@ -56,14 +63,14 @@ class PendingCall:
         self,
         group: CalledGroup,
         method: str,
-        calls: dict[Any, int],
+        calls: Mapping[SentCall, int],
         finish: Callable[[dict[int, Any]], Any],
         limit: Limit,
     ) -> None:
-        """`calls` maps Ray references to world ranks; `finish` joins the values by world rank."""
+        """`calls` maps references to world ranks; `finish` joins the values by world rank."""
         self._group, self._label, self._finish = group, f"{group.name}.{method}", finish
         self._limit = limit
-        self._waiting = dict(calls)
+        self._waiting = {reference.future(): rank for reference, rank in calls.items()}
         self._values: dict[int, Any] = {}
         self._failures: list[tuple[FailureKind, float, int, Failure]] = []  # when, and which rank
         self._error: Exception | None = None
@@ -79,10 +86,10 @@ class PendingCall:
         """
         return gathered([self], limit)[0]
 
-    def _take(self, reference: Any) -> None:
-        rank = self._waiting.pop(reference)
+    def _take(self, future: Future[Reply]) -> FailureKind | None:
+        rank = self._waiting.pop(future)
         try:
-            reply: Reply = ray.get(reference)
+            reply = future.result()
         except RayTaskError as error:  # outside of the worker: arguments that cannot be read there
             cause = error.cause or error
             reply = Reply(
@@ -92,8 +99,9 @@ class PendingCall:
             reply = Reply(failure=Failure(FailureKind.DIED, type(error).__name__, _why(error)))
         if reply.failure is None:
             self._values[rank] = reply.value
-        else:
-            self._failures.append((reply.failure.kind, time.monotonic(), rank, reply.failure))
+            return None
+        self._failures.append((reply.failure.kind, time.monotonic(), rank, reply.failure))
+        return reply.failure.kind
 
     def _to_error(self, rank: int, failure: Failure) -> Exception:
         if self._group.ended:
@@ -144,16 +152,14 @@ def _collect(calls: Sequence[PendingCall], seconds: float, until: FailureKind) -
 
     (`until` is the mildest kind of failure that ends the wait.)
     """
-    deadline = time.monotonic() + seconds
-    while sent := {reference: call for call in calls for reference in call._waiting}:
-        if any(kind <= until for call in calls for kind, *_ in call._failures):
-            return
-        left = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(sent), num_returns=1, timeout=left)
-        if not ready:
-            return
-        for reference in ready:
-            sent[reference]._take(reference)
+    sent = {future: call for call in calls for future in call._waiting}
+    if any(kind <= until for call in calls for kind, *_ in call._failures):
+        return
+    with contextlib.suppress(TimeoutError):
+        for future in as_completed(sent, timeout=seconds):
+            failed = sent[future]._take(future)
+            if failed is not None and failed <= until:
+                return
 
 
 def _grace_s(calls: Sequence[PendingCall]) -> float:

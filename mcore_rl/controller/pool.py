@@ -19,6 +19,7 @@ from ray._private import ray_constants, utils
 from ray._private.node import Node
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -29,6 +30,8 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.node import RAY_CONFIG
 from mcore_rl.controller.reaper import RAY_DIR
 from mcore_rl.controller.run_scope import environment, own_sigterm, run_scope
+
+NAMESPACE = "mcore_rl"  # of what Ray finds by name
 
 
 @contextlib.contextmanager
@@ -99,7 +102,12 @@ def _join(address: str, log_to_driver: bool) -> Iterator[None]:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         tries = os.environ.get("RAY_gcs_server_port_wait_time_s", "1")  # noqa: SIM112 (Ray spells it so)
         with own_sigterm(), environment(RAY_gcs_server_port_wait_time_s=tries):
-            ray.init(address=address, log_to_driver=log_to_driver, logging_level="error")
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=log_to_driver,
+                logging_level="error",
+            )
     except (OSError, RuntimeError) as error:  # RuntimeError: a Ray that does not know us, say
         raise ConfigError(
             f"RAY_ADDRESS is {address!r}, where no Ray cluster answers "
@@ -123,6 +131,7 @@ def _start(scratch: Path, **settings: Any) -> Iterator[None]:
         with _loopback(), idlers, own_sigterm(), _deaf_to_hangups():
             ray.init(
                 address="local",
+                namespace=NAMESPACE,
                 include_dashboard=False,
                 logging_level="error",
                 _node_ip_address="127.0.0.1",
@@ -210,6 +219,9 @@ class ResourcePool:
     (`WorkerGroup(..., share=0.5)`). Ranks print to `log_dir`/GROUP-RANK.log on nodes that have that
     folder; elsewhere, and without it, to Ray's own logs.
 
+    With a name in `detached` the pool and the one group in it outlive this driver, on a cluster
+    that does (`WorkerGroup.attach`): the end of its block leaves them, `close` ends them.
+
     `bundles` are the indices of Ray's bundles in the order of ranks: those of a node follow each
     other, so that ranks of a tensor- or expert-parallel group share one where they fit.
     """
@@ -222,11 +234,15 @@ class ResourcePool:
         strategy: str = "PACK",
         timeout_s: float = 60.0,
         log_dir: Path | None = None,
+        detached: str = "",
     ) -> None:
         """Raises ConfigError when the cluster does not provide the bundles within `timeout_s`.
 
-        At once, when its nodes could not hold them even if all were free.
+        At once, when its nodes could not hold them even if all were free, and when a detached pool
+        has the name of another, or would end with this driver's private Ray.
         """
+        if detached:
+            _check_detached(detached)
         if num_ranks < 1 or not resources_per_rank or min(resources_per_rank.values()) <= 0:
             raise ConfigError(
                 f"a pool of {num_ranks} ranks with {dict(resources_per_rank)} each; it needs one "
@@ -234,12 +250,15 @@ class ResourcePool:
             )
         self.num_ranks = num_ranks
         self.resources_per_rank = dict(resources_per_rank)
-        self.log_dir = log_dir
+        self.log_dir, self.detached = log_dir, detached
         if _most_bundles(resources_per_rank) < num_ranks:
             raise ConfigError(self._shortage("do not fit, busy or free"))
         self._free = 1.0  # the share of each bundle that no group has
         self.placement_group: PlacementGroup = placement_group(
-            [dict(resources_per_rank)] * num_ranks, strategy=strategy
+            [dict(resources_per_rank)] * num_ranks,
+            strategy=strategy,
+            name=detached,
+            lifetime="detached" if detached else None,
         )
         if not self.placement_group.wait(timeout_seconds=timeout_s):
             message = self._shortage(f"did not find room in {timeout_s:g} s")
@@ -293,7 +312,8 @@ class ResourcePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if not self.detached or self._free == 1.0:
+            self.close()
 
     def _shortage(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -306,6 +326,22 @@ class ResourcePool:
             f"{self.num_ranks} ranks of {self.resources_per_rank} each {what} ({'; '.join(lines)}; "
             f"{len(ray.nodes())} nodes). Use a smaller layout or a larger cluster"
         )
+
+
+def _check_detached(name: str) -> None:
+    if not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"the detached pool {name!r} would end with this driver's private Ray; set RAY_ADDRESS "
+            "to a cluster that stays"
+        )
+    try:
+        get_placement_group(name)
+    except ValueError:  # there is none, as it should be
+        return
+    raise ConfigError(
+        f"there is a detached pool {name!r} on this Ray cluster; take up its group "
+        "(WorkerGroup.attach), end it (controller/detached.py), or use another name"
+    )
 
 
 def by_node(nodes: Sequence[str]) -> list[int]:

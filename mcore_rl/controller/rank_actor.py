@@ -69,8 +69,11 @@ class WorkerInfo:
 class RankActor:
     """One rank of a group. First its `info` is asked for, and of rank 0 where all can meet."""
 
-    def __init__(self, group: str, rank: int, log_dir: Path | None = None) -> None:
-        self._rank, self._log_dir = rank, log_dir
+    def __init__(
+        self, group: str, rank: int, log_dir: Path | None = None, card: bytes = b""
+    ) -> None:
+        """`card` is what a later driver has to know of a detached group."""
+        self._rank, self._log_dir, self._card = rank, log_dir, card
         self.rename(group)
         self._worker: Any = None
         self._rendezvous: RendezvousServer | None = None  # of rank 0
@@ -96,6 +99,10 @@ class RankActor:
         stderr = os.path.realpath("/proc/self/fd/2")
         host = os.environ.get(NODE) or socket.gethostname()
         return Reply(WorkerInfo(host, node, os.getpid(), stderr))
+
+    def card(self) -> Reply:
+        """The value is what the group has been given for later drivers."""
+        return Reply(self._card)
 
     def open_rendezvous(self) -> Reply:
         """The value is the endpoint of a server that stays, on the address of this node."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.controller.dispatch import gather, registered_methods, scatter
+from mcore_rl.controller.dispatch import registered_methods
 from mcore_rl.controller.stop_signals import SIGNALS, RunStopped
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.parallel.mesh import Mesh
@@ -94,15 +94,17 @@ class TorchrunRanks:
         call = {"method": method, "name": name, "args": _packed(args), "kwargs": _packed(kwargs)}
         self._send(call)
         found = dict(enumerate(self._collected(self._run(call))))
-        mode = registered_methods(type(self._workers[name]))[method].dispatch_mode
-        return gather(mode, scatter(mode, self.mesh, args, kwargs), found)
+        registration = registered_methods(type(self._workers[name]))[method]
+        return registration.dispatch_mode.gather(
+            registration.scatter(self.mesh, args, kwargs), found
+        )
 
     def _run(self, call: dict[str, Any]) -> Any:
         """This rank's part of a call."""
         worker, method = self._workers[call["name"]], call["method"]
-        mode = registered_methods(type(worker))[method].dispatch_mode
+        registration = registered_methods(type(worker))[method]
         args, kwargs = tuple(_unpacked(call["args"])), _unpacked(call["kwargs"])
-        for part in scatter(mode, self.mesh, args, kwargs):
+        for part in registration.scatter(self.mesh, args, kwargs):
             if rank() in part.ranks:
                 value = getattr(worker, method)(*part.args, **part.kwargs)
                 return value if part.output_rank in (None, rank()) else None

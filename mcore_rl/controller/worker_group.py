@@ -14,7 +14,7 @@ read-only there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import ray
@@ -22,11 +22,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.dispatch import CallPart, Registration, gather, registered_methods, scatter
+from mcore_rl.controller.detached import GroupCard, actor_options, find_group
+from mcore_rl.controller.dispatch import Registration, registered_methods
 from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
-from mcore_rl.controller.rank_actor import RankActor, Recipe, StoredBatch, WorkerInfo
-from mcore_rl.data.batch import Batch
+from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
+from mcore_rl.controller.sending import send
 from mcore_rl.parallel.mesh import Mesh
 
 
@@ -75,15 +76,17 @@ class WorkerGroup:
         1 runs calls on one rank in as many threads. Raises ConfigError when the pool is too
         small or used up, and WorkerError (or ConfigError) when a worker cannot be
         built, or not within timeouts.start_s.
+
+        In a detached pool the group is detached, and has the name of the pool.
         """
-        self.name = name or worker_class.__name__
-        self.mesh = Mesh(layout)
-        self.worker_infos: dict[int, WorkerInfo] = {}
-        self.ended = ""
-        self._actors: list[Any] = []
-        self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
-        self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
-        self._pool, self._share = pool, share
+        if pool.detached and (name or pool.detached, share) != (pool.detached, 1.0):
+            raise ConfigError(
+                f"a group {name!r} asks for a share of {share:g} of the detached pool "
+                f"{pool.detached!r}; such a pool has one group of its own name, with a share of 1"
+            )
+        give_back = pool.close if pool.detached else functools.partial(pool.release, share)
+        self._set_up(pool.detached or name, worker_class, layout, timeouts, give_back)
+        self._detached, self._share = bool(pool.detached), share
         needed = layout.world_size * bundles_per_rank
         if pool.num_ranks < needed:
             raise ConfigError(
@@ -91,7 +94,6 @@ class WorkerGroup:
                 f"{pool.num_ranks}"
             )
         self._bundles_per_rank = bundles_per_rank
-        self._worker_class, self._methods = worker_class, self._bind(worker_class)
         pool.reserve(share, self.name)
         try:
             self._start(pool, threads_per_rank, dict(env or {}), max_concurrency)
@@ -101,6 +103,43 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def attach(cls, name: str, *, timeouts: TimeoutsConfig) -> Self:
+        """The detached group of that name, whose driver has ended or let it go.
+
+        One driver at a time may use a group. What an earlier one has called is finished first.
+
+        Raises:
+            ConfigError: there is none of that name.
+            WorkerError: a rank is gone, or does not answer within timeouts.start_s. The group
+                stays: `end_group` of controller/detached.py ends it.
+        """
+        found = find_group(name, Limit(timeouts.start_s, "timeouts.start_s"))
+        group = cls.__new__(cls)
+        card = found.card
+        group._set_up(name, card.worker_class, card.layout, timeouts, found.end)
+        group._detached = True
+        group._actors, group.worker_infos = found.actors, found.worker_infos
+        return group
+
+    def _set_up(
+        self,
+        name: str,
+        worker_class: type,
+        layout: Layout,
+        timeouts: TimeoutsConfig,
+        give_back: Callable[[], None],
+    ) -> None:
+        self.name = name or worker_class.__name__
+        self._layout, self.mesh = layout, Mesh(layout)
+        self.worker_infos: dict[int, WorkerInfo] = {}
+        self.ended = ""
+        self._actors: list[Any] = []
+        self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
+        self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
+        self._give_back = give_back  # what the group has of its pool
+        self._worker_class, self._methods = worker_class, self._bind(worker_class)
 
     def __getattr__(self, name: str) -> Method:
         methods = self.__dict__.get("_methods", {})
@@ -114,8 +153,9 @@ class WorkerGroup:
         A worker's `close` frees what it has; process groups stay. Returns immediately, as the
         constructor without `wait` does. Raises ConfigError when the layout has more or fewer ranks.
         """
-        if self.ended:
-            raise RuntimeError(f"{self.name} cannot be rebuilt: {self.ended}")
+        if self.ended or self._detached:
+            why = self.ended or "a detached group keeps its name and layout"
+            raise RuntimeError(f"{self.name} cannot be rebuilt: {why}")
         if len(self._actors) != layout.world_size:
             raise ConfigError(
                 f"{name}: the layout {layout} has {layout.world_size} ranks; {self.name} has "
@@ -131,16 +171,23 @@ class WorkerGroup:
         if self.ended:
             return
         self.ended = reason or "the group has been closed"
-        self._pool.release(self._share)
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
+        self._give_back()
+
+    def detach(self) -> None:
+        """Lets go of a detached group: its workers stay, this object takes no more calls."""
+        if not self._detached:
+            raise RuntimeError(f"{self.name} ends with this driver: its pool is not detached")
+        self.ended = self.ended or "it has been let go"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """A detached group stays."""
+        self.detach() if self._detached else self.close()
 
     def _bind(self, worker_class: type) -> dict[str, Method]:
         registered = registered_methods(worker_class)
@@ -161,13 +208,16 @@ class WorkerGroup:
             "OMP_WAIT_POLICY": "PASSIVE",
         }
         host = ray.remote(RankActor)
+        card = bytes(GroupCard(self._worker_class, self._layout)) if self._detached else b""
         for rank in range(self.mesh.world_size):
             options = pool.actor_options(self._share) | {
                 "scheduling_strategy": self._on(pool, rank),
                 "runtime_env": {"env_vars": common | {"RANK": str(rank)} | env},
                 "max_concurrency": max_concurrency,
             }
-            self._actors.append(host.options(**options).remote(self.name, rank, pool.log_dir))
+            if self._detached:
+                options |= actor_options(self.name, rank)
+            self._actors.append(host.options(**options).remote(self.name, rank, pool.log_dir, card))
 
     def _on(self, pool: ResourcePool, rank: int) -> PlacementGroupSchedulingStrategy:
         """The first bundle of a rank, all of whose bundles have to be on one node."""
@@ -201,32 +251,10 @@ class WorkerGroup:
     ) -> PendingCall:
         if self.ended:
             raise RuntimeError(f"{self.name}.{method} was called, but {self.ended}")
-        mode = registration.dispatch_mode
-        parts = scatter(mode, self.mesh, args, kwargs)
-        calls: dict[Any, int] = {}
-        for part in parts:
-            calls |= self._send(method, part)
+        parts = registration.scatter(self.mesh, args, kwargs)
+        finish = functools.partial(registration.dispatch_mode.gather, parts)
         limit = self._start_limit if registration.is_start else self._call_limit
-        return PendingCall(self, method, calls, functools.partial(gather, mode, parts), limit)
-
-    def _send(self, method: str, part: CallPart) -> dict[Any, int]:
-        """One call a rank. A batch that several ranks get is stored once."""
-        stored: list[Any] = []
-
-        def store(value: Any) -> Any:
-            if not isinstance(value, Batch):
-                return value
-            stored.append(ray.put(value) if len(part.ranks) > 1 else value)
-            return StoredBatch(len(stored) - 1)
-
-        args = [store(value) for value in part.args]
-        kwargs = {name: store(value) for name, value in part.kwargs.items()}
-        calls = {}
-        for rank in part.ranks:
-            is_output = part.output_rank in (None, rank)
-            reference = self._actors[rank].call.remote(method, is_output, args, kwargs, *stored)
-            calls[reference] = rank
-        return calls
+        return PendingCall(self, method, send(self._actors, method, parts), finish, limit)
 
 
 def wait_until_built(groups: Sequence[WorkerGroup]) -> None:

@@ -62,7 +62,7 @@ class ModelWorker:
     def initialize(self) -> None:
         self._engine.initialize()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def compute_log_probs(
         self, batch: Batch, *, temperature: float, replay: bool = True
     ) -> Batch | None:
@@ -87,12 +87,12 @@ class ModelWorker:
         pp_rank = Mesh(engine.layout).coordinate(engine.world_rank).pp_rank
         return with_stage_experts(batch, engine.expert_layers, pp_rank, self._spec.timeout_s)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
         """The same for the base model of a LoRA actor: the actor without its adapters."""
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def compute_values(self, batch: Batch) -> Batch | None:
         """Adds the column values of a value or reward model."""
         return self._engine.infer_batch(batch)
@@ -105,7 +105,7 @@ class ModelWorker:
         self._engine.to(place, model=model, optimizer=optimizer, grad=grad)
         return self._engine.memory_report()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def update(self, batch: Batch, *, temperature: float = 1.0) -> Metrics:
         """One optimizer step on a mini-batch; its loss is that of scores at `temperature`.
 

@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import ray
 
+from mcore_rl.controller.pool import NAMESPACE
+from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.data.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
@@ -189,6 +193,24 @@ def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
             return job
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray that others can join, as `ray start` makes it."""
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with run_scope() as scratch:
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=1,
+            object_store_memory=100 << 20,
+            include_dashboard=False,
+            logging_level="error",
+            _temp_dir=str(scratch / "r"),
+        )
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

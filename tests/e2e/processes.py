@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,20 @@ def environ(process: psutil.Process) -> dict[str, str]:
     with contextlib.suppress(psutil.Error, OSError):
         return process.environ()
     return {}
+
+
+def started_with(name: str, value: str) -> list[psutil.Process]:
+    """The living descendants of this process that have this in their environment."""
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if lives(p) and environ(p).get(name) == value]
+
+
+def wait_until_gone(name: str, value: str, seconds: float = 30) -> None:
+    """Raises AssertionError when some of `started_with` are left after that time."""
+    deadline = time.monotonic() + seconds
+    while left := started_with(name, value):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
 
 
 def lives(process: psutil.Process) -> bool:

@@ -54,7 +54,7 @@ class Lodger:
     def lodger(self) -> tuple[str, int, int]:
         return self.label, os.getpid(), int(os.environ["RENDEZVOUS_PORT"])
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def look_at(self, batch: Batch) -> Batch:
         self.num_rows = len(batch)
         return batch

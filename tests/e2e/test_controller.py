@@ -52,7 +52,7 @@ class Worker:
     def rendezvous(self) -> int:
         return int(os.environ["RENDEZVOUS_PORT"])
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def double(self, batch: Batch, factor: int = 2) -> Batch:
         self.seen = batch.jagged("response_ids").values.tolist()
         ids = batch.jagged("response_ids")

@@ -2,17 +2,14 @@
 
 import os
 import re
-import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 from safetensors.torch import load_file
 
-from mcore_rl.controller.run_scope import run_scope
 from tests.e2e.test_kill import TRAINING, is_training
 
 
@@ -46,23 +43,6 @@ def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_an
     assert all(tensor.isfinite().all() for tensor in found.values())
     assert (Path(place) / "tokenizer.json").exists()
     assert job.left() == [str(Path(place).parent)]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a Ray that others can join, as `ray start` makes it."""
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with run_scope() as scratch:
-        ray.init(
-            address="local",
-            num_cpus=1,
-            object_store_memory=100 << 20,
-            include_dashboard=False,
-            logging_level="error",
-            _temp_dir=str(scratch / "r"),
-        )
-        yield ray.get_runtime_context().gcs_address
-        ray.shutdown()
 
 
 JOINS = """

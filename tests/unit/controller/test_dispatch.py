@@ -1,5 +1,7 @@
 """Splitting a call over ranks and joining the results, without Ray."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.config.schema import Layout
+from mcore_rl.controller.call_parts import CallPart, list_by_rank
 from mcore_rl.controller.dispatch import (
-    CallPart,
     Dispatch,
+    DispatchMode,
+    Execute,
     Registration,
-    gather,
     register,
     registered_methods,
-    scatter,
 )
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.mesh import Coordinate, Mesh
 
 
 def batch_of(lengths: list[int]) -> Batch:
@@ -38,7 +40,7 @@ def run(parts: list[CallPart], worker: Any) -> dict[int, Any]:
 
 
 class Base:
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def compute(self) -> None: ...
 
     @register(blocking=False)
@@ -56,19 +58,19 @@ class Child(Base):
 
 def test_marks_are_inherited_and_can_be_changed():
     assert registered_methods(Base) == {
-        "compute": Registration(Dispatch.DP_COMPUTE, True, False),
-        "save": Registration(Dispatch.ONE_TO_ALL, False, False),
+        "compute": Registration(Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False),
+        "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False, False),
     }
     assert registered_methods(Child) == {
-        "compute": Registration(Dispatch.DP_COMPUTE, True, False),
-        "save": Registration(Dispatch.RANK_ZERO, True, True),
+        "compute": Registration(Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False),
+        "save": Registration(Dispatch.RANK_ZERO, Execute.ALL, True, True),
     }
 
 
 def test_ranks_share_the_cost_of_a_batch_and_not_its_tokens():
     """Pairs of tokens count: the long sample weighs more than as many tokens in short ones."""
     batch = batch_of([40_000] + [1_000] * 100)
-    parts = scatter(Dispatch.DP_COMPUTE, Mesh(Layout(dp=2)), (batch,), {})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(Mesh(Layout(dp=2)), (batch,), {})
     tokens = [int(part.args[0].num_tokens.sum()) for part in parts]
     assert parts[0].rows is not None and 0 in parts[0].rows
     costs = [sum(n + n**2 / 24576 / 2 for n in part.args[0].num_tokens) for part in parts]
@@ -82,7 +84,7 @@ def test_ranks_share_the_cost_of_a_batch_and_not_its_tokens():
 )
 def test_a_batch_comes_back_in_the_callers_order(lengths: list[int], layout: Layout):
     mesh, batch = Mesh(layout), batch_of(lengths)
-    parts = scatter(Dispatch.DP_COMPUTE, mesh, (batch,), {})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch,), {})
 
     def double(part: Batch) -> Batch:
         values = part.jagged("response_ids")
@@ -90,7 +92,7 @@ def test_a_batch_comes_back_in_the_callers_order(lengths: list[int], layout: Lay
             "doubled", "row"
         )
 
-    joined = gather(Dispatch.DP_COMPUTE, parts, run(parts, double))
+    joined = Dispatch.MEGATRON_COMPUTE.gather(parts, run(parts, double))
     assert joined.array("row").tolist() == list(range(len(lengths)))
     for row, values in enumerate(joined.jagged("doubled")):
         assert values.tolist() == [2 * row] * lengths[row]
@@ -98,7 +100,7 @@ def test_a_batch_comes_back_in_the_callers_order(lengths: list[int], layout: Lay
 
 def test_all_ranks_of_a_dp_group_get_the_same_part_and_one_owns_the_output():
     mesh = Mesh(Layout(tp=2, cp=2, dp=2, pp=2))
-    parts = scatter(Dispatch.DP_COMPUTE, mesh, (batch_of([3, 9, 4]),), {})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([3, 9, 4]),), {})
     assert [part.ranks for part in parts] == [tuple(mesh.ranks(dp_rank=d)) for d in (0, 1)]
     for dp_rank, part in enumerate(parts):
         at = mesh.coordinate(part.output_rank)
@@ -106,24 +108,26 @@ def test_all_ranks_of_a_dp_group_get_the_same_part_and_one_owns_the_output():
 
 
 def test_the_split_follows_tokens_not_rows():
-    parts = scatter(Dispatch.DP_COMPUTE, Mesh(Layout(dp=2)), (batch_of([100, 10, 10, 10, 10]),), {})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(
+        Mesh(Layout(dp=2)), (batch_of([100, 10, 10, 10, 10]),), {}
+    )
     assert [part.rows for part in parts] == [(0,), (1, 2, 3, 4)]
 
 
 def test_a_small_batch_leaves_ranks_with_an_empty_batch_that_keeps_its_columns():
-    parts = scatter(Dispatch.DP_COMPUTE, Mesh(Layout(dp=3)), (batch_of([5]),), {})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(Mesh(Layout(dp=3)), (batch_of([5]),), {})
     assert [len(part.args[0]) for part in parts] == [1, 0, 0]
     assert parts[2].args[0]["response_ids"].values.dtype == np.int64
     # What a worker makes of no rows has no say in the dtypes of the whole.
     empty = Batch({"x": np.zeros(0, dtype=np.float64)})
     results = {0: Batch({"x": np.ones(1, dtype=np.float32)}), 1: empty, 2: empty}
-    joined = gather(Dispatch.DP_COMPUTE, parts, results)
+    joined = Dispatch.MEGATRON_COMPUTE.gather(parts, results)
     assert joined.array("x").dtype == np.float32
 
 
 def test_batches_in_keywords_are_split_by_the_same_rows_and_the_rest_goes_to_all():
     mesh, batch = Mesh(Layout(dp=2)), batch_of([1, 2, 3])
-    parts = scatter(Dispatch.DP_COMPUTE, mesh, (batch, 0.5), {"other": batch.select("row")})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch, 0.5), {"other": batch.select("row")})
     for part in parts:
         assert part.args[1] == 0.5
         assert part.kwargs["other"].array("row").tolist() == list(part.rows)
@@ -131,32 +135,170 @@ def test_batches_in_keywords_are_split_by_the_same_rows_and_the_rest_goes_to_all
 
 def test_a_batch_without_tokens_is_split_by_rows():
     rewards = Batch({"rewards": np.zeros(4, dtype=np.float32)})
-    parts = scatter(Dispatch.DP_COMPUTE, Mesh(Layout(dp=2)), (rewards,), {})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(Mesh(Layout(dp=2)), (rewards,), {})
     assert [len(part.rows) for part in parts] == [2, 2]
 
 
 def test_metrics_come_as_a_list_from_the_output_ranks():
     mesh = Mesh(Layout(tp=2, dp=2))
-    parts = scatter(Dispatch.DP_COMPUTE, mesh, (batch_of([1, 1]),), {})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([1, 1]),), {})
     results = {rank: {"loss": float(rank)} for rank in range(4)}
-    assert gather(Dispatch.DP_COMPUTE, parts, results) == [{"loss": 0.0}, {"loss": 2.0}]
+    assert Dispatch.MEGATRON_COMPUTE.gather(parts, results) == [{"loss": 0.0}, {"loss": 2.0}]
+
+
+LENGTHS = [100, 40, 30, 20, 10]  # in two equal parts, and in four that are as equal as can be
+TWO, FOUR = [(0,), (1, 2, 3, 4)], [(0,), (1,), (2,), (3, 4)]
+TP2_DP2, CP2_DP2, DP2_PP2 = Layout(tp=2, dp=2), Layout(cp=2, dp=2), Layout(dp=2, pp=2)
+TP2_PP2, CP2_PP2 = Layout(tp=2, pp=2), Layout(cp=2, pp=2)
+EACH = [(0,), (1,), (2,), (3,)]
+SPLITS = [  # mode, layout, ranks of each part, which of them returns its result, rows of each part
+    ("DP_COMPUTE", TP2_DP2, EACH, [0, 1, 2, 3], FOUR),
+    ("DP_COMPUTE", DP2_PP2, EACH, [0, 1, 2, 3], FOUR),
+    ("DP_COMPUTE_WITH_FUNC", CP2_DP2, EACH, [0, 1, 2, 3], FOUR),
+    ("MEGATRON_COMPUTE", TP2_DP2, [(0, 1), (2, 3)], [0, 2], TWO),
+    ("MEGATRON_COMPUTE", CP2_DP2, [(0, 1), (2, 3)], [0, 2], TWO),
+    ("MEGATRON_COMPUTE", DP2_PP2, [(0, 2), (1, 3)], [2, 3], TWO),
+    ("MEGATRON_COMPUTE", CP2_PP2, [(0, 1, 2, 3)], [2], [(0, 1, 2, 3, 4)]),
+    ("MEGATRON_PP_AS_DP", TP2_DP2, [(0, 1), (2, 3)], [0, 2], TWO),
+    ("MEGATRON_PP_AS_DP", TP2_PP2, [(0, 1), (2, 3)], [0, 2], TWO),
+    ("MEGATRON_PP_AS_DP", CP2_PP2, [(0, 1), (2, 3)], [0, 2], TWO),
+    ("MEGATRON_PP_AS_DP", DP2_PP2, [(0,), (2,), (1,), (3,)], [0, 2, 1, 3], FOUR),
+]
+
+
+@pytest.mark.parametrize(("mode", "layout", "ranks", "outputs", "rows"), SPLITS)
+def test_each_mode_that_splits_an_uneven_batch_does_it_as_worked_out_by_hand(
+    mode: str, layout: Layout, ranks: list, outputs: list, rows: list
+):
+    its: DispatchMode = getattr(Dispatch, mode)
+    first = [int] if mode == "DP_COMPUTE_WITH_FUNC" else []
+    parts = its.scatter(Mesh(layout), (*first, batch_of(LENGTHS), "word"), {"scale": 2})
+    assert [part.ranks for part in parts] == ranks
+    assert [part.output_rank for part in parts] == outputs
+    assert [part.rows for part in parts] == rows
+    for part in parts:
+        *function, batch, word = part.args
+        assert (function, word, part.kwargs) == (first, "word", {"scale": 2})
+        assert batch.array("row").tolist() == list(part.rows or ())
+    # Each rank says who it is; the others' words are dropped.
+    said = {
+        rank: Batch({"said": part.args[-2].array("row") * 10 + rank})
+        for part in parts
+        for rank in part.ranks
+    }
+    expected = {
+        row: 10 * row + rank for rank, its in zip(outputs, rows, strict=True) for row in its
+    }
+    joined = its.gather(parts, said)
+    assert joined.array("said").tolist() == [expected[row] for row in range(len(LENGTHS))]
+    words = {rank: f"rank {rank}" for rank in range(4)}
+    assert its.gather(parts, words) == [f"rank {rank}" for rank in outputs]
 
 
 def test_one_to_all_and_rank_zero():
-    mesh = Mesh(Layout(tp=2, dp=2))
-    parts = scatter(Dispatch.ONE_TO_ALL, mesh, (3,), {"b": 4})
-    assert gather(Dispatch.ONE_TO_ALL, parts, run(parts, lambda a, b: a + b)) == [7] * 4
-    parts = scatter(Dispatch.RANK_ZERO, mesh, (3,), {"b": 4})
+    mesh = Mesh(TP2_DP2)
+    parts = Dispatch.ONE_TO_ALL.scatter(mesh, (3,), {"b": 4})
+    assert Dispatch.ONE_TO_ALL.gather(parts, run(parts, lambda a, b: a + b)) == [7] * 4
+    parts = Dispatch.RANK_ZERO.scatter(mesh, (3,), {"b": 4})
     assert [part.ranks for part in parts] == [(0,)]
-    assert gather(Dispatch.RANK_ZERO, parts, {0: "answer"}) == "answer"
+    assert Dispatch.RANK_ZERO.gather(parts, {0: "answer"}) == "answer"
+
+
+def test_all_to_all_gives_each_rank_its_own_entry_whatever_its_length():
+    batches = [batch_of(lengths) for lengths in ([3, 1], [], [2], [1, 1, 1])]
+    mode = Dispatch.ALL_TO_ALL
+    parts = mode.scatter(Mesh(DP2_PP2), (batches,), {"scale": (1, 10, 100, 1000)})
+    assert [part.ranks for part in parts] == EACH
+    scaled = run(parts, lambda batch, scale: len(batch) * scale)
+    assert mode.gather(parts, scaled) == [2, 0, 100, 3000]
+    for value, found in (([1, 2], "has 2"), (batches[0], "is a Batch")):
+        with pytest.raises(ValueError, match=f"argument 'scale' {found}; it must be a list of 4"):
+            mode.scatter(Mesh(DP2_PP2), (), {"scale": value})
+
+
+def registration(mode: DispatchMode, execute: str = "all") -> Registration:
+    class Worker:
+        @register(dispatch_mode=mode, execute=execute)
+        def method(self) -> None: ...
+
+    return registered_methods(Worker)["method"]
+
+
+def test_on_rank_zero_a_mode_does_what_it_would_in_a_group_of_one_rank():
+    batch, mesh = batch_of(LENGTHS), Mesh(TP2_DP2)
+    for mode in (Dispatch.DP_COMPUTE, Dispatch.MEGATRON_COMPUTE, Dispatch.MEGATRON_PP_AS_DP):
+        [part] = registration(mode, "rank_zero").scatter(mesh, (batch,), {})
+        assert (part.ranks, part.rows) == ((0,), (0, 1, 2, 3, 4))
+        assert mode.gather([part], {0: part.args[0]}).array("row").tolist() == [0, 1, 2, 3, 4]
+    for mode, value in ((Dispatch.ONE_TO_ALL, 7), (Dispatch.ALL_TO_ALL, [7])):
+        [part] = registration(mode, "rank_zero").scatter(mesh, (value,), {})
+        assert (part.ranks, part.args) == ((0,), (7,))
+        assert mode.gather([part], {0: "answer"}) == ["answer"]
+
+
+def to_odd_ranks(mesh: Mesh, args: tuple, kwargs: dict) -> list[CallPart]:
+    odd = tuple(range(1, mesh.world_size, 2))
+    return [CallPart(odd, odd[-1], args, kwargs)]
+
+
+def last_word(parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
+    return results[parts[0].output_rank]
+
+
+def test_a_mode_of_one_s_own_is_declared_as_the_others():
+    own = registration(DispatchMode(scatter=to_odd_ranks, gather=last_word))
+    parts = own.scatter(Mesh(TP2_DP2), ("text",), {})
+    assert parts == [CallPart((1, 3), 3, ("text",), {})]
+    assert own.dispatch_mode.gather(parts, {1: "one", 3: "three"}) == "three"
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ([CallPart((0, 4), None, (), {})], "calls rank 4 in a group of 4 ranks"),
+        ([CallPart((0, 1), None, (), {}), CallPart((1,), None, (), {})], "calls rank 1 twice"),
+        ([CallPart((0, 1), 2, (), {})], r"result of rank 2, which is not among .* \[0, 1\]"),
+        ([], "calls no rank"),
+    ],
+)
+def test_parts_of_one_s_own_that_are_no_call_on_the_group_are_refused(parts: list, told: str):
+    own = registration(DispatchMode(scatter=lambda *_: parts, gather=list_by_rank))
+    with pytest.raises(ValueError, match=told):
+        own.scatter(Mesh(TP2_DP2), (), {})
+
+
+def test_bad_registrations_are_refused():
+    with pytest.raises(TypeError, match="dispatch_mode is 'one_to_all'; allowed: an attribute of"):
+        register(dispatch_mode="one_to_all")
+    with pytest.raises(ValueError, match="'rank_one' is not a valid Execute"):
+        register(execute="rank_one")
+
+
+def test_the_parts_of_thousands_of_ranks_are_found_in_one_look_at_each(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    looks, coordinate = Counter(), Mesh.coordinate
+
+    def counted(mesh: Mesh, rank: int) -> Coordinate:
+        looks[mesh.world_size] += 1
+        return coordinate(mesh, rank)
+
+    monkeypatch.setattr(Mesh, "coordinate", counted)
+    for dp in (128, 512):
+        mesh = Mesh(Layout(tp=8, dp=dp))
+        parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([1] * dp),), {})
+        assert [part.ranks[0] for part in parts] == list(range(0, 8 * dp, 8))
+    assert looks[4096] == 4 * looks[1024]
 
 
 def test_bad_calls_are_refused():
     mesh = Mesh(Layout(dp=2))
+    with pytest.raises(TypeError, match="the first argument is a Batch; it must be a function"):
+        Dispatch.DP_COMPUTE_WITH_FUNC.scatter(mesh, (batch_of([1]),), {})
     with pytest.raises(TypeError, match="without a Batch"):
-        scatter(Dispatch.DP_COMPUTE, mesh, (1,), {})
+        Dispatch.MEGATRON_COMPUTE.scatter(mesh, (1,), {})
     with pytest.raises(ValueError, match=r"\[2, 3\]"):
-        scatter(Dispatch.DP_COMPUTE, mesh, (batch_of([1, 1]), batch_of([1, 1, 1])), {})
-    parts = scatter(Dispatch.DP_COMPUTE, mesh, (batch_of([1, 1]),), {})
+        Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([1, 1]), batch_of([1, 1, 1])), {})
+    parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([1, 1]),), {})
     with pytest.raises(ValueError, match="rank 0 returned a batch of 2 rows for 1"):
-        gather(Dispatch.DP_COMPUTE, parts, {rank: batch_of([1, 1]) for rank in (0, 1)})
+        Dispatch.MEGATRON_COMPUTE.gather(parts, {rank: batch_of([1, 1]) for rank in (0, 1)})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -27,36 +30,47 @@ class Group:
         self.ended = reason
 
 
-class Ray:
-    """`ray.wait` and `ray.get` of replies that come at a moment; nobody waits for it."""
+@dataclass(frozen=True, eq=False)
+class Coming:
+    """A reference to a reply that comes at a moment, and its future."""
+
+    moment: float
+    rank: int
+    reply: Reply
+
+    def future(self) -> Coming:
+        return self
+
+    def result(self) -> Reply:
+        return self.reply
+
+
+class Clock:
+    """Time passes when somebody waits for replies."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.replies: list[tuple[float, Reply]] = []  # a reference is a place in it
 
-    def wait(self, references, num_returns, timeout):
-        first = min(self.replies[reference][0] for reference in references)
-        self.now = max(self.now, min(first, self.now + timeout))
-        ready = [r for r in references if self.replies[r][0] <= self.now]
-        return ready[:num_returns], []
-
-    def get(self, reference):
-        return self.replies[reference][1]
+    def as_completed(self, futures: Iterable[Coming], timeout: float) -> Iterator[Coming]:
+        deadline = self.now + timeout
+        for future in sorted(futures, key=lambda future: future.moment):
+            self.now = max(self.now, min(future.moment, deadline))
+            if future.moment > deadline:
+                raise TimeoutError
+            yield future
 
     def call(
         self, *replies: tuple[float, Reply], group: Group | None = None, limit: Limit = LIMIT
     ) -> PendingCall:
         """To ranks 0, 1, ..."""
-        first = len(self.replies)
-        self.replies += replies
-        calls = {first + rank: rank for rank in range(len(replies))}
+        calls = {Coming(at, rank, reply): rank for rank, (at, reply) in enumerate(replies)}
         return PendingCall(group or Group(), "update", calls, dict, limit)
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
-    made = Ray()
-    monkeypatch.setattr(pending, "ray", made)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(pending, "as_completed", made.as_completed)
     monkeypatch.setattr(pending, "time", SimpleNamespace(monotonic=lambda: made.now))
     told = "{0.call}: {0} of {1}, in {2}"
     monkeypatch.setattr(
@@ -65,52 +79,55 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return made
 
 
-def test_the_limit_is_of_the_whole_call_and_not_of_each_reply(ray: Ray):
-    call = ray.call(*((4.0 * rank, Reply(rank)) for rank in range(5)))
+def test_the_limit_is_of_the_whole_call_and_not_of_each_reply(clock: Clock):
+    call = clock.call(*((4.0 * rank, Reply(rank)) for rank in range(5)))
     with pytest.raises(WorkerError, match=r"^policy.update: rank 3 of 2, in 10 s \(timeouts.call"):
         call.result()
-    assert ray.now == 10
+    assert clock.now == 10
 
 
-def test_a_limit_that_is_given_goes_before_the_method_s_own(ray: Ray):
-    late = ray.call((30.0, Reply(7)))
+def test_a_limit_that_is_given_goes_before_the_method_s_own(clock: Clock):
+    late = clock.call((30.0, Reply(7)))
     assert late.result(Limit(60.0, "weight_sync.timeout_s")) == {0: 7}
     with pytest.raises(WorkerError, match=r"in 3 s \(weight_sync.timeout_s\)"):
-        ray.call((34.0, Reply(7))).result(Limit(3.0, "weight_sync.timeout_s"))
-    assert ray.now == 33
+        clock.call((34.0, Reply(7))).result(Limit(3.0, "weight_sync.timeout_s"))
+    assert clock.now == 33
 
 
-def test_several_calls_have_the_longest_of_their_limits(ray: Ray):
-    short, long = ray.call((0.0, Reply())), ray.call((40.0, Reply()), limit=Limit(50.0, "start_s"))
+def test_several_calls_have_the_longest_of_their_limits(clock: Clock):
+    short, long = (
+        clock.call((0.0, Reply())),
+        clock.call((40.0, Reply()), limit=Limit(50.0, "start_s")),
+    )
     assert gathered([short, long]) == [{0: None}, {0: None}]
-    assert ray.now == 40
+    assert clock.now == 40
 
 
-def test_only_groups_that_are_late_end_at_the_limit_and_say_so_again(ray: Ray):
+def test_only_groups_that_are_late_end_at_the_limit_and_say_so_again(clock: Clock):
     done, late = Group("actor"), Group("rollout")
     calls = [
-        ray.call((1.0, Reply()), group=done),
-        ray.call((1.0, Reply()), (math.inf, Reply()), group=late),
+        clock.call((1.0, Reply()), group=done),
+        clock.call((1.0, Reply()), (math.inf, Reply()), group=late),
     ]
     for _ in range(2):
         with pytest.raises(WorkerError, match=r"^rollout.update: rank 1 of 1, in 10 s"):
             gathered(calls)
-    assert ray.now == 10
+    assert clock.now == 10
     assert late.ended == (
         "the group has ended: rollout.update: rank 1 of 1, in 10 s (timeouts.call_s)"
     )
     assert not done.ended
 
 
-def test_of_two_failures_of_a_kind_the_first_is_told(ray: Ray):
-    call = ray.call(
+def test_of_two_failures_of_a_kind_the_first_is_told(clock: Clock):
+    call = clock.call(
         (math.inf, Reply()),
         (2.5, failure(FailureKind.RAISED, "late")),
         (2.0, failure(FailureKind.RAISED, "early")),
     )
     with pytest.raises(WorkerError, match=r"^policy.update: rank 2 raised ValueError: early"):
         call.result()
-    assert ray.now == 2 + GRACE_S
+    assert clock.now == 2 + GRACE_S
 
 
 @pytest.mark.parametrize(
@@ -121,12 +138,48 @@ def test_of_two_failures_of_a_kind_the_first_is_told(ray: Ray):
         (FailureKind.RAISED, WorkerError, "policy.update: rank 1 raised ValueError: the cause"),
     ],
 )
-def test_a_rank_that_blames_another_gives_it_time_to_be_heard(ray: Ray, kind, error, told):
-    call = ray.call(
+def test_a_rank_that_blames_another_gives_it_time_to_be_heard(clock: Clock, kind, error, told):
+    call = clock.call(
         (2.0, failure(FailureKind.BLAMED, "rank 1 is silent")),
         (2.0 + GRACE_S / 2, failure(kind, "the cause")),
     )
     with pytest.raises(error) as raised:
         call.result()
     assert str(raised.value) == told
-    assert ray.now == 2 + GRACE_S / 2
+    assert clock.now == 2 + GRACE_S / 2
+
+
+class Counted(Future[Reply]):
+    """A rank's reply and its reference; it comes when that of the rank before has been taken."""
+
+    looks = 0  # at any of them
+
+    def __init__(self, rank: int, following: Counted | None) -> None:
+        super().__init__()
+        self.rank, self.following = rank, following
+
+    def future(self) -> Counted:
+        return self
+
+    def result(self, timeout: float | None = None) -> Reply:
+        if self.following is not None:
+            self.following.set_result(Reply(self.following.rank))
+        return super().result(0)
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return id(self)
+
+
+@pytest.mark.parametrize("num_ranks", [64, 1024, 4096])
+def test_replies_that_come_one_by_one_are_each_looked_at_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int
+):
+    replies: list[Counted] = []  # the last first
+    for rank in reversed(range(num_ranks)):
+        replies.append(Counted(rank, replies[-1] if replies else None))
+    replies[-1].set_result(Reply(0))
+    monkeypatch.setattr(Counted, "looks", 0)
+    call = PendingCall(Group(), "update", {reply: reply.rank for reply in replies}, dict, LIMIT)
+    assert call.result() == {rank: rank for rank in range(num_ranks)}
+    assert Counted.looks <= 8 * num_ranks
