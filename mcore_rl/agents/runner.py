@@ -14,7 +14,7 @@ from mcore_rl.agents.codec import ChatTokenizer
 from mcore_rl.agents.codec_proof import Proved
 from mcore_rl.agents.coding import Coding
 from mcore_rl.agents.countdown import Countdown
-from mcore_rl.agents.endpoint.conversation import Conversation, Limits
+from mcore_rl.agents.endpoint.client_session import Limits
 from mcore_rl.agents.endpoint.endpoint import Endpoint, new_key
 from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.endpoint.refusal import RefusalError
@@ -246,12 +246,12 @@ class AgentRunner:
 
     @asynccontextmanager
     async def served(self, task: Task) -> AsyncIterator[Served]:
-        url, made = await self._endpoint.url(), list[Conversation]()
+        url, made = await self._endpoint.url(), list[ClientSession]()
 
         def opened(role: str) -> Served:
             served = Served(url, new_key(), self.session(task, role=role))
             limits = Limits(self.max_turns, self.max_context)
-            conversation = Conversation(
+            conversation = ClientSession(
                 served, self.codec, self._tokenizer, limits, self.gate, opened_role
             )
             self._endpoint.add(served.api_key, conversation)

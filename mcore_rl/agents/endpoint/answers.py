@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mcore_rl.agents.endpoint.wire import MODEL, ChatRequest, Reply, TextRequest
+from mcore_rl.agents.endpoint.wire import MODEL, ChatChoice, ChatRequest, TextRequest
 from mcore_rl.agents.trajectory import Turn
 
 Body = dict[str, Any]
 
 
 def chat_body(
-    asked: ChatRequest, replies: Sequence[Reply], text_of: Callable[[Sequence[int]], str]
+    asked: ChatRequest, replies: Sequence[ChatChoice], text_of: Callable[[Sequence[int]], str]
 ) -> Body:
     """`text_of` token ids."""
     choices = []

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 
-from mcore_rl.agents.endpoint.conversation import Conversation
+from mcore_rl.agents.endpoint.client_session import ClientSession
 from mcore_rl.agents.endpoint.openai_app import endpoint_app
 from mcore_rl.agents.endpoint.server import HttpServer
 
@@ -21,7 +21,7 @@ class Endpoint:
     """Started when it is first needed. All calls are of one event loop."""
 
     def __init__(self) -> None:
-        self._by_key: dict[bytes, Conversation] = {}
+        self._by_key: dict[bytes, ClientSession] = {}
         self._server: HttpServer | None = None
         self._lock = asyncio.Lock()
 
@@ -34,7 +34,7 @@ class Endpoint:
                 self._server = server
         return f"{self._server.url}/v1"
 
-    def add(self, key: str, conversation: Conversation) -> None:
+    def add(self, key: str, conversation: ClientSession) -> None:
         self._by_key[_digest(key)] = conversation
 
     async def remove(self, key: str) -> None:
@@ -46,7 +46,7 @@ class Endpoint:
         if self._server is not None:
             await self._server.close()
 
-    def _conversation_of(self, key: str) -> Conversation | None:
+    def _conversation_of(self, key: str) -> ClientSession | None:
         return self._by_key.get(_digest(key))
 
 

@@ -20,7 +20,7 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BranchPoint:
     """Where a request is in the tree of turns."""
 
     prompt: list[int]
@@ -41,7 +41,7 @@ class History:
         self._codec = codec
         self._nodes: dict[bytes, _Node] = {}
 
-    def place(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> Place:
+    def place(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> BranchPoint:
         """After the longest conversation that is known. Raises ConfigError as a codec does."""
         digests = list(_digests(messages, tools))
         for end in range(len(messages) - 1, 0, -1):
@@ -55,10 +55,10 @@ class History:
             prompt = self._codec.extend(last.prompt_ids, last.token_ids, new, tools)
             if prompt is None:  # a new sample, of the same conversation
                 prompt = self._codec.render(whole, tools)
-            return Place(prompt, last.turn_id, whole, digests[-1])
-        return Place(self._codec.render(messages, tools), "", tuple(messages), digests[-1])
+            return BranchPoint(prompt, last.turn_id, whole, digests[-1])
+        return BranchPoint(self._codec.render(messages, tools), "", tuple(messages), digests[-1])
 
-    def add(self, place: Place, turn: Turn, said: ChatMessage, sent: ChatMessage) -> None:
+    def add(self, place: BranchPoint, turn: Turn, said: ChatMessage, sent: ChatMessage) -> None:
         """What the policy said there, and what the client was sent of it."""
         self._nodes[_after(place.digest, sent)] = _Node(turn, (*place.messages, said))
 

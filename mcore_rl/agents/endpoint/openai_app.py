@@ -14,13 +14,12 @@ from pydantic import BaseModel, Field
 from starlette.types import ASGIApp
 
 from mcore_rl.agents.endpoint.answers import chat_body, chat_chunks, text_body, text_chunks
-from mcore_rl.agents.endpoint.conversation import Conversation
+from mcore_rl.agents.endpoint.client_session import ClientSession
 from mcore_rl.agents.endpoint.generate import IDEMPOTENCY, add_generate
 from mcore_rl.agents.endpoint.guard import Guard
 from mcore_rl.agents.endpoint.http_app import has_ended, new_app, result_of, unless_gone
 from mcore_rl.agents.endpoint.refusal import RefusalError
-from mcore_rl.agents.endpoint.wire import MODEL, ChatRequest, TextRequest
-from mcore_rl.agents.endpoint.wire import Request as Asked
+from mcore_rl.agents.endpoint.wire import MODEL, ChatRequest, CompletionsRequest, TextRequest
 
 COMMENTS_S = 5.0  # between the comments of a stream that has nothing to say yet
 Body = dict[str, Any]
@@ -39,7 +38,7 @@ class Finish(BaseModel):
     status: Literal["finished", "truncated"] = "finished"
 
 
-def endpoint_app(conversation_of: Callable[[str], Conversation | None]) -> ASGIApp:
+def endpoint_app(conversation_of: Callable[[str], ClientSession | None]) -> ASGIApp:
     """`conversation_of` a key is None where nobody has it."""
     app = new_app()
     add_generate(app)
@@ -113,14 +112,14 @@ def _add_sessions(app: FastAPI) -> None:
         return {}
 
 
-def _of(request: Request) -> Conversation:
-    found: Conversation = request.state.holder
+def _of(request: Request) -> ClientSession:
+    found: ClientSession = request.state.holder
     return found
 
 
 async def _answer(
     request: Request,
-    asked: Asked,
+    asked: CompletionsRequest,
     make: Callable[[], Coroutine[Any, Any, Body]],
     chunks_of: Callable[[Body], Iterator[Body]],
 ) -> Response | Body:

@@ -24,7 +24,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Request(BaseModel):
+class CompletionsRequest(BaseModel):
     """What both kinds of completions have. Temperature, seed and the like are the trainer's."""
 
     model: str = MODEL
@@ -41,7 +41,7 @@ class Request(BaseModel):
         return tuple(text for text in given if text)
 
 
-class ChatRequest(Request):
+class ChatRequest(CompletionsRequest):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -65,7 +65,7 @@ class ChatRequest(Request):
         _refuse("modalities", self.modalities, self.modalities in (None, ["text"]), "text")
 
 
-class TextRequest(Request):
+class TextRequest(CompletionsRequest):
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(16, ge=1)  # OpenAI's
     logprobs: int | None = None
@@ -139,7 +139,7 @@ def _tool(tool: Mapping[str, Any], number: int) -> ToolSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatChoice:
     """One choice of an answer."""
 
     turn: Turn
@@ -156,7 +156,7 @@ def reply_of(
     decode: Callable[[Sequence[int]], str],
     *,
     may_call: bool,
-) -> Reply:
+) -> ChatChoice:
     """`decode` gives the text of token ids.
 
     A call is a part of the content, as text, where it is not well formed or may not be.
@@ -186,4 +186,4 @@ def reply_of(
             for call in calls
         ]
     reason: Any = "tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason
-    return Reply(turn, message, replace(said, content=content), said, reason)
+    return ChatChoice(turn, message, replace(said, content=content), said, reason)

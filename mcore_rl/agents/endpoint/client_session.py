@@ -16,8 +16,8 @@ from mcore_rl.agents.endpoint.generate import GenerateRequest
 from mcore_rl.agents.endpoint.history import History
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.endpoint.wire import (
+    ChatChoice,
     ChatRequest,
-    Reply,
     TextRequest,
     chat_of,
     reply_of,
@@ -42,7 +42,7 @@ class Limits:
     max_at_once: int = MAX_AT_ONCE
 
 
-class Conversation:
+class ClientSession:
     """Behind one key. All calls are of one event loop."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Conversation:
 
     # What clients ask for.
 
-    async def chat(self, asked: ChatRequest) -> list[Reply]:
+    async def chat(self, asked: ChatRequest) -> list[ChatChoice]:
         """The choices of an answer, each a turn."""
         asked.refuse_unknown()
         self._check_stop_ids(asked.stop_token_ids)
