@@ -9,14 +9,16 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.workers.steps import (
+from mcore_rl.workers.policy_checks import (
     PolicyMismatchError,
     check_versions,
     checked_gaps,
     checked_mismatch,
+    logprob_gaps,
+)
+from mcore_rl.workers.steps import (
     describe,
     judged,
-    logprob_gaps,
     mini_batches,
     shuffled_rewards,
     update,
