@@ -11,6 +11,7 @@ from tests.e2e.outcomes import rows_of, timeless
 from tests.e2e.test_kill import steps
 from tests.e2e.test_placement import _is
 from tests.e2e.test_resume import assert_the_same_run, ended, kill
+from tests.nightly import all_but
 
 pytestmark = pytest.mark.job
 
@@ -75,8 +76,18 @@ def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
     assert_the_same_run(ended(start_job(*asked, output=tmp_path / "run")), undisturbed, NUM_STEPS)
 
 
-def test_servers_that_die_while_they_generate_ahead_end_the_job_with_one_line(
-    start_job, own_model_and_data, tmp_path
+@pytest.mark.parametrize(
+    ("victim", "told"),
+    all_but(
+        [("servers", r"rollout\.generate: rank 0 \(host .* died")],
+        [
+            ("servers", r"rollout\.generate: rank 0 \(host .* died"),
+            ("actor", r"actor\.\w+: rank 0 \(host .* died"),
+        ],
+    ),
+)
+def test_what_dies_while_samples_are_generated_ahead_ends_the_job_with_one_line(
+    start_job, own_model_and_data, tmp_path, victim, told
 ):
     """The samples of the second step, while the first is trained on."""
     paused, function = tmp_path / "paused", "tests/e2e/own_functions.py:later_pausing_reward"
@@ -86,11 +97,10 @@ def test_servers_that_die_while_they_generate_ahead_end_the_job_with_one_line(
         f"reward.settings.file={paused}", "reward.settings.after=64",
     )  # fmt: skip
     job.wait_until(paused.exists, "samples of the second step")
-    [server] = [p for p in job.processes if _is(p, "engine")]
-    server.parent().kill()
+    [process] = [p for p in job.processes if _is(p, "actor" if victim == "actor" else "engine")]
+    (process if victim == "actor" else process.parent()).kill()
     assert job.process.wait(120) == 1
     assert job.left() == []
     assert len(steps(job)) == 0
-    told = r"(?m)^mcore-rl rl: rollout\.generate: rank 0 \(host .* died"
-    assert re.search(told, job.stderr), job.stderr
+    assert re.search(f"(?m)^mcore-rl rl: {told}", job.stderr), job.stderr
     assert len(re.findall("(?m)^mcore-rl rl: ", job.stderr)) == 1
