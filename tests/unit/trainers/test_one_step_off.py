@@ -258,7 +258,7 @@ def test_the_run_that_has_ended_generates_nothing_for_a_step_that_it_does_not_ha
 
 def test_what_fails_in_the_background_is_raised_when_the_step_has_been_trained(tmp_path):
     run = Run(tmp_path)
-    run.servers.fails_at = 3
+    run.servers.waits, run.servers.fails_at = True, 3
     with pytest.raises(WorkerError, match=r"^rollout.generate: rank 0 raised$"):
         run.train()
     assert run.servers.events[-1] == "update 2" and len(run.rows) == 1
