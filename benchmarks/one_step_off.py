@@ -69,7 +69,8 @@ def measured(mode: str, num_steps: int, devices: float = 1.0) -> dict[str, float
         data = PromptDataset([PromptRow([row], {}) for row in range(4096)])
         loop = Loop.of(config, turns, data, thread)
         own: tuple[Any, ...] = turns, loop.parts, dict, StopSignals(), 0
-        tables = SampleTables(Path(folder), None, SampleTablesConfig(every=0, num_shown=0))
+        silent, tokenizer = SampleTablesConfig(every=0, num_shown=0, tokens=False), None
+        tables = SampleTables(Path(folder), tokenizer, silent)  # type: ignore[arg-type]
         evaluation = Evaluation(config, loop.rollout, {}, tables, lambda *_: None)
         started = time.perf_counter()
         loop.train(

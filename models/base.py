@@ -207,3 +207,11 @@ def model_sizes(config: HFConfig) -> ModelSizes:
         is_mla="kv_lora_rank" in fields,
         is_tied=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def layers_with_experts(config: HFConfig) -> tuple[int, ...]:
+    """Decoder layers, numbered over the whole model; none in a dense model."""
+    fields = family_of(config).config_map(config)
+    if not fields.get("num_moe_experts", 0):
+        return ()
+    return tuple(layer for layer, has in enumerate(fields["moe_layer_freq"]) if has)

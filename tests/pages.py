@@ -23,6 +23,7 @@ KINDS = {
     "evaluation": (r"mcore-rl eval .*", "e2e/test_eval"),
     "chat": (r"mcore-rl chat .*", "e2e/test_chat"),
     "data": (r"mcore-rl data .*", "jobs/test_make_data"),
+    "samples": (r"mcore-rl samples .*", "cli/test_samples"),
     "conversion": (r"mcore-rl convert .*|echo \w+ > .*", "dist_cpu/test_convert_docs"),
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from mcore_rl.agents.codec import ChatTokenizer, JsonValue
-from mcore_rl.agents.codec_proof import Proved, Template
+from mcore_rl.agents.codec_proof import REFUSALS, Proved, Template
 from mcore_rl.agents.renderers_codec import FAMILIES, RenderersCodec
 from mcore_rl.agents.template_codec import TemplateCodec
 from mcore_rl.config.errors import ConfigError
@@ -66,3 +66,5 @@ def _proved(
             yield Proved(TemplateCodec(tokenizer, options, stop_ids), Template(tokenizer, options))
         except ConfigError as error:
             reasons.append(f"template: {error}")
+        except REFUSALS as error:
+            reasons.append(f"template: the chat template cannot render a conversation: {error}")

@@ -25,7 +25,7 @@ from mcore_rl.agents.proof_conversations import PARALLEL, PLAIN, TOOLS, Conversa
 from mcore_rl.config.errors import ConfigError
 
 # What templates and renderers raise for a conversation that they do not take.
-_REFUSALS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
+REFUSALS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
 
 class UnprovedCodec(ChatCodec, Protocol):
@@ -118,7 +118,7 @@ def difference(
     """
     try:
         return _difference(codec, template, given, cut)
-    except _REFUSALS as error:
+    except REFUSALS as error:
         return f"cannot render a conversation: {error}"
 
 

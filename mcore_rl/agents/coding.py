@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.environment import EnvironmentStep, Tries, try_again
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.sandbox_schema import SandboxSettings
 from mcore_rl.rewards.rules_code import RUN_ASSERTS, last_program, output_lines, read_tests
@@ -41,7 +41,7 @@ class Coding:
 
     def __init__(self, fields: Mapping[str, Any], settings: CodingSettings) -> None:
         """Raises ConfigError for tests that cannot be read."""
-        self._settings, self._tries = settings, 0
+        self._settings, self._tries = settings, Tries(settings.try_penalty)
         try:
             self._tests = read_tests(fields.get("answer"))
         except ValueError as error:
@@ -64,11 +64,7 @@ class Coding:
         problem = "There is no ```python block in your answer."
         if program is not None:
             problem = await self._problem(program)
-        if not problem:
-            earned = max(1.0 - self._settings.try_penalty * self._tries, 0.0)
-            return EnvironmentStep(reward=earned, is_done=True)
-        self._tries += 1
-        return EnvironmentStep((ChatMessage("user", f"{problem} Try again."),))
+        return self._tries.step(try_again(problem))
 
     async def close(self) -> None:
         pass
@@ -93,7 +89,7 @@ class Coding:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         own = [line for line in lines if line.startswith(f"test {failed}: ")]
         why = (own or lines[-1:] or [result.status])[0].removeprefix(f"test {failed}: ")
-        return f"The test {_short(tests[failed])} fails: {_short(why)}."
+        return told_assert(tests[failed], why)
 
     async def _wrong_output(self, program: str) -> str:
         pairs = zip(self._tests["inputs"], self._tests["outputs"], strict=True)
@@ -107,6 +103,11 @@ class Coding:
                 said = f"it ends with {_short(result.stderr.strip()[-_SHOWN:] or result.status)}"
             return f"For the input {_short(given)} {said}, not {_short(wanted)}."
         return ""
+
+
+def told_assert(test: str, why: str) -> str:
+    """What the policy is told of an assert that fails."""
+    return f"The test {_short(test)} fails: {_short(why)}."
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.environment import EnvironmentStep, Tries, try_again
 from mcore_rl.agents.tools.base import ToolError
 from mcore_rl.agents.tools.calculator import calculator
 from mcore_rl.config.errors import ConfigError
@@ -36,7 +36,7 @@ class Countdown:
 
     def __init__(self, fields: Mapping[str, Any], settings: CountdownSettings) -> None:
         """Raises ConfigError where the row has no such fields."""
-        self._settings, self._tries = settings, 0
+        self._settings, self._tries = settings, Tries(settings.try_penalty)
         try:
             self._numbers = Counter(int(number) for number in fields["nums"])
             self._target = int(fields["target"])
@@ -50,12 +50,7 @@ class Countdown:
         return []
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
-        problem = self._problem(turn.content)
-        if not problem:
-            earned = max(1.0 - self._settings.try_penalty * self._tries, 0.0)
-            return EnvironmentStep(reward=earned, is_done=True)
-        self._tries += 1
-        return EnvironmentStep((ChatMessage("user", f"{problem} Try again."),))
+        return self._tries.step(try_again(self._problem(turn.content)))
 
     async def close(self) -> None:
         pass

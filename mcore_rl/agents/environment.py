@@ -16,6 +16,32 @@ class EnvironmentStep:
     messages: tuple[ChatMessage, ...] = ()  # what the policy is told, unless it is done
     reward: float = 0.0
     is_done: bool = False
+    # A name of the state that it leads to, for advantages that compare turns in the same state;
+    # None: what the policy is told.
+    state: str | None = None
+
+
+class Tries:
+    """Of a policy that tries until it is right.
+
+    A right try earns 1 - penalty * (tries before it), at least 0.
+    """
+
+    def __init__(self, penalty: float) -> None:
+        self._penalty, self._wrong = penalty, 0
+
+    def step(self, told: str) -> EnvironmentStep:
+        """`told`: what the policy hears of a wrong try; empty for a right one."""
+        if not told:
+            return EnvironmentStep(reward=max(1.0 - self._penalty * self._wrong, 0.0), is_done=True)
+        self._wrong += 1
+        state = f"{self._wrong} {told}"  # the reward depends on both
+        return EnvironmentStep((ChatMessage("user", told),), state=state)
+
+
+def try_again(problem: str) -> str:
+    """What the policy is told of a problem with its try."""
+    return f"{problem} Try again." if problem else ""
 
 
 class Environment(Protocol):

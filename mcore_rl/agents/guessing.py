@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.environment import EnvironmentStep, Tries
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 
@@ -35,7 +35,7 @@ class Guessing:
 
     def __init__(self, fields: Mapping[str, Any], settings: GuessingSettings) -> None:
         """Raises ConfigError where the row has no such number."""
-        self._settings, self._tries = settings, 0
+        self._settings, self._tries = settings, Tries(settings.try_penalty)
         try:
             self._number = int(fields["answer"])
         except (KeyError, TypeError, ValueError) as error:
@@ -57,12 +57,10 @@ class Guessing:
         if not found:
             told = f"Guess a whole number from {self._settings.low} to {self._settings.high}."
         elif (guess := int(found[-1][:20])) == self._number:
-            earned = max(1.0 - self._settings.try_penalty * self._tries, 0.0)
-            return EnvironmentStep(reward=earned, is_done=True)
+            told = ""
         else:
             told = f"{guess} is too {'low' if guess < self._number else 'high'}."
-        self._tries += 1
-        return EnvironmentStep((ChatMessage("user", told),))
+        return self._tries.step(told)
 
     async def close(self) -> None:
         pass

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mcore_rl.agents.codec import ChatMessage, ParsedCall, ToolSpec
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.session import Answer, ChatSession, ContextFullError
 from mcore_rl.agents.tools.base import ToolSet
+from mcore_rl.config.checks import between
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.rollout.protocol import SamplingParams
 
@@ -29,10 +30,35 @@ class Task:
     max_tokens: int  # that its response may have
 
 
+@dataclass(slots=True)
+class Served:
+    """A conversation with the policy that a program has over HTTP, as docs/endpoint.md says.
+
+    What the program does is in the fields behind `session`; they are complete once it has ended.
+    """
+
+    base_url: str  # of clients of OpenAI's API: it ends with /v1
+    api_key: str = field(repr=False)
+    session: ChatSession  # has the turns
+    text: str = ""  # the content of the last answer, which a reward reads
+    reward: float | None = None  # what the program has posted
+    turn_rewards: tuple[float, ...] = ()  # the same, one a turn; or none
+    status: TrajectoryStatus | None = None  # how the program has said that it ended
+    is_limited: bool = False  # a request was refused by a limit of the trajectory
+    roles: list[Served] = field(default_factory=list)  # opened by the program, with their rewards
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit has ended it: one refused a request, or cut off the last answer."""
+        turns = self.session.turns
+        return self.is_limited or bool(turns and turns[-1].finish_reason == "length")
+
+
 class Agent(Protocol):
     """What a loop gets to work with."""
 
     max_turns: int
+    max_context: int  # tokens that a conversation may have
 
     def session(self, task: Task, *, model: str = "", role: str = "") -> ChatSession:
         """A new conversation with the policy, or with one of `models`; a loop may have several.
@@ -47,12 +73,26 @@ class Agent(Protocol):
     def environment(self, task: Task) -> AbstractAsyncContextManager[Environment]:
         """That of agent.environment, of one trajectory."""
 
+    def served(self, task: Task) -> AbstractAsyncContextManager[Served]:
+        """A new session with the policy for any client of OpenAI's API, with a key of its own.
+
+        What the client asks with the key becomes turns of `Served.session`, for `judged` or
+        `rewarded`. After the block the key is not known any more. Where the server has failed
+        meanwhile, the block ends with a GenerationError.
+        """
+
     async def judged(
-        self, task: Task, session: ChatSession, status: TrajectoryStatus, text: str
+        self,
+        task: Task,
+        session: ChatSession,
+        status: TrajectoryStatus,
+        text: str,
+        helpers: Sequence[ChatSession] = (),
     ) -> list[Sample]:
         """The samples of a session, with the rewards that config.reward finds for a text.
 
-        The session is one of the policy; others are not trained.
+        Those of `helpers` come first, and have the same reward. All are sessions of the policy;
+        others are not trained.
         """
 
     def rewarded(
@@ -80,16 +120,36 @@ def specs_of(tools: ToolSet) -> list[ToolSpec]:
     return [ToolSpec(tool.name, tool.description, tool.parameters) for tool in tools.tools.values()]
 
 
+@dataclass(frozen=True)
+class ToolLoopSettings:
+    """Settings of `agent.loop=tools`."""
+
+    # Share of the context, data.max_prompt_tokens + rollout.max_response_tokens, beyond which the
+    # policy is asked for a summary, and goes on from it in a new context; 0: never.
+    compact_at: float = 0.0
+    compact_prompt: str = (
+        "The context is nearly full. Write down all that is needed to go on: "
+        "what has been found so far, and what is left to do."
+    )
+
+    def __post_init__(self) -> None:
+        between("compact_at", self.compact_at, 0, 1)
+
+
 class ToolLoop:
     """ReAct (Yao et al. 2022, arXiv:2210.03629): the policy calls tools until it answers.
 
     Calls of one turn run at the same time. What is wrong with a call is told to the policy as the
     tool's answer. The reward reads the content of the last turn; it is empty where the trajectory
     was cut off before one without calls.
+
+    A summary is a turn like others: it is trained, and counts to agent.max_turns. What follows it
+    is another segment of the trajectory, whose prompt is the task and the summary, which may be cut
+    off by agent.max_turn_tokens.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, agent: Agent, settings: ToolLoopSettings) -> None:
+        self._agent, self._settings = agent, settings
 
     async def run(self, task: Task) -> list[Sample]:
         session = self._agent.session(task)
@@ -98,21 +158,45 @@ class ToolLoop:
         return await self._agent.judged(task, session, status, text)
 
     async def _talk(
-        self, session: ChatSession, messages: Sequence[ChatMessage], tools: ToolSet
+        self, session: ChatSession, asked: Sequence[ChatMessage], tools: ToolSet
     ) -> tuple[TrajectoryStatus, str]:
-        specs = specs_of(tools)
+        specs, messages, is_full = specs_of(tools), asked, False
         for _ in range(self._agent.max_turns):
+            if is_full:
+                messages = [*messages, ChatMessage("user", self._settings.compact_prompt)]
             try:
                 answer = await session.ask(messages, specs)
             except ContextFullError:
                 return "truncated", ""
+            if is_full and answer.finish_reason != "abort":
+                messages, is_full = with_summary(asked, answer.parsed.content), False
+                session.begin_anew()
+                continue
             if answer.finish_reason != "stop":
                 return "truncated", answer.parsed.content
             calls = answer.parsed.calls
             if not calls:
                 return "finished", answer.parsed.content
             messages = await asyncio.gather(*(_called(tools, call) for call in calls))
+            is_full = self._is_full(session, messages, specs)
         return "truncated", ""
+
+    def _is_full(
+        self, session: ChatSession, messages: Sequence[ChatMessage], specs: Sequence[ToolSpec]
+    ) -> bool:
+        at = self._settings.compact_at
+        return at > 0 and session.num_tokens(messages, specs) > at * self._agent.max_context
+
+
+def with_summary(asked: Sequence[ChatMessage], summary: str) -> list[ChatMessage]:
+    """The messages of a task, the last one with a summary of what was done so far.
+
+    In one message, since many templates have users and assistants take turns.
+    """
+    told = f"What was done so far:\n{summary}"
+    if asked and asked[-1].role == "user":
+        return [*asked[:-1], replace(asked[-1], content=f"{asked[-1].content}\n\n{told}")]
+    return [*asked, ChatMessage("user", told)]
 
 
 async def _called(tools: ToolSet, call: ParsedCall) -> ChatMessage:
@@ -145,10 +229,10 @@ class EnvironmentLoop:
     ) -> tuple[TrajectoryStatus, list[float]]:
         """How it ended, and what each turn has earned."""
         messages: Sequence[ChatMessage] = [*task.messages, *await environment.reset()]
-        specs, earned = environment.tools, list[float]()
+        specs, earned, state = environment.tools, list[float](), _told(messages)
         for _ in range(self._agent.max_turns):
             try:
-                answer: Answer = await session.ask(messages, specs)
+                answer: Answer = await session.ask(messages, specs, state=state)
             except ContextFullError:
                 return "truncated", earned
             step = await environment.step(answer.parsed)
@@ -158,4 +242,9 @@ class EnvironmentLoop:
             if answer.finish_reason == "abort":
                 return "aborted", earned
             messages = step.messages
+            state = _told(messages) if step.state is None else step.state
         return "truncated", earned
+
+
+def _told(messages: Sequence[ChatMessage]) -> str:
+    return "\n".join(message.content for message in messages)

@@ -14,11 +14,16 @@ from mcore_rl.agents.codec import ChatTokenizer
 from mcore_rl.agents.codec_proof import Proved
 from mcore_rl.agents.coding import Coding
 from mcore_rl.agents.countdown import Countdown
+from mcore_rl.agents.endpoint.conversation import Conversation, Limits
+from mcore_rl.agents.endpoint.endpoint import Endpoint, new_key
+from mcore_rl.agents.endpoint.gate import Gate
+from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.guessing import Guessing
-from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Task, ToolLoop
+from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Served, Task, ToolLoop
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.openenv import OpenEnv
+from mcore_rl.agents.program import ProgramLoop
 from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
 from mcore_rl.agents.tool_sources import tool_sources
@@ -36,12 +41,14 @@ from mcore_rl.rollout.protocol import Generator, SamplingParams
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
 LOOPS.register("tools")(ToolLoop)
 LOOPS.register("environment")(EnvironmentLoop)
+LOOPS.register("program")(ProgramLoop)
 LOOPS.register("user")(UserLoop)
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
 ENVIRONMENTS.register("code")(Coding)
 ENVIRONMENTS.register("countdown")(Countdown)
 ENVIRONMENTS.register("guessing")(Guessing)
 ENVIRONMENTS.register("openenv")(OpenEnv)
+MAX_ROLES = 64  # sessions that a program may open in a trajectory
 _CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
@@ -101,12 +108,18 @@ class AgentRunner:
         """
         self._generator, self._reward, self._config = generator, reward, config
         self._tokenizer = tokenizer
-        self._max_context, self._stops_on_error = max_context, stops_on_error
+        self.max_context, self._stops_on_error = max_context, stops_on_error
         self.codec, self._sources = check_agent(config, tokenizer, models)
         self.models: dict[str, FrozenModel] = {}
         self.max_turns = config.max_turns
         self._open: dict[tuple[int, int], _Open] = {}
+        self.gate = Gate()  # for requests from outside, while there are no weights
+        self._endpoint = Endpoint()
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
+
+    async def close(self) -> None:
+        """Ends the HTTP server of programs, if one has been needed."""
+        await self._endpoint.close()
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
         """`sampling.n` trajectories of each prompt, in order. The first failure cancels the rest.
@@ -164,7 +177,8 @@ class AgentRunner:
     def _cut_off(self, task: Task, status: TrajectoryStatus) -> list[Sample]:
         """What all conversations of a trajectory have so far, with a reward of 0."""
         sessions = self._open[task.group_id, task.trajectory].sessions
-        return [s for session in sessions for s in self.rewarded(task, session, status, 0.0)]
+        asked = [session for session in sessions if session.turns]
+        return [s for session in asked for s in self.rewarded(task, session, status, 0.0)]
 
     def _failed(self, task: Task, error: Exception) -> list[Sample]:
         told = f"agent.loop={self._config.loop!r} raised {type(error).__name__}: {error}"
@@ -209,12 +223,43 @@ class AgentRunner:
         number = task.trajectory
         if role:  # behind the numbers of those without
             number += made.group_size * (1 + len(made.sessions))
-        sampling, context = replace(task.sampling, seed=seed), self._max_context
+        sampling, context = replace(task.sampling, seed=seed), self.max_context
         session = ChatSession(
             name, self._generator, self.codec, sampling, context, role=role, trajectory=number
         )
         made.sessions.append(session)
         return session
+
+    @asynccontextmanager
+    async def served(self, task: Task) -> AsyncIterator[Served]:
+        url, made = await self._endpoint.url(), list[Conversation]()
+
+        def opened(role: str) -> Served:
+            served = Served(url, new_key(), self.session(task, role=role))
+            limits = Limits(self.max_turns, self.max_context)
+            conversation = Conversation(
+                served, self.codec, self._tokenizer, limits, self.gate, opened_role
+            )
+            self._endpoint.add(served.api_key, conversation)
+            made.append(conversation)
+            return served
+
+        def opened_role(role: str) -> Served:
+            if len(made) > MAX_ROLES:
+                told = f"the trajectory has {MAX_ROLES} sessions of roles; no more are allowed"
+                raise RefusalError(429, "too_many_sessions", told)
+            served = opened(role)
+            made[0].served.roles.append(served)
+            return served
+
+        try:
+            yield opened("")
+        finally:
+            for conversation in made:
+                await self._endpoint.remove(conversation.served.api_key)
+            for conversation in made:
+                if conversation.failure is not None:
+                    raise conversation.failure
 
     def tools(self) -> AbstractAsyncContextManager[ToolSet]:
         return ToolSet(self._sources, self._config.tool_timeout_s)
@@ -231,9 +276,16 @@ class AgentRunner:
                     await environment.close()
 
     async def judged(
-        self, task: Task, session: ChatSession, status: TrajectoryStatus, text: str
+        self,
+        task: Task,
+        session: ChatSession,
+        status: TrajectoryStatus,
+        text: str,
+        helpers: Sequence[ChatSession] = (),
     ) -> list[Sample]:
-        samples = self.rewarded(task, session, status, 0.0)
+        own = self.rewarded(task, session, status, 0.0)
+        asked = [one for one in helpers if one.turns]
+        samples = [s for one in asked for s in self.rewarded(task, one, status, 0.0)] + own
         where = f"row {task.row} of the data (group {task.group_id})"
         last = samples[-1:]
         for sample in last:
@@ -245,12 +297,14 @@ class AgentRunner:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error
         if last and last[0].turn_rewards:
-            _pay(samples, session, last[0].turn_rewards)
+            _pay(own, session, last[0].turn_rewards)
         return samples
 
     def _text(self, turn: Turn) -> str:
         """What was said, with calls and reasoning, without the token that ends it."""
-        ids = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+        ids = turn.token_ids
+        if turn.finish_reason == "stop" and ids[-1] in self.codec.stop_ids:  # else by a stop text
+            ids = ids[:-1]
         return self._tokenizer.decode([*ids], skip_special_tokens=False)
 
     def rewarded(
@@ -263,6 +317,11 @@ class AgentRunner:
     ) -> list[Sample]:
         if session.model:
             raise ValueError(f"a session with models.{session.model} is not trained")
+        if not session.turns:
+            raise ValueError(
+                "a session without a turn has no samples: the policy was never asked, or its first "
+                f"prompt has no room in {self.max_context} tokens"
+            )
         samples = samples_of(
             session.turns,
             trajectory=session.trajectory,

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from mcore_rl.agents.codec import ChatCodec, ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.trajectory import Turn, VersionSpan
+from mcore_rl.agents.trajectory import Turn, VersionSpan, num_routed
 from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
 
@@ -56,56 +56,131 @@ class ChatSession:
 
         A `sampling.seed` is that of the first turn; those of later ones are drawn from it.
         """
-        self._name, self._generator, self._codec = name, generator, codec
+        self.name, self._generator, self._codec = name, generator, codec
         self._sampling, self._max_context = sampling, max_context
         self.model, self.role, self.trajectory = model, role, trajectory
         self._messages: list[ChatMessage] = []
-        self.turns: list[Turn] = []
+        self._goes_on = False  # whether the last turn is in the context
+        self._num_asked = 0  # turns that were begun
+        self.turns: list[Turn] = []  # in the order in which they ended
 
-    async def ask(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> Answer:
+    async def ask(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        state: str | None = None,
+    ) -> Answer:
         """The policy's answer to messages that came since its last one.
+
+        `state` names the state of an environment that it is in: turns of a group with equal names
+        are compared by advantages that need them.
 
         Raises:
             ContextFullError: the conversation has as many tokens as it may have.
             GenerationError: the server failed. It is no failure of the loop, and not to be caught.
         """
         prompt = self._prompt(messages, tools)
+        parent = self.turns[-1].turn_id if self.turns else ""
+        _, completion = await self.sample(prompt, parent, state=state)
+        parsed = self._codec.parse(completion.token_ids, tools, prompt)
+        self._messages += [*messages, parsed.message()]
+        self._goes_on = True
+        return Answer(parsed, completion.finish_reason)
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that an answer to a prompt may have.
+
+        Raises:
+            ContextFullError: none.
+        """
         room = self._max_context - len(prompt)
         if room < 1:
             raise ContextFullError(f"{len(prompt)} of {self._max_context} tokens are used")
+        return min(self._sampling.max_tokens, room)
+
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        parent: str,
+        *,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        request_id: str = "",
+        state: str | None = None,
+    ) -> tuple[Turn, Completion]:
+        """A turn after any earlier one, its `parent`, or "" for the first of a conversation.
+
+        Several may run at the same time: each has the seed of its number. Raises as `ask`.
+        """
+        most = self.room(prompt)
+        number, self._num_asked = self._num_asked, self._num_asked + 1
         sampling = replace(
             self._sampling,
             n=1,
-            max_tokens=min(self._sampling.max_tokens, room),
-            seed=turn_seed(self._sampling.seed, len(self.turns)),
+            max_tokens=min(most, max_tokens or most),
+            stop=(*self._sampling.stop, *stop),
+            seed=turn_seed(self._sampling.seed, number),
+            experts_from=self._num_routed(prompt, parent),
         )
         try:
-            [completion] = await self._generator.submit(prompt, sampling)
+            [completion] = await self._generator.submit(
+                list(prompt), sampling, request_id=request_id
+            )
         except Exception as error:
             raise GenerationError(f"{type(error).__name__}: {error}") from error
-        self.turns.append(self._turn(prompt, completion))
-        parsed = self._codec.parse(completion.token_ids, tools, prompt)
-        self._messages += [*messages, parsed.message()]
-        return Answer(parsed, completion.finish_reason)
+        self.turns.append(self._turn(number, parent, prompt, completion, state))
+        return self.turns[-1], completion
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request of `sample` with the tokens that it has."""
+        await self._generator.abort(request_id)
+
+    def begin_anew(self) -> None:
+        """The next messages begin a new context: all that was said before is left out of it."""
+        self._messages, self._goes_on = [], False
+
+    def num_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> int:
+        """Tokens of the prompt that `ask` would make of these messages."""
+        return len(self._prompt(messages, tools))
 
     def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
-        if self.turns:
+        if self._goes_on:
             last = self.turns[-1]
             found = self._codec.extend(last.prompt_ids, last.token_ids, messages, tools)
             if found is not None:
                 return found
         return self._codec.render([*self._messages, *messages], tools)
 
-    def _turn(self, prompt: Sequence[int], completion: Completion) -> Turn:
+    def _num_routed(self, prompt: Sequence[int], parent: str) -> int | None:
+        """As SamplingParams.experts_from, after the turn `parent` and those before it."""
+        if self._sampling.experts_from is None:
+            return None
+        turns, path = {turn.turn_id: turn for turn in self.turns}, list[Turn]()
+        while parent:
+            path.insert(0, turns[parent])
+            parent = path[0].parent
+        return num_routed(tuple(prompt), path)
+
+    def _turn(
+        self,
+        number: int,
+        parent: str,
+        prompt: Sequence[int],
+        completion: Completion,
+        state: str | None,
+    ) -> Turn:
         return Turn(
-            session_id=self._name,
-            turn_id=str(len(self.turns)),
-            parent=self.turns[-1].turn_id if self.turns else "",
+            session_id=self.name,
+            turn_id=str(number),
+            parent=parent,
             prompt_ids=tuple(prompt),
             token_ids=tuple(completion.token_ids),
             log_probs=tuple(completion.log_probs),
             weight_versions=version_spans(completion.weight_versions),
             finish_reason=completion.finish_reason,
+            routed_experts=completion.routed_experts,
+            state=state,
         )
 
 
@@ -130,8 +205,7 @@ def turn_seed(seed: int | None, turn: int) -> int | None:
     """
     if seed is None or turn == 0:
         return seed
-    (drawn,) = np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)
-    return int(drawn >> np.uint64(2))
+    return _drawn(seed, turn)
 
 
 def session_seed(seed: int | None, number: int) -> int | None:
@@ -141,5 +215,9 @@ def session_seed(seed: int | None, number: int) -> int | None:
     """
     if seed is None or number == 0:
         return seed
-    (drawn,) = np.random.SeedSequence([seed, 0, number]).generate_state(1, np.uint64)
+    return _drawn(seed, 0, number)
+
+
+def _drawn(*entropy: int) -> int:
+    (drawn,) = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return int(drawn >> np.uint64(2))

@@ -7,10 +7,12 @@ tokens is a part of the parent's sample; any other begins a sample of its own (a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from mcore_rl.data.sample import Sample, TrajectoryStatus, TurnSpan
+from mcore_rl.data.batch import NO_STATE
+from mcore_rl.data.sample import RoutedExperts, Sample, TrajectoryStatus, TurnSpan
 
 MASKED_VERSION = -1
 
@@ -36,8 +38,10 @@ class Turn:
     log_probs: tuple[float, ...]  # nats, one a token
     weight_versions: tuple[VersionSpan, ...]  # all of the tokens, in order
     finish_reason: str  # "stop", "length" or "abort"
-    routed_experts: str = ""  # where the record of them is, if there is one
+    # Of the tokens that its parent has none for, if it goes on from it; else of all.
+    routed_experts: RoutedExperts | None = None
     token_rewards: tuple[float, ...] = ()  # of the trajectory's reward; one a token, or none
+    state: str | None = None  # of the environment, that it was chosen in, where that is known
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -77,7 +81,7 @@ def samples_of(
     does not come before it, or a turn_id comes twice.
     """
     by_id = _checked(turns)
-    goes_on = {turn.turn_id for turn in turns if _extends(turn, by_id.get(turn.parent))}
+    goes_on = {t.turn_id for t in turns if extends(t.prompt_ids, by_id.get(t.parent))}
     extended = {by_id[turn_id].parent for turn_id in goes_on}
     trained: set[str] = set()
     samples: list[Sample] = []
@@ -109,6 +113,11 @@ def with_turn_rewards(samples: Sequence[Sample], earned: Mapping[str, float]) ->
                 sample.process_rewards[last] += earned[span.turn_id]
 
 
+def state_id(state: str) -> int:
+    """The same number, 0 or more, for the same text in every process."""
+    return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest()) >> 1
+
+
 def _checked(turns: Sequence[Turn]) -> dict[str, Turn]:
     by_id: dict[str, Turn] = {}
     for turn in turns:
@@ -120,12 +129,27 @@ def _checked(turns: Sequence[Turn]) -> dict[str, Turn]:
     return by_id
 
 
-def _extends(turn: Turn, parent: Turn | None) -> bool:
-    """Whether a turn's prompt begins with all tokens of its parent."""
+def extends(prompt_ids: tuple[int, ...], parent: Turn | None) -> bool:
+    """Whether the prompt of a turn begins with all tokens of its parent."""
     if parent is None:
         return False
     before = parent.prompt_ids + parent.token_ids
-    return turn.prompt_ids[: len(before)] == before
+    return prompt_ids[: len(before)] == before
+
+
+def num_routed(prompt_ids: tuple[int, ...], turns: Sequence[Turn]) -> int:
+    """How many tokens of a prompt, from the first, have experts of the turns that it goes on from.
+
+    These are those that the tokens of the turns were chosen with, whatever weights run them again.
+    The last token of a turn never ran, so that its experts come with the next turn.
+    """
+    for turn in reversed(turns):
+        if not extends(prompt_ids, turn):
+            break
+        if (routed := turn.routed_experts) is not None:
+            return routed.start + len(routed.ids)
+        prompt_ids = turn.prompt_ids
+    return 0
 
 
 def _sample(path: Sequence[Turn], trained: Set[str]) -> Sample:
@@ -145,10 +169,10 @@ def _sample(path: Sequence[Turn], trained: Set[str]) -> Sample:
                 turn.turn_id,
                 len(turn.prompt_ids) - start,
                 len(turn.prompt_ids) - start + len(turn.token_ids),
-                turn.routed_experts,
             )
             for turn in path
         ),
+        routed_experts=tuple(t.routed_experts for t in path if t.routed_experts is not None),
     )
     for turn, span in zip(path, made.turn_spans, strict=True):
         if turn.turn_id in trained:
@@ -159,6 +183,9 @@ def _sample(path: Sequence[Turn], trained: Set[str]) -> Sample:
         made.weight_versions[tokens] = [
             part.version for part in turn.weight_versions for _ in range(part.start, part.end)
         ]
+        if turn.state is not None:
+            made.state_ids = made.state_ids or [NO_STATE] * length
+            made.state_ids[tokens] = [state_id(turn.state)] * len(turn.token_ids)
         if turn.token_rewards:
             made.process_rewards = made.process_rewards or [0.0] * length
             made.process_rewards[tokens] = turn.token_rewards

@@ -49,8 +49,10 @@ _WHY_MISSING = {
     "values": _CRITIC,
     "old_values": _CRITIC,
     "returns": _CRITIC,
-    "state_ids": "no agent loop names the states of its environment",
-    "sum_pi_squared": "its engine does not compute the sum of squared probabilities",
+    "state_ids": "agent.loop=environment gives it, or a loop of your own that names a state with "
+    "each turn",
+    "sum_pi_squared": "the trainer computes it with its log-probs, and algorithm.correction."
+    "use_rollout_log_probs=true leaves these out",
 }
 
 
@@ -285,8 +287,12 @@ class AdvantageInputs:
         """[response tokens]: integers, the state of the environment that a token was chosen in.
 
         The same for equal states within a group, and for the tokens of a turn; @needs("state_ids").
+        -1 at tokens that the policy did not choose.
         """
-        return self._column("state_ids")
+        found = self._column("state_ids")
+        if (found.values[self.response_mask.values != 0] < 0).any():
+            missing("state_ids", "algorithm.advantage")
+        return found
 
     @property
     def log_probs(self) -> Jagged:

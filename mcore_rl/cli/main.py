@@ -20,6 +20,7 @@ COMMANDS = {
     "rm": "a reward model from preference pairs: mcore-rl rm model.path=DIR ...",
     "eval": "pass@k and more on data sets: mcore-rl eval model.path=DIR data.sets.NAME=FILE ...",
     "chat": "talk to a checkpoint, or to a run's last one: mcore-rl chat DIR",
+    "samples": "what a run has sampled, token by token: mcore-rl samples RUN [--list]",
     "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
     "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",

@@ -15,7 +15,8 @@ CODECS = ("auto", "renderers", "template")
 class AgentConfig:
     # single_turn: one response to a prompt; tools: turns with calls of `tools`, until one has none;
     # environment: turns with `environment`; user: a conversation with a user whom one of `models`
-    # plays; or the import path of a class (docs/agents.md).
+    # plays; program: what a client of OpenAI's API asks (docs/endpoint.md); or the import path of a
+    # class (docs/agents.md).
     loop: str = "single_turn"
     settings: dict[str, Any] = field(default_factory=dict)  # of that loop
     # Tools by name (calculator, python, search), as the import path of a function or class with

@@ -112,6 +112,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
         "cosine",
         "final_number",
         "format",
+        "http",
+        "judge",
         "math",
         "overlong",
         "pattern",

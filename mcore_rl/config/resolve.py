@@ -101,12 +101,18 @@ def resolve(config: RLConfig) -> None:
     _resolve_data(config.data)
     _resolve_files(config)
     resolve_engine("actor", config.actor)
-    if config.actor.moe.router_replay == "rollout":
+    replay, share = config.actor.moe.router_replay, config.algorithm.samples.replay.share
+    if replay == "rollout" and share:
         raise ConfigError(
-            "actor.moe.router_replay='rollout': servers do not report the experts of a token; "
-            "allowed: 'off', 'record'"
+            f"algorithm.samples.replay.share={share} with actor.moe.router_replay='rollout': the "
+            "experts of samples of earlier steps are not kept; allowed: 0, or router_replay='off'"
         )
-    replay = config.actor.moe.router_replay
+    if replay == "rollout" and staleness_of(config.trainer) and config.trainer.save_every:
+        raise ConfigError(
+            f"trainer.save_every={config.trainer.save_every}, actor.moe.router_replay='rollout' "
+            "and samples ahead of their step: their experts are not in a checkpoint; allowed: "
+            "trainer.save_every=0, trainer.staleness=0, or router_replay='off'"
+        )
     if replay == "record" and config.algorithm.correction.use_rollout_log_probs:
         raise ConfigError(
             "actor.moe.router_replay='record' records while log-probs are computed, and "

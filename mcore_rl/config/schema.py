@@ -76,8 +76,8 @@ class MoEConfig:
     aux_loss: str = "aux_loss"
     aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 disables it
     bias_update_rate: float = 0.0  # update rate of the router's selection bias; 0 freezes it
-    # Experts used in the update: off (the router chooses again), record (those of the log-prob
-    # pass) or rollout (those in the batch, for both passes).
+    # Experts that the trainer uses: off (the router chooses), record (in the update those of the
+    # log-prob pass) or rollout (in both those that the servers have used; of the actor of rl only).
     router_replay: str = "off"
 
 
@@ -189,7 +189,11 @@ class SampleTablesConfig:
     """What is kept and shown of the responses of a step."""
 
     every: int = 1  # steps from one table samples/step_NNNNNN.parquet to the next; 0 writes none
-    max_rows: int = 0  # responses in such a table; 0: all of the step
+    max_rows: int = 0  # responses in such a table, of whole trajectories; 0: all of the step
+    # Tokens of prompts and responses in such a table, of whole trajectories, of one at least: about
+    # 9 bytes each on disk. 0: all of the step.
+    max_tokens: int = 4_000_000
+    tokens: bool = True  # what `mcore-rl samples` shows of each token; false: texts alone
     num_shown: int = 1  # responses that are shown on the screen each step, in short
 
 

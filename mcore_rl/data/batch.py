@@ -65,22 +65,36 @@ class Jagged:
 Column = Jagged | Array
 
 
+NO_STATE = -1  # in state_ids
+# What response tokens have in columns that not all batches have.
+_FILLED = {"process_rewards": np.float32(0), "state_ids": np.int64(NO_STATE)}
+
+
+def _turn_numbers(sample: Sample) -> Array:
+    found = np.full(len(sample.response_ids), -1 if sample.turn_spans else 0, np.int32)
+    for number, span in enumerate(sample.turn_spans):
+        found[span.start : span.end] = number
+    return found
+
+
 class Batch:
     """Rows of samples as named columns of equal length. Immutable: each change is a new batch.
 
     Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
     reference_log_probs, entropy, values, advantages, returns, process_rewards, token_rewards,
-    correction_weights, policy_mask, top_entropy_mask, cross_entropy_mask, state_ids,
-    sum_pi_squared, and weights of losses: loss_weights, kl_weights, entropy_weights,
+    correction_weights, policy_mask, top_entropy_mask, cross_entropy_mask, state_ids (-1: none),
+    sum_pi_squared, turn_numbers (of the turns of the policy in the sample, from 0; -1: the token is
+    of none), and weights of losses: loss_weights, kl_weights, entropy_weights,
     cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs, teacher_ids,
     teacher_top_log_probs: see workers/scoring.py; routed_experts: [MoE layers, experts a token] a
-    prompt or response token;
+    prompt or response token, and stage_routed_experts, those of a pipeline rank;
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
     one), baseline_rewards, group_ids, roles (of the policy, where a loop has several),
     trajectories (the number in its group), segments (the number in its trajectory:
-    data/trajectories.py), turns (of the policy), finish_reasons, replayed (1 if it is of an earlier
-    step).
+    data/trajectories.py), turns (of the policy), finish_reasons, statuses (of a trajectory:
+    TrajectoryStatus), replayed (1 if it is of an earlier step), expert_records (where its experts
+    are: workers/expert_records.py).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -96,6 +110,9 @@ class Batch:
         if any(s.process_rewards for s in samples):
             rows = (s.process_rewards or [0.0] * len(s.response_ids) for s in samples)
             optional["process_rewards"] = Jagged.of(rows, np.float32)
+        if any(s.state_ids for s in samples):
+            states = (s.state_ids or [NO_STATE] * len(s.response_ids) for s in samples)
+            optional["state_ids"] = Jagged.of(states, np.int64)
         return cls(
             {
                 **optional,
@@ -104,6 +121,7 @@ class Batch:
                 "response_mask": Jagged.of((s.response_mask for s in samples), np.int8),
                 "rollout_log_probs": Jagged.of((s.rollout_log_probs for s in samples), np.float32),
                 "weight_versions": Jagged.of((s.weight_versions for s in samples), np.int64),
+                "turn_numbers": Jagged.of((_turn_numbers(s) for s in samples), np.int32),
                 "rewards": np.array([s.reward for s in samples], dtype=np.float32),
                 "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
                 "roles": np.array([s.role for s in samples], dtype=np.str_),
@@ -112,6 +130,7 @@ class Batch:
                 "segments": np.array([s.segment for s in samples], dtype=np.int64),
                 "reward_errors": np.array([s.reward_error for s in samples], dtype=np.str_),
                 "finish_reasons": np.array([s.finish_reason for s in samples], dtype=np.str_),
+                "statuses": np.array([s.status for s in samples], dtype=np.str_),
                 **{
                     f"reward/{part}": np.array(
                         [s.reward_parts.get(part, np.nan) for s in samples], np.float32
@@ -198,10 +217,10 @@ class Batch:
     def concat(batches: Sequence[Batch]) -> Batch:
         """What some lack, as no response of theirs got a reward of that kind, is filled in.
 
-        Parts of a reward are NaN there, process_rewards 0.
+        Parts of a reward are NaN there, process_rewards 0, state_ids -1.
         """
         names = {name for batch in batches for name in batch.columns}
-        parts = {n for n in names if n.startswith("reward/") or n == "process_rewards"}
+        parts = {n for n in names if n.startswith("reward/") or n in _FILLED}
         batches = [batch._with_parts(parts) for batch in batches]
         first = batches[0]
         columns: dict[str, Column] = {}
@@ -216,7 +235,7 @@ class Batch:
     def _with_parts(self, names: Iterable[str]) -> Batch:
         missing = sorted({*names} - self.columns.keys())
         found: dict[str, Column] = {n: np.full(len(self), np.nan, np.float32) for n in missing}
-        if "process_rewards" in missing:
+        for name in _FILLED.keys() & missing:
             ids = self.jagged("response_ids")
-            found["process_rewards"] = ids.with_values(np.zeros(len(ids.values), np.float32))
+            found[name] = ids.with_values(np.full(len(ids.values), _FILLED[name]))
         return self.with_columns(**found) if missing else self

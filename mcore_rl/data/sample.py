@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 TrajectoryStatus = Literal["finished", "truncated", "aborted", "failed"]
 
 
@@ -16,7 +19,14 @@ class TurnSpan:
     turn_id: str
     start: int
     end: int
-    routed_experts: str = ""  # where the record of them is, if there is one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """The experts that a server has used for consecutive tokens; equal to itself only."""
+
+    start: int  # place of the first of the tokens, counted from the first token of the prompt
+    ids: npt.NDArray[np.integer]  # [tokens, decoder layers, experts a token]
 
 
 @dataclass(slots=True)
@@ -41,18 +51,23 @@ class Sample:
     trajectory: int = 0  # its number among those of the group
     segment: int = 0
     status: TrajectoryStatus = "finished"
-    turn_spans: tuple[TurnSpan, ...] = ()  # of an agent
+    turn_spans: tuple[TurnSpan, ...] = ()  # of an agent; without them the response is one turn
     # How much of `reward` each response token has earned; or none: all is of the last one.
     process_rewards: list[float] = field(default_factory=list)
+    # The state that each response token was chosen in, 0 or more; -1 if there is none. Or none.
+    state_ids: list[int] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
     messages: Sequence[Mapping[str, Any]] = ()  # of the prompt, in OpenAI's form
     turn_texts: Sequence[str] = ()  # what the policy said in all of the trajectory, of an agent
     turn_rewards: Sequence[float] = ()  # how much of `reward` each of these has earned; or none
+    # Of the tokens from the first of the prompt, one part after the other; or none.
+    routed_experts: tuple[RoutedExperts, ...] = ()
 
     def __post_init__(self) -> None:
         length = len(self.response_ids)
         names = ["response_mask", "rollout_log_probs", "weight_versions"]
-        for name in [*names, "process_rewards"] if self.process_rewards else names:
+        optional = [name for name in ("process_rewards", "state_ids") if getattr(self, name)]
+        for name in names + optional:
             if len(getattr(self, name)) != length:
                 raise ValueError(
                     f"Sample.{name} has {len(getattr(self, name))} entries "

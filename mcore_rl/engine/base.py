@@ -37,6 +37,7 @@ class EngineSpec:
     seed: int
     total_steps: int = 0
     num_top_log_probs: int = 0  # likeliest ids of each token that infer_batch returns
+    with_sum_pi_squared: bool = False  # of each token that infer_batch returns
     timeout_s: float = 1800.0  # of each collective of the ranks
 
 
@@ -98,9 +99,19 @@ class BaseEngine(ABC):
     def initialize(self) -> None:
         """Join the process groups, build the model and load its weights."""
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Decoder layers with experts on this rank, numbered over the whole model, ascending."""
+        return ()
+
     @abstractmethod
     def infer_batch(
-        self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        adapters: bool = True,
+        replay: bool = True,
     ) -> Batch | None:
         """Adds "log_probs" and "entropy": one float32 per response token, in nats.
 
@@ -108,13 +119,16 @@ class BaseEngine(ABC):
         they refer to, above 0. Value models have no logits and do not read it, here and below.
 
         With spec.num_top_log_probs = k also "top_log_probs" and "top_ids", k per response token,
-        the likeliest first. A value model adds "values" instead: one float32 per response token,
-        the value of the state before it.
+        the likeliest first. With spec.with_sum_pi_squared also "sum_pi_squared": the sum of the
+        squared probabilities of all ids. A value model adds "values" instead: one float32 per
+        response token, the value of the state before it.
 
         With engine.moe.router_replay = "record" also "routed_experts", which train_batch then
-        needs; "rollout" needs that column here, too (engine/megatron/router_replay.py).
+        needs. "rollout" needs the experts here, too: "stage_routed_experts", those of this rank's
+        expert_layers (engine/megatron/router_replay.py).
 
-        Without `adapters`, of the base model of a LoRA engine; other engines have none.
+        Without `adapters`, of the base model of a LoRA engine; other engines have none. Then, and
+        without `replay`, routers choose, whatever the settings say, and nothing is recorded.
 
         None on pipeline stages other than the last.
         """

@@ -40,7 +40,8 @@ class Loop:
     @staticmethod
     def of(config: RLConfig, turns: Turns, train: PromptDataset, thread: Executor) -> Loop:
         """`thread` generates while another one trains; it has to outlive the servers."""
-        rollout = RolloutPool(turns.servers, config.rollout, config.seed)
+        replays = config.actor.moe.router_replay == "rollout"
+        rollout = RolloutPool(turns.servers, config.rollout, config.seed, replays)
         prompts, ahead = _prompts(config, train), None
         replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
         if config.trainer.mode == "one_step_off":

@@ -129,7 +129,7 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
 
 
 def _check_choices(config: RLConfig) -> None:
-    check_functions(config.algorithm)
+    check_functions(config.algorithm, config.agent.loop)
     if curriculum := config.data.curriculum.name:
         CURRICULA.bound(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
@@ -245,6 +245,11 @@ def check_layouts(config: RLConfig) -> HFConfig:
     sizes = model_sizes(found)
     resolve_model_layout("actor.layout", config.actor.layout, sizes)
     resolve_model_engine("actor", config.actor, sizes)
+    if config.actor.moe.router_replay == "rollout" and sizes.is_mla and lane() == "cpu":
+        raise ConfigError(
+            "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models with "
+            "latent attention; allowed: 'off', 'record'"
+        )
     if config.warm_start.num_steps:
         resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
     if needs_critic(config):

@@ -44,6 +44,7 @@ from mcore_rl.jobs.placement import (
 )
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import WARM_START, checkpoint_to_resume, clear, has_ended, prepare
+from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import offline
@@ -52,7 +53,7 @@ from mcore_rl.workers.evaluation import Evaluation, held_out
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.objectives import SupervisedObjective
 from mcore_rl.workers.policy_checks import PolicyMismatchError, logprob_gaps
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
@@ -223,7 +224,7 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             turns.begin_training()
             temperature = evaluation.temperature
             for samples in evaluation.latest if temperature is not None else ():
-                scored = actor.compute_log_probs(samples, temperature=temperature)
+                scored = actor.compute_log_probs(samples, temperature=temperature, replay=False)
                 output.compared(logprob_gaps(scored))
             room.export(actor, checkpoint, num_bytes)
 
@@ -241,6 +242,7 @@ def _started(
     preparing = [servers.prepare.submit(), *frozen_servers.preparing()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _engine_spec(config, config.actor, total_steps)
+    spec = replace(spec, with_sum_pi_squared=reads_squares(config.algorithm))
     if ranks is None:
         actor = stack.enter_context(_model(pools, "actor", spec, loss, wait=False))
     else:
@@ -327,10 +329,7 @@ def _model(
     model_type: str = "language_model",
     wait: bool = True,
 ) -> Iterator[WorkerGroup]:
-    """A training engine on ranks of its own; it has yet to be initialized.
-
-    Without `wait` it is still being built, as a WorkerGroup is.
-    """
+    """A training engine on ranks of its own, not initialized; without `wait`, being built."""
     layout = spec.engine.layout
     with pools.group(
         role,
@@ -360,6 +359,7 @@ def server_group(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
         can_sleep=servers_sleep(config.placement, models_of(config)),
         gpu_ids=pools.gpu_ids("rollout"),
         models=models_with_paths(config),
+        experts=expert_layers(config),
     )
     layout = Layout(dp=config.rollout.num_servers, tp=config.rollout.nodes_per_server)
     with pools.group(
@@ -372,9 +372,8 @@ def server_group(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
 def session(num_devices: int, scratch: Path) -> AbstractContextManager[None]:
     """A private Ray has as much as the run needs; on the CPU lane ranks share cores by turns."""
     needed = {resource(): num_devices}
-    if RANK not in needed:
-        return ray_session(scratch=scratch, log_to_driver=False, needed=needed)
-    return ray_session(scratch=scratch, log_to_driver=False, resources=needed, needed=needed)
+    own = needed if RANK in needed else None
+    return ray_session(scratch=scratch, log_to_driver=False, resources=own, needed=needed)
 
 
 def resource() -> str:

@@ -16,6 +16,7 @@ from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
     family_of,
+    layers_with_experts,
     model_sizes,
     padded_vocab_size,
     read_config,
@@ -25,6 +26,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import Chunk, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.workers.expert_records import ExpertLayers
 from mcore_rl.workers.weight_sync import generation_layout
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
@@ -94,6 +96,18 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
         read = read_config(served.path) if served.path else model
         found.append(_servers(f"{ROLE}{name}", task, served.servers, config, read))
     return found
+
+
+def expert_layers(config: RLConfig) -> ExpertLayers | None:
+    """Of the actor, if it replays what servers have recorded; config.model.path has to be there."""
+    if config.actor.moe.router_replay != "rollout":
+        return None
+    model = read_config(config.model.path)
+    fields, mine = family_of(model).config_map(model), layers_with_experts(model)
+    stages: list[list[int]] = [[] for _ in range(config.actor.layout.pp)]
+    for chunk in split_into_chunks(config.actor.layout, fields["num_layers"]):
+        stages[chunk.pp_rank] += [layer for layer in chunk.layers if layer in mine]
+    return ExpertLayers(tuple(map(tuple, stages)), fields["moe_router_topk"])
 
 
 def training_roles(config: TrainConfig, model: HFConfig, *, has_reference: bool) -> list[Role]:

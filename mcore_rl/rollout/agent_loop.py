@@ -79,8 +79,8 @@ class SingleTurnLoop:
         completions = await self._generator.submit(prompt_ids, sampling)
         samples = [self._sample(prompt_ids, c, group_id, fields) for c in completions]
         texts = [self._text(completion) for completion in completions]
-        for sample in samples:
-            sample.messages = messages
+        for number, sample in enumerate(samples):
+            sample.trajectory, sample.messages = number, messages
         where = f"row {row} of the data (group {group_id})"
         await self._reward(samples, texts, sampling.max_tokens, where)
         return samples
@@ -103,7 +103,7 @@ class SingleTurnLoop:
     def _sample(
         prompt_ids: list[int], completion: Completion, group_id: int, fields: dict[str, Any]
     ) -> Sample:
-        ids = completion.token_ids
+        ids, experts = completion.token_ids, completion.routed_experts
         return Sample(
             prompt_ids=prompt_ids,
             response_ids=ids,
@@ -112,5 +112,7 @@ class SingleTurnLoop:
             weight_versions=completion.weight_versions,
             finish_reason=completion.finish_reason,
             group_id=group_id,
+            status="truncated" if completion.finish_reason == "length" else "finished",
             fields=fields,
+            routed_experts=() if experts is None else (experts,),
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.spec import TransferSpec
 
@@ -23,6 +24,8 @@ class SamplingParams:
     max_tokens: int = 1024
     seed: int | None = None  # of this request; None draws from the server's own generator
     cache: str = ""  # requests with another name share no prefix cache with it
+    # The first token of the prompt whose experts come back, with those of all after it; None: none.
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,9 @@ class Completion:
     finish_reason: str  # "stop" (end of sequence, or a stop string), "length" or "abort"
     weight_versions: list[int]  # version of the weights that chose the token
     stop_string: str = ""  # the one that the last token completes, if any
+    # Of all tokens from `experts_from` on but the last, which the model never ran; None: not asked
+    # for, or no token was sampled.
+    routed_experts: RoutedExperts | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.rollout.protocol import Completion, TokenScores
 
 if TYPE_CHECKING:
@@ -11,8 +16,21 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams as EngineSampling
 
 
+def timeout_arguments(timeout_s: float | None) -> dict[str, Any]:
+    """The engine arguments; what else vLLM limits goes into the environment."""
+    if timeout_s is None:
+        return {}
+    seconds = math.ceil(timeout_s)
+    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(seconds)
+    os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(seconds)
+    names = "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"
+    return dict.fromkeys(names, seconds)
+
+
 def request_of(prompt_ids: list[int], **sampling: Any) -> tuple[TokensInput, EngineSampling]:
     """`sampling`: fields of vLLM's SamplingParams; `output_kind` by its name, `cache` is the salt.
+
+    Without `experts_from` only those of the response come back, where the server records any.
 
     vLLM finds stop strings in text that it decodes, which takes time: without any it decodes
     nothing. It decodes special tokens then, as agent loops do.
@@ -22,24 +40,32 @@ def request_of(prompt_ids: list[int], **sampling: Any) -> tuple[TokensInput, Eng
 
     kind = RequestOutputKind[sampling.pop("output_kind", "FINAL_ONLY")]
     salt, stop = sampling.pop("cache", ""), list(sampling.pop("stop", ()))
+    first = sampling.pop("experts_from", None)
     parameters = SamplingParams(
         **{"logprobs": 0} | sampling,  # 0: of the sampled token only
         stop=stop,
         detokenize=bool(stop),
         skip_special_tokens=False,
         output_kind=kind,
+        routed_experts_prompt_start=len(prompt_ids) if first is None else first,
     )
     # As an engine's input it goes there at once; a prompt would go through a thread first.
     return tokens_input(prompt_ids, cache_salt=salt or None), parameters
 
 
-def completion_of(output: Any) -> Completion:
+def completion_of(output: Any, experts_from: int | None = None) -> Completion:
+    """Of one of vLLM's CompletionOutputs, with the experts from a token on if one is given."""
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
     token_ids = list(output.token_ids)
     versions = [int(s.version) for s in output.weight_versions or () for _ in range(s.start, s.end)]
     stop = output.stop_reason if isinstance(output.stop_reason, str) else ""
-    return Completion(token_ids, log_probs_of(output), output.finish_reason, versions, stop)
+    routed = None
+    if experts_from is not None and output.routed_experts is not None:
+        ids = output.routed_experts  # uint8 or uint16, which torch cannot index with
+        routed = RoutedExperts(experts_from, ids if ids.dtype == np.uint8 else ids.astype(np.int16))
+    reason = output.finish_reason
+    return Completion(token_ids, log_probs_of(output), reason, versions, stop, routed)
 
 
 def log_probs_of(output: Any) -> list[float]:

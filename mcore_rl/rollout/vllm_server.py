@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import math
 import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,13 @@ from mcore_rl.rollout.protocol import (
     SleepTag,
     TokenScores,
 )
-from mcore_rl.rollout.vllm_requests import completion_of, log_probs_of, request_of, scores_of
+from mcore_rl.rollout.vllm_requests import (
+    completion_of,
+    log_probs_of,
+    request_of,
+    scores_of,
+    timeout_arguments,
+)
 from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
@@ -78,12 +83,13 @@ class VLLMServer:
         eager: bool = False,  # what `trace` needs: no compiled graphs, as on the CPU lane anyway
         can_sleep: bool = False,
         nodes: ServerNodes | None = None,  # if it spans several
+        records_experts: bool = False,  # what `SamplingParams.experts_from` needs
     ) -> None:
         _check(model_path, dtype, config)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
         self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
-        self._nodes = nodes
+        self._nodes, self._records_experts = nodes, records_experts
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
@@ -118,7 +124,7 @@ class VLLMServer:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        from mcore_rl.rollout import vllm_worker
+        from mcore_rl.rollout import vllm_routing, vllm_worker
 
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.engine_arguments()
@@ -137,11 +143,12 @@ class VLLMServer:
             generation_config="vllm",  # sampling comes from our config alone
             logprobs_mode="processed_logprobs",  # those of the distribution sampled from
             weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
-            **self._timeouts(),
+            **timeout_arguments(self._timeout_s),
             use_tqdm_on_load=False,
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
             **vllm_worker.lane_arguments(self._config, name, self._max_model_tokens, self._eager),
             **vllm_worker.sleep_arguments(self._can_sleep),
+            **vllm_routing.arguments(self._records_experts),
             **nodes,
         )
         config = arguments.create_engine_config(headless=headless)
@@ -168,26 +175,17 @@ class VLLMServer:
         await self._serving.update_weight_version(str(self._version))
         await self._serving.get_supported_tasks()  # kept: later requests do not wait for it
 
-    def _timeouts(self) -> dict[str, Any]:
-        """The engine arguments; what else vLLM limits goes into the environment."""
-        if self._timeout_s is None:
-            return {}
-        seconds = math.ceil(self._timeout_s)
-        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(seconds)
-        os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(seconds)
-        return dict.fromkeys(
-            ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"), seconds
-        )
-
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
         """Raises ConfigError when prompt and response cannot fit, and StateError."""
         self._check_room(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
+        if sampling.experts_from is not None and not self._records_experts:
+            raise StateError("the server records no experts: it was started without")
         with self._lifecycle.request():
             async for output in self._run(prompt_ids, request_id, **asdict(sampling)):
                 last = output
-            return [completion_of(completion) for completion in last.outputs]
+            return [completion_of(one, sampling.experts_from) for one in last.outputs]
 
     async def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""

@@ -38,7 +38,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import interface_of
-from mcore_rl.rollout import vllm_sleep
+from mcore_rl.rollout import vllm_routing, vllm_sleep
 from mcore_rl.rollout.vllm_nodes import meet_at_our_rendezvous
 from mcore_rl.rollout.vllm_trace import TraceTaker
 from mcore_rl.rollout.vllm_weights import make_reloadable, repack_output_heads
@@ -385,3 +385,4 @@ def register() -> None:
     if current_platform.is_cpu():
         _route_local_experts()
         vllm_sleep.install()
+        vllm_routing.install()

@@ -13,7 +13,7 @@ from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.workers.loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from mcore_rl.agents.generate_app import HttpServer
+    from mcore_rl.agents.endpoint.server import HttpServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class ModelServer:
         return self._http.url
 
     async def _start(self, host: str) -> None:
-        from mcore_rl.agents.generate_app import HttpServer, generate_app
+        from mcore_rl.agents.endpoint.generate import generate_app
+        from mcore_rl.agents.endpoint.server import HttpServer
 
         await self._server.start()
         self._http = HttpServer(generate_app(self._server, self._spec.key), host)

@@ -22,10 +22,12 @@ from mcore_rl.engine.base import (
     Place,
     create_engine,
 )
+from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
+from mcore_rl.workers.expert_records import with_references, with_stage_experts
 
 
 class ModelWorker:
@@ -61,9 +63,29 @@ class ModelWorker:
         self._engine.initialize()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
-        """Adds the columns log_probs and entropy of a language model, at a temperature above 0."""
-        return self._engine.infer_batch(batch, temperature=temperature)
+    def compute_log_probs(
+        self, batch: Batch, *, temperature: float, replay: bool = True
+    ) -> Batch | None:
+        """Adds the columns log_probs and entropy of a language model, at a temperature above 0.
+
+        Without `replay` routers choose, whatever actor.moe.router_replay says.
+        """
+        if not (replay and self._replays_rollout):
+            return self._engine.infer_batch(batch, temperature=temperature, replay=replay)
+        scored = self._engine.infer_batch(self._with_experts(batch), temperature=temperature)
+        return None if scored is None else with_references(scored, batch)
+
+    @property
+    def _replays_rollout(self) -> bool:
+        return self._spec.engine.moe.router_replay == "rollout"
+
+    def _with_experts(self, batch: Batch) -> Batch:
+        """With those that servers have recorded of this rank's layers, if it replays them."""
+        if not self._replays_rollout:
+            return batch
+        engine = self._engine
+        pp_rank = Mesh(engine.layout).coordinate(engine.world_rank).pp_rank
+        return with_stage_experts(batch, engine.expert_layers, pp_rank, self._spec.timeout_s)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
@@ -91,7 +113,8 @@ class ModelWorker:
         """
         if self._loss_function is None:
             raise RuntimeError("update on a model without a loss function")
-        return self._engine.train_batch(batch, self._loss_function, temperature=temperature)
+        mine = self._with_experts(batch)
+        return self._engine.train_batch(mine, self._loss_function, temperature=temperature)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(

@@ -23,6 +23,7 @@ from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.algorithms.losses import LOSSES, MAX_LOG_RATIO
 from mcore_rl.algorithms.sample_choice import check_choices
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.schema import AlgorithmConfig
 
 
@@ -110,8 +111,15 @@ def _check(value: object, called: str, inputs: LossInputs, what: str) -> torch.T
     return value
 
 
-def check_functions(config: AlgorithmConfig) -> None:
+def reads_squares(config: AlgorithmConfig) -> bool:
+    """Whether the actor's log-probs have to come with sum_pi_squared."""
+    return "sum_pi_squared" in needs_of(ADVANTAGES[config.advantage])
+
+
+def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") -> None:
     """Find all functions of an algorithm and fill in their settings, before a run starts.
+
+    `agent_loop` is agent.loop of the run.
 
     Raises:
         ConfigError: one does not exist, its settings do not fit it, or it needs what a run with
@@ -133,6 +141,10 @@ def check_functions(config: AlgorithmConfig) -> None:
     check_needs(needed, given | {"entropy"}, f"{LOSSES.setting}={config.loss!r}")
     needed = needs_of(ADVANTAGES[config.advantage])
     given |= {"values", "baseline_rewards"}  # what is needed, a run makes
+    if not config.correction.use_rollout_log_probs:
+        given.add("sum_pi_squared")
+    if agent_loop == "environment" or is_import_path(agent_loop):
+        given.add("state_ids")
     check_needs(needed, given, f"{ADVANTAGES.setting}={config.advantage!r}")
     if config.samples.replay.share and "values" in needed:
         raise ConfigError(

@@ -19,6 +19,7 @@ class RolloutPool:
     servers: WorkerGroup
     config: RolloutConfig
     seed: int
+    records_experts: bool = False  # of the tokens of samples that are trained
 
     def generate(self, prompts: Batch, n: int, *, is_greedy: bool = False) -> Batch:
         """`n` samples per prompt; the prompts of one call are spread over the servers.
@@ -26,8 +27,10 @@ class RolloutPool:
         A response depends on the run's seed, its group id, its number in the group, `n` and the
         weights, not on the server.
         """
-        temperature = 0.0 if is_greedy else self.config.temperature
-        return self._answers(prompts, self._sampling(n, temperature))
+        sampling = self._sampling(n, 0.0 if is_greedy else self.config.temperature)
+        if self.records_experts and not is_greedy:
+            sampling = replace(sampling, experts_from=0)
+        return self._answers(prompts, sampling)
 
     def evaluate(self, prompts: Batch, config: EvaluationConfig) -> Batch:
         """config.num_samples a prompt, as `generate`, with the settings of sampling of evaluation.

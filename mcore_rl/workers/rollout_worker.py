@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from mcore_rl.agents.choose import CodecKind, codec_for
+from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
@@ -25,6 +26,7 @@ from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMe
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.workers.expert_records import ExpertLayers, with_records
 from mcore_rl.workers.loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -43,6 +45,7 @@ class RolloutSpec:
     can_sleep: bool = False
     gpu_ids: tuple[str, ...] = ()  # of each server, where they are not those that Ray shows it
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
+    experts: ExpertLayers | None = None  # of which those that are used are recorded; None: of none
 
 
 class RolloutWorker:
@@ -67,6 +70,7 @@ class RolloutWorker:
             timeout_s=spec.timeout_s,
             can_sleep=spec.can_sleep,
             nodes=self._nodes,
+            records_experts=spec.experts is not None,
         )
         self._server: GenerationServer = server
         self._headless: HeadlessWorkers | None = None
@@ -87,6 +91,8 @@ class RolloutWorker:
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
             )
+        # Of requests from outside: they wait while there are no weights.
+        self._gate = self._agent.gate if isinstance(self._agent, AgentRunner) else Gate()
         self._remotes: list[RemoteGenerator] = []
         self._wait = LoopThread(spec.timeout_s).wait
 
@@ -111,6 +117,8 @@ class RolloutWorker:
     def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
         """Samples of `sampling.n` trajectories per prompt, in one batch.
 
+        With sampling.experts_from = 0 it has references to the experts of their tokens.
+
         `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
         """
         columns = (
@@ -124,8 +132,11 @@ class RolloutWorker:
             Prompt(ids.tolist(), int(group), json.loads(str(fields)), int(row), json.loads(str(m)))
             for ids, group, fields, row, m in zip(*columns, strict=True)
         ]
-        found = self._ask(lambda _: self._agent.run_all(asked, sampling))
-        return (Batch.of(found or []),)
+        found = self._ask(lambda _: self._agent.run_all(asked, sampling)) or []
+        batch, experts = Batch.of(found), self._spec.experts
+        if experts is not None and sampling.experts_from is not None:
+            batch = with_records(batch, found, experts)
+        return (batch,)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
@@ -151,20 +162,34 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int) -> None:
-        self._ask(lambda server: server.update(version))
+        self._ask(lambda server: self._replacing(server.update(version)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str, version: int) -> None:
-        self._ask(lambda server: server.load_checkpoint(path, version))
+        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version)))
+
+    async def _replacing(self, update: Coroutine[Any, Any, None]) -> None:
+        """Requests from outside wait for it."""
+        with self._gate.held("update"):
+            await update
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
         """Free weights and KV cache."""
-        self._ask(lambda server: server.sleep())
+        self._ask(self._sleep)
+
+    async def _sleep(self, server: GenerationServer) -> None:
+        self._gate.hold("sleep")
+        await server.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self, tag: SleepTag) -> None:
-        self._ask(lambda server: server.wake(tag))
+        self._ask(lambda server: self._wake(server, tag))
+
+    async def _wake(self, server: GenerationServer, tag: SleepTag) -> None:
+        await server.wake(tag)
+        if tag == "kv_cache":
+            self._gate.release("sleep")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory(self) -> ServerMemory:
@@ -175,6 +200,8 @@ class RolloutWorker:
     def shut_down(self) -> None:
         if self._headless:
             self._headless.close()
+        if isinstance(self._agent, AgentRunner):
+            self._wait(self._agent.close())
         self._wait(self._judge.close())
         for remote in self._remotes:
             self._wait(remote.close())

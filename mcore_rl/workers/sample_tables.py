@@ -1,21 +1,30 @@
-"""Tables of samples, as parquet, and a short look at some of them on the screen."""
+"""Tables of samples, as a run writes them, and a short look at some of them on the screen."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
+import pyarrow as pa
 
 from mcore_rl.config.schema import SampleTablesConfig
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample_tables import (
+    SAMPLES,
+    TOKENIZER,
+    first_trajectories,
+    summary_columns,
+    table_path,
+    token_columns,
+    with_own_log_probs,
+    write_table,
+)
 from mcore_rl.observability.console import show_line
 from mcore_rl.workers.checkpointer import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLES, EVALUATIONS = "samples", "evaluations"  # folders in output_dir
 _SHOWN = 70  # characters of a prompt or of a response
 
 
@@ -26,63 +35,58 @@ class SampleTables:
         self, folder: Path, tokenizer: PreTrainedTokenizerBase, config: SampleTablesConfig
     ) -> None:
         self._folder, self._tokenizer, self._config = folder, tokenizer, config
+        self._has_tokens = config.tokens and tokenizer.is_fast
+        if config.tokens and not self._has_tokens:
+            tell("samples.tokens: the tokenizer makes no tokenizer.json; tables have texts alone")
 
     def of_step(self, step: int, batch: Batch) -> None:
-        """samples/step_NNNNNN.parquet, where one is due, and samples.num_shown on the screen."""
-        every, num_shown = self._config.every, self._config.num_shown
-        if every and step % every == 0:
-            rows = batch.take(range(min(len(batch), self._config.max_rows or len(batch))))
-            self._write(self._folder / SAMPLES / f"step_{step:06d}.parquet", rows)
-        for row in range(min(num_shown, len(batch))):
+        """samples/step_NNNNNN.parquet, where one is due, and samples.num_shown on the screen.
+
+        A table has the first trajectories, as many as samples.max_rows and max_tokens let in.
+        """
+        config = self._config
+        if config.every and step % config.every == 0:
+            rows = first_trajectories(batch, config.max_rows, config.max_tokens)
+            kept = with_own_log_probs(batch).take(rows)
+            self._write(table_path(self._folder, step), kept, len(batch))
+        for row in range(min(config.num_shown, len(batch))):
             show_line(self._in_short(batch.take([row])))
 
     def of_evaluation(self, step: int, name: str, batch: Batch) -> None:
         """evaluations/step_NNNNNN/NAME.parquet, with all samples."""
-        self._write(self._folder / EVALUATIONS / f"step_{step:06d}" / f"{name}.parquet", batch)
+        self._write(table_path(self._folder, step, name), batch, len(batch))
 
-    def _write(self, path: Path, batch: Batch) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        aside = path.with_name(f".{path.name}.partial")
+    def _write(self, path: Path, batch: Batch, num_samples: int) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(pa.table(self.columns(batch)), aside, compression="zstd")
-            aside.replace(path)
+            if self._has_tokens:
+                self._keep_tokenizer()
+            write_table(path, self.columns(batch), num_samples)
         except OSError as error:
-            aside.unlink(missing_ok=True)
             tell(f"{path} cannot be written: {error}; the run goes on")
 
-    def columns(self, batch: Batch) -> dict[str, list[object]]:
-        """One row a sample: group, prompt, response, reward, reward/PART, reward_error,
-        finish_reason, num_tokens (of the response), role (where a loop gives any) and, after
-        training, advantage: the mean over the response's tokens.
-        """
-        found: dict[str, list[object]] = {
-            "group": batch.array("group_ids").tolist(),
+    def _keep_tokenizer(self) -> None:
+        """Beside the tables, so that whoever has the folder can read the tokens in them."""
+        path = self._folder / SAMPLES / TOKENIZER
+        if path.exists():
+            return
+        aside = path.with_name(f".{path.name}.partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(self._tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
+        aside.replace(path)
+
+    def columns(self, batch: Batch) -> dict[str, pa.Array]:
+        """One row a sample: docs/watching.md has what each is."""
+        found = {
+            **summary_columns(batch),
             "prompt": self._texts(batch, "prompt_ids"),
             "response": self._texts(batch, "response_ids"),
-            "reward": batch.array("rewards").tolist(),
-            "finish_reason": batch.array("finish_reasons").tolist(),
-            "num_tokens": batch.jagged("response_ids").lengths.tolist(),
-            "reward_error": batch.array("reward_errors").tolist(),
         }
-        if "roles" in batch and (batch.array("roles") != "").any():
-            found["role"] = batch.array("roles").tolist()
-        for name in batch.columns:
-            if name.startswith("reward/"):
-                found[name] = batch.array(name).tolist()
-        if "advantages" in batch:
-            rows, masks = batch.jagged("advantages"), batch.jagged("response_mask")
-            found["advantage"] = [
-                float(row[mask != 0].mean()) if np.any(mask) else 0.0
-                for row, mask in zip(rows, masks, strict=True)
-            ]
-        return found
+        return found | token_columns(batch) if self._has_tokens else found
 
-    def _texts(self, batch: Batch, name: str) -> list[object]:
+    def _texts(self, batch: Batch, name: str) -> pa.Array:
         """With special tokens, as the policy reads and writes them."""
-        return [self._tokenizer.decode(ids.tolist()) for ids in batch.jagged(name)]
+        texts = [self._tokenizer.decode(ids.tolist()) for ids in batch.jagged(name)]
+        return pa.array(texts, pa.string())
 
     def _in_short(self, sample: Batch) -> str:
         def plain(name: str) -> str:

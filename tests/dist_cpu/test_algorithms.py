@@ -1,10 +1,10 @@
 """Long because: its models and ranks serve all of them.
 
-GSPO, KL-Cov and GAE against plain torch on whole sequences.
+GSPO, KL-Cov, GAE and an advantage of a user's file against plain torch on whole sequences.
 
 GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
-those of others in a pack. GAE has advantages of tokens, from the values of a value model. KL-Cov
-selects tokens of the whole mini-batch.
+those of others in a pack. GAE has advantages of tokens, from the values of a value model; the
+user's file, from rewards of tokens. KL-Cov selects tokens of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from mcore_rl.workers.steps import (
 )
 from tests.nightly import all_but
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 GSPO = AlgorithmConfig(
     loss="gspo",
     loss_settings={"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
@@ -47,6 +46,29 @@ KL_COV = AlgorithmConfig(
 GAE = AlgorithmConfig(
     advantage="gae", advantage_settings={"gamma": 0.9, "lam": 0.8, "whiten": False}
 )
+OWN_ADVANTAGE = """
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_rl.algorithms.inputs import AdvantageInputs
+from mcore_rl.data.batch import Jagged
+
+
+@dataclass(frozen=True)
+class Settings:
+    gamma: float
+
+
+def reward_to_go(inputs: AdvantageInputs, settings: Settings) -> Jagged:
+    rows = []
+    for rewards, mask in zip(inputs.token_rewards, inputs.response_mask, strict=True):
+        row, total = np.zeros(len(mask)), 0.0
+        for t in np.flatnonzero(mask)[::-1]:
+            row[t] = total = rewards[t] + settings.gamma * total
+        rows.append(row)
+    return Jagged.of(rows, np.float64)
+"""
 ONE_PACK, PACKS, ALONE = 10_000, 132, 16  # budgets in tokens; the last is below most samples
 LAYOUTS = {
     "tp1": Layout(),
@@ -182,6 +204,15 @@ class Runs:
         batch = with_advantages(rewarded_batch().with_columns(values=values), GAE)
         return trained(self.path, LAYOUTS[layout], batch, GAE, budget)
 
+    def own(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
+        file = self.folder / "own_advantage.py"
+        file.write_text(OWN_ADVANTAGE)
+        algorithm = AlgorithmConfig(
+            advantage=f"{file}:reward_to_go", advantage_settings={"gamma": 0.9}
+        )
+        batch = with_advantages(token_rewarded_batch(), algorithm)
+        return trained(self.path, LAYOUTS[layout], batch, algorithm, budget)
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Runs:
@@ -231,6 +262,14 @@ def rewarded_batch() -> Batch:
     rewards = np.random.default_rng(3).normal(size=len(batch)).astype(np.float32)
     groups = np.arange(len(batch)) // 2
     return with_loss_weights(batch, GAE).with_columns(rewards=rewards, group_ids=groups)
+
+
+def token_rewarded_batch() -> Batch:
+    """Each token has a reward of its own, also those that the policy did not choose."""
+    batch = rewarded_batch()
+    responses = batch.jagged("response_ids")
+    rewards = np.random.default_rng(4).normal(size=len(responses.values)).astype(np.float32)
+    return batch.with_columns(token_rewards=responses.with_values(rewards))
 
 
 def rows_of(model: Any, batch: Batch) -> list[dict[str, torch.Tensor]]:
@@ -308,25 +347,46 @@ def kl_cov_reference(runs) -> Reference:
 @pytest.fixture(scope="module")
 def gae_reference(runs) -> Reference:
     """Values by transformers, advantages by their definition, PPO's surrogate token by token."""
-    model, critic = tiny_models.build("qwen3"), value_model()
-    total, count, sums = torch.zeros((), dtype=torch.float64), 0, np.zeros(2)
+    model, critic, advantages = tiny_models.build("qwen3"), value_model(), []
     batch = rewarded_batch()
     rows = rows_of(model, batch)
     for row, reward in zip(rows, batch.array("rewards"), strict=True):
         prompt, response = row["prompt_ids"].long(), row["response_ids"].long()
         with torch.no_grad():
             states = critic(torch.cat([prompt, response])[None]).logits[0, :, 0].double()
-        values, mask = states[len(prompt) - 1 : -1], row["mask"]
-        advantages = torch.zeros_like(values)
-        advantages[mask] = summed_deltas(values[mask], float(reward), 0.9, 0.8)
-        ratio = (row["new"] - row["log_probs"]).exp()
-        loss, clipped = clipped_surrogate(ratio, advantages, 0.2, 0.2)
-        total, count = total + loss[mask].sum(), count + int(mask.sum())
-        sums += [ratio[mask].sum().item(), clipped[mask].sum().item()]
+        values = states[len(prompt) - 1 : -1][row["mask"]]
+        advantages.append(summed_deltas(values, float(reward), 0.9, 0.8))
+    return ppo_reference(model, rows, advantages, runs.folder / "gae")
+
+
+@pytest.fixture(scope="module")
+def own_reference(runs) -> Reference:
+    """The user's sum term by term: A_t = sum over k of gamma^k * r_(t+k) of the chosen tokens."""
+    model, batch, advantages = tiny_models.build("qwen3"), token_rewarded_batch(), []
+    rows = rows_of(model, batch)
+    for row, rewards in zip(rows, batch.jagged("token_rewards"), strict=True):
+        earned, n = torch.from_numpy(rewards.copy()).double()[row["mask"]], int(row["mask"].sum())
+        powers = [[0.9 ** (s - t) if s >= t else 0.0 for s in range(n)] for t in range(n)]
+        advantages.append(torch.tensor(powers, dtype=torch.float64).view(n, n) @ earned)
+    return ppo_reference(model, rows, advantages, runs.folder / "own")
+
+
+def ppo_reference(
+    model: Any,
+    rows: list[dict[str, torch.Tensor]],
+    advantages: list[torch.Tensor],
+    folder: Path,
+) -> Reference:
+    """PPO's surrogate token by token, its mean over all chosen ones; `advantages` are theirs."""
+    total, count, sums = torch.zeros((), dtype=torch.float64), 0, np.zeros(2)
+    for row, advantage in zip(rows, advantages, strict=True):
+        ratio = (row["new"] - row["log_probs"])[row["mask"]].exp()
+        loss, clipped = clipped_surrogate(ratio, advantage, 0.2, 0.2)
+        total, count = total + loss.sum(), count + len(advantage)
+        sums += [ratio.sum().item(), clipped.sum().item()]
     (total / count).backward()
     metrics = dict(zip(("ratio", "clipped"), (sums / count).tolist(), strict=True))
-    gradients = gradients_of(model, runs.folder / "gae")
-    return Reference(total.item() / count, metrics, gradients)
+    return Reference(total.item() / count, metrics, gradients_of(model, folder))
 
 
 def summed_deltas(values: torch.Tensor, reward: float, gamma: float, lam: float) -> torch.Tensor:
@@ -415,6 +475,15 @@ def test_two_steps_of_gspo_equal_one_rank(runs, layout):
 ))  # fmt: skip
 def test_ppo_with_gae_equals_plain_torch(runs, gae_reference, layout, budget):
     assert_equals(runs.gae(layout, budget), gae_reference)
+
+
+@pytest.mark.parametrize(("layout", "budget"), all_but(
+    [("cp2", PACKS)], [(layout, budget) for layout in LAYOUTS for budget in BUDGETS]
+))  # fmt: skip
+def test_an_advantage_of_tokens_from_a_users_file_equals_plain_torch(
+    runs, own_reference, layout, budget
+):
+    assert_equals(runs.own(layout, budget), own_reference)
 
 
 @pytest.mark.parametrize("layout", all_but(["cp2"], [n for n in LAYOUTS if n != "tp1"]))

@@ -1,4 +1,7 @@
-"""Heads at every layout: scores over a split vocabulary, and value models against transformers."""
+"""Heads at every layout: scores over a split vocabulary, and value models against transformers.
+
+Long because: both kinds of head are compared on the same models, batches and layouts.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,8 @@ def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.
     shard.requires_grad_()
     scores = token_scores(
         h, shard, targets, VocabShard(start, vocab, dist.group.WORLD),
-        temperature=0.7, chunk_bytes=chunk_bytes, with_entropy=True, num_top=min(3, vocab),
+        temperature=0.7, chunk_bytes=chunk_bytes, with_entropy=True, with_squares=True,
+        num_top=min(3, vocab),
     )  # fmt: skip
     loss = (scores.log_probs * weights[0] + scores.entropy * weights[1]).sum()
     grad_h, grad_shard = torch.autograd.grad(loss, (h, shard))
@@ -78,6 +82,7 @@ def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.
     return {
         "log_probs": scores.log_probs.detach(),
         "entropy": scores.entropy.detach(),
+        "squares": scores.sum_pi_squared,
         "top_log_probs": scores.top_log_probs,
         "top_ids": scores.top_ids,
         "grad_hidden": grad_h,
@@ -87,13 +92,15 @@ def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.
 
 @ranks.on_ranks()
 def top_log_probs(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
-    """The three likeliest ids of each response token, by row of the batch; and their log-probs."""
-    engine = ranks.started(replace(ranks.engine_spec(path, layout), num_top_log_probs=3))
+    """By row of the batch, of each response token: the three likeliest ids, their log-probs, and
+    the sum of all squared probabilities."""
+    spec = replace(ranks.engine_spec(path, layout), num_top_log_probs=3, with_sum_pi_squared=True)
+    engine = ranks.started(spec)
     rows = ranks.share_of(engine, batch)
-    scored = engine.infer_batch(batch.take(rows))
+    scored = engine.infer_batch(batch.take(rows), temperature=0.7)
     if scored is None:
         return {}
-    columns = {name: scored.jagged(name) for name in ("top_log_probs", "top_ids")}
+    columns = {n: scored.jagged(n) for n in ("top_log_probs", "top_ids", "sum_pi_squared")}
     return {
         name: {row: torch.from_numpy(c[place].copy()) for place, row in enumerate(rows)}
         for name, c in columns.items()
@@ -261,6 +268,8 @@ def test_scores_over_two_ranks_equal_the_plain_softmax(split, chunk):
     for found in split_scores(tokens, vocab, rows, CHUNKS[chunk]):
         torch.testing.assert_close(found["log_probs"], log_probs.detach())
         torch.testing.assert_close(found["entropy"], entropy.detach())
+        torch.testing.assert_close(found["squares"], scores.detach().exp().square().sum(-1))
+        assert not found["squares"].requires_grad
         torch.testing.assert_close(found["top_log_probs"], top.values)
         assert torch.equal(found["top_ids"], top.indices)
         torch.testing.assert_close(found["grad_hidden"], grad_h)
@@ -270,13 +279,17 @@ def test_scores_over_two_ranks_equal_the_plain_softmax(split, chunk):
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "cp2", "pp2"])
-def test_the_likeliest_tokens_equal_transformers(runs, layout):
+def test_the_likeliest_tokens_and_the_squared_probabilities_equal_transformers(runs, layout):
     with torch.no_grad():
         logits = logits_by_row(tiny_models.build("qwen3"), runs.batch)
     found = runs.top(layout)
     log_probs, ids = by_row(found, "top_log_probs"), by_row(found, "top_ids")
+    squares = by_row(found, "sum_pi_squared")
     for row, scores in enumerate(logits):
-        wanted = scores.double().log_softmax(-1).topk(3)
+        scores = (scores.double() / 0.7).log_softmax(-1)
+        wanted = scores.topk(3)
+        squared = scores.exp().square().sum(-1)
+        torch.testing.assert_close(squares[row].double(), squared, rtol=1e-4, atol=0)
         assert torch.equal(ids[row], wanted.indices)
         torch.testing.assert_close(log_probs[row].double(), wanted.values, rtol=0, atol=1e-5)
 

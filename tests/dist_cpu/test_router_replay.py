@@ -46,7 +46,7 @@ REPLAY = {
 # Under `nightly`: more layouts, most of them on four ranks.
 REPLAY_CASES = all_but(
     ("moe/one", "moe/one full", "moe/one experts", "deepseek/one", "moe/pp2 vpp2 full", "moe/cp2",
-     "deepseek/tp2 ep2", "moe/tp2 dp2 ep4"),
+     "deepseek/tp2 ep2", "deepseek/pp2", "moe/tp2 dp2 ep4"),
     REPLAY,
 )  # fmt: skip
 
@@ -78,15 +78,21 @@ def replay_recorded(
 def replay_forced(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
-    """Log-probs and two steps with the experts that the batch brings along."""
+    """Log-probs and two steps with the experts of this rank's layers that the batch brings along.
+
+    Then log-probs with those that routers choose, as if nothing had been recorded.
+    """
     engine = ranks.started_with(path, layout, {**settings, "moe.router_replay": "rollout"})
     rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
+    mine = of_own_layers(engine, batch.take(rows))
+    free = engine.infer_batch(mine.select("prompt_ids", "response_ids"), replay=False)
     scored = engine.infer_batch(mine)
     steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
     found: ranks.Result = {"steps": steps, "held": held_by_slots(engine)}
-    if scored is None:
+    if scored is None or free is None:
         return found
+    assert "routed_experts" not in free
+    found |= {"free_log_probs": by_row(rows, free.jagged("log_probs"))}
     return found | {"log_probs": by_row(rows, scored.jagged("log_probs"))}
 
 
@@ -146,6 +152,18 @@ def shared_over_stages(engine: MegatronEngine, scored: Batch | None) -> Jagged:
     torch.distributed.broadcast_object_list(box, src=last, group=group)
     assert box[0] is not None
     return box[0]
+
+
+def of_own_layers(engine: MegatronEngine, batch: Batch) -> Batch:
+    """As a worker hands it over: a byte an id, of the layers of this pipeline rank alone."""
+    from mcore_rl.engine.megatron.moe import moe_layers
+
+    whole, layers = batch.jagged("routed_experts"), moe_layers(engine.chunks[0].config)
+    assert engine.layout.pp == 1 or 0 < len(engine.expert_layers) < len(layers)
+    places = [layers.index(layer) for layer in engine.expert_layers]
+    own = whole.with_values(whole.values[:, places].astype(np.uint8))
+    kept = {name: column for name, column in batch.columns.items() if name != "routed_experts"}
+    return Batch({**kept, "stage_routed_experts": own})
 
 
 def by_row(rows: list[int], column: Jagged) -> dict[int, torch.Tensor]:
@@ -211,7 +229,7 @@ def test_the_recorded_experts_are_those_of_transformers(runs, name):
         with torch.no_grad():
             _, seen = moe_reference.run(runs.models[model], runs.batch, row)
         chosen = torch.stack([ids for _, ids in seen.values()], dim=1)
-        assert recorded.dtype == torch.int16
+        assert recorded.dtype == torch.uint8
         assert torch.equal(recorded.long().sort(-1).values, chosen.sort(-1).values)
 
 
@@ -246,12 +264,14 @@ def test_forced_experts_give_the_log_probs_of_transformers_with_those_experts(ru
     found = rows_of(last_stages(runs.given(name), layout), "log_probs")
     assert set(found) == set(range(len(batch)))
     free = rows_of(runs.recorded(f"{model}/one"), "log_probs")
+    without = rows_of(last_stages(runs.given(name), layout), "free_log_probs")
     for row, log_probs in found.items():
         experts = batch.jagged("routed_experts")[row]
         with torch.no_grad():
             wanted, _ = moe_reference.run(runs.models[model], batch, row, experts)
         assert (log_probs - wanted).abs().max() < 1e-5
         assert (log_probs - free[row]).abs().max() > 1e-3
+        assert (without[row] - free[row]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["recorded", "forced"])

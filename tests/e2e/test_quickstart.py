@@ -82,6 +82,7 @@ ALGORITHMS = {
         "algorithm.loss_aggregation=sequence_sum_fixed_length",
     ),
     "rloo": ("algorithm.advantage=rloo",),
+    "optimal_token_baseline": ("algorithm.advantage=optimal_token_baseline",),
     "reinforce_plus_plus": (
         "algorithm.advantage=reinforce_plus_plus", "algorithm.samples.group_filter=''"
     ),

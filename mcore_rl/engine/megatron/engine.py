@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,7 +15,7 @@ from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.errors import StateError
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import (
     BaseEngine,
     EngineSpec,
@@ -108,21 +107,34 @@ class MegatronEngine(BaseEngine):
         """Tensors that the checkpoint does not have and that begin at zero."""
         return ()
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        from mcore_rl.engine.megatron.moe import routers
+
+        return tuple(layer for chunk in self.chunks for layer, _ in routers(chunk))
+
     @torch.no_grad()
     def infer_batch(
-        self, batch: Batch, *, temperature: float = 1.0, adapters: bool = True
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        adapters: bool = True,
+        replay: bool = True,
     ) -> Batch | None:
         from mcore_rl.engine.megatron.lora import without_adapters
+        from mcore_rl.engine.megatron.step import in_batch_order
 
         self._finish_weights()
         micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
         off = contextlib.nullcontext() if adapters else without_adapters(self.chunks)
-        with off, self._routing(batch, scoring=True, forward_only=True) as routing:
+        mode = None if adapters and replay else "off"
+        with off, self._routing(batch, mode, scoring=True, forward_only=True) as routing:
             results = self._run(micros, None, routing, temperature, forward_only=True)
         routed = routing.columns(batch)
         if not self._has_head:
             return None
-        columns = {name: self._in_batch_order(batch, micros, results, name) for name in results[0]}
+        columns = {name: in_batch_order(batch, micros, results, name) for name in results[0]}
         return batch.with_columns(**columns, **routed)
 
     @torch.no_grad()
@@ -318,13 +330,14 @@ class MegatronEngine(BaseEngine):
             num_ahead=self.num_mtp_layers if training else 0,
         )
 
-    def _routing(self, batch: Batch, *, scoring: bool, forward_only: bool) -> Any:
+    def _routing(
+        self, batch: Batch, mode: str | None = None, *, scoring: bool, forward_only: bool
+    ) -> Any:
         from mcore_rl.engine.megatron.router_replay import routing_of
 
-        mode, device = self.spec.engine.moe.router_replay, self.device
-        return routing_of(
-            mode, self.chunks, batch, device, scoring=scoring, forward_only=forward_only
-        )
+        mode = mode or self.spec.engine.moe.router_replay
+        options = {"scoring": scoring, "forward_only": forward_only}
+        return routing_of(mode, self.chunks, batch, self.device, **options)
 
     def _balance(self) -> Metrics:
         """Metrics of the experts' load, on the last stage; all ranks take part."""
@@ -365,25 +378,9 @@ class MegatronEngine(BaseEngine):
             temperature=temperature,
             chunk_bytes=self.spec.engine.logprob_chunk_bytes,
             with_entropy="entropy" in needs or not training,
+            with_squares=self.spec.with_sum_pi_squared and not training,
             num_top=0 if training else self.spec.num_top_log_probs,
         )
-
-    def _in_batch_order(
-        self, batch: Batch, micros: list[Any], results: list[Result], name: str
-    ) -> Jagged:
-        """A result column, from the order of the packs back to the batch's."""
-        from mcore_rl.engine.megatron.step import whole_column
-
-        responses = batch.jagged("response_ids")
-        shape = (len(responses.values), *results[0][name].shape[1:])
-        values = np.empty(shape, torch.empty(0, dtype=results[0][name].dtype).numpy().dtype)
-        for micro, result in zip(micros, results, strict=True):
-            flat, start = whole_column(micro, result[name]).cpu().numpy(), 0
-            for row in micro.rows:
-                end = start + int(responses.lengths[row])
-                values[responses.offsets[row] : responses.offsets[row + 1]] = flat[start:end]
-                start = end
-        return responses.with_values(values)
 
     def _summed(self, results: list[Result]) -> Metrics:
         """Metrics of all micro-batches, data and context ranks, on the last stage; else none."""

@@ -23,7 +23,7 @@ Head = Callable[[Any, torch.Tensor, MicroBatch], Scores]
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelHead:
-    """Log-probs and, where asked for, the entropy and the largest log-probs with their ids.
+    """Log-probs; where asked for the entropy, sum_pi_squared, the largest log-probs and their ids.
 
     With the column teacher_ids also chosen_log_probs [tokens, ids], those of these ids.
     """
@@ -32,6 +32,7 @@ class LanguageModelHead:
     temperature: float
     chunk_bytes: int  # logits and probabilities in memory at a time
     with_entropy: bool
+    with_squares: bool = False
     num_top: int = 0
 
     def __call__(self, model: PolicyModel, output: torch.Tensor, micro: MicroBatch) -> Scores:
@@ -47,6 +48,7 @@ class LanguageModelHead:
             temperature=self.temperature,
             chunk_bytes=self.chunk_bytes,
             with_entropy=self.with_entropy,
+            with_squares=self.with_squares,
             num_top=self.num_top,
         )
         found = {"log_probs": scores.log_probs}
@@ -57,6 +59,8 @@ class LanguageModelHead:
             }
         if self.with_entropy:
             found["entropy"] = scores.entropy
+        if self.with_squares:
+            found["sum_pi_squared"] = scores.sum_pi_squared
         if self.num_top:
             found |= {"top_log_probs": scores.top_log_probs, "top_ids": scores.top_ids}
         return found

@@ -22,6 +22,8 @@ _MIN_TILE_IDS = 256  # tokens are divided only where a tile of all of them would
 class LogProbs(NamedTuple):
     log_probs: torch.Tensor  # of the shape of the targets; float32, nats
     entropy: torch.Tensor  # [tokens] float32, nats; zeros unless asked for
+    # [tokens] float32: the sum over the ids of p^2; zeros unless asked for. Without a gradient.
+    sum_pi_squared: torch.Tensor
     # The k most likely ids of each token, most likely first; of equal ones any. Without a gradient.
     top_log_probs: torch.Tensor  # [tokens, k] float32, nats
     top_ids: torch.Tensor  # [tokens, k] int64
@@ -65,6 +67,7 @@ def token_scores(
     temperature: float = 1.0,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     with_entropy: bool = False,
+    with_squares: bool = False,
     num_top: int = 0,
 ) -> LogProbs:
     """log softmax(hidden @ head.T / temperature): at the targets, its entropy, its largest values.
@@ -79,6 +82,7 @@ def token_scores(
         head: [rows of this shard, hidden]; rows beyond the vocabulary are padding and are ignored.
         targets: [tokens] vocabulary ids, or [tokens, n] with several of each token.
         chunk_bytes: limit on logits and probabilities in memory at a time, see tile_within.
+        with_squares: also sum_pi_squared.
         num_top: how many of the largest log-probs to return.
 
     Raises:
@@ -89,7 +93,7 @@ def token_scores(
     tile = tile_within(chunk_bytes, *hidden.shape)
     columns = targets[:, None] if targets.dim() == 1 else targets
     log_probs, *others = _TokenScores.apply(
-        hidden, head, columns, shard, temperature, tile, with_entropy, num_top
+        hidden, head, columns, shard, temperature, tile, with_entropy, with_squares, num_top
     )
     return LogProbs(log_probs.view(targets.shape), *others)
 
@@ -100,6 +104,7 @@ class _Sums(NamedTuple):
     top: torch.Tensor  # largest logit so far
     total: torch.Tensor  # sum of p
     moment: torch.Tensor  # sum of p * (logit - top); only with entropy
+    squares: torch.Tensor  # sum of p^2; only where asked for
     chosen: torch.Tensor  # [tokens, n] logits of the targets, 0 where another rank has it
 
     @classmethod
@@ -108,7 +113,8 @@ class _Sums(NamedTuple):
         floor = torch.finfo(dtype).min / 4
         top = torch.full((len(targets),), floor, dtype=dtype, device=device)
         chosen = torch.zeros(targets.shape, dtype=dtype, device=device)
-        return cls(top, torch.zeros_like(top), torch.zeros_like(top), chosen)
+        total, moment, squares = (torch.zeros_like(top) for _ in range(3))
+        return cls(top, total, moment, squares, chosen)
 
     def log_prob(self, logits: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] from logits: log softmax, measured from `top` so that large ones cancel."""
@@ -119,7 +125,9 @@ class _Sums(NamedTuple):
         """-E[log softmax], measured from `top`."""
         return self.total.log() - self.moment / self.total
 
-    def add(self, part: slice, logits: torch.Tensor, *, with_entropy: bool) -> None:
+    def add(
+        self, part: slice, logits: torch.Tensor, *, with_entropy: bool, with_squares: bool
+    ) -> None:
         """Take in the logits [part, ids] of a tile, which are overwritten."""
         top = torch.maximum(self.top[part], logits.amax(-1))
         self._rescale(part, top)
@@ -129,6 +137,8 @@ class _Sums(NamedTuple):
             self.moment[part] += torch.bmm(p[:, None, :], logits[:, :, None]).flatten()
         else:
             p = logits.exp_()
+        if with_squares:
+            self.squares[part] += torch.bmm(p[:, None, :], p[:, :, None]).flatten()
         self.total[part] += p.sum(-1)
 
     def _rescale(self, part: slice, top: torch.Tensor) -> None:
@@ -136,6 +146,7 @@ class _Sums(NamedTuple):
         change = self.top[part] - top
         decay = change.exp()
         self.moment[part] = decay * (self.moment[part] + change * self.total[part])
+        self.squares[part] *= decay.square()
         self.total[part] *= decay
         self.top[part] = top
 
@@ -146,11 +157,12 @@ class _Sums(NamedTuple):
         top = self.top.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         self._rescale(slice(None), top)
-        sums = torch.cat([self.total[:, None], self.moment[:, None], self.chosen], 1)
+        of_token = self.total, self.moment, self.squares
+        sums = torch.cat([torch.stack(of_token, 1), self.chosen], 1)
         dist.all_reduce(sums, group=group)
-        self.total.copy_(sums[:, 0])
-        self.moment.copy_(sums[:, 1])
-        self.chosen.copy_(sums[:, 2:])
+        for mine, whole in zip(of_token, sums.unbind(1), strict=False):
+            mine.copy_(whole)
+        self.chosen.copy_(sums[:, len(of_token) :])
 
 
 class _Top(NamedTuple):
@@ -198,6 +210,7 @@ class _TokenScores(torch.autograd.Function):
         temperature: float,
         tile: Tile,
         with_entropy: bool,
+        with_squares: bool,
         num_top: int,
     ) -> tuple[torch.Tensor, ...]:
         local, rows = targets - shard.start, _rows(head, shard)
@@ -210,15 +223,16 @@ class _TokenScores(torch.autograd.Function):
                 sums.chosen[part] += logits.gather(1, index).masked_fill_(~mine, 0.0)
                 if num_top:
                     top.add(part, logits, shard.start + block.start)
-                sums.add(part, logits, with_entropy=with_entropy)
+                sums.add(part, logits, with_entropy=with_entropy, with_squares=with_squares)
         sums.reduce(shard.group)
         top.reduce(shard.group)
         entropy = sums.entropy() if with_entropy else torch.zeros_like(sums.top)
         ctx.save_for_backward(hidden, head, local, sums.top, sums.total, entropy)
         ctx.settings = (rows, temperature, tile, with_entropy)
         top_log_probs = sums.log_prob(top.logits)
-        ctx.mark_non_differentiable(top_log_probs, top.ids)
-        return sums.log_prob(sums.chosen), entropy, top_log_probs, top.ids
+        squares = sums.squares / sums.total.square()
+        ctx.mark_non_differentiable(squares, top_log_probs, top.ids)
+        return sums.log_prob(sums.chosen), entropy, squares, top_log_probs, top.ids
 
     @staticmethod
     def backward(
@@ -259,7 +273,7 @@ class _TokenScores(torch.autograd.Function):
                 grad_head[block] = grad_block
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_head, *[None] * 6
+        return grad_hidden, grad_head, *[None] * 7
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -27,7 +27,7 @@ from mcore_rl.parallel.balance import Parts
 Rows = npt.NDArray[np.int64]
 
 # Jagged columns that do not run along the responses.
-_OTHER_COLUMNS = ("prompt_ids", "response_ids", "routed_experts")
+_OTHER_COLUMNS = ("prompt_ids", "response_ids", "routed_experts", "stage_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)

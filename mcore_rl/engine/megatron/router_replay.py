@@ -7,9 +7,10 @@ arXiv:2510.11370). Replay takes the experts of an earlier pass; their weights ar
 with gradients.
 
 The column "routed_experts" of a batch has, for each sample, integers [prompt and response tokens,
-MoE layers, experts a token]: rows in the order of the tokens, layers in the order of the model. The
-last token of a sample is not scored, so any experts are allowed there; a server, which never runs
-it, may repeat the row before.
+MoE layers, experts a token]: rows in the order of the tokens, layers in the order of the model.
+"stage_routed_experts" has the same for the MoE layers of this pipeline rank alone, and goes first.
+The last token of a sample is not scored, so any experts are allowed there; a server, which never
+runs it, may repeat the row before.
 
 A pass wraps every forward call of a chunk. Megatron's RouterReplay keeps, for each router, the
 targets of the micro-batch that runs, and those of micro-batches whose layers will be computed again
@@ -36,7 +37,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.megatron.moe import ReplaySlot, moe_layers, routers, sequence_share
 from mcore_rl.engine.megatron.packing import MicroBatch
 
-COLUMN = "routed_experts"
+COLUMN, STAGE_COLUMN = "routed_experts", "stage_routed_experts"
 
 
 class NoReplay:
@@ -66,7 +67,7 @@ class NoReplay:
 class _SlotPass(NoReplay):
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.config: TransformerConfig = chunks[0].config
-        self.place = {layer: index for index, layer in enumerate(moe_layers(self.config))}
+        self.place = _places(moe_layers(self.config))
         self.slots = [slot for chunk in chunks for slot in self._slots_of(chunk)]
 
     def _slots_of(self, chunk: Any) -> list[ReplaySlot]:
@@ -127,7 +128,7 @@ class Recording(_SlotPass):
         ):
             if group.size() > 1:
                 dist.all_reduce(recorded, group=group)
-        values = recorded.cpu().numpy().astype(np.int16)
+        values = recorded.cpu().numpy().astype(expert_dtype(self.config.num_moe_experts))
         return {COLUMN: Jagged(values, _offsets(batch))}
 
 
@@ -144,7 +145,11 @@ class Replay(_SlotPass):
         super().__init__(chunks)
         self.recomputes = recomputes
         topk = self.config.moe_router_topk
-        values = checked_column(batch, len(self.place), self.config.num_moe_experts, topk)
+        layers = list(self.place)
+        if STAGE_COLUMN in batch:
+            layers = [slot.layer for slot in self.slots]
+            self.place = _places(layers)
+        values = checked_column(batch, layers, self.config.num_moe_experts, topk)
         # The last row is for padding, which may go anywhere.
         filler = np.broadcast_to(np.arange(topk, dtype=values.dtype), (1, len(self.place), topk))
         self.experts = torch.as_tensor(np.concatenate([values, filler])).to(device)
@@ -186,38 +191,55 @@ def routing_of(
 
 
 def checked_column(
-    batch: Batch, num_layers: int, num_experts: int, topk: int
+    batch: Batch, layers: Sequence[int], num_experts: int, topk: int
 ) -> npt.NDArray[np.integer]:
-    """[tokens of the batch, MoE layers, experts a token] of the column.
+    """[tokens of the batch, MoE layers, experts a token] of the column, which is of `layers`.
 
     Raises RuntimeError naming the column and what is wrong with it.
     """
-    if COLUMN not in batch:
+    name = STAGE_COLUMN if STAGE_COLUMN in batch else COLUMN
+    if name not in batch:
         raise RuntimeError(
             f"router replay: the batch has no column {COLUMN!r}, which moe.router_replay='record' "
-            "takes from infer_batch and 'rollout' from the rollout"
+            f"takes from infer_batch, and no {STAGE_COLUMN!r} of what servers have recorded, which "
+            "'rollout' takes"
         )
-    column = batch.jagged(COLUMN)
+    column = batch.jagged(name)
     values = column.values
     if not np.array_equal(column.lengths, batch.num_tokens):
         raise RuntimeError(
-            f"router replay: column {COLUMN!r} does not run along prompt and response tokens"
+            f"router replay: column {name!r} does not run along prompt and response tokens"
         )
     if len(values) == 0:
-        return np.empty((0, num_layers, topk), dtype=np.int16)
-    if values.shape[1:] != (num_layers, topk) or not np.issubdtype(values.dtype, np.integer):
+        return np.empty((0, len(layers), topk), dtype=np.int16)
+    if values.shape[1:] != (len(layers), topk) or not np.issubdtype(values.dtype, np.integer):
         raise RuntimeError(
-            f"router replay: column {COLUMN!r} has {values.dtype} {values.shape[1:]} per token; "
-            f"the model needs integers [MoE layers, experts per token] = {(num_layers, topk)}"
+            f"router replay: column {name!r} has {values.dtype} {values.shape[1:]} per token; "
+            f"the model needs integers [MoE layers, experts per token] = {(len(layers), topk)}"
         )
-    if values.min() < 0 or values.max() >= num_experts:
+    if values.size and (values.min() < 0 or values.max() >= num_experts):
         raise RuntimeError(
-            f"router replay: column {COLUMN!r} has experts {values.min()} to {values.max()}; "
+            f"router replay: column {name!r} has experts {values.min()} to {values.max()}; "
             f"allowed: 0 to {num_experts - 1}"
         )
-    if (np.diff(np.sort(values, axis=-1), axis=-1) == 0).any():
-        raise RuntimeError(f"router replay: column {COLUMN!r} names an expert of a token twice")
+    twice = (np.diff(np.sort(values, axis=-1), axis=-1) == 0).any(axis=-1)  # [tokens, MoE layers]
+    if twice.any():
+        token, place = np.argwhere(twice)[0]
+        row = int(np.searchsorted(column.offsets, token, side="right")) - 1
+        raise RuntimeError(
+            f"router replay: column {name!r} names an expert of a token twice: in layer "
+            f"{layers[place]}, token {token - column.offsets[row]} of row {row} of the batch"
+        )
     return values
+
+
+def expert_dtype(num_experts: int) -> npt.DTypeLike:
+    """The smallest that torch indexes with and that has all ids."""
+    return np.uint8 if num_experts <= 256 else np.int16
+
+
+def _places(layers: Sequence[int]) -> dict[int, int]:
+    return {layer: index for index, layer in enumerate(layers)}
 
 
 def _offsets(batch: Batch) -> npt.NDArray[np.int64]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,7 +17,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, stream_name
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
 from mcore_rl.engine.megatron.mtp import prediction_loss
@@ -227,3 +228,19 @@ def whole_column(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
     whole[micro.places] = values
     dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
     return whole
+
+
+def in_batch_order(
+    batch: Batch, micros: Sequence[MicroBatch], results: Sequence[Result], name: str
+) -> Jagged:
+    """A result along the response tokens, from the order of the packs back to the batch's."""
+    responses = batch.jagged("response_ids")
+    shape = (len(responses.values), *results[0][name].shape[1:])
+    values = np.empty(shape, torch.empty(0, dtype=results[0][name].dtype).numpy().dtype)
+    for micro, result in zip(micros, results, strict=True):
+        flat, start = whole_column(micro, result[name]).cpu().numpy(), 0
+        for row in micro.rows:
+            end = start + int(responses.lengths[row])
+            values[responses.offsets[row] : responses.offsets[row + 1]] = flat[start:end]
+            start = end
+    return responses.with_values(values)

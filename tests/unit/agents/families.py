@@ -2,6 +2,7 @@
 
 The templates in templates/ are ours: what is public about each family's format, and no more than
 the messages that the tests have. The package `renderers`, which nobody here wrote, has to agree.
+Those in templates/published/ are the authors' own.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ FAMILIES = {
     "glm-4.5": (_GLM, 0),
     "kimi-k2": (_KIMI, 1),
     "llama-3": (_LLAMA, 4),
+    "qwen2": (_QWEN, 2),
+    "deepseek-v2": (_DEEPSEEK, 1),
+    "moonlight": (_KIMI, 1),
+    "mixtral": ("<s> </s>", 1),
+    "llama-2": ("<s> </s>", 1),
+    "published/qwen2.5": (_QWEN, 2),
+    "published/qwen3": (_QWEN, 2),
+    "published/qwen3-2507": (_QWEN, 2),
+    "published/deepseek-v3": (_DEEPSEEK, 1),
+    "published/deepseek-r1-distill": (_DEEPSEEK, 1),
+    "published/glm-4.5": (_GLM, 0),
 }
 _TEMPLATES = {
     family: Path(__file__).with_name("templates").joinpath(f"{family}.jinja").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The laws of a codec on 2,000 random conversations, for each family, codec and template."""
+"""The laws of a codec on random conversations, for each family, codec and template."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.choose import CodecKind, codec_for
 from mcore_rl.agents.codec import ChatMessage, JsonValue, ToolCall, ToolSpec
 from mcore_rl.agents.codec_proof import Proved, Template, difference
 from mcore_rl.agents.proof_conversations import Conversation
+from mcore_rl.config.errors import ConfigError
+from tests.nightly import nightly
 from tests.unit.agents.families import FAMILIES, tokenizer_of
 
 OPTIONS: dict[str, dict[str, JsonValue]] = {"llama-3": {"date_string": "26 Jul 2024"}}
@@ -29,6 +32,30 @@ PROVED = {
     ("qwen3", "template"): "template, tools, several calls",
     ("deepseek-v3", "template"): "template",
     ("kimi-k2", "template"): "template",
+    ("qwen2", "template"): "template",
+    ("deepseek-v2", "template"): "template",
+    ("moonlight", "template"): "template",
+    ("published/qwen2.5", "renderers"): "renderers:qwen3, tools, several calls",
+    ("published/qwen2.5", "template"): "template, tools, several calls",
+    ("published/qwen3", "renderers"): "renderers:qwen3, tools, several calls",
+    ("published/qwen3", "template"): "template, tools, several calls",
+    ("published/qwen3-2507", "renderers"): "renderers:qwen3, tools, several calls",
+    ("published/qwen3-2507", "template"): "template, tools, several calls",
+    ("published/deepseek-v3", "renderers"): "renderers:deepseek-r1",
+    ("published/deepseek-r1-distill", "renderers"): "renderers:deepseek-r1",
+    ("published/glm-4.5", "renderers"): "renderers:glm-4.5, tools, several calls",
+}
+# What breaks the laws, and the word on it.
+REFUSED = {
+    ("qwen3.5", "template"): "trims white space of earlier turns",
+    ("deepseek-r1", "template"): "strips the reasoning of earlier turns",
+    ("glm-4.5", "template"): "trims white space of earlier turns",
+    ("llama-3", "template"): "trims white space of earlier turns",
+    ("llama-2", "auto"): "ends an assistant's turn with text, not a token",
+    ("mixtral", "auto"): "cannot render a conversation: roles must alternate",
+    ("published/deepseek-v3", "template"): "strips the reasoning of earlier turns",
+    ("published/deepseek-r1-distill", "template"): "strips the reasoning of earlier turns",
+    ("published/glm-4.5", "template"): "trims white space of earlier turns",
 }
 NAMES, KEYS = ("look", "add_up"), ("at", "n")
 TEXTS = ("", " ", "\n", "Yes.", "  in \n\n", "```\nx = 1\n```", "東京 🌊 e\u0301", "{'a': \"\\\"}")
@@ -108,9 +135,13 @@ def with_calls(given: Conversation, most: int) -> Conversation:
     return Conversation(kept(given.before), both[0], both[1:], tools)
 
 
-@settings(max_examples=2000, suppress_health_check=list(HealthCheck), database=None)
-@given(st.integers(0, 2**32), st.none() | st.integers(0, 30))
-def test_laws(seed: int, cut: int | None) -> None:
+@pytest.mark.parametrize("count", [200, nightly(2000)])
+def test_laws(count: int) -> None:
+    hold = settings(max_examples=count, suppress_health_check=list(HealthCheck), database=None)
+    hold(given(st.integers(0, 2**32), st.none() | st.integers(0, 30))(laws_hold))()
+
+
+def laws_hold(seed: int, cut: int | None) -> None:
     conversation = some_conversation(seed)
     fewer = {most: with_calls(conversation, most) for most in (0, 1, 3)}
     for family, kind in PROVED:
@@ -129,4 +160,10 @@ def test_what_is_proved():
             + ("" if codec.parallel_refusal else ", several calls")
         )
     assert found == PROVED
-    assert {family for family, _ in PROVED} == FAMILIES.keys()
+    assert {family for family, _ in [*PROVED, *REFUSED]} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("family", "kind"), REFUSED)
+def test_a_template_that_breaks_the_laws_is_refused_by_name(family: str, kind: CodecKind):
+    with pytest.raises(ConfigError, match=f"template: the chat template {REFUSED[family, kind]}"):
+        codec_for(tokenizer_of(family), kind, OPTIONS.get(family))

@@ -6,19 +6,21 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environment import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.trajectory import state_id
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.data.sample import Sample
+from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt
@@ -45,6 +47,7 @@ class Scripted:
     says: Sequence[str]
     prompts: list[list[int]] = field(default_factory=list)
     seeds: list[int | None] = field(default_factory=list)
+    experts_from: list[int | None] = field(default_factory=list)
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
@@ -56,18 +59,23 @@ class Scripted:
         number = len(self.prompts)
         self.prompts.append(prompt_ids)
         self.seeds.append(sampling.seed)
+        self.experts_from.append(sampling.experts_from)
         if self.says[number] == "waits":
             await asyncio.sleep(60)
         if self.says[number] == "dies":
             raise ConnectionError("the server is gone")
         ids = [*TOKENIZER.encode(self.says[number], add_special_tokens=False), END]
-        kept = ids[: sampling.max_tokens]
+        kept, routed = ids[: sampling.max_tokens], None
+        if (start := sampling.experts_from) is not None:
+            num_tokens = len(prompt_ids) + len(kept) - 1 - start
+            routed = RoutedExperts(start, np.full((num_tokens, 1, 2), number, np.uint8))
         return [
             Completion(
                 token_ids=kept,
                 log_probs=[-0.1 * (number + 1)] * len(kept),
                 finish_reason="stop" if len(kept) == len(ids) else "length",
                 weight_versions=[5 + number] * len(kept),
+                routed_experts=routed,
             )
         ]
 
@@ -85,7 +93,12 @@ def run(
     reward = own.get("reward", is_42)
     runner = AgentRunner(policy, TOKENIZER, reward, config, max_context, stops_on_error=stops)
     prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
-    sampling = SamplingParams(n=1, seed=100, max_tokens=own.get("max_tokens", 1000))
+    sampling = SamplingParams(
+        n=1,
+        seed=100,
+        max_tokens=own.get("max_tokens", 1000),
+        experts_from=own.get("experts_from"),
+    )
     return asyncio.run(runner.run_all([prompt], sampling)), policy
 
 
@@ -130,6 +143,19 @@ def _schemas() -> list[dict]:
     from mcore_rl.agents.tools.calculator import calculator
 
     return [calculator.tool.schema()]
+
+
+def test_turns_bring_the_experts_of_their_own_tokens_only():
+    [sample], policy = run([call("6 * 7"), "42"], TOOLS, experts_from=0)
+    first = sample.response_mask.index(0)  # of the tool, after the tokens of the call
+    assert policy.experts_from == [0, len(sample.prompt_ids) + first - 1]
+    ids = np.concatenate([part.ids for part in sample.routed_experts])
+    assert len(ids) == len(sample.prompt_ids) + len(sample.response_ids) - 1
+    assert ids[:, 0, 0].tolist() == [0] * policy.experts_from[1] + [1] * len(
+        ids[policy.experts_from[1] :]
+    )
+    [sample], policy = run([call("6 * 7"), "42"], TOOLS)
+    assert (policy.experts_from, sample.routed_experts) == ([None, None], ())
 
 
 def test_calls_of_one_turn_are_all_answered_and_wrong_ones_told():
@@ -202,6 +228,31 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     start = len(policy.prompts[0])
     [sample], _ = run(["40", "x" * 90], GUESSING, max_context=start + 30)
     assert (sample.reward, sample.status) == (pytest.approx(0.2), "truncated")
+
+
+def test_tokens_have_the_state_that_their_turn_was_chosen_in():
+    """What the policy was told, unless the environment names it; also of one that is cut off."""
+    [sample], _ = run(["40", "41", "42"], GUESSING)
+    first, second, third = (sample.state_ids[span.start] for span in sample.turn_spans)
+    assert first == state_id("How much is 6 * 7?\nGuess.")
+    assert second == third == state_id("Too low.")
+    of_turn = {-1 if mask == 0 else state for mask, state in states_of(sample)}
+    assert of_turn == {-1, first, second} == {state for _, state in states_of(sample)}
+    config = AgentConfig("environment", environment=f"{HERE}:Named", timeout_s=0.5)
+    [sample], _ = run(["40", "41", "waits"], config)
+    assert sample.status == "aborted"
+    assert {state for mask, state in states_of(sample) if mask} == {first, state_id("below 42")}
+    [sample], _ = run([call("6 * 7"), "42"], TOOLS)
+    assert not sample.state_ids
+
+
+def states_of(sample: Sample) -> list[tuple[int, int]]:
+    return list(zip(sample.response_mask, sample.state_ids, strict=True))
+
+
+class Named(Guessing):
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
+        return replace(await super().step(turn), state=f"below {self._number}")
 
 
 def test_an_environment_that_raises_stops_the_run_or_marks_its_samples():
@@ -339,7 +390,7 @@ def test_a_loop_of_ones_own_may_give_several_samples_of_one_trajectory():
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (AgentConfig("tool"), "agent.loop='tool' is unknown; allowed: environment, tools"),
+        (AgentConfig("tool"), "agent.loop='tool' is unknown; allowed: environment, program, tools"),
         (AgentConfig("tools", tools=["abacus"]), "agent.tools has 'abacus'; allowed: calculator"),
         (AgentConfig("tools", tools=["search"]), "agent.search_file=''"),
     ],

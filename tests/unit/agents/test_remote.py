@@ -16,7 +16,8 @@ import pytest
 
 from mcore_rl.agents.choose import codec_for
 from mcore_rl.agents.codec import ChatMessage
-from mcore_rl.agents.generate_app import HttpServer, generate_app
+from mcore_rl.agents.endpoint.generate import generate_app
+from mcore_rl.agents.endpoint.server import HttpServer
 from mcore_rl.agents.remote import GENERATE, ModelAddress, ModelServerError, RemoteGenerator
 from mcore_rl.agents.session import ChatSession
 from mcore_rl.config.errors import ConfigError
@@ -203,7 +204,7 @@ def test_without_the_key_nothing_is_answered_and_no_page_is_shown():
                 assert (await client.get(f"{url}{page}", headers=right)).status_code == 404
             wrong = {"token_ids": [], "sampling_params": {"n": 0}}
             answer = await client.post(f"{url}{GENERATE}", json=wrong, headers=right)
-            assert (answer.status_code, server.asked) == (422, [])
+            assert (answer.status_code, server.asked) == (400, [])
 
     run(work)
     assert KEY not in repr(ModelAddress(("http://a",), KEY))
@@ -228,7 +229,8 @@ def test_a_server_that_was_never_there_is_told_soon(monkeypatch):
 
 SERVER = """
 import asyncio, sys
-from mcore_rl.agents.generate_app import HttpServer, generate_app
+from mcore_rl.agents.endpoint.generate import generate_app
+from mcore_rl.agents.endpoint.server import HttpServer
 class Waits:
     async def submit(self, prompt_ids, sampling, *, request_id=""):
         print("asked", flush=True)

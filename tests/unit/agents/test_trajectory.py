@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.trajectory import Turn, VersionSpan, samples_of, with_turn_rewards
+from mcore_rl.agents.trajectory import (
+    Turn,
+    VersionSpan,
+    num_routed,
+    samples_of,
+    with_turn_rewards,
+)
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.sample import Sample, TurnSpan
+from mcore_rl.data.sample import RoutedExperts, Sample, TurnSpan
 
 # 1 begins a message, 2 ends it; 5x the system and user, 6x the tool, 7x sampled.
 CALL = Turn(
@@ -20,7 +27,7 @@ CALL = Turn(
 # After the tool's answer; the weights change within, and it is cut off: there is no 2.
 CUT = Turn(
     "s", "cut", "call", (*CALL.prompt_ids, *CALL.token_ids, 1, 60, 2, 1),
-    (72, 73), (-0.4, -0.5), (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)), "length", "experts/cut",
+    (72, 73), (-0.4, -0.5), (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)), "length",
     token_rewards=(0.0, 0.25),
 )  # fmt: skip
 # A user goes on: the 2 that was not sampled is in the prompt.
@@ -53,7 +60,7 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
         process_rewards=[0, 0, 0, 0, 0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0, 0],
         turn_spans=(
             TurnSpan("call", 0, 3),
-            TurnSpan("cut", 7, 9, "experts/cut"),
+            TurnSpan("cut", 7, 9),
             TurnSpan("last", 14, 16),
         ),
         finish_reason="stop",
@@ -70,6 +77,39 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
     assert (anew.prompt_ids, anew.response_ids, anew.response_mask) == ([1, 52, 2, 1], [76], [1])
     assert [s.segment for s in (long, branch, anew)] == [0, 1, 2]
     assert {(s.trajectory, s.group_id, s.reward) for s in (long, branch, anew)} == {(3, 8, 1.5)}
+
+
+def routed(turn: Turn, start: int) -> Turn:
+    """With experts from a token on, as a server gives them: none of the last token."""
+    num_tokens = len(turn.prompt_ids) + len(turn.token_ids) - 1 - start
+    ids = np.full((num_tokens, 1, 1), len(turn.prompt_ids), np.uint8)
+    return replace(turn, routed_experts=RoutedExperts(start, ids))
+
+
+def test_each_token_has_the_experts_of_the_turn_that_ran_it_first():
+    """Though a turn runs all of its prompt, and with other weights when an update came between."""
+    call, cut, last = routed(CALL, 0), routed(CUT, 6), routed(LAST, 12)
+    branch, anew = routed(BRANCH, 6), routed(ANEW, 0)
+    long, side, new = samples(call, cut, last, branch, anew)
+    assert long.routed_experts == tuple(t.routed_experts for t in (call, cut, last))
+    assert side.routed_experts == tuple(t.routed_experts for t in (call, branch))
+    assert new.routed_experts == (anew.routed_experts,)
+    for sample in (long, side, new):
+        starts = [part.start for part in sample.routed_experts]
+        ends = np.cumsum([len(part.ids) for part in sample.routed_experts]).tolist()
+        assert [0, *ends[:-1]] == starts
+        assert ends[-1] == len(sample.prompt_ids) + len(sample.response_ids) - 1
+
+
+def test_a_turn_asks_for_the_experts_that_earlier_turns_do_not_have():
+    call, cut = routed(CALL, 0), routed(CUT, 6)
+    empty = replace(CUT, token_ids=(), log_probs=(), weight_versions=(), token_rewards=())
+    assert num_routed(CALL.prompt_ids, []) == 0
+    assert num_routed(CUT.prompt_ids, [call]) == 4 + 3 - 1
+    assert num_routed(LAST.prompt_ids, [call, cut]) == 11 + 2 - 1
+    assert num_routed(ANEW.prompt_ids, [call, cut]) == 0  # it was rendered anew
+    # A turn that was ended before its first token has none; those of the call stay.
+    assert num_routed((*CUT.prompt_ids, 9), [call, empty]) == 6
 
 
 def test_a_turn_is_paid_once_at_its_last_token_in_the_sample_that_trains_it():

@@ -238,20 +238,27 @@ def test_what_an_advantage_must_not_return_is_told_by_its_name(tmp_path, name, m
 def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN)
-    with pytest.raises(ConfigError, match=r"advantage asks for state_ids, .*no agent loop names"):
+    with pytest.raises(ConfigError, match=r"advantage asks for state_ids, .*agent.loop=env"):
         token_advantages(answered([2, 1, 3]), f"{path}:lacking", {})
 
 
-@pytest.mark.parametrize(
-    ("name", "lacking", "why"),
-    [
-        ("gigpo", "state_ids", "no agent loop names the states"),
-        ("optimal_token_baseline", "sum_pi_squared", "its engine does not compute"),
-    ],
-)
-def test_an_advantage_whose_input_a_run_lacks_is_refused_before_it_starts(name, lacking, why):
-    message = (
-        f"algorithm.advantage='{name}' asks for {lacking}, which this run does not have: {why}"
-    )
-    with pytest.raises(ConfigError, match=message):
-        check_functions(AlgorithmConfig(advantage=name))
+def test_a_turn_without_a_state_is_named_when_states_are_asked_for():
+    batch = columns([[1, 0, 1]], token_rewards=[1.0, 0.0, 3.0], state_ids=[7, -1, -1])
+    batch = batch.with_columns(group_ids=np.array([3]))
+    with pytest.raises(ConfigError, match=r"advantage asks for state_ids, which this run does not"):
+        token_advantages(batch, "gigpo", {})
+
+
+def test_an_advantage_whose_input_a_run_lacks_is_refused_before_it_starts():
+    lacks = r"advantage='gigpo' asks for state_ids, .* not have: agent.loop=environment gives it"
+    for loop in ("single_turn", "tools", "user"):
+        with pytest.raises(ConfigError, match=lacks):
+            check_functions(AlgorithmConfig(advantage="gigpo"), loop)
+    for loop in ("environment", "own/loop.py:Loop"):
+        check_functions(AlgorithmConfig(advantage="gigpo"), loop)
+    algorithm = AlgorithmConfig(advantage="optimal_token_baseline")
+    check_functions(algorithm)
+    algorithm.correction.use_rollout_log_probs = True
+    lacks = r"'optimal_token_baseline' asks for sum_pi_squared, .*use_rollout_log_probs=true leaves"
+    with pytest.raises(ConfigError, match=lacks):
+        check_functions(algorithm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -93,3 +95,18 @@ def test_batches_with_and_without_rewards_of_turns_are_joined_in_any_order():
     ):
         assert Batch.concat(parts).jagged("process_rewards").values.tolist() == wanted
     assert "process_rewards" not in Batch.concat([without, without])
+
+
+def test_batches_with_and_without_states_are_joined_in_any_order():
+    """-1 is no state."""
+    without = Batch.of(TURNS[1:2])
+    states = np.arange(len(TURNS[0].response_ids))
+    given = replace(TURNS[0], state_ids=states.tolist())
+    none = [-1] * len(TURNS[1].response_ids)
+    for parts, wanted in (
+        ([Batch.of([given]), without], [*states, *none]),
+        ([without, Batch.of([given])], [*none, *states]),
+    ):
+        assert Batch.concat(parts).jagged("state_ids").values.tolist() == wanted
+    assert Batch.of([TURNS[1], given]).jagged("state_ids").values.tolist() == [*none, *states]
+    assert "state_ids" not in Batch.concat([without, without])

@@ -37,6 +37,7 @@ from tests.pages import of_kind
         ("mcore-rl convert mcore-to-hf --output ", []),
         ("mcore-rl convert hf-to-mcore --layout tp=2,e", ["tp=2,ep=", "tp=2,etp="]),
         ("mcore-rl plan reshard --generate tp=2,", ["tp=2,pp=", "tp=2,dp=", "tp=2,ep="]),
+        ("mcore-rl samples run --sort ", ["reward", "gap", "length"]),
         ("mcore-rl completion z", ["zsh"]),
         ("mcore-rl rl 'outp", []),
     ],

@@ -21,6 +21,7 @@ LIGHT = [
     "rl recipe=quickstart --print-config", "convert --help", "completion bash",
     "completion words|mcore-rl rl act", "completion words|mcore-rl convert ", "rl sed=3", "rll",
     "sft --help", "dpo -h data", "rm --print-config", "completion words|mcore-rl dpo refe",
+    "samples --help", "completion words|mcore-rl samples --h",
 ]  # fmt: skip
 
 

@@ -175,7 +175,6 @@ BAD = [
     ({"trainer__prompts_per_step": 0}, "trainer.prompts_per_step=0; allowed: at least 1"),
     ({"trainer__max_logprob_gap": 0.0}, "trainer.max_logprob_gap=0.0; allowed: above 0"),
     ({"actor__layout": Layout(tp=0)}, "actor.layout.tp=0; allowed: at least 1"),
-    ({"actor__moe__router_replay": "rollout"}, "actor.moe.router_replay='rollout': servers do not"),
     ({"algorithm__entropy_coef": -1.0}, "algorithm.entropy_coef=-1.0; allowed: at least 0"),
     ({"rollout__temperature": 0.0}, "rollout.temperature=0.0; allowed: above 0"),
     ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: servers sample from a part of the distribution"),
@@ -284,6 +283,14 @@ BAD = [
             "algorithm__correction__use_rollout_log_probs": True,
         },
         "actor.moe.router_replay='record' records while log-probs are computed",
+    ),
+    (
+        {
+            "actor__moe__router_replay": "rollout",
+            "algorithm__samples__replay__share": 0.5,
+            "algorithm__correction__level": "token",
+        },
+        "algorithm.samples.replay.share=0.5 with actor.moe.router_replay='rollout'",
     ),
     ({"algorithm__num_mini_batches": 3}, "algorithm.num_mini_batches=3 does not divide"),
     (

@@ -47,9 +47,11 @@ def test_values_and_gradients_equal_the_plain_softmax(temperature, chunk_bytes):
     h, w, targets, weights = problem()
     scores = token_scores(
         h, w, targets, WHOLE,
-        temperature=temperature, chunk_bytes=chunk_bytes, with_entropy=True,
+        temperature=temperature, chunk_bytes=chunk_bytes, with_entropy=True, with_squares=True,
     )  # fmt: skip
     expected = reference(h, w, targets, temperature)
+    squares = (h @ w[:11].t() / temperature).softmax(-1).square().sum(-1).detach()
+    torch.testing.assert_close(scores.sum_pi_squared, squares)
     torch.testing.assert_close(scores.log_probs, expected[0])
     torch.testing.assert_close(scores.entropy, expected[1])
     grads = torch.autograd.grad(
@@ -74,6 +76,7 @@ def test_without_entropy_the_gradient_is_that_of_the_log_probs(chunk_bytes):
     wanted = torch.autograd.grad((reference(h, w, targets)[0] * weights[0]).sum(), (h, w))
     torch.testing.assert_close(grads, wanted)
     assert not scores.entropy.any()
+    assert not scores.sum_pi_squared.any()
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none():

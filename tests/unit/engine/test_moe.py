@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.megatron.moe import ReplaySlot, gathers_packs, moe_layers
-from mcore_rl.engine.megatron.router_replay import checked_column
+from mcore_rl.engine.megatron.router_replay import checked_column, expert_dtype
 
 RECORD, FORWARD, BACKWARD = (
     RouterReplayAction.RECORD,
@@ -93,6 +93,9 @@ def test_no_router_stays_in_the_list_of_all_that_were_built():
     assert RouterReplay.global_router_replay_instances == before
 
 
+LAYERS = [2, 3, 5]
+
+
 def column(values: np.ndarray, lengths: tuple[int, ...] = (3, 2)) -> Batch:
     """Two samples of a prompt token each, with 2 and 1 response tokens, and the column."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -111,12 +114,12 @@ def valid() -> np.ndarray:
 
 
 def test_a_column_that_fits_is_taken_as_it_is():
-    assert np.array_equal(checked_column(column(valid()), 3, 8, 2), valid())
+    assert np.array_equal(checked_column(column(valid()), LAYERS, 8, 2), valid())
 
 
 def test_a_rank_without_samples_has_an_empty_column():
     empty = column(valid()).take([])
-    assert checked_column(empty, 3, 8, 2).shape == (0, 3, 2)
+    assert checked_column(empty, LAYERS, 8, 2).shape == (0, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -127,20 +130,40 @@ def test_a_rank_without_samples_has_an_empty_column():
         (valid().astype(np.float32), (3, 2), "float32"),
         (valid() + 1, (3, 2), "has experts 1 to 8; allowed: 0 to 7"),
         (valid() - 1, (3, 2), "has experts -1 to 6; allowed: 0 to 7"),
-        (np.zeros((5, 3, 2), np.int16), (3, 2), "names an expert of a token twice"),
+        (np.zeros((5, 3, 2), np.int16), (3, 2), "names an expert of a token twice: in layer 2"),
         (valid()[:3], (2, 1), "does not run along prompt and response tokens"),
     ],
     ids=["layers", "topk", "dtype", "too_large", "negative", "repeated", "lengths"],
 )
 def test_a_column_that_does_not_fit_is_refused(values, lengths, message):
     with pytest.raises(RuntimeError, match=f"column 'routed_experts'.*{message}"):
-        checked_column(column(values, lengths), 3, 8, 2)
+        checked_column(column(values, lengths), LAYERS, 8, 2)
+
+
+def test_an_expert_named_twice_is_told_by_layer_token_and_row():
+    values = valid()
+    values[4, 1] = 6
+    with pytest.raises(RuntimeError, match=r"twice: in layer 3, token 1 of row 1 of the batch"):
+        checked_column(column(values), LAYERS, 8, 2)
+
+
+def test_the_experts_of_a_pipeline_rank_go_before_those_of_the_model():
+    batch = column(valid())
+    own = Jagged(valid()[:, :1].astype(np.uint8), batch.jagged("routed_experts").offsets)
+    batch = batch.with_columns(stage_routed_experts=own)
+    assert np.array_equal(checked_column(batch, [5], 8, 2), own.values)
+    with pytest.raises(RuntimeError, match=r"'stage_routed_experts' has uint8 \(1, 2\) per token"):
+        checked_column(batch, LAYERS, 8, 2)
+
+
+def test_ids_take_the_smallest_type_that_has_them_all():
+    assert [expert_dtype(num) for num in (8, 256, 257)] == [np.uint8, np.uint8, np.int16]
 
 
 def test_a_missing_column_says_where_it_comes_from():
     bare = column(valid()).select("prompt_ids", "response_ids")
     with pytest.raises(RuntimeError, match=r"no column 'routed_experts'.*infer_batch.*rollout"):
-        checked_column(bare, 3, 8, 2)
+        checked_column(bare, LAYERS, 8, 2)
 
 
 def config(**fields) -> TransformerConfig:

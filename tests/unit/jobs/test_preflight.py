@@ -14,6 +14,8 @@ from mcore_rl.checkpoint.fp8 import quantization_config, quantize_blocks
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, ModelConfig, RLConfig
 from mcore_rl.jobs.preflight import check_inputs, check_layouts
+from mcore_rl.jobs.roles import expert_layers
+from mcore_rl.workers.expert_records import ExpertLayers
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
@@ -49,3 +51,32 @@ def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_pat
     config.algorithm.advantage = "gae"
     with pytest.raises(ConfigError, match=r"critic\.layout\.tp=3 does not divide"):
         check_layouts(config)
+
+
+def published(folder: Path, name: str, **changes: object) -> RLConfig:
+    """With replay of what servers have recorded."""
+    source = Path(__file__).parents[1] / "models" / "published" / f"{name}.json"
+    made = json.loads(source.read_text()) | changes
+    made.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(made))
+    config = RLConfig(model=ModelConfig(path=str(folder), dtype="bfloat16"))
+    config.actor.moe.router_replay = "rollout"
+    return config
+
+
+def test_experts_are_not_replayed_where_the_servers_cannot_record_them(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"router_replay='rollout': vLLM on a CPU records no"):
+        check_layouts(published(tmp_path, "DeepSeek-V3", num_nextn_predict_layers=0))
+
+
+def test_each_pipeline_rank_replays_its_own_layers_with_experts(tmp_path: Path):
+    """GLM-4.5 has one dense layer and 91 with experts, of which a token takes 8."""
+    config = published(tmp_path, "GLM-4.5", num_hidden_layers=8, first_k_dense_replace=3)
+    config.actor.layout = Layout(pp=2, vpp=2)
+    found = expert_layers(config)
+    assert found == ExpertLayers(stages=((4, 5), (3, 6, 7)), topk=8)
+    assert found.bytes_per_token == 5 * 8
+    config.actor.layout = Layout(pp=2, first_stage_layers=2)
+    assert expert_layers(config) == ExpertLayers(stages=((), (3, 4, 5, 6, 7)), topk=8)
+    config.actor.moe.router_replay = "record"
+    assert expert_layers(config) is None

@@ -11,6 +11,7 @@ from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpoints
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.data.sample_tables import table_path, tables_in, write_table
 from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
 from mcore_rl.jobs.resume import checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.observability.sinks import read_rows
@@ -207,6 +208,8 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     with first.progress("training", 9) as report:
         for step in (1, 2, 3):
             report(step, METRICS | {"reward": step / 4, "max_logprob_gap": step / 4})
+    for step in (1, 2, 3):
+        write_table(table_path(tmp_path, step), {}, 0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # a disk that was full
     state = {"results": {"max_logprob_gap": 0.5}}
@@ -215,6 +218,11 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
     assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
+    assert list(tables_in(tmp_path)) == [1, 2]
+    RunOutput(tmp_path / "other", asked, found)
+    assert list(tables_in(tmp_path / "other")) == [1, 2]
+    RunOutput(tmp_path, asked)  # it had no checkpoint and begins anew
+    assert list(tables_in(tmp_path)) == []
 
 
 METRICS = dict.fromkeys(

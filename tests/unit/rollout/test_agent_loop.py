@@ -70,6 +70,7 @@ def test_a_sample_holds_what_was_chosen_and_what_it_was_worth():
     assert stopped.rollout_log_probs == [-0.5] * 3
     assert stopped.weight_versions == [4] * 3
     assert (stopped.group_id, stopped.fields) == (7, {"answer": "ab"})
+    assert [(s.trajectory, s.status) for s in samples] == [(0, "truncated"), (1, "finished")]
 
 
 def test_messages_are_rendered_and_groups_come_back_in_order():

@@ -150,7 +150,8 @@ class Run:
         self.loop = Loop.of(config, turns, data, self.thread)
         parts = self.loop.parts
         self.checkpointer = Checkpointer(config, folder, turns, parts, dict, self.stop, 0)
-        self.tables = SampleTables(folder, None, SampleTablesConfig(every=0, num_shown=0))
+        silent = SampleTablesConfig(every=0, num_shown=0, tokens=False)
+        self.tables = SampleTables(folder, None, silent)
         self.evaluation = Evaluation(config, self.loop.rollout, {}, self.tables, lambda *_: None)
 
     def train(self, report=None):
@@ -331,6 +332,16 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, settings, message):
         settings["correction"] = type(RLConfig().algorithm.correction)(**correction)
     with pytest.raises(ConfigError, match=message):
         Run(tmp_path, **settings)
+
+
+def test_experts_of_samples_that_are_ahead_are_in_no_checkpoint():
+    config = RLConfig()
+    config.model.path = config.data.train_file = config.data.test_file = "given"
+    config.trainer.mode, config.actor.moe.router_replay = "one_step_off", "rollout"
+    resolve(config)
+    config.trainer.save_every = 2
+    with pytest.raises(ConfigError, match=r"trainer.save_every=2, .*; allowed: .*staleness=0"):
+        resolve(config)
 
 
 @pytest.mark.parametrize(("rollout", "mates"), [("shared", "actor, critic, .*"), ("a", "teacher")])

@@ -116,7 +116,7 @@ def one_step_of(tmp_path, settings, models, warmup_steps=0, made=None):
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     coefficients = Coefficients(config.algorithm)
     replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
-    tables = SampleTables(tmp_path, None, SampleTablesConfig(every=0, num_shown=0))
+    tables = SampleTables(tmp_path, None, SampleTablesConfig(every=0, num_shown=0, tokens=False))
     evaluation = Evaluation(config, servers, {}, tables, lambda when, found: None)
     learner, source = Learner(config, turns, coefficients, tables), (servers, servers, replay)
     trained = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)

@@ -5,6 +5,9 @@ import math
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer as TokenizerFile
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.config.schema import EvaluationConfig, RewardConfig, RLConfig, SampleTablesConfig
 from mcore_rl.data.batch import Batch
@@ -81,7 +84,7 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
             ids = np.repeat(prompts.array("group_ids"), evaluation.num_samples)
             return Batch.of([sample(int(group), float(group == -1)) for group in ids])
 
-    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig())
+    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
     made = Evaluation(config, Pool(), sets, tables, recorded.__setitem__)
     assert [step for step in range(6) if made.is_due(step)] == [0, 2, 4, 5]
     metrics = made.run(0)
@@ -104,10 +107,12 @@ def test_a_trainer_scores_only_what_comes_of_the_whole_distribution():
 
 
 def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsys):
-    batch = Batch.of([sample(0, 1.0, tidy=0.5), sample(0, 0.0, tidy=0.0)])
+    batch = Batch.of([sample(0, 1.0, tidy=0.5), sample(1, 0.0, tidy=0.0)])
     advantages = batch.jagged("rollout_log_probs").with_values(np.array([1, 3, -2, -2], np.float32))
     batch = batch.with_columns(advantages=advantages)
-    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(every=2, max_rows=1))
+    tables = SampleTables(
+        tmp_path, Tokenizer(), SampleTablesConfig(every=2, max_rows=1, tokens=False)
+    )
     tables.of_step(1, batch)
     tables.of_step(2, batch)
     assert capsys.readouterr().out.splitlines() == ["  sample: reward 1.000  7 -> 1 2"] * 2
@@ -116,6 +121,37 @@ def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsy
     [row] = pq.read_table(file / "step_000002.parquet").to_pylist()
     assert row["advantage"] == 2 and row["reward/tidy"] == 0.5 and row["finish_reason"] == "stop"
     assert [path.name for path in file.iterdir()] == ["step_000002.parquet"]
+
+
+def test_a_table_with_tokens_has_the_tokenizer_beside_it_and_log_probs_of_the_trainer(tmp_path):
+    words = {"a": 7, "b": 1, "c": 2}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=TokenizerFile(WordLevel(words)))
+    batch = Batch.of([sample(0, 1.0)])
+    batch = batch.with_columns(advantages=batch["rollout_log_probs"])
+    own = batch.jagged("rollout_log_probs").with_values(np.array([-0.5, 0], np.float32))
+    tables = SampleTables(tmp_path, tokenizer, SampleTablesConfig(num_shown=0))
+    tables.of_step(1, batch.with_columns(log_probs=own))
+    tables.of_step(2, batch.with_columns(log_probs=batch["rollout_log_probs"]))  # the servers'
+    first, second = (
+        pq.read_table(tmp_path / f"samples/step_00000{step}.parquet").to_pylist()[0]
+        for step in (1, 2)
+    )
+    assert first["response"] == "b c" and first["response_ids"] == [1, 2]
+    assert first["log_probs"] == [-0.5, 0] and first["max_logprob_gap"] == 0.5
+    assert "log_probs" not in second and "max_logprob_gap" not in second
+    read = TokenizerFile.from_file(str(tmp_path / "samples/tokenizer.json"))
+    assert read.decode([7, 1]) == "a b"
+
+
+def test_a_tokenizer_that_no_file_holds_costs_the_tokens_and_not_the_run(tmp_path, capsys):
+    class Slow(Tokenizer):
+        is_fast = False
+
+    tables = SampleTables(tmp_path, Slow(), SampleTablesConfig(num_shown=0))
+    assert "samples.tokens: the tokenizer makes no tokenizer.json" in capsys.readouterr().err
+    tables.of_evaluation(0, "a", Batch.of([sample(0, 1.0)]))
+    [row] = pq.read_table(tmp_path / "evaluations/step_000000/a.parquet").to_pylist()
+    assert row["response"] == "1 2" and "response_ids" not in row
 
 
 def test_a_batch_that_teaches_nothing_is_told():

@@ -108,6 +108,16 @@ def test_an_evaluation_has_its_own_sampling_and_a_cache_apart():
     assert (greedy.temperature, greedy.top_p, greedy.stop) == (0.0, 0.9, ("</s>",))
 
 
+def test_experts_are_asked_for_where_samples_are_trained():
+    made, generator = pool()
+    made.generate(held_out_batch(DATASET, 1), n=1)
+    made = replace(made, records_experts=True)
+    made.generate(held_out_batch(DATASET, 1), n=1)
+    made.generate(held_out_batch(DATASET, 1), n=1, is_greedy=True)  # a baseline
+    made.evaluate(held_out_batch(DATASET, 1), EvaluationConfig())
+    assert [asked.experts_from for asked in generator.asked] == [None, 0, None, None]
+
+
 def test_a_long_run_does_not_reach_the_seeds_of_the_next_run():
     """Group 2**21 of 8 samples has had the seeds of group 0 under the next seed."""
     late = held_out_batch(DATASET, 1).with_columns(group_ids=np.array([2**21]))

@@ -1,0 +1,162 @@
+"""OpenAI's API in front of a rollout server, for any agent that speaks it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.types import ASGIApp
+
+from mcore_rl.agents.endpoint.answers import chat_body, chat_chunks, text_body, text_chunks
+from mcore_rl.agents.endpoint.conversation import Conversation
+from mcore_rl.agents.endpoint.generate import IDEMPOTENCY, add_generate
+from mcore_rl.agents.endpoint.guard import Guard
+from mcore_rl.agents.endpoint.http_app import has_ended, new_app, result_of, unless_gone
+from mcore_rl.agents.endpoint.refusal import RefusalError
+from mcore_rl.agents.endpoint.wire import MODEL, ChatRequest, TextRequest
+from mcore_rl.agents.endpoint.wire import Request as Asked
+
+COMMENTS_S = 5.0  # between the comments of a stream that has nothing to say yet
+Body = dict[str, Any]
+
+
+class Opened(BaseModel):
+    role: str = Field(min_length=1)
+
+
+class Reward(BaseModel):
+    reward: float
+    turn_rewards: list[float] = []
+
+
+class Finish(BaseModel):
+    status: Literal["finished", "truncated"] = "finished"
+
+
+def endpoint_app(conversation_of: Callable[[str], Conversation | None]) -> ASGIApp:
+    """`conversation_of` a key is None where nobody has it."""
+    app = new_app()
+    add_generate(app)
+    _add_completions(app)
+    _add_sessions(app)
+    return Guard(app, conversation_of)
+
+
+def _add_completions(app: FastAPI) -> None:
+    @app.get("/v1/models")
+    async def models(request: Request) -> Body:
+        found = {
+            "id": MODEL,
+            "object": "model",
+            "created": 0,
+            "owned_by": "mcore_rl",
+            "max_model_len": _of(request).limits.max_context,
+        }
+        return {"object": "list", "data": [found]}
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, request: Request) -> Response | Body:
+        conversation = _of(request)
+
+        async def answered() -> Body:
+            return chat_body(body, await conversation.chat(body), conversation.text_of)
+
+        return await _answer(request, body, answered, chat_chunks)
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: TextRequest, request: Request) -> Response | Body:
+        conversation = _of(request)
+
+        async def answered() -> Body:
+            return text_body(body, await conversation.complete(body))
+
+        return await _answer(request, body, answered, text_chunks)
+
+
+def _add_sessions(app: FastAPI) -> None:
+    @app.post("/v1/sessions")
+    async def opened(body: Opened, request: Request) -> Body:
+        """Of another role in the same trajectory."""
+        served = _of(request).opened(body.role)
+        return {
+            "session_id": served.session.name,
+            "api_key": served.api_key,
+            "base_url": served.base_url,
+        }
+
+    @app.post("/v1/sessions/reward")
+    async def reward(body: Reward, request: Request) -> Body:
+        """The last one counts."""
+        if not all(math.isfinite(value) for value in (body.reward, *body.turn_rewards)):
+            raise RefusalError(400, "invalid_request", "a reward has to be finite", param="reward")
+        served, given = _of(request).served, tuple(body.turn_rewards)
+        if given and len(given) != len(served.session.turns):
+            told = f"{len(given)} turn_rewards; the session has {len(served.session.turns)} turns"
+            raise RefusalError(400, "invalid_request", told, param="turn_rewards")
+        served.reward, served.turn_rewards = body.reward, given
+        return {}
+
+    @app.post("/v1/sessions/finish")
+    async def finish(request: Request, body: Finish | None = None) -> Body:
+        _of(request).end((body or Finish()).status)
+        return {}
+
+    @app.post("/v1/sessions/abort")
+    async def abort(request: Request) -> Body:
+        _of(request).end("aborted")
+        return {}
+
+
+def _of(request: Request) -> Conversation:
+    found: Conversation = request.state.holder
+    return found
+
+
+async def _answer(
+    request: Request,
+    asked: Asked,
+    make: Callable[[], Coroutine[Any, Any, Body]],
+    chunks_of: Callable[[Body], Iterator[Body]],
+) -> Response | Body:
+    """A body, or a stream of its chunks.
+
+    A stream is sampled whole first: only whole completions say which weights chose each token.
+    """
+    conversation, key = _of(request), request.headers.get(IDEMPOTENCY, "")
+    work = conversation.started(conversation.once(key, asked, make))
+    if not asked.stream:
+        return await unless_gone(request, work)
+    if await has_ended(request, work, COMMENTS_S):
+        result_of(work)  # what is refused has its status
+    has_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    events = _events(work, chunks_of, has_usage)
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _events(
+    work: asyncio.Task[Body], chunks_of: Callable[[Body], Iterator[Body]], has_usage: bool
+) -> AsyncIterator[str]:
+    """Comments until the work has ended, then its chunks. Whoever closes it cancels the work."""
+    try:
+        while not work.done():
+            await asyncio.wait({work}, timeout=COMMENTS_S)
+            if not work.done():
+                yield ": sampling\n\n"
+        body = result_of(work)
+    except RefusalError as error:
+        yield f"data: {json.dumps(error.body())}\n\n"
+        return
+    finally:
+        work.cancel()
+    for chunk in chunks_of(body):
+        yield f"data: {json.dumps(chunk)}\n\n"
+    if has_usage:
+        [*_, last] = chunks_of(body)
+        yield f"data: {json.dumps({**last, 'choices': [], 'usage': body['usage']})}\n\n"
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,111 @@
+"""mcore-rl samples: the trajectories of a run, in the terminal or as HTML."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_rl.cli.options import Parser
+from mcore_rl.config.checks import at_least, one_of
+from mcore_rl.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mcore_rl.tools.samples.tables import Summary
+
+_ABOUT = """\
+Shows the trajectories that a run has kept: prompt, turns, tool calls and what answered them, which
+tokens the policy chose, log-prob gaps, rewards and advantages. On a terminal they are in a pager
+($PAGER, or less)."""
+_SORTS = ("reward", "gap", "length")
+
+
+def main(arguments: list[str]) -> None:
+    options = build_parser().parse_args(arguments)
+    if options.list and options.html:
+        raise ConfigError("--list and --html exclude each other; allowed: one of them")
+    if options.sort is not None:
+        one_of("--sort", options.sort, _SORTS)
+    if options.num is not None:
+        at_least("--num", options.num, 1)
+    at_least("--mark-gap", options.mark_gap, 0)
+    if options.html is not None and not options.html.absolute().parent.is_dir():
+        raise ConfigError(f"--html={options.html}: there is no folder {options.html.parent}")
+    from mcore_rl.tools.samples import terminal  # pyarrow and rich: not for a bad option
+    from mcore_rl.tools.samples.html import html_of
+    from mcore_rl.tools.samples.page import page_of
+    from mcore_rl.tools.samples.tables import SORTS, SampleReader
+    from mcore_rl.tools.samples.token_texts import TokenTexts, tokenizer_path
+
+    reader = SampleReader(options.run, options.evaluation)
+    steps = reader.steps(options.step)
+    found = [one for one in reader.summaries(steps) if _is_asked_for(one, options)]
+    if not found:
+        raise ConfigError(_nothing(options))
+    if options.sort:
+        found.sort(key=SORTS[options.sort], reverse=not options.reverse)
+    elif options.reverse:
+        found.reverse()
+    found = found[: options.num]
+    if options.list:
+        with terminal.output() as console:
+            terminal.print_list(console, found)
+            if left_out := reader.num_left_out(steps):
+                console.print(f"{left_out} samples of these steps are in no table: {_BOUNDS}")
+        return
+    texts = TokenTexts(tokenizer_path(Path(options.run), options.tokenizer))
+    if options.html:
+        page = page_of(found[0], texts, options.mark_gap)
+        _write(options.html, html_of(page))
+        print(f"{options.html}: {page.title}")
+        return
+    pages = (page_of(one, texts, options.mark_gap) for one in found)
+    first = next(pages)  # a fault shows before there is a pager
+    with terminal.output() as console:
+        terminal.print_page(console, first)
+        for page in pages:
+            terminal.print_page(console, page)
+
+
+def _is_asked_for(one: Summary, options: argparse.Namespace) -> bool:
+    wanted = ((options.group, one.group), (options.trajectory, one.trajectory))
+    return all(asked is None or asked == has for asked, has in wanted)
+
+
+def _nothing(options: argparse.Namespace) -> str:
+    asked = {"--group": options.group, "--trajectory": options.trajectory}
+    told = " ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
+    return f"{told}: no trajectory of these steps; mcore-rl samples {options.run} --list shows them"
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--html={path} cannot be written: {error.strerror}") from error
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="mcore-rl samples", description=_ABOUT)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="the output_dir of a run, also while it goes on")
+    add("--step", default="", metavar="N", help="or 3-7, or all; default: the last one")
+    add("--evaluation", default="", metavar="SET", help="samples of this held-out set instead")
+    add("--group", type=int, metavar="G", help="trajectories of this prompt")
+    add("--trajectory", type=int, metavar="T", help="those of this number in their group")
+    about = "largest first; default: as they were generated"
+    add("--sort", metavar="|".join(_SORTS), help=about)
+    add("--reverse", action="store_true", help="the other way round")
+    add("--num", type=int, metavar="N", help="the first N; default: all")
+    add("--list", action="store_true", help="a line for each instead of its page")
+    add("--html", type=Path, metavar="FILE", help="write the page of the first one as HTML")
+    about = "mark tokens whose log-probs differ by so many nats; default: 0.1"
+    add("--mark-gap", type=float, default=0.1, metavar="X", help=about)
+    about = "tokenizer.json or a folder with it; default: that of the run"
+    add("--tokenizer", type=Path, metavar="PATH", help=about)
+    return parser
+
+
+_BOUNDS = "samples.max_rows, samples.max_tokens"

@@ -1,0 +1,231 @@
+"""The tables of samples of a run, read: which trajectories there are, and the tokens of one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.config.checks import exists
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, tables_in
+
+_OPTIONAL = ("role", "advantage", "max_logprob_gap")
+_OLDER = "of a version of mcore-rl before there was `mcore-rl samples`"
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a table says of a trajectory beside its tokens. Rewards are those of its last sample."""
+
+    path: Path  # of the table
+    rows: tuple[int, ...]  # in it, one a segment
+    step: int
+    group: int
+    trajectory: int
+    role: str
+    num_turns: int
+    num_tokens: int  # of all responses
+    status: str
+    finish_reason: str
+    reward: float
+    reward_error: str
+    parts: Mapping[str, float]  # NaN without a reward
+    advantage: float | None  # mean over the tokens that the policy chose
+    max_gap: float | None  # of log-probs, in nats
+    is_replayed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens of a sample, prompt and response: all arrays are [tokens]."""
+
+    ids: Array
+    is_chosen: Array  # by the policy, and trained here
+    turns: Array  # of the policy, from 0; -1: of none
+    versions: Array  # of the weights; -1: none
+    trainer: Array  # log-probs in nats, as of the servers below; NaN where there is none
+    servers: Array
+    advantages: Array  # NaN where there is none
+    rewards: Array  # how much of the reward is of the token; NaN where that is not told
+
+
+SORTS: dict[str, Callable[[Summary], float]] = {  # the largest first
+    "reward": lambda one: one.reward,
+    "gap": lambda one: -1.0 if one.max_gap is None else _nan_is_largest(one.max_gap),
+    "length": lambda one: one.num_tokens,
+}
+
+
+def _nan_is_largest(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+class SampleReader:
+    """The tables of a run; of an evaluation, by the name of its set, instead of training."""
+
+    def __init__(self, run: str, evaluation: str = "") -> None:
+        """Raises ConfigError: it is not the folder of a run, or has no tables."""
+        exists("RUN", run)
+        self.tables = tables_in(Path(run), evaluation)
+        if self.tables:
+            return
+        if not (Path(run) / "config.json").is_file():
+            raise ConfigError(f"RUN={run!r} is not the output folder of a run: no config.json")
+        if evaluation:
+            names = sorted({path.stem for path in Path(run).glob("evaluations/step_*/*.parquet")})
+            told = f"allowed: {', '.join(names)}" if names else "there are none"
+            raise ConfigError(f"--evaluation={evaluation!r}: {run} has none of that name; {told}")
+        raise ConfigError(
+            f"RUN={run!r} has no samples: no step has been trained yet, or samples.every=0"
+        )
+
+    def steps(self, asked: str) -> list[int]:
+        """Of "" the last one, of "all" all, of "3" or "3-7" these.
+
+        Raises:
+            ConfigError: there is none of them, or it is not of that form.
+        """
+        known = list(self.tables)
+        if asked in ("", "all"):
+            return known if asked else known[-1:]
+        first, dash, last = asked.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            raise ConfigError(f"--step={asked!r}; allowed: all, a step, or two as in 3-7")
+        bounds = int(first), int(last or first)
+        if found := [step for step in known if bounds[0] <= step <= bounds[1]]:
+            return found
+        between = f", from {known[0]} to {known[-1]}" if len(known) > 1 else f": {known[0]}"
+        raise ConfigError(
+            f"--step={asked}: there is no table of it; there are tables of {len(known)} steps"
+            f"{between}"
+        )
+
+    def summaries(self, steps: Sequence[int]) -> list[Summary]:
+        """Of all trajectories of these steps, in the order of their tables."""
+        return [one for step in steps for one in _summaries(self.tables[step], step)]
+
+    def num_left_out(self, steps: Sequence[int]) -> int:
+        """Samples of these steps that samples.max_rows and max_tokens have kept out of tables."""
+        files = [_opened(self.tables[step]) for step in steps]
+        return sum(_num_written(file) - file.metadata.num_rows for file in files)
+
+
+def segments_of(summary: Summary) -> list[Segment]:
+    """The tokens of a trajectory.
+
+    Raises:
+        ConfigError: the table has none, or cannot be read.
+    """
+    names = set(_opened(summary.path).schema_arrow.names)
+    if missing := sorted({"prompt_ids", "response_ids", "response_mask"} - names):
+        raise ConfigError(
+            f"{summary.path} has no tokens ({', '.join(missing)}): samples.tokens=false; "
+            "allowed: --list"
+        )
+    return [_segment(_row(summary.path, row)) for row in summary.rows]
+
+
+def _summaries(path: Path, step: int) -> Iterator[Summary]:
+    file = _opened(path)
+    names = file.schema_arrow.names
+    if missing := [name for name in TRAJECTORY if name not in names]:
+        raise ConfigError(f"{path} has no column {', '.join(missing)}: it is {_OLDER}")
+    parts = [name for name in names if name.startswith("reward/")]
+    own = ("reward", "reward_error", "finish_reason", "num_tokens")
+    columns = [*TRAJECTORY, *own, *parts, *(name for name in _OPTIONAL if name in names)]
+    rows = _read(path, lambda: file.read(columns).to_pylist())
+    trajectories: dict[tuple[int, int], list[int]] = {}
+    for number, row in enumerate(rows):
+        trajectories.setdefault((row["group"], row["trajectory"]), []).append(number)
+    for (group, trajectory), numbers in trajectories.items():
+        numbers.sort(key=lambda number: rows[number]["segment"])
+        of = [rows[number] for number in numbers]
+        gaps = [row["max_logprob_gap"] for row in of if row.get("max_logprob_gap") is not None]
+        yield Summary(
+            path=path,
+            rows=tuple(numbers),
+            step=step,
+            group=group,
+            trajectory=trajectory,
+            role=of[-1].get("role", ""),
+            num_turns=sum(row["num_turns"] for row in of),
+            num_tokens=sum(row["num_tokens"] for row in of),
+            status=of[-1]["status"],
+            finish_reason=of[-1]["finish_reason"],
+            reward=of[-1]["reward"],
+            reward_error=of[-1]["reward_error"],
+            parts={name.removeprefix("reward/"): of[-1][name] for name in parts},
+            advantage=of[-1].get("advantage"),
+            max_gap=max(gaps, key=_nan_is_largest, default=None),
+            is_replayed=of[-1]["replayed"],
+        )
+
+
+def _segment(row: Mapping[str, list[float]]) -> Segment:
+    num_prompt = len(row["prompt_ids"])
+
+    def along(name: str, default: float, dtype: type) -> Array:
+        own = row.get(name, [default] * len(row["response_ids"]))
+        return np.array([default] * num_prompt + own, dtype)
+
+    chosen = along("response_mask", 0, np.bool_)
+
+    def of_chosen(name: str) -> Array:
+        return np.where(chosen, along(name, math.nan, np.float64), math.nan)
+
+    return Segment(
+        ids=np.array(row["prompt_ids"] + row["response_ids"], np.int64),
+        is_chosen=chosen,
+        turns=along("turn_numbers", -1, np.int64),
+        versions=along("weight_versions", -1, np.int64),
+        trainer=of_chosen("log_probs"),
+        servers=of_chosen("rollout_log_probs"),
+        advantages=of_chosen("token_advantages"),
+        rewards=of_chosen("process_rewards"),
+    )
+
+
+def _row(path: Path, row: int) -> dict[str, list[float]]:
+    metadata = _opened(path).metadata
+    group = 0
+    while row >= metadata.row_group(group).num_rows:
+        row -= metadata.row_group(group).num_rows
+        group += 1
+    (found,) = _row_group(path, group).slice(row, 1).to_pylist()
+    return {name: values for name, values in found.items() if values is not None}
+
+
+@functools.lru_cache(maxsize=2)
+def _row_group(path: Path, group: int) -> pa.Table:
+    file = _opened(path)
+    columns = [name for name in TOKEN_COLUMNS if name in file.schema_arrow.names]
+    found: pa.Table = _read(path, lambda: file.read_row_group(group, columns))
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(path: Path) -> pq.ParquetFile:
+    return _read(path, lambda: pq.ParquetFile(path, memory_map=True))
+
+
+def _num_written(file: pq.ParquetFile) -> int:
+    told = (file.schema_arrow.metadata or {}).get(METADATA)
+    return int(json.loads(told)["num_samples"]) if told else file.metadata.num_rows
+
+
+def _read(path: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,180 @@
+"""Experts on their way from a server to the trainer: the quickstart's MoE over two pipeline stages.
+
+In bfloat16, where a server's routers and a trainer's often choose differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from mcore_rl.config.resolve import for_lane
+from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.controller.dispatch import Dispatch, register
+from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.tasks import last_digit
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.jobs import rl
+from mcore_rl.jobs.placement import Pools, num_devices, pool_plans
+from mcore_rl.jobs.preflight import prompts_of
+from mcore_rl.workers import steps
+from mcore_rl.workers.expert_records import COLUMN, StageExperts, with_stage_experts
+from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.workers.rollout_pool import RolloutPool
+
+pytestmark = pytest.mark.job
+
+STAGES, NUM_EXPERTS, TOPK = [(0,), (1, 2)], 8, 2
+
+
+class Watched(ModelWorker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def used(self, batch: Batch) -> dict[int, np.ndarray]:
+        """By layer of this rank, [tokens of the batch, experts]: which its routers have used."""
+        from mcore_rl.engine.megatron.moe import routers
+
+        engine = self._engine
+        asked = batch.select("prompt_ids", "response_ids")
+        micros = engine._micro_batches(asked, training=False)
+        seen: dict[int, list[torch.Tensor]] = {}
+        handles = [
+            router.register_forward_hook(
+                lambda _, __, output, layer=layer: seen.setdefault(layer, []).append(output[1])
+            )
+            for chunk in engine.chunks
+            for layer, router in routers(chunk)
+        ]
+        self.compute_log_probs(batch, temperature=1.0)
+        for handle in handles:
+            handle.remove()
+        found = {}
+        for layer, maps in seen.items():
+            found[layer] = np.zeros((int(batch.num_tokens.sum()), NUM_EXPERTS), bool)
+            for micro, used in zip(micros, maps, strict=True):
+                is_token = micro.tokens >= 0
+                found[layer][micro.tokens[is_token].numpy()] = used[is_token].numpy()
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    actor: WorkerGroup
+    batch: Batch  # what a server has generated
+    config: RLConfig
+
+    def scored(self, batch: Batch, **options: bool) -> Batch:
+        return self.actor.compute_log_probs(batch, temperature=1.0, **options)
+
+
+def config_of(folder: Path) -> RLConfig:
+    task = last_digit.prepare(folder / "task", 0, worked_share=0.35)
+    config = RLConfig(output_dir=str(folder))
+    config.model.path, config.model.dtype = str(task.model_dir), "bfloat16"
+    config.data.train_file, config.data.max_prompt_tokens = str(task.train_file), 64
+    config.actor.layout = Layout(pp=2, first_stage_layers=1)
+    config.actor.moe.router_replay = "rollout"
+    config.actor.max_tokens_per_micro_batch = 400
+    config.rollout.max_response_tokens = 32
+    config.rollout.kv_cache_bytes = 64 << 20
+    return for_lane(config, "cpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    config = config_of(tmp_path_factory.mktemp("replay"))
+    prompts = prompts_of(
+        {"data.train_file": config.data.train_file}, config, load_tokenizer(config.model.path)
+    )
+    with (
+        run_scope() as scratch,
+        rl.session(num_devices(pool_plans(config)), scratch),
+        Pools(config, rl.resource(), Path(config.output_dir)) as pools,
+        contextlib.ExitStack() as stack,
+    ):
+        servers = stack.enter_context(rl.server_group(config, pools))
+        spec = rl._engine_spec(config, config.actor, 1)
+        arguments = spec, PolicyLoss(config.algorithm), "language_model"
+        layout, env = config.actor.layout, rl.backend_of(config.actor).rank_environment
+        actor = pools.group("actor", Watched, arguments, layout, name="actor", env=env(layout))
+        stack.enter_context(actor)
+        actor.initialize()
+        servers.start()
+        rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
+        batch = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
+        yield Run(actor, batch, config)
+
+
+def test_the_driver_has_references_and_a_stage_its_own_layers_at_a_byte_an_id(run):
+    for row, references in enumerate(run.batch.array(COLUMN)):
+        found: list[StageExperts] = ray.get(list(references))
+        assert [one.layers for one in found] == STAGES
+        num_bytes = sum(one.ids.nbytes for one in found)
+        assert num_bytes == run.batch.num_tokens[row] * 3 * TOPK
+    assert set(run.scored(run.batch).columns) == {*run.batch.columns, "log_probs", "entropy"}
+
+
+def test_the_trainer_uses_the_experts_of_the_rollout(run):
+    """In all layers at all tokens but the last of each sample, which the server never ran."""
+    by_rank = run.actor.used(run.batch)
+    assert [sorted(found) for found in by_rank] == [[0], [1, 2]]
+    ends = np.cumsum(run.batch.num_tokens)
+    for rank, found in enumerate(by_rank):
+        recorded = ray.get([row[rank] for row in run.batch.array(COLUMN)])
+        for place, layer in enumerate(STAGES[rank]):
+            wanted = np.zeros_like(found[layer])
+            ids = np.concatenate([one.ids[:, place] for one in recorded])
+            np.put_along_axis(wanted, ids.astype(np.int64), True, axis=1)
+            same = (found[layer] == wanted).all(axis=1)
+            assert np.delete(same, ends - 1).all()
+
+
+def test_log_probs_are_nearer_to_the_servers_with_replay(run):
+    gaps = {
+        name: steps.logprob_gaps(run.scored(run.batch, replay=name == "with"))
+        for name in ("with", "without")
+    }
+    print(gaps)
+    for name in ("max_logprob_gap", "mean_logprob_gap"):
+        assert gaps["with"][name] < gaps["without"][name]
+
+
+def test_experts_that_do_not_arrive_are_not_waited_for_for_ever(run):
+    column = run.batch.array(COLUMN).copy()
+    never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
+    column[3] = (never, never)
+    batch = run.batch.with_columns(**{COLUMN: column})
+    with pytest.raises(TimeoutError, match=r"experts of 32 samples have not arrived in 0\.2 s"):
+        with_stage_experts(batch, [0], 0, timeout_s=0.2)
+    ray.cancel(never, force=True)
+
+
+def test_an_update_takes_them_too_and_a_dropped_layer_or_no_record_ends_the_run(run):
+    scored = run.scored(run.batch)
+    ids = scored.jagged("response_ids")
+    columns = {n: ids.with_values(np.ones(len(ids.values), np.float32)) for n in ("advantages",)}
+    batch = steps.with_loss_weights(scored.with_columns(**columns), run.config.algorithm)
+    [metrics] = run.actor.update(batch, temperature=1.0)
+    assert metrics["grad_norm"] > 0
+    dropped = batch.array(COLUMN).copy()
+    whole: StageExperts = ray.get(dropped[5][1])
+    less = ray.put(replace(whole, layers=whole.layers[:1], ids=whole.ids[:, :1]))
+    dropped[5] = (dropped[5][0], less)
+    group = batch.array("group_ids")[5]
+    with pytest.raises(
+        WorkerError,
+        match=rf"group {group}, trajectory 0.*layers \[1\] .* replays \[1, 2\]; missing: \[2\]",
+    ):
+        run.actor.update(batch.with_columns(**{COLUMN: dropped}), temperature=1.0)

@@ -1,0 +1,223 @@
+"""Programs that a loop starts, and the limits that the server in front of them keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+
+from mcore_rl.agents.endpoint import server as server_module
+from mcore_rl.agents.endpoint.guard import Guard
+from mcore_rl.agents.endpoint.server import HttpServer
+from mcore_rl.agents.loops import Task
+from mcore_rl.agents.runner import AgentRunner, check_agent
+from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.sample import Sample
+from mcore_rl.rewards.base import RewardError
+from mcore_rl.rollout.agent_loop import Prompt
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers.loop_thread import LoopThread
+from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42
+
+AGENT = """
+import json, os
+from openai import OpenAI
+
+task = json.load(open(os.environ["MCORE_RL_TASK"]))
+messages = task["messages"]
+answer = OpenAI().chat.completions.create(model="any", messages=messages).choices[0].message
+messages += [answer, {"role": "user", "content": "Not " + task["fields"]["answer"] + "?"}]
+OpenAI().chat.completions.create(model="any", messages=messages)
+"""
+
+
+def run(command: str, says: list[str], **config) -> list[Sample]:
+    settings = AgentConfig(loop="program", settings={"command": command}, **config)
+
+    async def work() -> list[Sample]:
+        policy = Scripted(says)
+        runner = AgentRunner(policy, TOKENIZER, is_42, settings, 4096, stops_on_error=True)
+        prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
+        try:
+            async with asyncio.timeout(50):
+                return await runner.run_all([prompt], SamplingParams(max_tokens=1000))
+        finally:
+            await runner.close()
+
+    return LoopThread(60).wait(work())  # as a server's worker has it
+
+
+def test_a_command_finds_its_session_and_its_row_in_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # is not asked
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+    [sample] = run(f"{sys.executable} {agent}", ["41", "42"])
+    assert (sample.reward, sample.status, sum(sample.response_mask)) == (1.0, "finished", 6)
+    assert "Not 42?" in TOKENIZER.decode(sample.response_ids)
+
+
+def test_a_command_that_fails_is_told_with_the_end_of_what_it_said():
+    command = f"""{sys.executable} -c 'raise SystemExit("no such city")'"""
+    with pytest.raises(RewardError, match=r"exited with 1: no such city; it was asked about row 7"):
+        run(command, [])
+
+
+def test_a_command_ends_with_all_that_it_has_started_when_its_time_is_over(tmp_path):
+    told = tmp_path / "pid"
+    command = f"""sh -c 'sleep 600 & echo $! > {told}; wait'"""
+    assert run(command, [], timeout_s=1.5) == []
+    assert_gone(int(told.read_text()))
+    command = f"""sh -c 'sleep 600 & echo $! > {told}'"""
+    with pytest.raises(RewardError, match="a session without a turn"):
+        run(command, [])
+    assert_gone(int(told.read_text()))
+
+
+def test_no_more_commands_run_at_once_than_are_allowed(tmp_path):
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        f"mkdir {tmp_path}/alone || exit 9; sleep 0.2; rmdir {tmp_path}/alone; exit 3"
+    )
+    settings = AgentConfig(loop="program", settings={"command": f"sh {script}", "at_once": 1})
+
+    async def work() -> list[str]:
+        runner = AgentRunner(Scripted([]), TOKENIZER, is_42, settings, 4096, stops_on_error=False)
+        told: list[str] = []
+        loop = runner._loop
+
+        class Listens:
+            async def run(self, task: Task) -> list[Sample]:
+                with pytest.raises(RuntimeError) as caught:
+                    await loop.run(task)
+                told.append(str(caught.value))
+                return []
+
+        runner._loop = Listens()
+        prompts = [Prompt([], number, {}, messages=MESSAGES) for number in range(3)]
+        await runner.run_all(prompts, SamplingParams())
+        await runner.close()
+        return told
+
+    assert [text[-3:].strip() for text in LoopThread(60).wait(work())] == ["3:"] * 3
+
+
+def assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        if state == "Z":  # nobody reads its status here
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "agent.settings.command='' and agent.settings.function=''; allowed: one of them"),
+        ({"command": "a", "function": "b:c"}, "allowed: one of them"),
+        ({"command": "no-such-program x"}, "there is no program 'no-such-program'"),
+        ({"command": " "}, "agent.settings.command=' ' names no program"),
+        ({"command": "sh", "at_once": 0}, "agent.settings.at_once=0; allowed: at least 1"),
+        ({"command": "sh 'x"}, 'command="sh \'x": No closing quotation'),
+        ({"function": "os:getcwd"}, "function='os:getcwd'; allowed: a function by `async def`"),
+        ({"function": "os:nothing"}, "'os' has no function 'nothing'"),
+        ({"comand": "sh"}, "agent.settings.comand is no setting of agent.loop='program'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_a_run(settings, told):
+    with pytest.raises(ConfigError) as caught:
+        check_agent(AgentConfig(loop="program", settings=settings), TOKENIZER)
+    assert told in str(caught.value)
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Runs a test against a guarded app that answers "yes"."""
+    monkeypatch.setattr(server_module, "HEADERS_S", 0.4)
+
+    def run(talk) -> None:
+        async def work() -> None:
+            app = Guard(
+                PlainTextResponse("yes"),
+                lambda key: key == "mine" or None,
+                max_body_bytes=1000,
+                body_s=0.4,
+            )
+            server = HttpServer(app, "127.0.0.1")
+            await server.start()
+            try:
+                async with asyncio.timeout(30):
+                    await talk(server.url)
+            finally:
+                await server.close()
+
+        asyncio.run(work())
+
+    return run
+
+
+async def raw(url: str, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """What comes back of bytes that are sent with pauses, until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        return await reader.read()
+    except ConnectionError:  # it has closed while there was something to send
+        return b""
+    finally:
+        writer.close()
+
+
+HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer mine\r\n"
+
+
+def test_headers_that_do_not_come_close_the_connection(serve):
+    async def talk(url: str) -> None:
+        started = time.monotonic()
+        assert await raw(url) == b""
+        assert await raw(url, b"POST", b" /x") == b""
+        assert await raw(url, *[b"P"] * 300, pause_s=0.1) == b""  # however often a byte comes
+        assert time.monotonic() - started < 15
+        whole = HEAD + b"Content-Length: 2\r\n\r\nok"
+        assert b"yes" in await raw(url, whole, b"GET", pause_s=0.1)  # the next one, too
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        for _ in range(2):  # a connection without requests stays
+            writer.write(whole)
+            assert b"200 OK" in await reader.readuntil(b"yes")
+            await asyncio.sleep(0.8)
+        writer.close()
+
+    serve(talk)
+
+
+def test_a_body_that_does_not_come_or_is_too_large_is_told(serve):
+    async def talk(url: str) -> None:
+        slow = HEAD + b"Content-Length: 5\r\n\r\n"
+        assert b" 408 " in await raw(url, slow, b"a", b"a", pause_s=0.1)
+        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+
+            async def parts():
+                for _ in range(20):
+                    yield b"x" * 100
+
+            mine = {"Authorization": "Bearer mine"}
+            for body in (b"x" * 2**22, parts()):
+                answer = await client.post(url, content=body, headers=mine)
+                assert answer.status_code == 413
+                assert answer.json()["error"]["message"] == "a request may have 1000 bytes"
+            answer = await client.post(url, content=b"x" * 2**22)
+            assert answer.status_code == 401
+            answer = await client.post(url, content=b"x" * 1000, headers=mine)
+            assert answer.text == "yes"
+
+    serve(talk)

@@ -1,0 +1,197 @@
+"""Trajectories of several contexts: a context that is summed up, and a solver with helpers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from mcore_rl.agents.codec import ChatMessage
+from mcore_rl.agents.loops import ToolLoopSettings, with_summary
+from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.session import session_seed, turn_seed
+from mcore_rl.algorithms.advantages import token_advantages
+from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample import Sample
+from mcore_rl.rollout.agent_loop import Prompt
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers import evaluation
+from tests.pages import ROOT
+from tests.unit.agents.test_loops import (
+    END,
+    MESSAGES,
+    TOKENIZER,
+    Scripted,
+    call,
+    is_42,
+    run,
+    text_of,
+)
+
+ASSISTANT = "<|im_start|>assistant\n"
+DELEGATING = f"{ROOT}/examples/delegating.py:Delegating"
+
+
+def tools_of(share: float, **more: int) -> AgentConfig:
+    settings = {"compact_at": share, "compact_prompt": "Sum up."}
+    return AgentConfig("tools", settings=settings, tools=["calculator"], **more)
+
+
+def said(text: str) -> list[int]:
+    return [*TOKENIZER.encode(text, add_special_tokens=False), END]
+
+
+def expected(*parts: tuple[str, int]) -> tuple[list[int], list[int], list[int], list[float]]:
+    """Ids, mask, versions and log-probs of texts; 0 is the number of what no turn has said."""
+    ids, mask, versions, log_probs = [], [], [], []
+    for text, turn in parts:
+        found = said(text) if turn else TOKENIZER.encode(text, add_special_tokens=False)
+        ids += found
+        mask += [int(turn > 0)] * len(found)
+        versions += [4 + turn if turn else -1] * len(found)
+        log_probs += [-0.1 * turn if turn else 0.0] * len(found)
+    return ids, mask, versions, log_probs
+
+
+def columns(sample: Sample) -> tuple[list[int], list[int], list[int], list[float]]:
+    return (
+        sample.response_ids, sample.response_mask, sample.weight_versions,
+        sample.rollout_log_probs,
+    )  # fmt: skip
+
+
+def tool(text: str) -> str:
+    return f"\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n"
+
+
+SUM_UP = f"<|im_start|>user\nSum up.<|im_end|>\n{ASSISTANT}"
+
+
+def test_a_full_context_is_summed_up_and_the_next_begins_with_the_summary():
+    says = [call("6 * 7"), "It is 42.", "42"]
+    _, policy = run([says[0], "42"], tools_of(0))
+    length = len(policy.prompts[1])
+    samples, policy = run(says, tools_of(0.5), 2 * length - 1)
+    first, second = samples
+    assert first.prompt_ids == policy.prompts[0]
+    assert columns(first) == expected((says[0], 1), (tool("42") + SUM_UP, 0), (says[1], 2))
+    asked = "How much is 6 * 7?"
+    assert text_of(second.prompt_ids) == text_of(first.prompt_ids).replace(
+        asked, f"{asked}\n\nWhat was done so far:\nIt is 42."
+    )
+    assert columns(second) == expected(("42", 3))
+    assert [(s.segment, s.trajectory, s.group_id) for s in samples] == [(0, 0, 3), (1, 0, 3)]
+    assert [s.reward for s in samples] == [1.0, 1.0]
+    assert [s.reward_parts for s in samples] == [{"length": 2.0}] * 2
+    [sample], _ = run([says[0], "42"], tools_of(0.5), 2 * length)  # it is not more than half full
+    assert columns(sample) == expected((says[0], 1), (tool("42") + ASSISTANT, 0), ("42", 2))
+
+
+def test_a_context_may_be_summed_up_again_and_summaries_count_as_turns():
+    says = [call("6 * 7"), "Uno.", call("42"), "Due.", "42"]
+    samples, policy = run(says, tools_of(0.01))
+    assert [columns(sample) for sample in samples] == [
+        expected((says[0], 1), (tool("42") + SUM_UP, 0), ("Uno.", 2)),
+        expected((says[2], 3), (tool("42") + SUM_UP, 0), ("Due.", 4)),
+        expected(("42", 5)),
+    ]
+    assert "Uno." not in text_of(policy.prompts[4])
+    samples, policy = run(says, tools_of(0.01, max_turns=4))
+    assert (len(policy.prompts), samples[-1].status) == (4, "truncated")
+    assert [s.finish_reason for s in samples] == ["length"] * 2
+
+
+def test_without_the_setting_no_context_is_summed_up():
+    says = [call("6 * 7"), "42"]
+    [sample], _ = run(says, AgentConfig("tools", tools=["calculator"]))
+    assert columns(sample) == expected((says[0], 1), (tool("42") + ASSISTANT, 0), ("42", 2))
+    assert ToolLoopSettings().compact_at == 0
+    with pytest.raises(ConfigError, match=r"agent.settings.compact_at=2.0; allowed: 0 to 1"):
+        run(says, tools_of(2.0))
+
+
+def test_a_context_with_no_room_for_the_question_is_cut_off():
+    [start], _ = run(["42"], tools_of(0))
+    room = len(start.prompt_ids) + len(said(call("6 * 7"))) + 3
+    [sample], policy = run([call("6 * 7"), "x"], tools_of(0.5), room)
+    assert (len(policy.prompts), sample.status, sample.finish_reason) == (1, "truncated", "length")
+
+
+def test_a_summary_joins_the_last_message_of_a_user():
+    system, user = ChatMessage("system", "Be brief."), ChatMessage("user", "Why?")
+    told = "What was done so far:\nNothing."
+    assert with_summary([system, user], "Nothing.") == [
+        system, ChatMessage("user", f"Why?\n\n{told}"),
+    ]  # fmt: skip
+    assert with_summary([system], "Nothing.") == [system, ChatMessage("user", told)]
+
+
+def delegate(question: str) -> str:
+    arguments = f'{{"question": "{question}"}}'
+    return f'<tool_call>\n{{"name": "delegate", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_helpers_see_their_question_alone_and_all_samples_have_the_reward_of_the_answer():
+    says = [delegate("6 * 6?") + delegate("36 + 6?"), "36", "42!", "42"]
+    samples, policy = run(says, AgentConfig(DELEGATING))
+    questions = [text_of(prompt) for prompt in policy.prompts[1:3]]
+    assert questions == [
+        f"<|im_start|>user\n{q}<|im_end|>\n{ASSISTANT}" for q in ("6 * 6?", "36 + 6?")
+    ]
+    answers = "".join(f"\n<tool_response>\n{text}\n</tool_response>" for text in ("36", "42!"))
+    between = f"\n<|im_start|>user{answers}<|im_end|>\n{ASSISTANT}"
+    assert [columns(sample) for sample in samples] == [
+        expected(("36", 2)), expected(("42!", 3)),
+        expected((says[0], 1), (between, 0), ("42", 4)),
+    ]  # fmt: skip
+    assert [(s.segment, s.trajectory, s.reward) for s in samples] == [
+        (0, 0, 1.0), (1, 0, 1.0), (2, 0, 1.0),
+    ]  # fmt: skip
+    assert all(sample.reward_parts == {"length": 2.0} for sample in samples)
+    assert len(set(policy.seeds)) == 4 and policy.seeds[0] == 103
+
+
+def test_calls_without_a_question_or_beyond_the_last_helper_are_told():
+    says = [delegate("a") * 2 + call("1"), "A", "42"]
+    samples, policy = run(says, AgentConfig(DELEGATING, settings={"max_helpers": 1}))
+    told = text_of(policy.prompts[2])
+    assert "there is no helper left" in told and "the call has no question" in told
+    assert len(samples) == 2
+
+
+def test_statistics_of_a_group_count_a_trajectory_with_helpers_once():
+    """Two trajectories of a group: three samples that earn 1, and one that earns 0."""
+
+    async def both() -> list[Sample]:
+        found: list[Sample] = []
+        scripts = [delegate("a") + delegate("b"), "A", "B", "42"], ["no"]
+        for number, says in enumerate(scripts):
+            runner = AgentRunner(
+                Scripted(says), TOKENIZER, is_42, AgentConfig(DELEGATING), 4096, stops_on_error=True
+            )
+            prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
+            made = await runner.run_all([prompt], SamplingParams(n=1, max_tokens=100))
+            for sample in made:
+                sample.trajectory = number
+            found += made
+        return found
+
+    samples = asyncio.run(both())
+    batch = Batch.of(samples)
+    scores = evaluation.scores(batch, RewardConfig())
+    assert (scores["reward"], scores["num_samples"]) == (0.5, 2)
+    advantages = token_advantages(batch, "rloo", {})["advantages"]
+    for row, sample in zip(advantages, samples, strict=True):
+        wanted = 1.0 if sample.reward else -1.0
+        assert row[np.array(sample.response_mask) == 1] == pytest.approx(wanted)
+
+
+def test_sessions_of_a_trajectory_have_seeds_of_their_own():
+    assert session_seed(None, 3) is None and session_seed(7, 0) == 7
+    seeds = {session_seed(seed, session) for seed in (7, 8) for session in range(5)}
+    seeds |= {turn_seed(seed, turn) for seed in (7, 8) for turn in range(1, 5)}
+    assert len(seeds) == 18 and all(0 <= seed < 2**62 for seed in seeds)

@@ -1,0 +1,255 @@
+"""From a batch to the messages of a page, each worked out by hand; tokens as text."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample import Sample
+from mcore_rl.tools.samples.page import PageMessage, page_of
+from mcore_rl.tools.samples.tables import SampleReader
+from mcore_rl.tools.samples.token_texts import TokenTexts, visible
+from tests.unit.agents.families import FAMILIES, tokenizer_of
+from tests.unit.tools.sample_runs import (
+    ADDED,
+    ASSISTANT,
+    BYTES,
+    END,
+    SPECIAL,
+    START,
+    ids,
+    sample,
+    trained,
+    written,
+)
+
+
+def piece_tokenizer() -> Tokenizer:
+    """Of the kind of Llama 2: blanks are in tokens, rare bytes are tokens of their own."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["<unk>", "<s>", *bytes_, "▁", "▁a", "a", "b", "▁b"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> TokenTexts:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    BYTES.save(str(path))
+    return TokenTexts(path)
+
+
+# Two segments: a call and its answer, then a context made anew that keeps the first turn.
+TOOL = f"\n{START}user\n<tool_response>5 is it</tool_response>{END}\n{ASSISTANT}"
+CALL = f"<think>hm</think><tool_call>add(2, 3)</tool_call>{END}"
+AGENT = [
+    sample(
+        f"{START}system\nBe brief.{END}\n{START}user\n2+3?{END}\n{ASSISTANT}",
+        ("turn", CALL),
+        ("context", TOOL),
+        ("turn", f"fünf{END}"),
+        group_id=4, trajectory=1, segment=0, reward=0.75, status="truncated",
+        reward_parts={"answer": 0.5, "form": 0.25}, finish_reason="length",
+    ),
+    sample(
+        f"{START}user\n2+3?{END}\n{ASSISTANT}",
+        ("turn", CALL),
+        ("context", f"\n{START}user\nIn English.{END}\n{ASSISTANT}"),
+        ("turn", "fi"),
+        group_id=4, trajectory=1, segment=1, reward=0.75, status="truncated", untrained=(0,),
+        reward_parts={"answer": 0.5, "form": 0.25}, finish_reason="length", version=4,
+    ),
+]  # fmt: skip
+UMLAUT = len(ids(CALL)) + len(ids(TOOL)) + 1  # where its two bytes begin
+
+
+def shown(message: PageMessage) -> tuple[str, int, str]:
+    return message.role, message.turn, message.text
+
+
+def test_a_trajectory_of_two_segments_is_its_messages_by_role_and_turn(tmp_path, texts):
+    batch = trained(AGENT[::-1], {(1, UMLAUT + 1): 0.25, (1, 0): 0.01})
+    [summary] = SampleReader(str(written(tmp_path, 1, batch))).summaries([1])
+    page = page_of(summary, texts, 0.1)
+    first, second = page.segments
+    assert [shown(message) for message in first] == [
+        ("system", -1, f"{START}system\nBe brief.{END}\n"),
+        ("user", -1, f"{START}user\n2+3?{END}\n"),
+        ("assistant", 0, f"{ASSISTANT}{CALL}\n"),
+        ("tool", -1, f"{START}user\n<tool_response>5 is it</tool_response>{END}\n"),
+        ("assistant", 1, f"{ASSISTANT}fünf{END}"),
+    ]
+    assert [shown(message) for message in second] == [
+        ("user", -1, f"{START}user\n2+3?{END}\n"),
+        ("assistant", 0, f"{ASSISTANT}{CALL}\n"),
+        ("user", -1, f"{START}user\nIn English.{END}\n"),
+        ("assistant", 1, f"{ASSISTANT}fi"),
+    ]
+    assert page.title == "step 1, group 4, trajectory 1"
+    assert dict(page.facts) == {
+        "reward": "0.75", "reward parts": "answer 0.5, form 0.25", "status": "truncated (length)",
+        "length": f"2 segments, 4 turns, {summary.num_tokens} tokens of responses, "
+        f"{2 * len('fi') + len(ids(CALL)) + len(ids(END)) + 3} of them the policy's",
+        "advantage": "0.5", "weights": "version 3 to 4",
+        "largest gap": "0.25 nats between trainer and servers",
+    }  # fmt: skip
+
+
+def test_a_turn_tells_what_is_chosen_what_is_a_call_and_which_tokens_differ(tmp_path, texts):
+    batch = trained(AGENT, {(0, UMLAUT + 1): 0.25, (0, 0): 0.01})
+    [summary] = SampleReader(str(written(tmp_path, 1, batch))).summaries([1])
+    (*_, call, _, last), (_, repeated, _, _) = page_of(summary, texts, 0.1).segments
+
+    def parts(message: PageMessage, **wanted) -> str:
+        """Text of the spans of which all of this is true."""
+        return "".join(
+            span.text for span in message.spans
+            if all(getattr(span, name) == value for name, value in wanted.items())
+        )  # fmt: skip
+
+    assert parts(call, is_chosen=True) == CALL and parts(call, is_chosen=False) == f"{ASSISTANT}\n"
+    assert parts(call, part="call") == "<tool_call>add(2, 3)</tool_call>"
+    assert parts(call, part="reasoning") == "<think>hm</think>"
+    [marked] = [span for span in last.spans if span.gap is not None]
+    assert (marked.text, marked.gap) == ("ü", 0.25)  # of the two tokens that are one character
+    assert marked.about.split("\n")[1] == (
+        f"token {ids('ü')[1]}: servers -1, trainer -1.25, advantage 0.5, version 3"
+    )
+    assert last.facts == "6 tokens, version 3, largest gap 0.25, advantage 0.5"
+    assert repeated.facts == f"{len(ids(CALL))} tokens, context: trained in another segment"
+    assert parts(repeated, is_chosen=True) == ""
+
+
+def test_every_trajectory_of_a_table_of_many_is_its_own(tmp_path, texts):
+    samples = [sample(ASSISTANT, ("turn", f"this is {n}"), group_id=n) for n in range(200)]
+    reader = SampleReader(str(written(tmp_path, 1, Batch.of(samples))))
+    for summary in reader.summaries([1])[::-9]:
+        [[message]] = page_of(summary, texts, 0.1).segments
+        assert message.text == f"{ASSISTANT}this is {summary.group}"
+
+
+def test_roles_come_of_markers_that_are_tokens_and_not_of_text_that_looks_like_them(
+    tmp_path, texts
+):
+    """A prompt of DeepSeek's form; the user spells another template's marker."""
+    plain = [token for letter in f"{START}system\n" for token in ids(letter)]
+    asked, answers = "<｜User｜>", "<｜Assistant｜>"  # noqa: RUF001
+    one = sample(asked, ("turn", "yes"), group_id=0)
+    one.prompt_ids = ids(f"before{asked}") + plain + ids(answers)
+    batch = Batch.of([one])
+    [summary] = SampleReader(str(written(tmp_path, 1, batch))).summaries([1])
+    [messages] = page_of(summary, texts, 0.1).segments
+    assert [shown(message) for message in messages] == [
+        ("context", -1, "before"),
+        ("user", -1, f"{asked}{START}system\n"),
+        ("assistant", 0, f"{answers}yes"),
+    ]
+    assert messages[-1].facts == "3 tokens, version 3"  # nobody compared their log-probs
+
+
+ADD = {
+    "name": "add",
+    "description": "a sum",
+    "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+}
+CALLED = {
+    "type": "function",
+    "id": "functions.add:0",
+    "function": {"name": "add", "arguments": {"a": 2}},
+}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+3?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "name": "add", "tool_call_id": "functions.add:0", "content": "5"},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "Sure?"},
+]  # fmt: skip
+WITHOUT_MARKERS = ("llama-2", "mixtral", "deepseek-v2")  # theirs are plain text
+WITHOUT_TOOLS = (*WITHOUT_MARKERS, "published/deepseek-v3", "moonlight", "llama-3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_roles_are_those_of_the_messages_that_a_chat_template_has_rendered(family, tmp_path):
+    chat, options = CHAT, {"tools": [{"type": "function", "function": ADD}]}
+    if family in WITHOUT_TOOLS:
+        chat, options = [CHAT[0], CHAT[1], CHAT[4], CHAT[5]], {"date_string": "26 Jul 2024"}
+    if family == "mixtral":  # has no system
+        chat = chat[1:]
+    tokenizer = tokenizer_of(family)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=False, **options
+    )
+    answer = tokenizer.encode("Yes.", add_special_tokens=False)
+    ones = [1] * len(answer)
+    one = Sample(prompt, answer, ones, [-1.0] * len(answer), ones, "stop", 0)
+    [summary] = SampleReader(str(written(tmp_path, 1, Batch.of([one])))).summaries([1])
+    [found] = page_of(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
+    assert "".join(message.text for message in found) == tokenizer.decode([*prompt, *answer])
+    roles = [message.role for message in found if message.role != "context"]
+    wanted = [message["role"] for message in chat] + ["assistant"]
+    if family in WITHOUT_MARKERS:
+        assert roles == ["assistant"]
+    elif "deepseek" in family:  # the system has no marker
+        assert roles == wanted[1:]
+    else:
+        assert [role for role, _ in itertools.groupby(roles)] == wanted
+    assert found[-1].turn == 0 and found[-1].text.endswith("Yes.")
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_pieces_are_the_text_and_every_token_once(texts, text):
+    found = list(texts.pieces(ids(text)))
+    assert "".join(piece.text for piece in found) == text
+    bounds = [0, *(bound for piece in found for bound in (piece.start, piece.end)), len(ids(text))]
+    assert all(bounds[i] == bounds[i + 1] for i in range(0, len(bounds), 2))
+    if "\ufffd" not in text:  # else tokens wait for the rest of a character that is whole
+        assert all(len(piece.text) == 1 or piece.text in (*SPECIAL, *ADDED) for piece in found)
+
+
+@given(tokens=st.lists(st.integers(0, 300), max_size=60))
+def test_any_tokens_are_pieces_of_a_bounded_number_of_them(texts, tokens):
+    found = list(texts.pieces(tokens))
+    assert [at for piece in found for at in range(piece.start, piece.end)] == [*range(len(tokens))]
+    assert all(piece.end - piece.start <= 8 for piece in found)
+    unknown = [piece.text for piece in found if tokens[piece.start] >= BYTES.get_vocab_size()]
+    assert all(re.fullmatch(r"\[token \d+\]", text) for text in unknown)
+
+
+def test_blanks_and_bytes_of_tokenizers_without_a_byte_level_are_kept(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    made = piece_tokenizer()
+    made.save(str(path))
+    tokens = ["<s>", "▁a", "▁b", "<0xC3>", "<0xBC>", "<0xC3>", "a", "▁b"]
+    found = TokenTexts(path).pieces([made.token_to_id(token) for token in tokens])
+    assert [piece.text for piece in found] == ["<s>", " a", " b", "ü", "\ufffda", " b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("two\nlines\tü 你 👩\u200d💻", "two\nlines\tü 你 👩\u200d💻"),
+        ("\x1b[31m", r"\x1b[31m"),
+        ("a\rb\x00\x7f\x9b\x85", r"a\rb\x00\x7f\x9b\x85"),
+        ("\u202eabc\u2066\u2028", r"\u202eabc\u2066\u2028"),
+    ],
+)
+def test_only_text_is_shown(text, seen):
+    assert visible(text) == seen
