@@ -55,7 +55,7 @@ def corrected(batch: Batch, config: CorrectionConfig) -> tuple[Batch, dict[str, 
     Reads log_probs, rollout_log_probs and response_mask, and advantages for negative_sequence_k1.
     """
     ratios = Ratios.of(batch)
-    if (config.level == "off" and not config.reject) or not len(ratios.rows):
+    if not (config.has_weights or config.reject) or not len(ratios.rows):
         return batch, {}
     weights, metrics = importance_weights(ratios, config)
     kept = np.ones(len(weights), bool)
@@ -97,7 +97,7 @@ def importance_weights(ratios: Ratios, config: CorrectionConfig) -> tuple[Floats
     normalize divides by their mean, over tokens or, for the other levels, over sequences. Log
     ratios are clamped to +-20 after they have been summed.
     """
-    if config.level == "off":
+    if not config.has_weights:
         return np.ones(len(ratios.rows)), {}
     logs = ratios.logs
     if config.level != "token":

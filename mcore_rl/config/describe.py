@@ -16,6 +16,7 @@ from mcore_rl.config import (
     resolve_algorithm,
     resolve_distillation,
     resolve_engine,
+    resolve_mode,
     schema,
 )
 
@@ -123,6 +124,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "teacher.backend": resolve_engine.BACKENDS,
     "teacher.modules": resolve_engine.MODULES,
     "reward.on_error": resolve.ON_ERROR,
+    "trainer.mode": resolve_mode.MODES,
     "task.name": tuple(name for name in resolve.TASKS if name),
     "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,
     "weight_sync.transport": resolve.TRANSPORTS,

@@ -14,7 +14,7 @@ from typing import Any
 from mcore_rl.config.agent_schema import resolve_agent
 from mcore_rl.config.checks import at_least, between, check_cores, divides, one_of, positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_algorithm import resolve_algorithm
+from mcore_rl.config.resolve_algorithm import resolve_algorithm, with_level
 from mcore_rl.config.resolve_distillation import MAX_WEIGHT, resolve_frozen
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
@@ -28,6 +28,7 @@ from mcore_rl.config.resolve_evaluation import (
     resolve_trackers,
     resolve_truncation,
 )
+from mcore_rl.config.resolve_mode import resolve_mode, staleness_of
 from mcore_rl.config.resolve_models import resolve_models
 from mcore_rl.config.schema import (
     DataConfig,
@@ -106,6 +107,12 @@ def resolve(config: RLConfig) -> None:
             f"algorithm.samples.replay.share={share} with actor.moe.router_replay='rollout': the "
             "experts of samples of earlier steps are not kept; allowed: 0, or router_replay='off'"
         )
+    if replay == "rollout" and staleness_of(config.trainer) and config.trainer.save_every:
+        raise ConfigError(
+            f"trainer.save_every={config.trainer.save_every}, actor.moe.router_replay='rollout' "
+            "and samples ahead of their step: their experts are not in a checkpoint; allowed: "
+            "trainer.save_every=0, trainer.staleness=0, or router_replay='off'"
+        )
     if replay == "record" and config.algorithm.correction.use_rollout_log_probs:
         raise ConfigError(
             "actor.moe.router_replay='record' records while log-probs are computed, and "
@@ -116,8 +123,9 @@ def resolve(config: RLConfig) -> None:
     resolve_truncation(config)
     resolve_reward(config.reward)
     _resolve_weight_sync(config)
+    resolve_mode(config.trainer)
     _resolve_placement(config)
-    resolve_algorithm(config.algorithm)
+    resolve_algorithm(config.algorithm, staleness_of(config.trainer))
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
@@ -153,13 +161,14 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
             f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
             "weight_sync.method='disaggregated', 'full_export'"
         )
+    staleness = staleness_of(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
-    trainer, (largest, mean) = config.trainer, LOGPROB_GAPS[dtype]
+    trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
     if trainer.max_logprob_gap is None:
         trainer = replace(trainer, max_logprob_gap=largest)
     if trainer.mean_logprob_gap is None:
         trainer = replace(trainer, mean_logprob_gap=mean)
-    algorithm = config.algorithm
+    algorithm = with_level(config.algorithm, staleness)
     if algorithm.loss_aggregation == "sequence_sum_fixed_length":
         length = {"length": config.rollout.max_response_tokens}
         settings = length | algorithm.loss_aggregation_settings
@@ -251,7 +260,9 @@ def placement_of(config: RLConfig) -> PlacementConfig:
     """With all decided that the settings decide."""
     if config.placement.rollout != "auto":
         return config.placement
-    is_elsewhere = config.weight_sync.method == "disaggregated"
+    is_elsewhere = (
+        config.weight_sync.method == "disaggregated" or config.trainer.mode == "one_step_off"
+    )
     return replace(config.placement, rollout=OWN_POOL if is_elsewhere else "shared")
 
 
@@ -262,7 +273,16 @@ def _resolve_placement(config: RLConfig) -> None:
                 f"placement.{role}={pool!r}; allowed: 'shared', 'own', or the name of a pool, of "
                 "letters, digits and '_'"
             )
-    is_shared = takes_turns(placement_of(config), "actor", "rollout")
+    placement = placement_of(config)
+    others = asdict(placement).keys() - {"rollout"}
+    mates = sorted(role for role in others if takes_turns(placement, "rollout", role))
+    if mates and config.trainer.mode == "one_step_off":
+        raise ConfigError(
+            f"placement.rollout={config.placement.rollout!r} has the servers on the devices of "
+            f"{', '.join(mates)}; trainer.mode='one_step_off' trains while they generate; allowed: "
+            "placement.rollout='own', or a pool of no other role"
+        )
+    is_shared = takes_turns(placement, "actor", "rollout")
     if is_shared and config.weight_sync.method == "disaggregated":
         raise ConfigError(
             f"placement.rollout={config.placement.rollout!r}: the servers are on the actor's "

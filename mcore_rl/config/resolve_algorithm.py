@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mcore_rl.config.checks import at_least, between, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
@@ -19,7 +21,19 @@ OF_GROUPS = (
 )  # fmt: skip
 
 
-def resolve_algorithm(config: AlgorithmConfig) -> None:
+def with_level(config: AlgorithmConfig, staleness: int) -> AlgorithmConfig:
+    """The same, with algorithm.correction.level decided where nobody has set it."""
+    correction = config.correction
+    if correction.level is not None:
+        return config
+    is_weighted = correction.use_rollout_log_probs or config.loss == "decoupled_ppo"
+    level = "token" if staleness and not is_weighted else "off"
+    return replace(config, correction=replace(correction, level=level))
+
+
+def resolve_algorithm(config: AlgorithmConfig, staleness: int = 0) -> None:
+    """`staleness`: how many versions older than the policy samples are."""
+    config = with_level(config, staleness)
     fewest = 2 if config.advantage in OF_GROUPS else 1
     at_least("algorithm.group_size", config.group_size, fewest)
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
@@ -30,7 +44,7 @@ def resolve_algorithm(config: AlgorithmConfig) -> None:
     _resolve_entropy(config)
     _resolve_correction(config.correction)
     _resolve_samples(config.samples, config.group_size, fewest)
-    _resolve_replay(config)
+    _resolve_old_samples(config, staleness)
 
 
 def _resolve_samples(config: SamplesConfig, group_size: int, fewest: int) -> None:
@@ -51,16 +65,18 @@ def _resolve_samples(config: SamplesConfig, group_size: int, fewest: int) -> Non
         between(f"{key}.keep_responses", config.keep_responses, least, group_size)
 
 
-def _resolve_replay(config: AlgorithmConfig) -> None:
+def _resolve_old_samples(config: AlgorithmConfig, staleness: int) -> None:
     """Old samples need the probability that they were generated with in the loss."""
     replay, key = config.samples.replay, "algorithm.samples.replay"
     between(f"{key}.share", replay.share, 0, 1)
-    at_least(f"{key}.max_age", replay.max_age, 1)
+    # One that is replayed is older by at least a step.
+    at_least(f"{key}.max_age", replay.max_age, 1 + staleness if replay.share else 1)
     correction = config.correction
-    is_weighted = correction.level != "off" or correction.use_rollout_log_probs
-    if replay.share and not is_weighted and config.loss != "decoupled_ppo":
+    is_weighted = correction.has_weights or correction.use_rollout_log_probs
+    asked = f"trainer.staleness={staleness}" if staleness else f"{key}.share={replay.share}"
+    if (replay.share or staleness) and not is_weighted and config.loss != "decoupled_ppo":
         raise ConfigError(
-            f"{key}.share={replay.share}: old samples would count as those of the policy; allowed: "
+            f"{asked}: old samples would count as those of the policy; allowed: "
             "algorithm.correction.level='token', 'sequence' or 'geometric', "
             "algorithm.correction.use_rollout_log_probs=true, or algorithm.loss='decoupled_ppo'"
         )
@@ -108,7 +124,7 @@ def _resolve_entropy(config: AlgorithmConfig) -> None:
 
 def _resolve_correction(config: CorrectionConfig) -> None:
     key = "algorithm.correction"
-    one_of(f"{key}.level", config.level, CORRECTION_LEVELS)
+    one_of(f"{key}.level", config.level or "off", CORRECTION_LEVELS)
     one_of(f"{key}.method", config.method, CORRECTION_METHODS)
     positive(f"{key}.weight_max", config.weight_max)
     at_least(f"{key}.weight_min", config.weight_min, 0)
@@ -117,7 +133,7 @@ def _resolve_correction(config: CorrectionConfig) -> None:
             f"{key}.weight_min={config.weight_min}; allowed: 0, or up to weight_max="
             f"{config.weight_max} with {key}.method='mask'"
         )
-    if config.use_rollout_log_probs and (config.level != "off" or config.reject):
+    if config.use_rollout_log_probs and (config.has_weights or config.reject):
         raise ConfigError(
             f"{key}.use_rollout_log_probs=true computes no log-probs that {key}.level and "
             f"{key}.reject could compare with the servers'; allowed: level='off' and no reject"

@@ -61,7 +61,7 @@ def resolve_truncation(config: RLConfig) -> None:
     cut = [f"rollout.top_p={rollout.top_p}"] if rollout.top_p < 1 else []
     cut += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k else []
     is_bounded = None not in (trainer.max_logprob_gap, trainer.mean_logprob_gap)
-    if cut and (config.algorithm.correction.level == "off" or not is_bounded):
+    if cut and (not config.algorithm.correction.has_weights or not is_bounded):
         raise ConfigError(
             f"{' and '.join(cut)}: servers sample from a part of the distribution that is trained. "
             "Allowed: rollout.top_p=1 and rollout.top_k=0, or to say how training allows for it: "

@@ -264,7 +264,10 @@ class CorrectionConfig:
     The ratio is the trainer's probability divided by the server's.
     """
 
-    level: str = "off"  # importance weights from ratios of what: off, token, sequence, geometric
+    # Importance weights from ratios of what: off, token, sequence, geometric. Default: token where
+    # samples are older than the policy (trainer.staleness) and nothing else corrects that, else
+    # off.
+    level: str | None = None
     # Weights beyond the bounds: truncate (those above weight_max become weight_max) or mask (those
     # outside of weight_min to weight_max become 0).
     method: str = "truncate"
@@ -277,6 +280,10 @@ class CorrectionConfig:
     unbiased_kl: bool = False  # multiply the KL in the loss by the ratio of policy and server
     # Take the servers' log-probs for the trainer's, which are not computed: nothing is checked.
     use_rollout_log_probs: bool = False
+
+    @property
+    def has_weights(self) -> bool:
+        return self.level not in (None, "off")
 
 
 @dataclass
@@ -340,6 +347,12 @@ class TimeoutsConfig:
 
 @dataclass
 class TrainerConfig:
+    # sync: a step generates, then trains, then pushes the weights. one_step_off: the next samples
+    # are generated while these are trained on; the servers have devices of their own.
+    mode: str = "sync"
+    # How many versions older than the policy that is trained samples are: 0 or 1 with one_step_off,
+    # where 0 waits for the push as sync does; 0 with sync. Default: 1 with one_step_off.
+    staleness: int | None = None
     num_steps: int = 100  # each: generate, compute log-probs, update, push the weights
     prompts_per_step: int = 64  # a step has this times algorithm.group_size samples
     # Stop if log-probs of trainer and rollout differ by more than this at a token, in nats.
@@ -398,7 +411,8 @@ class PlacementConfig:
     critic: str = "shared"  # the value model, if there is one
     reward_model: str = "shared"  # the reward model, if there is one
     teacher: str = "shared"  # each of the teachers, if there are any
-    # The generation servers. "auto": "own" with weight_sync.method="disaggregated", else "shared".
+    # The generation servers. "auto": "own" with weight_sync.method="disaggregated" or
+    # trainer.mode="one_step_off", else "shared".
     rollout: str = "auto"
 
 

@@ -194,7 +194,7 @@ class Batch:
                 found[name] = {"values": column.values, "offsets": column.offsets}
             elif column.dtype.kind == "U":
                 letters = np.ascontiguousarray(column).view(np.uint32)
-                found[name] = {"letters": letters.reshape(len(column), -1)}
+                found[name] = {"letters": letters.reshape(len(column), column.dtype.itemsize // 4)}
             else:
                 found[name] = {"numbers": column}
         return found

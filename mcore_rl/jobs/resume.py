@@ -27,6 +27,7 @@ from mcore_rl.workers.checkpointer import CHECKPOINTS, tell
 WARM_START = "warm_start"  # the folder with the weights that it ends with
 # What makes a run the same one: the first weights, and which prompts come in which order.
 _THE_SAME = ("seed", "task", "model", "data", WARM_START)
+_THE_SAME_SETTINGS = ("trainer.mode", "trainer.staleness")  # which samples are ahead of a step
 _ITS_OWN = ("output_dir", "resume")
 
 
@@ -104,6 +105,7 @@ def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> Non
     differ = [key for key in mine if mine[key] != theirs.get(key)]
     layout = f"{WARM_START}.layout."  # no ranks start for it any more
     refused = [k for k in differ if k.split(".")[0] in _THE_SAME and not k.startswith(layout)]
+    refused += [k for k in differ if k in _THE_SAME_SETTINGS and k in theirs]
     if refused:
         told = "; ".join(f"{key}={mine[key]!r}, there {theirs.get(key)!r}" for key in refused)
         raise ConfigError(f"{found.path} is of another run: {told}; allowed: the same")

@@ -6,14 +6,12 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
-from mcore_rl.algorithms.replay import ReplayBuffer
-from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
@@ -25,14 +23,13 @@ from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.examples import ExampleBatches
-from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.jobs.loop import Loop
 from mcore_rl.jobs.model_servers import model_servers
 from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
 from mcore_rl.jobs.placement import (
@@ -51,16 +48,14 @@ from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import offline
-from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
 from mcore_rl.workers.evaluation import Evaluation, held_out
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.objectives import SupervisedObjective
+from mcore_rl.workers.policy_checks import PolicyMismatchError, logprob_gaps
 from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
-from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.sample_tables import SampleTables
-from mcore_rl.workers.steps import PolicyMismatchError, logprob_gaps
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
 from mcore_rl.workers.weight_sync import ExportError, connect
 
@@ -183,25 +178,23 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
     """`ranks` have done the warm start and are the actor's from now on; None: it needs its own."""
     config, inputs, output = run.config, run.inputs, run.output
     with contextlib.ExitStack() as stack:
+        thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))  # it ends after them
         with waiting("starting the servers and the trainer"):
             turns = _started(config, pools, ranks, stack)
-        actor, replays = turns.actor, config.actor.moe.router_replay == "rollout"
-        rollout = RolloutPool(turns.servers, config.rollout, config.seed, replays)
-        prompts, coefficients = _prompts(config, inputs), Coefficients(config.algorithm)
-        replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
+        loop, actor = Loop.of(config, turns, inputs.train, thread), turns.actor
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
         checkpointer = Checkpointer(
             run.asked,
             output.folder,
             turns,
-            {"prompts": prompts, "coefficients": coefficients, "replay": replay},
+            loop.parts,
             lambda: output.results,
             run.stop,
             num_bytes,
         )
         tables = SampleTables(output.folder, inputs.tokenizer, config.samples)
         tests = held_out(inputs.tests, config.trainer.eval_samples)
-        evaluation = Evaluation(config, rollout, tests, tables, output.evaluated)
+        evaluation = Evaluation(config, loop.rollout, tests, tables, output.evaluated)
         if run.found is None and evaluation.is_due(0):
             with waiting("evaluating"):
                 output.write(0, evaluation.run(0))
@@ -213,15 +206,12 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
                 "algorithm.correction.use_rollout_log_probs=true: no step compares the servers' "
                 "log-probs with the trainer's"
             )
-        trainer = SyncTrainer(
-            config, turns, rollout, checkpointer, coefficients, replay, evaluation, tables
-        )
         try:
             with (
                 output.progress("training", config.trainer.num_steps) as report,
                 run.stop.heeded_after_a_step(),
             ):
-                trainer.train(prompts, report)
+                loop.train(checkpointer, evaluation, tables, report)
         except (OutputError, ExportError) as error:  # a full disk: what has been learned is kept
             if isinstance(error, OutputError):  # else the actor has not left its devices yet
                 turns.stop_serving()
@@ -237,14 +227,6 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
                 scored = actor.compute_log_probs(samples, temperature=temperature, replay=False)
                 output.compared(logprob_gaps(scored))
             room.export(actor, checkpoint, num_bytes)
-
-
-def _prompts(config: RLConfig, inputs: Inputs) -> PromptBatches:
-    data, num, curriculum = config.data, config.trainer.prompts_per_step, None
-    if asked := data.curriculum.name:
-        weight = CURRICULA.bound(asked, data.curriculum.settings)
-        curriculum = CurriculumSampler(len(inputs.train), num, config.seed, data.curriculum, weight)
-    return PromptBatches(inputs.train, num, config.seed, data.train_weights, curriculum)
 
 
 def _started(

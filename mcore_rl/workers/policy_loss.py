@@ -131,7 +131,7 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
     KL_ESTIMATORS.bound(config.kl_estimator, config.kl_estimator_settings)
     check_rules(config.correction)
     check_choices(config.samples)
-    if config.loss == "decoupled_ppo" and config.correction.level != "off":
+    if config.loss == "decoupled_ppo" and config.correction.has_weights:
         raise ConfigError(
             "algorithm.loss='decoupled_ppo' has importance weights of its own; allowed: "
             "algorithm.correction.level='off'"

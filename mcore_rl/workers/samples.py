@@ -18,19 +18,26 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Array, Batch
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.workers import steps
+from mcore_rl.workers import policy_checks, steps
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.scoring import with_teacher_names
 
 
 def samples_of_step(
-    config: RLConfig, rollout: RolloutPool, prompts: PromptBatches, replay: ReplayBuffer, step: int
+    config: RLConfig,
+    rollout: RolloutPool,
+    prompts: PromptBatches,
+    replay: ReplayBuffer,
+    step: int,
+    age: int = 0,
 ) -> tuple[Batch, dict[str, float]]:
     """The samples of a step with their rewards, and metrics of all that were generated.
 
-    Round after round is generated until the groups that pass algorithm.samples.group_filter and
-    those that are replayed make trainer.prompts_per_step. The last round's groups beyond that are
-    dropped. The batch is empty if no group has passed, and if_short is not stop.
+    The servers have the weights of the policy that the step trains, or those of `age` versions
+    before it. Round after round is generated until the groups that pass
+    algorithm.samples.group_filter and those that are replayed make trainer.prompts_per_step. The
+    last round's groups beyond that are dropped. The batch is empty if no group has passed, and
+    if_short is not stop.
 
     Raises:
         PolicyMismatchError: samples came from other weights.
@@ -43,7 +50,7 @@ def samples_of_step(
     rounds: list[Batch] = []
     while True:
         rounds.append(_round(config, rollout, prompts.take(policy.prompts_per_round or wanted)))
-        steps.check_versions(rounds[-1], step - 1)
+        policy_checks.check_versions(rounds[-1], step - 1 - age)
         batch, metrics = steps.judged(Batch.concat(rounds), config.reward.on_error)
         metrics |= steps.describe(batch)
         if config.reward.shuffle:
@@ -104,9 +111,9 @@ def _with_replayed(
     fresh = fresh.with_columns(replayed=np.zeros(len(fresh), np.int8))
     if replayed is None:
         return fresh, {"samples/replayed": 0.0}
-    steps.check_versions(replayed, step - 1, max_age)
+    policy_checks.check_versions(replayed, step - 1, max_age)
     metrics = {"samples/replayed": float(_num_groups(replayed))}
-    ages = step - 1 - steps.chosen(replayed, "weight_versions")
+    ages = step - 1 - policy_checks.chosen(replayed, "weight_versions")
     if len(ages):
         metrics["samples/replayed_age"] = float(ages.mean())
     return Batch.concat([fresh, replayed]), metrics

@@ -9,7 +9,7 @@ import numpy as np
 
 from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
-from mcore_rl.algorithms.correction import corrected, mismatch
+from mcore_rl.algorithms.correction import corrected
 from mcore_rl.algorithms.distillation import sampled_kl
 from mcore_rl.algorithms.inputs import WEIGHTS
 from mcore_rl.algorithms.losses import LOSSES
@@ -18,51 +18,11 @@ from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.data.batch import Array, Batch, Jagged
+from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.metrics import merge
-
-
-class PolicyMismatchError(RuntimeError):
-    """The servers do not run the trainer's policy, so training would be wrong."""
-
-
-def check_versions(batch: Batch, expected: int, max_age: int = 0) -> None:
-    """Checks that every token of a step that the policy chose has the version of the step before.
-
-    Those of replayed samples, and only they, may be up to `max_age` versions older.
-
-    Raises:
-        PolicyMismatchError: some do not.
-    """
-    fresh, replayed = split_replayed(batch)
-    versions = np.unique(chosen(fresh, "weight_versions"))
-    if len(fresh) and versions.tolist() != [expected]:
-        raise PolicyMismatchError(
-            f"servers answered with weights of version {versions.tolist()}; expected {expected}"
-        )
-    versions = np.unique(chosen(replayed, "weight_versions"))
-    if len(versions) and not expected - max_age <= versions[0] <= versions[-1] < expected:
-        raise PolicyMismatchError(
-            f"replayed samples have weights of version {versions.tolist()}; expected: from "
-            f"{expected - max_age} to {expected - 1}"
-        )
-
-
-def chosen(batch: Batch, name: str) -> Array:
-    """A column along response tokens, where the policy chose the token."""
-    return np.asarray(batch.jagged(name).values[batch.jagged("response_mask").values != 0])
-
-
-def split_replayed(batch: Batch) -> tuple[Batch, Batch]:
-    """The samples of this step, and those of earlier ones."""
-    if "replayed" not in batch:
-        return batch, batch.take([])
-    is_replayed = batch.array("replayed") != 0
-    rows = [np.flatnonzero(chosen).tolist() for chosen in (~is_replayed, is_replayed)]
-    return batch.take(rows[0]), batch.take(rows[1])
 
 
 def with_baseline_rewards(batch: Batch, greedy: Batch) -> Batch:
@@ -125,42 +85,6 @@ def with_log_probs(
         return batch.with_columns(log_probs=batch.jagged("rollout_log_probs"))
     scored: Batch = actor.compute_log_probs(batch, temperature=temperature)
     return scored
-
-
-def logprob_gaps(batch: Batch) -> dict[str, float]:
-    """Absolute difference, in nats, of trainer and rollout log-probs at chosen tokens."""
-    trainer, rollout = batch.jagged("log_probs").values, batch.jagged("rollout_log_probs").values
-    gaps = np.abs(trainer - rollout)[batch.jagged("response_mask").values != 0]
-    return {"max_logprob_gap": float(gaps.max()), "mean_logprob_gap": float(gaps.mean())}
-
-
-def checked_mismatch(batch: Batch, config: RLConfig, step: int) -> dict[str, float]:
-    """Metrics of how far trainer and servers are apart, with the gaps checked.
-
-    None where the servers' log-probs stand for the trainer's. Replayed samples, of other weights,
-    do not count.
-    """
-    batch = split_replayed(batch)[0]
-    if config.algorithm.correction.use_rollout_log_probs or not len(batch):
-        return {}
-    return checked_gaps(batch, config.trainer, step) | mismatch(batch)
-
-
-def checked_gaps(batch: Batch, bounds: TrainerConfig, step: int) -> dict[str, float]:
-    """logprob_gaps, checked against trainer.max_logprob_gap and mean_logprob_gap.
-
-    Raises:
-        PolicyMismatchError: one is beyond its bound.
-    """
-    gaps = logprob_gaps(batch)
-    for name, gap in gaps.items():
-        bound = getattr(bounds, name)
-        if not gap <= bound:  # a gap that is not a number is no agreement either
-            raise PolicyMismatchError(
-                f"step {step}: {name} of trainer and rollout is {gap:.3g} nats; allowed: "
-                f"trainer.{name}={bound:g}. The weights or the settings of one are wrong"
-            )
-    return gaps
 
 
 def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:

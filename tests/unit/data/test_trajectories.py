@@ -12,7 +12,7 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.workers import evaluation, steps
+from mcore_rl.workers import evaluation, policy_checks, steps
 from tests.unit.algorithms import advantage_oracles as oracles
 
 
@@ -125,9 +125,9 @@ def test_metrics_count_a_trajectory_once():
 
 
 def test_versions_are_those_of_tokens_that_the_policy_chose():
-    steps.check_versions(Batch.of(SAMPLES), 3)
-    with pytest.raises(steps.PolicyMismatchError, match=r"version \[3\]; expected 4"):
-        steps.check_versions(Batch.of(SAMPLES), 4)
+    policy_checks.check_versions(Batch.of(SAMPLES), 3)
+    with pytest.raises(policy_checks.PolicyMismatchError, match=r"version \[3\]; expected 4"):
+        policy_checks.check_versions(Batch.of(SAMPLES), 4)
 
 
 def test_every_advantage_is_cut():

@@ -61,6 +61,15 @@ def test_a_run_with_a_critic_goes_on_only_from_a_checkpoint_with_one(tmp_path):
         checkpoint_to_resume(asked, tmp_path)
 
 
+def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):
+    asked = config(tmp_path)
+    saved(asked, tmp_path, 2)
+    asked.trainer.mode, asked.trainer.staleness = "one_step_off", 1
+    told = r"trainer.mode='one_step_off', there 'sync'; trainer.staleness=1, there None; allowed: "
+    with pytest.raises(ConfigError, match=told):
+        checkpoint_to_resume(asked, tmp_path)
+
+
 def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_path, capsys):
     asked = config(tmp_path)
     saved(asked, tmp_path, 2)

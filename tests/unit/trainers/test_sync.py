@@ -21,6 +21,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
+from mcore_rl.workers.learner import Learner
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
 
@@ -117,10 +118,9 @@ def one_step_of(tmp_path, settings, models, warmup_steps=0, made=None):
     replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
     tables = SampleTables(tmp_path, None, SampleTablesConfig(every=0, num_shown=0, tokens=False))
     evaluation = Evaluation(config, servers, {}, tables, lambda when, found: None)
-    trained = SyncTrainer(
-        config, turns, servers, checkpointer, coefficients, replay, evaluation, tables
-    )
-    trained.train(servers, lambda step, metrics: REPORTED.update(metrics))
+    learner, source = Learner(config, turns, coefficients, tables), (servers, servers, replay)
+    trained = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)
+    trained.train(lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
 
 

@@ -9,14 +9,17 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.workers.steps import (
+from mcore_rl.workers.policy_checks import (
     PolicyMismatchError,
     check_versions,
+    checked_age,
     checked_gaps,
     checked_mismatch,
+    logprob_gaps,
+)
+from mcore_rl.workers.steps import (
     describe,
     judged,
-    logprob_gaps,
     mini_batches,
     shuffled_rewards,
     update,
@@ -103,6 +106,26 @@ def test_samples_of_other_weights_stop_the_run():
     versions = batch().jagged("log_probs").with_values(np.array([3] * 8 + [2]))
     with pytest.raises(PolicyMismatchError, match=r"version \[2, 3\]; expected 3"):
         check_versions(batch().with_columns(weight_versions=versions), 3)
+
+
+def test_samples_that_are_too_old_for_the_policy_or_newer_stop_the_run():
+    """Replayed ones have an age of their own, tokens that the policy did not choose have none."""
+    made = batch().with_columns(replayed=np.array([0, 0, 0, 0, 0, 1]))
+    column = made.jagged("log_probs")
+    mask = np.ones(9, np.int8)
+    mask[0] = 0
+
+    def checked(versions, version, max_age):
+        columns = dict(weight_versions=versions, response_mask=mask)
+        found = {name: column.with_values(np.array(values)) for name, values in columns.items()}
+        return checked_age(made.with_columns(**found), version, max_age)
+
+    versions = [0, 3, 3, 3, 3, 2, 2, 3, 0]
+    assert checked(versions, 3, 1) == {"samples/age": 2 / 7}
+    assert checked([0, *[3] * 7, 0], 3, 0) == {}
+    for version, max_age, ages in ((3, 0, "0 to 1"), (4, 1, "1 to 2"), (2, 1, "-1 to 0")):
+        with pytest.raises(PolicyMismatchError, match=rf"from {ages} versions old; allowed: up to"):
+            checked(versions, version, max_age)
 
 
 REWARDS = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], np.float32)

@@ -1,0 +1,82 @@
+"""The loop of a reinforcement-learning job, by trainer.mode, and the state that it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.replay import ReplayBuffer
+from mcore_rl.algorithms.sample_choice import CURRICULA
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.data.curriculum import CurriculumSampler
+from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.observability.metrics import Report
+from mcore_rl.trainers.one_step_off import OneStepOffTrainer
+from mcore_rl.trainers.sync import SyncTrainer
+from mcore_rl.workers.checkpointer import Checkpointer, Stateful
+from mcore_rl.workers.evaluation import Evaluation
+from mcore_rl.workers.learner import Learner
+from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.samples_ahead import SamplesAhead
+from mcore_rl.workers.turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a loop has besides models, servers and outputs."""
+
+    config: RLConfig
+    turns: Turns
+    rollout: RolloutPool
+    prompts: PromptBatches
+    coefficients: Coefficients
+    replay: ReplayBuffer
+    ahead: SamplesAhead | None  # None: samples are generated when they are needed
+
+    @staticmethod
+    def of(config: RLConfig, turns: Turns, train: PromptDataset, thread: Executor) -> Loop:
+        """`thread` generates while another one trains; it has to outlive the servers."""
+        replays = config.actor.moe.router_replay == "rollout"
+        rollout = RolloutPool(turns.servers, config.rollout, config.seed, replays)
+        prompts, ahead = _prompts(config, train), None
+        replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
+        if config.trainer.mode == "one_step_off":
+            ahead = SamplesAhead(config, rollout, prompts, replay, thread)
+        coefficients = Coefficients(config.algorithm)
+        return Loop(config, turns, rollout, prompts, coefficients, replay, ahead)
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """Of a training checkpoint."""
+        found: dict[str, Stateful] = {"prompts": self.prompts, "coefficients": self.coefficients}
+        found["replay"] = self.replay
+        return found if self.ahead is None else found | {"ahead": self.ahead}
+
+    def train(
+        self,
+        checkpointer: Checkpointer,
+        evaluation: Evaluation,
+        tables: SampleTables,
+        report: Report,
+    ) -> None:
+        """Raises what the trainer raises."""
+        config, turns = self.config, self.turns
+        learner = Learner(config, turns, self.coefficients, tables)
+        if self.ahead is not None:
+            own = self.ahead, learner, checkpointer, evaluation
+            OneStepOffTrainer(config, turns, *own).train(report)
+        else:
+            source = self.rollout, self.prompts, self.replay
+            SyncTrainer(config, turns, *source, learner, checkpointer, evaluation).train(report)
+
+
+def _prompts(config: RLConfig, train: PromptDataset) -> PromptBatches:
+    data, num, curriculum = config.data, config.trainer.prompts_per_step, None
+    if asked := data.curriculum.name:
+        weight = CURRICULA.bound(asked, data.curriculum.settings)
+        curriculum = CurriculumSampler(len(train), num, config.seed, data.curriculum, weight)
+    return PromptBatches(train, num, config.seed, data.train_weights, curriculum)

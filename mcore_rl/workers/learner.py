@@ -1,0 +1,80 @@
+"""What a trainer does with the samples of a step: scores, log-probs, updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.distillation import distillation_metrics
+from mcore_rl.algorithms.token_rewards import with_token_rewards
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.workers import policy_checks, scoring, steps
+from mcore_rl.workers.checkpointer import tell
+from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """The models of a run that score and learn."""
+
+    config: RLConfig
+    turns: Turns
+    coefficients: Coefficients  # of KL and entropy, at each step
+    tables: SampleTables
+
+    def learn(self, batch: Batch, step: int, clock: Stopwatch) -> dict[str, float]:
+        """Train on the samples of a step; its metrics. Afterwards the actor is on its devices.
+
+        Nothing is learned of an empty batch, as none of whose groups has passed the filter.
+
+        Raises:
+            PolicyMismatchError: log-probs differ by more than trainer.max_logprob_gap or
+                mean_logprob_gap.
+        """
+        config, algorithm = self.config, self.config.algorithm
+        temperature = config.rollout.temperature
+        metrics: dict[str, float] = {}
+        with clock("log_probs"):
+            if len(batch):
+                batch, metrics = scoring.with_scores(batch, self.turns, config)
+            if len(batch) and algorithm.kl_coef:
+                batch = self.turns.with_reference_log_probs(batch, temperature)
+            self.turns.begin_training()
+            if len(batch):
+                batch = steps.with_log_probs(batch, self.turns.actor, algorithm, temperature)
+                metrics |= policy_checks.checked_mismatch(batch, config, step)
+                metrics |= distillation_metrics(batch)
+        with clock("update"):
+            if len(batch):
+                metrics |= self._update(batch, step)
+        return metrics
+
+    def _update(self, batch: Batch, step: int) -> dict[str, float]:
+        """The critic and the actor learn from a batch with log-probs."""
+        config, seed = self.config, [self.config.seed, step]
+        metrics: dict[str, float] = {}
+        now, followed = self.coefficients.of_step(batch)
+        batch = with_token_rewards(batch, now)
+        if self.turns.critic is None:
+            batch = steps.with_advantages(batch, now)
+        else:
+            with self.turns.critic_on_device() as critic:
+                batch = steps.with_values(batch, critic)
+                batch = steps.with_advantages(batch, now)
+                metrics |= steps.update_critic(critic, batch, config, seed=seed)
+        self.tables.of_step(step, batch)
+        for doubt in steps.doubts(batch):
+            tell(f"step {step}: {doubt}")
+        batch = steps.chosen_responses(batch, now.samples, seed)
+        batch = steps.without_truncated(batch, now.samples)
+        batch, left_out = steps.with_correction(batch, now)
+        metrics |= followed | left_out
+        if step > config.critic.warmup_steps:
+            temperature = config.rollout.temperature
+            metrics |= steps.update(
+                self.turns.actor, batch, now, temperature=temperature, seed=seed
+            )
+        return metrics

@@ -1,0 +1,108 @@
+"""The samples of a step, generated in a thread while a trainer does something else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from mcore_rl.algorithms.replay import ReplayBuffer
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.samples import samples_of_step
+
+Found = tuple[Batch, dict[str, float]]  # samples and metrics
+
+
+class SamplesAhead:
+    """Of one step at a time: `begin` it, `wait` until no server answers, `take` what was found.
+
+    While it generates nobody else may use the servers, the prompts or the buffer. Samples that have
+    come and have not been taken are a state of a checkpoint: a run that goes on trains on them, so
+    that it draws the prompts, and gets the samples, that it would have had.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        rollout: RolloutPool,
+        prompts: PromptBatches,
+        replay: ReplayBuffer,
+        thread: Executor,
+    ) -> None:
+        """`thread` has to outlive the servers, whose end ends what it waits for."""
+        self._config, self._source = config, (config, rollout, prompts, replay)
+        self._thread = thread
+        self._step = 0  # of what is generated, or has been and was not taken
+        self._pending: Future[Found] | None = None
+        self._generated_s = 0.0
+
+    def begin(self, step: int, version: int) -> None:
+        """Returns at once; the servers have weights of this version.
+
+        Raises:
+            RuntimeError: samples of another step have not been taken.
+        """
+        if self._pending is not None:
+            raise RuntimeError(f"step {step} was begun before step {self._step} was taken")
+        self._step = step
+        self._pending = self._thread.submit(self._generate, step, step - 1 - version)
+
+    def _generate(self, step: int, age: int) -> Found:
+        started = time.perf_counter()
+        found = samples_of_step(*self._source, step, age)
+        self._generated_s += time.perf_counter() - started
+        return found
+
+    def wait(self) -> None:
+        """Returns when no server answers; immediately if nothing was begun.
+
+        Each call of the servers has its own limit, timeouts.call_s, and there are no more than
+        algorithm.samples.max_rounds of them.
+
+        Raises:
+            PolicyMismatchError, ConfigError, WorkerError: as samples_of_step.
+        """
+        if self._pending is not None:
+            self._pending.result()
+
+    def take(self, step: int, version: int) -> Found:
+        """Samples and metrics of a step. They are generated now, of this version, if not before.
+
+        Raises:
+            RuntimeError: those of another step have been begun.
+            PolicyMismatchError, ConfigError, WorkerError: as `wait`.
+        """
+        if self._pending is None:
+            self.begin(step, version)
+        if self._pending is None or self._step != step:
+            raise RuntimeError(f"step {step} was asked for; begun was step {self._step}")
+        found = self._pending.result()
+        self._pending = None
+        return found
+
+    def idle_s(self, clock: Stopwatch) -> float:
+        """Seconds of a step in which the servers neither answered nor took new weights.
+
+        Call it once a step, when no server answers.
+        """
+        used = ("time/weight_sync_s", "time/evaluate_s")
+        busy_s = self._generated_s + sum(clock.seconds.get(name, 0.0) for name in used)
+        self._generated_s = 0.0
+        return max(clock.total_s - busy_s, 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._pending is None:
+            return {"step": 0, "metrics": {}, "samples": None}
+        batch, metrics = self._pending.result()
+        return {"step": self._step, "metrics": dict(metrics), "samples": batch.to_arrays()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step, self._pending = state["step"], None
+        if state["samples"] is not None:
+            self._pending = Future()
+            self._pending.set_result((Batch.from_arrays(state["samples"]), dict(state["metrics"])))

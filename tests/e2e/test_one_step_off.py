@@ -1,0 +1,106 @@
+"""Whole jobs that train one step off: as the synchronous one does, or one version older."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.outcomes import rows_of, timeless
+from tests.e2e.test_kill import steps
+from tests.e2e.test_placement import _is
+from tests.e2e.test_resume import assert_the_same_run, ended, kill
+from tests.nightly import all_but
+
+pytestmark = pytest.mark.job
+
+SETTINGS = (
+    "warm_start.num_steps=0", "warm_start.train_file=''", "trainer.eval_samples=8",
+    "trainer.prompts_per_step=8", "actor.layout.tp=1", "actor.layout.ep=1",
+    "actor.optimizer.warmup_steps=1", "actor.optimizer.lr=1e-3",
+    "reward.name=tests/e2e/own_functions.py:fingerprint",
+)  # fmt: skip
+# Rounds of generation for each step, and samples of earlier steps.
+ROUNDS = (
+    "algorithm.samples.max_rounds=2", "algorithm.samples.prompts_per_round=4",
+    "algorithm.samples.replay.share=0.25", "algorithm.samples.replay.max_age=3",
+)  # fmt: skip
+NUM_STEPS = 5
+
+
+def finished(start_job, *settings: str) -> list[dict[str, float]]:
+    return [row for row in timeless(ended(start_job(*SETTINGS, *settings))) if "reward" in row]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start_job, own_model_and_data) -> Path:
+    """Two of its mini-batches a step, so that the second is off the policy in any mode."""
+    asked = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
+    return ended(start_job(*asked, "trainer.mode=one_step_off"))
+
+
+def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data):
+    """Samples, rewards, losses, gradients, gaps."""
+    asked = (*own_model_and_data, "trainer.num_steps=3")
+    sync = finished(start_job, *asked)
+    found = finished(start_job, *asked, "trainer.mode=one_step_off", "trainer.staleness=0")
+    assert found == sync
+    assert len({row["reward/fingerprint"] for row in sync}) == 3
+    assert all(row["actor/grad_norm"] > 0 and "max_logprob_gap" in row for row in sync)
+
+
+def test_no_token_is_more_than_one_version_old(undisturbed):
+    """The gaps of log-probs, of the first step alone, are those of one policy in two engines."""
+    rows = [row for row in rows_of(undisturbed) if "reward" in row]
+    assert [row["samples/age"] for row in rows] == [0, 1, 1, 1, 1]
+    assert ["max_logprob_gap" in row for row in rows] == [True] + [False] * (NUM_STEPS - 1)
+    drift = [row["mismatch/k3_kl"] for row in rows]
+    assert drift[0] < 1e-6 and min(drift[1:]) > 10 * drift[0]
+    assert all(0 < row["correction/weight_mean"] < 2 for row in rows)
+    waits = [(row["time/generate_s"], row["time/servers_idle_s"]) for row in rows]
+    assert all(min(pair) >= 0 for pair in waits)
+
+
+def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
+    start_job, own_model_and_data, undisturbed, tmp_path
+):
+    """It trains on the samples that were ahead, and draws the prompts that would have come next."""
+    asked = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
+    asked += ("trainer.mode=one_step_off", "trainer.save_every=2", "resume=auto")
+    killed = start_job(*asked, output=tmp_path / "run")
+    first = killed.output / "checkpoints/step_000002"
+    killed.wait_until(first.exists, "the first checkpoint")
+    kill(killed)
+    assert len(steps(killed)) < NUM_STEPS
+    assert_the_same_run(ended(start_job(*asked, output=tmp_path / "run")), undisturbed, NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("victim", "told"),
+    all_but(
+        [("servers", r"rollout\.generate: rank 0 \(host .* died")],
+        [
+            ("servers", r"rollout\.generate: rank 0 \(host .* died"),
+            ("actor", r"actor\.\w+: rank 0 \(host .* died"),
+        ],
+    ),
+)
+def test_what_dies_while_samples_are_generated_ahead_ends_the_job_with_one_line(
+    start_job, own_model_and_data, tmp_path, victim, told
+):
+    """The samples of the second step, while the first is trained on."""
+    paused, function = tmp_path / "paused", "tests/e2e/own_functions.py:later_pausing_reward"
+    job = start_job(
+        *own_model_and_data, *SETTINGS, "trainer.mode=one_step_off", "trainer.num_steps=3",
+        "evaluation.before=false", "algorithm.samples.group_filter=''", f"reward.name={function}",
+        f"reward.settings.file={paused}", "reward.settings.after=64",
+    )  # fmt: skip
+    job.wait_until(paused.exists, "samples of the second step")
+    [process] = [p for p in job.processes if _is(p, "actor" if victim == "actor" else "engine")]
+    (process if victim == "actor" else process.parent()).kill()
+    assert job.process.wait(120) == 1
+    assert job.left() == []
+    assert len(steps(job)) == 0
+    assert re.search(f"(?m)^mcore-rl rl: {told}", job.stderr), job.stderr
+    assert len(re.findall("(?m)^mcore-rl rl: ", job.stderr)) == 1

@@ -1,0 +1,358 @@
+"""The order of calls, and the versions, of training one step off.
+
+Servers and actor count versions up. The log-prob of a token depends on the version, so that samples
+of other weights are others.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig, SampleTablesConfig, TrainerConfig
+from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.stop_signals import RunStopped, StopSignals
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.datasets import PromptDataset, PromptRow
+from mcore_rl.jobs.loop import Loop
+from mcore_rl.workers.checkpointer import Checkpointer
+from mcore_rl.workers.evaluation import Evaluation
+from mcore_rl.workers.policy_checks import PolicyMismatchError
+from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.turns import Turns
+from tests.unit.workers.test_checkpointer import Actor
+
+LIMIT_S = 20.0  # of every wait: a loop that does not overlap fails, and does not hang
+NUM_STEPS = 5
+
+
+class Policy(Actor):
+    """An actor whose weights are a number: how often it was updated. Writes it as its engine does.
+
+    An update waits until the servers have been asked for the next samples, if they wait for it.
+    """
+
+    def __init__(self, servers: Servers):
+        super().__init__()
+        self.servers, self.version = servers, 0
+        self.updates: list[Batch] = []
+
+    def to(self, place, **parts):
+        raise AssertionError("the actor has its devices to itself")
+
+    def compute_log_probs(self, batch, *, temperature):
+        responses = batch.jagged("response_ids")
+        log_probs = log_probs_of(responses.values, self.version)
+        return batch.with_columns(
+            log_probs=responses.with_values(log_probs), entropy=responses.with_values(log_probs)
+        )
+
+    def update(self, batch, *, temperature):
+        step = self.version + 1
+        if step < NUM_STEPS:
+            self.servers.wait_for(lambda: self.servers.num_asked > step)
+        self.servers.events.append(f"update {step}")
+        self.updates.append(batch)
+        self.version += 1
+        self.servers.told(num_updates=step)
+        return [{"loss": float(batch.jagged("rollout_log_probs").values.sum())}]
+
+    def load_checkpoint(self, path):
+        super().load_checkpoint(path)
+        self.version = self.servers.version = int(path.split("step_")[1].split("/")[0])
+
+
+class Servers:
+    """Servers of a run, and what pushes weights into them; `events` are in the order of calls."""
+
+    def __init__(self):
+        self.events: list[str] = []
+        self.version, self.fails_at, self.lies = 0, 0, False
+        self.num_asked, self.num_updates, self.is_answering = 0, 0, False
+        self.waits = False  # samples k + 1 for the end of update k
+        self.changed = threading.Condition()
+
+    def wait_for(self, what):
+        with self.changed:
+            assert not self.waits or self.changed.wait_for(what, LIMIT_S), self.events
+
+    def told(self, **values):
+        with self.changed:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self.changed.notify_all()
+
+    def generate(self, prompts: Batch, sampling) -> list[tuple[Batch]]:
+        groups = prompts.array("group_ids").tolist()
+        self.events.append(f"generate {groups[0]}-{groups[-1]} of {self.version}")
+        self.told(num_asked=self.num_asked + 1, is_answering=True)
+        self.wait_for(lambda: self.num_updates >= self.num_asked - 1)
+        if self.num_asked == self.fails_at:
+            raise WorkerError("rollout.generate: rank 0 raised")
+        self.is_answering = False
+        return [(self._answers(np.repeat(groups, sampling.n)),)]
+
+    def _answers(self, groups) -> Batch:
+        ids = Jagged.of([[group, group + 1] for group in groups], np.int64)
+        mine = self.version - int(self.lies)
+        return Batch(
+            dict(
+                group_ids=groups,
+                prompt_ids=ids,
+                response_ids=ids,
+                response_mask=ids.with_values(np.ones(len(ids.values), np.int8)),
+                rollout_log_probs=ids.with_values(log_probs_of(ids.values, self.version)),
+                weight_versions=ids.with_values(np.full(len(ids.values), mine)),
+                rewards=(np.arange(len(groups)) % 3 == 0).astype(np.float32),
+                reward_errors=np.array([""] * len(groups)),
+                finish_reasons=np.array(["stop"] * len(groups)),
+            )
+        )
+
+    def push(self, version):
+        assert not self.is_answering, "a server takes no weights while it answers"
+        self.events.append(f"push {version}")
+        self.version = version
+
+    def sleep(self):
+        raise AssertionError("the servers have their devices to themselves")
+
+
+def log_probs_of(ids, version):
+    return (-1.0 - (ids % 7) / 8 - version / 64).astype(np.float32)
+
+
+class Run:
+    """A loop of five steps of two prompts, each answered twice."""
+
+    def __init__(self, folder, mode="one_step_off", staleness=None, num_steps=NUM_STEPS, **other):
+        self.rows: list[dict[str, float]] = []
+        config = RLConfig(output_dir=str(folder))
+        trainer = dict(mode=mode, staleness=staleness, num_steps=num_steps, prompts_per_step=2)
+        config.trainer = TrainerConfig(**trainer, save_every=other.pop("save_every", 0))
+        config.placement.rollout = "own"
+        config.model.path = config.data.train_file = config.data.test_file = "given"
+        config.algorithm = AlgorithmConfig(group_size=2, **other)
+        resolve(config)
+        self.config = config = for_lane(config, "cpu")
+        self.servers = Servers()
+        self.actor = Policy(self.servers)
+        turns = Turns(config.placement, {"actor": self.actor}, self.servers, self.servers)
+        data = PromptDataset([PromptRow([row], {}) for row in range(30)])
+        self.thread, self.stop = ThreadPoolExecutor(1), StopSignals()
+        self.loop = Loop.of(config, turns, data, self.thread)
+        parts = self.loop.parts
+        self.checkpointer = Checkpointer(config, folder, turns, parts, dict, self.stop, 0)
+        silent = SampleTablesConfig(every=0, num_shown=0, tokens=False)
+        self.tables = SampleTables(folder, None, silent)
+        self.evaluation = Evaluation(config, self.loop.rollout, {}, self.tables, lambda *_: None)
+
+    def train(self, report=None):
+        def kept(step, metrics):
+            self.rows.append({n: v for n, v in metrics.items() if not n.startswith("time/")})
+            self.rows[-1].pop("tokens_per_s")
+            (report or (lambda *_: None))(step, metrics)
+
+        self.loop.train(self.checkpointer, self.evaluation, self.tables, kept)
+        return self
+
+
+def same(one: Run, other: Run) -> None:
+    assert one.rows == other.rows
+    for a, b in zip(one.actor.updates, other.actor.updates, strict=True):
+        assert a.columns.keys() == b.columns.keys()
+        for name, column in a.columns.items():
+            theirs = b.columns[name]
+            pairs = (column, theirs) if not isinstance(column, Jagged) else ()
+            np.testing.assert_array_equal(*pairs or (column.values, theirs.values), err_msg=name)
+
+
+def test_the_next_samples_are_generated_while_these_are_trained_on(tmp_path):
+    """Each update waits until they have been asked for, and their answer until its end."""
+    run = Run(tmp_path)
+    run.servers.waits = True
+    assert run.train().servers.events == [
+        "generate 0-1 of 0",
+        "generate 2-3 of 0", "update 1", "push 1",
+        "generate 4-5 of 1", "update 2", "push 2",
+        "generate 6-7 of 2", "update 3", "push 3",
+        "generate 8-9 of 3", "update 4", "push 4",
+        "update 5", "push 5",
+    ]  # fmt: skip
+
+
+def test_a_token_is_one_version_older_than_the_policy_and_no_token_is_older(tmp_path):
+    run = Run(tmp_path).train()
+    versions = [set(u.jagged("weight_versions").values.tolist()) for u in run.actor.updates]
+    assert versions == [{0}, {0}, {1}, {2}, {3}]
+    assert [row["samples/age"] for row in run.rows] == [0, 1, 1, 1, 1]
+
+
+def test_gaps_are_checked_where_the_samples_are_of_the_policy_and_others_are_weighted(tmp_path):
+    """An update lowers each log-prob by 1/64: that is the log of the importance weight."""
+    run = Run(tmp_path).train()
+    assert run.config.algorithm.correction.level == "token"
+    assert [row.get("max_logprob_gap") for row in run.rows] == [0.0] + [None] * 4
+    for index, update in enumerate(run.actor.updates):
+        weights = update.jagged("correction_weights").values
+        np.testing.assert_allclose(weights, np.exp(-1 / 64) if index else 1.0, rtol=1e-5)
+    run = Run(tmp_path, correction=RLConfig().algorithm.correction, loss="decoupled_ppo")
+    assert run.config.algorithm.correction.level == "off"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {
+            "samples": SamplesConfig(
+                group_filter="drop_uniform", max_rounds=4,
+                replay=ReplayConfig(share=0.5, max_age=3, priority="uniform"),
+            ),
+            "loss": "decoupled_ppo",
+        },
+    ],
+    ids=["plain", "rounds and replay"],
+)  # fmt: skip
+def test_staleness_0_is_the_synchronous_run(tmp_path, settings):
+    found = Run(tmp_path, staleness=0, **settings).train()
+    wanted = Run(tmp_path, mode="sync", **settings).train()
+    assert found.servers.events == wanted.servers.events
+    same(found, wanted)
+    assert all(row["max_logprob_gap"] == 0 for row in found.rows)
+
+
+def test_a_run_that_goes_on_trains_on_the_samples_that_it_had(tmp_path):
+    """With rounds and replay: prompts, buffer and samples are as they were."""
+    replay = ReplayConfig(share=0.5, max_age=3, priority="uniform")
+    samples = SamplesConfig(group_filter="drop_uniform", max_rounds=4, replay=replay)
+    whole = Run(tmp_path / "whole", samples=samples, save_every=1).train()
+    begun = Run(tmp_path / "begun", samples=samples, save_every=1)
+
+    def stop(step, metrics):
+        begun.stop.requested = "SIGTERM" if step == 2 else ""
+
+    with pytest.raises(RunStopped, match="SIGTERM: step 2 is saved"):
+        begun.train(stop)
+    assert begun.servers.events[-1] == "push 2"  # nothing is generated that nobody trains on
+    again = Run(tmp_path / "again", samples=samples)
+    again.checkpointer.restore(read_checkpoint(tmp_path / "begun/checkpoints/step_000002"))
+    again.train()
+    begun.rows += again.rows
+    begun.actor.updates += again.actor.updates
+    same(begun, whole)
+
+
+def test_the_run_that_has_ended_generates_nothing_for_a_step_that_it_does_not_have(tmp_path):
+    run = Run(tmp_path, save_every=NUM_STEPS).train()
+    assert run.servers.num_asked == NUM_STEPS
+    state = read_checkpoint(tmp_path / f"checkpoints/step_00000{NUM_STEPS}").state
+    assert state["parts"]["ahead"] == {"step": 0, "metrics": {}, "samples": None}
+
+
+def test_what_fails_in_the_background_is_raised_when_the_step_has_been_trained(tmp_path):
+    run = Run(tmp_path)
+    run.servers.waits, run.servers.fails_at = True, 3
+    with pytest.raises(WorkerError, match=r"^rollout.generate: rank 0 raised$"):
+        run.train()
+    assert run.servers.events[-1] == "update 2" and len(run.rows) == 1
+
+
+def test_a_trainer_that_fails_leaves_the_background_to_the_end_of_the_servers(tmp_path):
+    """Its own error is the one that is raised; it waits for no samples."""
+    run = Run(tmp_path)
+    run.servers.waits = True
+
+    def fails(batch, *, temperature):
+        run.servers.wait_for(lambda: run.servers.num_asked == 2)
+        raise WorkerError("actor.update: rank 0 died")
+
+    run.actor.update = fails
+    run.servers.fails_at = 2
+    with pytest.raises(WorkerError, match=r"actor.update: rank 0 died"):
+        run.train()
+    assert run.servers.is_answering
+    run.servers.told(num_updates=1)
+    run.thread.shutdown()
+
+
+def test_servers_with_other_weights_than_they_were_given_stop_the_run(tmp_path):
+    run = Run(tmp_path)
+    run.servers.lies = True
+    with pytest.raises(PolicyMismatchError, match=r"version \[-1\]; expected 0"):
+        run.train()
+
+
+def test_samples_of_another_step_are_neither_taken_nor_replaced(tmp_path):
+    ahead = Run(tmp_path).loop.ahead
+    ahead.begin(2, version=0)
+    with pytest.raises(RuntimeError, match="step 3 was asked for; begun was step 2"):
+        ahead.take(3, version=2)
+    with pytest.raises(RuntimeError, match="step 3 was begun before step 2 was taken"):
+        ahead.begin(3, version=1)
+    assert len(ahead.take(2, version=0)[0]) == 4
+
+
+def test_an_empty_batch_is_a_state_too(tmp_path):
+    """No group has passed the filter."""
+    ahead = Run(tmp_path).loop.ahead
+    ahead.begin(1, version=0)
+    batch, metrics = ahead._pending.result()
+    state = {"step": 1, "metrics": metrics, "samples": batch.take([]).to_arrays()}
+    ahead.load_state_dict(state)
+    found, told = ahead.take(1, version=0)
+    assert len(found) == 0 and told == metrics and found.columns.keys() == batch.columns.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(mode="async"), "trainer.mode='async'; allowed: 'sync', 'one_step_off'"),
+        (dict(mode="sync", staleness=1), r"trainer.staleness=1: .*allowed: 0, or trainer.mode="),
+        (dict(staleness=2), r"trainer.staleness=2; allowed: .*0 .*1"),
+        (
+            dict(correction={"level": "off"}),
+            r"trainer.staleness=1: old samples would count .* allowed: algorithm.correction.level=",
+        ),
+        (
+            dict(samples=SamplesConfig(replay=ReplayConfig(share=0.5, max_age=1))),
+            r"algorithm.samples.replay.max_age=1; allowed: at least 2",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, settings, message):
+    if correction := settings.pop("correction", None):
+        settings["correction"] = type(RLConfig().algorithm.correction)(**correction)
+    with pytest.raises(ConfigError, match=message):
+        Run(tmp_path, **settings)
+
+
+def test_experts_of_samples_that_are_ahead_are_in_no_checkpoint():
+    config = RLConfig()
+    config.model.path = config.data.train_file = config.data.test_file = "given"
+    config.trainer.mode, config.actor.moe.router_replay = "one_step_off", "rollout"
+    resolve(config)
+    config.trainer.save_every = 2
+    with pytest.raises(ConfigError, match=r"trainer.save_every=2, .*; allowed: .*staleness=0"):
+        resolve(config)
+
+
+@pytest.mark.parametrize(("rollout", "mates"), [("shared", "actor, critic, .*"), ("a", "teacher")])
+def test_servers_on_devices_of_other_roles_are_refused(rollout, mates):
+    config = RLConfig()
+    config.model.path = config.data.train_file = config.data.test_file = "given"
+    config.trainer.mode, config.placement.rollout = "one_step_off", rollout
+    config.placement.teacher = "a"
+    told = f"placement.rollout='{rollout}' has the servers on the devices of {mates}; .*; allowed:"
+    with pytest.raises(ConfigError, match=told):
+        resolve(config)
+    config.placement.rollout = "auto"
+    resolve(config)
+    assert for_lane(config, "cpu").placement.rollout == "own"
