@@ -14,7 +14,7 @@ from mcore_rl.agents.codec import ChatTokenizer
 from mcore_rl.agents.codec_proof import Proved
 from mcore_rl.agents.coding import Coding
 from mcore_rl.agents.countdown import Countdown
-from mcore_rl.agents.endpoint.client_session import Limits
+from mcore_rl.agents.endpoint.client_session import ClientSession, Limits
 from mcore_rl.agents.endpoint.endpoint import Endpoint, new_key
 from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.endpoint.refusal import RefusalError
