@@ -1,0 +1,28 @@
+"""Recipes whose responses have several turns, as they are: each raises its held-out reward."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.outcomes import rows_of
+from tests.nightly import nightly
+
+pytestmark = pytest.mark.job
+LEAST_GAIN = 0.15  # of 128 rows or more; measured gains are in docs/agents.md
+LIMIT_S = 900.0
+
+
+@pytest.mark.parametrize(
+    "recipe", ["toy_calculator", nightly("toy_countdown"), nightly("toy_code")]
+)
+def test_a_recipe_of_several_turns_raises_its_held_out_reward(recipe, start_job):
+    job = start_job(recipe=recipe)
+    assert job.process.wait(LIMIT_S) == 0, job.stderr
+    found = json.loads((job.output / "summary.json").read_text())["evaluation"]
+    before, after = (found[when]["test"] for when in ("before", "after"))
+    assert after["reward"] - before["reward"] >= LEAST_GAIN
+    for row in (row for row in rows_of(job.output) if "reward" in row):
+        assert row["turns"] > 1
+        assert row["max_logprob_gap"] <= 1e-4  # context of tools and environments included
