@@ -1,9 +1,9 @@
 """One-line functions with a number that only the tests know, in up to two programs.
 
-The first program cannot but guess the number; the failure of its test tells it. *Worked*
-conversations take it from there; *stubborn* ones guess again. Supervised training on a mixture
-leaves a model that mostly guesses; reinforcement learning with the rewards of the environment
-`code` learns to read what has failed.
+The first program leaves the number out; the failure of its test tells it. *Worked* conversations
+add it; *stubborn* ones say the same program again. Supervised training on a mixture leaves a model
+that does either; reinforcement learning with the rewards of the environment `code` learns to read
+what has failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from mcore_rl.agents.environment import try_again
 
 Problem = tuple[int, int]  # f(x) = x * factor + number
 
-NUM_TRIES = 2
 _FACTORS, _NUMBERS = range(10, 40), range(10, 60)
 
 
@@ -43,16 +42,14 @@ class CodeTask:
 
     def turns(self, problem: Problem, is_worked: bool, chance: random.Random) -> list[ChatMessage]:
         factor, number = problem
-        found: list[ChatMessage] = []
-        for attempt in range(NUM_TRIES):
-            guess = number if is_worked and attempt else chance.choice(_NUMBERS)
-            program = f"```python\ndef f(x):\n return x*{factor}+{guess}\n```"
-            found.append(ChatMessage("assistant", program))
-            if guess == number:
-                return found
-            wrong = told_assert(_assert(0, number), "AssertionError: ")
-            found.append(ChatMessage("user", try_again(wrong)))
-        return found[:-1]
+        first, right = (_program(f"x*{factor}{added}") for added in ("", f"+{number}"))
+        wrong = told_assert(_assert(0, number), "AssertionError: ")
+        told = ChatMessage("user", try_again(wrong))
+        return [first, told, right if is_worked else first]
+
+
+def _program(value: str) -> ChatMessage:
+    return ChatMessage("assistant", f"```python\ndef f(x):\n return {value}\n```")
 
 
 def _assert(x: int, wanted: int) -> str:

@@ -1,7 +1,7 @@
 """Three numbers that make a target with the right two signs, in up to four tries.
 
-*Worked* conversations try signs that have not been tried; *stubborn* ones say the same again when
-they are told that it is wrong. Supervised training on a mixture leaves a model that is mostly
+*Worked* conversations go on to the next signs, in a fixed order; *stubborn* ones say the same again
+when they are told that it is wrong. Supervised training on a mixture leaves a model that is mostly
 stubborn; reinforcement learning with the rewards of the environment `countdown` learns to try
 another.
 """
@@ -45,9 +45,10 @@ class CountdownTask:
 
     def turns(self, problem: Problem, is_worked: bool, chance: random.Random) -> list[ChatMessage]:
         numbers, target = problem
-        order = chance.sample(_SIGNS, NUM_TRIES)
+        first = chance.randrange(NUM_TRIES)
+        tried = [(first + number * is_worked) % NUM_TRIES for number in range(NUM_TRIES)]
         found: list[ChatMessage] = []
-        for signs in order if is_worked else order[:1] * NUM_TRIES:
+        for signs in (_SIGNS[number] for number in tried):
             said, value = _expression(numbers, signs), _value(numbers, signs)
             found.append(ChatMessage("assistant", said))
             if value == target:
