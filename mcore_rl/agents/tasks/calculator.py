@@ -31,7 +31,7 @@ class CalculatorTask:
     )
 
     def problems(self) -> list[Problem]:
-        found = list(product(_FACTORS, repeat=2))
+        found = list(product(_FACTORS, _FACTORS))
         random.Random(0).shuffle(found)
         return found
 

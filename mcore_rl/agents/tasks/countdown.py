@@ -19,6 +19,7 @@ from mcore_rl.agents.environment import try_again
 Problem = tuple[tuple[int, int, int], int]  # the numbers and the target
 
 NUM_TRIES = 4
+_NUMBERS = range(2, 10)
 _SIGNS = tuple(product("+*", repeat=2))
 
 
@@ -29,7 +30,7 @@ class CountdownTask:
     def problems(self) -> list[Problem]:
         """Those that one pair of signs alone solves."""
         found = []
-        for numbers in product(range(2, 10), repeat=3):
+        for numbers in product(_NUMBERS, _NUMBERS, _NUMBERS):
             values = [_value(numbers, signs) for signs in _SIGNS]
             found += [(numbers, value) for value in values if values.count(value) == 1]
         random.Random(0).shuffle(found)
