@@ -12,7 +12,8 @@ from tests.pages import of_kind
 
 pytestmark = pytest.mark.job
 RECIPES = [command.text.partition("recipe=")[2] for command in of_kind("toy agents")]
-LEAST_GAIN = 0.15  # of 128 rows or more; docs/agents.md has what was measured
+# Of the reward of 128 rows or more, whose error is 0.05; docs/agents.md has what was measured.
+LEAST_GAIN = {"toy_calculator": 0.2, "toy_countdown": 0.08}
 LIMIT_S = 900.0
 
 
@@ -23,7 +24,7 @@ def test_a_recipe_of_several_turns_raises_its_held_out_reward(recipe, start_job)
     found = json.loads((job.output / "summary.json").read_text())["evaluation"]
     before, after = (found[when]["test"] for when in ("before", "after"))
     assert before["num_samples"] >= 128
-    assert after["reward"] - before["reward"] >= LEAST_GAIN
+    assert after["reward"] - before["reward"] >= LEAST_GAIN[recipe]
     for row in (row for row in rows_of(job.output) if "reward" in row):
         assert row["turns"] > 1
         assert row["max_logprob_gap"] <= 1e-4  # context of tools and environments included
