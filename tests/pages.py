@@ -18,6 +18,7 @@ KINDS = {
     "prints": (r"mcore-rl (--version|rl .*--(help|list-recipes|print-config).*)", "repo/test_docs"),
     "dry run": (r"mcore-rl rl .*--dry-run", "repo/test_docs"),
     "completion": (r'eval "\$\(mcore-rl completion bash\)"', "cli/test_completion"),
+    "toy agents": (r"mcore-rl rl recipe=toy_\w+", "e2e/test_toy_agents"),
     "training": (r"(mcore-rl rl|bash launch/quickstart.sh)\b.*", "e2e/test_page_jobs"),
     "examples": (r"(torchrun .*)?mcore-rl (sft|dpo|rm) .*", "e2e/test_train_jobs"),
     "evaluation": (r"mcore-rl eval .*", "e2e/test_eval"),

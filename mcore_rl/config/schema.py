@@ -392,7 +392,9 @@ class WarmStartConfig:
     num_steps: int = 0  # optimizer steps
     batch_size: int = 96  # samples per optimizer step
     train_file: str = ""  # as data.train_file, with the prompt column and the response column
-    response_column: str = "response"  # target text
+    # Target text. Empty: the prompt column has whole conversations, with those tool schemas that
+    # data.tools_column has, and what the assistant says in them is trained on.
+    response_column: str = "response"
     moe_aux_loss_coef: float = 0.0  # load-balancing loss of the router
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -420,8 +422,8 @@ class PlacementConfig:
 class TaskConfig:
     """A synthetic task that creates its own tokenizer, model and data; off if the name is empty."""
 
-    name: str = ""  # "" or "last_digit"
-    worked_share: float = 0.35  # share of warm-start answers that show their work
+    name: str = ""  # last_digit; or, of several turns: calculator, code, countdown
+    worked_share: float = 0.35  # of warm-start examples that show their work, or go about it well
 
 
 @dataclass

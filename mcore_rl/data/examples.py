@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.files import open_rows
@@ -86,17 +87,9 @@ class Examples(Generic[R]):
         """
         examples = [self._example(int(self._kept[row])) for row in rows]
         found = [tokens for example in examples for tokens in example.conversations]
-        firsts = [max(1, tokens.is_trained.index(True)) for tokens in found]
-        split = list(zip(found, firsts, strict=True))
         num_each = len(examples[0].conversations)
-        return Batch(
-            {
-                "prompt_ids": Jagged.of((t.ids[:first] for t, first in split), np.int64),
-                "response_ids": Jagged.of((t.ids[first:] for t, first in split), np.int64),
-                "response_mask": Jagged.of((t.is_trained[first:] for t, first in split), np.int8),
-                "margins": np.repeat([example.margin for example in examples], num_each),
-            }
-        )
+        margins = np.repeat([example.margin for example in examples], num_each)
+        return _batch_of(found).with_columns(margins=margins)
 
     def _example(self, index: int) -> Example:
         try:
@@ -134,6 +127,35 @@ def load_conversations(
         return Example((tokens,))
 
     return Examples(supervised_rows(source, messages, tools), encode, config, source.source)
+
+
+def load_chats(
+    name: str,
+    config: DataConfig,
+    max_tokens: int,
+    tokenizer: PreTrainedTokenizerBase,
+    setting: str = "warm_start.train_file",
+) -> Batch:
+    """Whole conversations in the prompt column, as columns prompt_ids, response_ids, response_mask.
+
+    Raises ConfigError as `load_conversations`; `max_tokens` is what the policy may read and write.
+    """
+    source = open_rows(name, setting)
+    messages = Column(config.prompt_column, "data.prompt_column")
+    tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
+    found = []
+    for number, row in enumerate(supervised_rows(source, messages, tools)):
+        where = f"{source.source}: row {number}"
+        try:
+            found.append(encoded(row.messages, row.is_trained, row.tools, tokenizer))
+        except _TemplateError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if len(found[-1].ids) > max_tokens:
+            raise ConfigError(
+                f"{where} has {len(found[-1].ids)} tokens; allowed: up to data.max_prompt_tokens "
+                f"+ rollout.max_response_tokens={max_tokens}"
+            )
+    return _batch_of(found)
 
 
 def load_pairs(
@@ -203,6 +225,19 @@ def encoded(
         raise _TemplateError("no token is left to train on")
     end = len(mask) - mask[::-1].index(True)
     return Tokens(ids[:end], mask[:end])
+
+
+def _batch_of(conversations: Sequence[Tokens]) -> Batch:
+    """A conversation begins with prompt_ids, up to its first trained token."""
+    firsts = [max(1, tokens.is_trained.index(True)) for tokens in conversations]
+    split = list(zip(conversations, firsts, strict=True))
+    return Batch(
+        {
+            "prompt_ids": Jagged.of((t.ids[:first] for t, first in split), np.int64),
+            "response_ids": Jagged.of((t.ids[first:] for t, first in split), np.int64),
+            "response_mask": Jagged.of((t.is_trained[first:] for t, first in split), np.int8),
+        }
+    )
 
 
 def scored_batch(batch: Batch) -> Batch:

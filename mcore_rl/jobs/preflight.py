@@ -30,8 +30,9 @@ from mcore_rl.data.datasets import (
     load_prompts,
     load_supervised,
 )
+from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.data.tasks.prepared import prepared
 from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load_tokenizer
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lane import lane
@@ -39,6 +40,7 @@ from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.model_checks import check_model_layouts, check_models
 from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
+from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
     HFConfig,
     family_of,
@@ -116,9 +118,10 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
     if not config.task.name:
         return config
     if is_made:
-        task = last_digit.prepared(folder / "task")
+        task = prepared(folder / "task")
     else:
-        task = last_digit.prepare(folder / "task", config.seed, config.task.worked_share)
+        make = TASKS[config.task.name]
+        task = make(folder / "task", config.seed, config.task.worked_share)
     return replace(
         config,
         task=replace(config.task, name=""),
@@ -313,6 +316,9 @@ def _examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batch | N
     warm = config.warm_start
     if not warm.num_steps:
         return None
+    if not warm.response_column:
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        return load_chats(warm.train_file, config.data, longest, tokenizer)
     return load_supervised(
         warm.train_file,
         config.data.prompt_column,

@@ -52,6 +52,7 @@ class Job:
         self,
         folder: Path,
         *settings: str,
+        recipe: str = "quickstart",
         disk: str = "",
         output: Path | None = None,
         command: Sequence[str | Path] = (),
@@ -60,7 +61,7 @@ class Job:
         self.output = output or folder / "out"
         self.temp = Path(tempfile.mkdtemp(prefix="job", dir="/tmp"))  # sockets need short paths
         self._streams = {name: folder / name for name in ("stdout", "stderr")}
-        job = [Path(sys.executable).with_name("mcore-rl"), "rl", "recipe=quickstart"]
+        job = [Path(sys.executable).with_name("mcore-rl"), "rl", f"recipe={recipe}"]
         command = [*(command or job), *settings, f"output_dir={self.output}"]
         its = {"TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED}
         if disk:
@@ -184,11 +185,17 @@ def own_model_and_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
-    """start_job(*settings) runs the quickstart recipe with these overrides; see Job."""
+    """start_job(*settings) runs a recipe, the quickstart's, with these overrides; see Job."""
     with contextlib.ExitStack() as jobs:
 
-        def start(*settings: str, disk: str = "", output: Path | None = None) -> Job:
-            job = Job(tmp_path_factory.mktemp("job"), *settings, disk=disk, output=output)
+        def start(
+            *settings: str,
+            recipe: str = "quickstart",
+            disk: str = "",
+            output: Path | None = None,
+        ) -> Job:
+            folder = tmp_path_factory.mktemp("job")
+            job = Job(folder, *settings, recipe=recipe, disk=disk, output=output)
             jobs.callback(job.close)
             return job
 

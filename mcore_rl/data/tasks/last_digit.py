@@ -12,19 +12,16 @@ but an exact-match reward learns to show the work.
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import shutil
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.tasks.prepared import PreparedTask, write_task
 
 NUM_WARM_START = 240 * 96  # rows: the recipe's supervised steps times their batch
 
@@ -45,39 +42,19 @@ _PROMPT_SCHEMA = pa.schema([("messages", _MESSAGES), ("answer", pa.string())])
 _SUPERVISED_SCHEMA = pa.schema([("messages", _MESSAGES), ("response", pa.string())])
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedTask:
-    """The paths of a prepared task."""
-
-    model_dir: Path  # a Hugging Face checkpoint with its tokenizer
-    train_file: Path  # parquet: messages, answer
-    test_file: Path  # parquet: messages, answer; shares no problem with the other two
-    warm_start_file: Path  # parquet: messages, response
-
-
 def prepare(directory: Path, seed: int, worked_share: float) -> PreparedTask:
     """Make the tokenizer, the untrained model and the data, all determined by the arguments.
 
     `worked_share` in [0, 1] is the share of warm-start answers that show their work. The held-out
-    problems are the same for every seed. Everything is written aside and renamed to `directory`,
-    replacing the files of an earlier call; ConfigError if other files are there.
+    problems are the same for every seed. `prepared.write_task` says what becomes of `directory`.
     """
-    _refuse_foreign(directory)
-    aside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
-    aside.mkdir(parents=True)
-    try:
-        _write_data(prepared(aside), seed, worked_share)
-        _write_model(prepared(aside).model_dir, seed)
-        settings = {"task": "last_digit", "seed": seed, "worked_share": worked_share}
-        (aside / "task.json").write_text(json.dumps(settings, indent=2) + "\n")
-        if directory.exists():
-            shutil.rmtree(directory)
-        aside.rename(directory)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    return prepared(directory)
+
+    def write(paths: PreparedTask) -> None:
+        _write_data(paths, seed, worked_share)
+        _write_model(paths.model_dir, seed)
+
+    settings = {"task": "last_digit", "seed": seed, "worked_share": worked_share}
+    return write_task(directory, settings, write)
 
 
 def split_problems() -> tuple[list[Problem], list[Problem]]:
@@ -123,26 +100,6 @@ def _held_out(problem: Problem) -> bool:
 
 def _messages(problem: Problem) -> list[dict[str, str]]:
     return [{"role": "user", "content": question(problem)}]
-
-
-def prepared(directory: Path) -> PreparedTask:
-    """What `prepare` has made, or will make, in a folder."""
-    return PreparedTask(
-        model_dir=directory / "model",
-        train_file=directory / "train.parquet",
-        test_file=directory / "test.parquet",
-        warm_start_file=directory / "warm_start.parquet",
-    )
-
-
-def _refuse_foreign(directory: Path) -> None:
-    if not directory.exists() or (directory / "task.json").is_file():
-        return
-    if not directory.is_dir() or any(directory.iterdir()):
-        raise ConfigError(
-            f"task directory {directory} exists and was not made by this task; "
-            f"allowed: a new or empty folder, or one of an earlier run"
-        )
 
 
 def _write_data(paths: PreparedTask, seed: int, worked_share: float) -> None:

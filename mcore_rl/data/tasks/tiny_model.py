@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
@@ -22,13 +22,28 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# The same with tools, in few tokens: their names and parameters, calls as Qwen3 writes them.
+_CHATML_WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool.function.name }}"
+    "({{ tool.function.parameters.properties | join(', ') }})\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    '{% for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>\n'
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TOOL_TOKENS = "<tool_call>", "</tool_call>"
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], *, with_tools: bool = False) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with ChatML markers, in which every digit is a separate token.
 
     Digits are separate so that an answer is one token and arithmetic is a table over tokens.
+    `with_tools`: its chat template writes tools, calls and their answers.
     """
+    tool_tokens = _TOOL_TOKENS if with_tools else ()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -38,19 +53,20 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE - len(tool_tokens),
         special_tokens=[_PAD, _START, _END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tool_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=_END,
         pad_token=_PAD,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
-        chat_template=_CHATML,
+        chat_template=_CHATML_WITH_TOOLS if with_tools else _CHATML,
     )
 
 

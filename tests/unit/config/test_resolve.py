@@ -92,7 +92,7 @@ BAD = [
         {"warm_start__optimizer": WSD, "warm_start__num_steps": 5, "warm_start__train_file": ""},
         "warm_start.optimizer.wsd_decay_steps=4: 5 steps, of which",
     ),
-    ({"task__name": "sudoku"}, "task.name='sudoku'; allowed: '', 'last_digit'"),
+    ({"task__name": "sudoku"}, "task.name='sudoku'; allowed: '', 'calculator', 'code', 'count"),
     ({"model__dtype": "fp8"}, "model.dtype='fp8'; allowed: 'float32', 'bfloat16'"),
     ({"model__path": "/m"}, "model.path='/m': task.name='last_digit' makes its own"),
     ({"task__name": ""}, "model.path='' names nothing"),

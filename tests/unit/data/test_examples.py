@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
 from mcore_rl.data.examples import (
     ExampleBatches,
     encoded,
+    load_chats,
     load_conversations,
     load_pairs,
     scored_batch,
@@ -134,6 +136,20 @@ def test_a_batch_begins_its_responses_at_the_first_trained_token(write, tokenize
         assert prompt + response == whole.ids
         assert [0] * len(prompt) + mask == [int(flag) for flag in whole.is_trained]
         assert mask[0] == 1 and 0 in mask
+
+
+def test_whole_conversations_of_a_warm_start_are_those_of_training_on_examples(write, tokenizer):
+    name = write([{"messages": chat("Add 2.", "7", "Add 4.", "1")}, {"messages": chat("7", "7")}])
+    wanted = load_conversations(name, ConversationsConfig(), tokenizer).batch([0, 1])
+    columns = "prompt_ids", "response_ids", "response_mask"
+    parts = zip(rows_of(wanted, "prompt_ids"), rows_of(wanted, "response_ids"), strict=True)
+    lengths = [len(prompt) + len(response) for prompt, response in parts]
+    batch = load_chats(name, DataConfig(), lengths[0], tokenizer)
+    for column in columns:
+        assert rows_of(batch, column) == rows_of(wanted, column)
+    told = f"row 0 has {lengths[0]} tokens; allowed: up to data.max_prompt_tokens"
+    with pytest.raises(ConfigError, match=told):
+        load_chats(name, DataConfig(), lengths[0] - 1, tokenizer)
 
 
 def test_all_tokens_but_the_first_are_trained_on_with_the_prompt(write, tokenizer):

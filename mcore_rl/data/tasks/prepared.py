@@ -1,0 +1,65 @@
+"""Where a task's model and data lie, and how its folder is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.config.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTask:
+    """The paths of a prepared task. No held-out problem is in the other two files."""
+
+    model_dir: Path  # a Hugging Face checkpoint with its tokenizer
+    train_file: Path  # parquet: messages, answer
+    test_file: Path  # parquet: messages, answer
+    warm_start_file: Path  # parquet: messages and, unless they are whole conversations, response
+
+
+def prepared(directory: Path) -> PreparedTask:
+    """What a task has made, or will make, in a folder."""
+    return PreparedTask(
+        model_dir=directory / "model",
+        train_file=directory / "train.parquet",
+        test_file=directory / "test.parquet",
+        warm_start_file=directory / "warm_start.parquet",
+    )
+
+
+def write_task(
+    directory: Path, settings: dict[str, object], write: Callable[[PreparedTask], None]
+) -> PreparedTask:
+    """Has `write` make all files aside, and renames them to `directory`.
+
+    Replaces the files of an earlier call; ConfigError if other files are there. `settings` are
+    written down beside them.
+    """
+    _refuse_foreign(directory)
+    aside = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
+    aside.mkdir(parents=True)
+    try:
+        write(prepared(aside))
+        (aside / "task.json").write_text(json.dumps(settings, indent=2) + "\n")
+        if directory.exists():
+            shutil.rmtree(directory)
+        aside.rename(directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return prepared(directory)
+
+
+def _refuse_foreign(directory: Path) -> None:
+    if not directory.exists() or (directory / "task.json").is_file():
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise ConfigError(
+            f"task directory {directory} exists and was not made by this task; "
+            f"allowed: a new or empty folder, or one of an earlier run"
+        )

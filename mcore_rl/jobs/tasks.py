@@ -1,0 +1,22 @@
+"""The tasks that make their own tokenizer, model and data, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from mcore_rl.agents.tasks import conversations
+from mcore_rl.agents.tasks.calculator import CalculatorTask
+from mcore_rl.agents.tasks.code import CodeTask
+from mcore_rl.agents.tasks.countdown import CountdownTask
+from mcore_rl.data.tasks import last_digit
+from mcore_rl.data.tasks.prepared import PreparedTask
+
+# Each takes a folder, a seed and the share of warm-start examples that are worked.
+TASKS: dict[str, Callable[[Path, int, float], PreparedTask]] = {
+    "last_digit": last_digit.prepare,
+    "calculator": partial(conversations.prepare, CalculatorTask()),
+    "code": partial(conversations.prepare, CodeTask()),
+    "countdown": partial(conversations.prepare, CountdownTask()),
+}
