@@ -62,6 +62,7 @@ def test_no_token_is_more_than_one_version_old(undisturbed):
     assert all(min(pair) >= 0 for pair in waits)
 
 
+@pytest.mark.nightly  # tests/e2e/test_resume.py has a run that is synchronous, each change
 def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
     start_job, own_model_and_data, undisturbed, tmp_path
 ):

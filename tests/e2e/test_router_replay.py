@@ -29,7 +29,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.placement import Pools, num_devices, pool_plans
 from mcore_rl.jobs.preflight import prompts_of
-from mcore_rl.workers import steps
+from mcore_rl.workers import policy_checks, steps
 from mcore_rl.workers.expert_records import COLUMN, StageExperts, with_stage_experts
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.policy_loss import PolicyLoss
@@ -143,7 +143,7 @@ def test_the_trainer_uses_the_experts_of_the_rollout(run):
 
 def test_log_probs_are_nearer_to_the_servers_with_replay(run):
     gaps = {
-        name: steps.logprob_gaps(run.scored(run.batch, replay=name == "with"))
+        name: policy_checks.logprob_gaps(run.scored(run.batch, replay=name == "with"))
         for name in ("with", "without")
     }
     print(gaps)

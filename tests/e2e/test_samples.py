@@ -21,6 +21,7 @@ POLICIES = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_rounds_fill_a_step_and_a_run_that_goes_on_is_the_undisturbed_one(
     start_job, own_model_and_data, tmp_path
 ):
