@@ -78,7 +78,7 @@ class ProgramLoop:
         async with self._agent.served(task) as served:
             try:
                 await self._run(task, served)
-            except Exception:
+            except Exception:  # of a program that is not ours: raised again, or a limit's doing
                 if not any(one.is_cut_off for one in (served, *served.roles)):
                     raise
         samples: list[Sample] = []

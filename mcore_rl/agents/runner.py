@@ -251,11 +251,11 @@ class AgentRunner:
         def opened(role: str) -> Served:
             served = Served(url, new_key(), self.session(task, role=role))
             limits = Limits(self.max_turns, self.max_context)
-            conversation = ClientSession(
+            client = ClientSession(
                 served, self.codec, self._tokenizer, limits, self.gate, opened_role
             )
-            self._endpoint.add(served.api_key, conversation)
-            made.append(conversation)
+            self._endpoint.add(served.api_key, client)
+            made.append(client)
             return served
 
         def opened_role(role: str) -> Served:
@@ -269,11 +269,11 @@ class AgentRunner:
         try:
             yield opened("")
         finally:
-            for conversation in made:
-                await self._endpoint.remove(conversation.served.api_key)
-            for conversation in made:
-                if conversation.failure is not None:
-                    raise conversation.failure
+            for client in made:
+                await self._endpoint.remove(client.served.api_key)
+            for client in made:
+                if client.failure is not None:
+                    raise client.failure
 
     def tools(self) -> AbstractAsyncContextManager[ToolSet]:
         return ToolSet(self._sources, self._config.tool_timeout_s)

@@ -27,7 +27,10 @@ from mcore_rl.controller.rank_actor import Reply, WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class GroupCard:
-    """What a later driver has to know of a group; pickled, each rank has it."""
+    """What a later driver has to know of a group; pickled, each rank has it.
+
+    It comes from an actor, as all that Ray pickles: whoever has the cluster's token is trusted.
+    """
 
     worker_class: type
     layout: Layout

@@ -41,6 +41,11 @@ def fingerprint(text: str, fields: Mapping[str, Any], finish_reason: str) -> dic
     return {"reward": float(digest % 2), "fingerprint": digest / 2**32}
 
 
+def letters_of(verdict: str) -> float:
+    """The score of a verdict by a model that says anything: how many letters it has."""
+    return float(sum(letter.isalpha() for letter in verdict))
+
+
 def problems() -> Iterator[dict[str, Any]]:
     """A few prompts, as a source of data."""
     for problem in last_digit.split_problems()[0][:10]:

@@ -72,6 +72,37 @@ def test_a_policy_learns_from_talks_with_a_frozen_model_that_stays_as_it_is(
     assert job.left() == []
 
 
+@pytest.mark.nightly  # tests/unit/agents/test_models.py has what the model is asked
+def test_a_frozen_model_judges_the_responses_of_a_run(start_job, own_model_and_data):
+    """One that says anything: its verdicts are read by a function, which finds a score in each."""
+    job = start_job(
+        *own_model_and_data,
+        *ONE_RANK,
+        "warm_start.num_steps=0",
+        "warm_start.train_file=''",
+        "reward.name=judge",
+        "reward.settings.served_by=judge",
+        "reward.settings.template='Of {answer}: {response}'",
+        "reward.settings.parser=tests/e2e/own_functions.py:letters_of",
+        "reward.settings.high=100.0",
+        "reward.settings.max_tokens=8",
+        "models.judge.max_context=256",
+        "models.judge.kv_cache_bytes=33554432",
+        "algorithm.samples.group_filter=''",
+        "trainer.num_steps=2",
+        "trainer.prompts_per_step=4",
+        "trainer.eval_samples=4",
+        "actor.optimizer.warmup_steps=0",
+    )
+    assert job.process.wait(300) == 0, job.stderr
+    rows = [row for row in rows_of(job.output) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    table = pq.read_table(job.output / "samples" / "step_000001.parquet").to_pylist()
+    assert all(row["reward/parsed"] == 1 and not row["reward_error"] for row in table)
+    assert len({row["reward"] for row in table}) > 1
+    assert job.left() == []
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", ["the actor", "the engine"])
 def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_it(

@@ -29,24 +29,24 @@ class Endpoint:
         """For clients of OpenAI's API."""
         async with self._lock:
             if self._server is None:
-                server = HttpServer(endpoint_app(self._conversation_of), _HOST)
+                server = HttpServer(endpoint_app(self._session_of), _HOST)
                 await server.start()
                 self._server = server
         return f"{self._server.url}/v1"
 
-    def add(self, key: str, conversation: ClientSession) -> None:
-        self._by_key[_digest(key)] = conversation
+    def add(self, key: str, client: ClientSession) -> None:
+        self._by_key[_digest(key)] = client
 
     async def remove(self, key: str) -> None:
         """Nobody has the key any more; what runs is cancelled."""
-        if conversation := self._by_key.pop(_digest(key), None):
-            await conversation.close()
+        if client := self._by_key.pop(_digest(key), None):
+            await client.close()
 
     async def close(self) -> None:
         if self._server is not None:
             await self._server.close()
 
-    def _conversation_of(self, key: str) -> ClientSession | None:
+    def _session_of(self, key: str) -> ClientSession | None:
         return self._by_key.get(_digest(key))
 
 

@@ -38,13 +38,13 @@ class Finish(BaseModel):
     status: Literal["finished", "truncated"] = "finished"
 
 
-def endpoint_app(conversation_of: Callable[[str], ClientSession | None]) -> ASGIApp:
-    """`conversation_of` a key is None where nobody has it."""
+def endpoint_app(session_of: Callable[[str], ClientSession | None]) -> ASGIApp:
+    """`session_of` a key is None where nobody has it."""
     app = new_app()
     add_generate(app)
     _add_completions(app)
     _add_sessions(app)
-    return Guard(app, conversation_of)
+    return Guard(app, session_of)
 
 
 def _add_completions(app: FastAPI) -> None:
@@ -61,19 +61,19 @@ def _add_completions(app: FastAPI) -> None:
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response | Body:
-        conversation = _of(request)
+        client = _of(request)
 
         async def answered() -> Body:
-            return chat_body(body, await conversation.chat(body), conversation.text_of)
+            return chat_body(body, await client.chat(body), client.text_of)
 
         return await _answer(request, body, answered, chat_chunks)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(body: TextRequest, request: Request) -> Response | Body:
-        conversation = _of(request)
+        client = _of(request)
 
         async def answered() -> Body:
-            return text_body(body, await conversation.complete(body))
+            return text_body(body, await client.complete(body))
 
         return await _answer(request, body, answered, text_chunks)
 
@@ -127,8 +127,8 @@ async def _answer(
 
     A stream is sampled whole first: only whole completions say which weights chose each token.
     """
-    conversation, key = _of(request), request.headers.get(IDEMPOTENCY, "")
-    work = conversation.started(conversation.once(key, asked, make))
+    client, key = _of(request), request.headers.get(IDEMPOTENCY, "")
+    work = client.started(client.once(key, asked, make))
     if not asked.stream:
         return await unless_gone(request, work)
     if await has_ended(request, work, COMMENTS_S):
