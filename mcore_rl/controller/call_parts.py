@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RemoteBatch
 from mcore_rl.data.batch import Batch
 from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, balanced_partition
 from mcore_rl.parallel.mesh import Mesh
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+AnyBatch = Batch | RemoteBatch  # a method works with either kind, and returns what it is given
 Results = Mapping[int, Any]  # by world rank; None of those whose results do not count
 
 
@@ -96,7 +98,7 @@ def split_batches(axes: tuple[str, ...], mesh: Mesh, args: Args, kwargs: Kwargs)
         TypeError: no argument is a Batch.
         ValueError: batches differ in rows.
     """
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Batch)]
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, AnyBatch)]
     if not batches:
         raise TypeError("a method that splits batches was called without a Batch")
     if len({len(batch) for batch in batches}) > 1:
@@ -148,7 +150,7 @@ def joined_batch(parts: Sequence[CallPart], results: Results) -> Any:
         ValueError: a rank returned a batch with other rows than it was given.
     """
     outputs = [results[part.output_rank] for part in parts if part.output_rank is not None]
-    if not all(isinstance(output, Batch) for output in outputs):
+    if not all(isinstance(output, AnyBatch) for output in outputs):
         return outputs
     for part, output in zip(parts, outputs, strict=True):
         if len(output) != len(part.rows or ()):
@@ -174,21 +176,23 @@ def _first_of_last_stage(mesh: Mesh, ranks: tuple[int, ...]) -> int:
 
 
 def _rows_of(value: Any, rows: list[int]) -> Any:
-    return value.take(rows) if isinstance(value, Batch) else value
+    return value.take(rows) if isinstance(value, AnyBatch) else value
 
 
-def _row_costs(batches: Sequence[Batch]) -> Sequence[float]:
+def _row_costs(batches: Sequence[AnyBatch]) -> Sequence[float]:
     """By the default cost of a sequence: nothing is known of the model here."""
     for batch in batches:
-        if "prompt_ids" in batch and "response_ids" in batch:
+        has_lengths = isinstance(batch, RemoteBatch) and PROMPT_TOKENS in batch.own
+        if has_lengths or ("prompt_ids" in batch and "response_ids" in batch):
             return [DEFAULT_SEQUENCE_COST.of(int(count)) for count in batch.num_tokens]
     return [1.0] * len(batches[0])
 
 
-def _in_caller_order(parts: Sequence[CallPart], outputs: Sequence[Batch]) -> Batch:
+def _in_caller_order(parts: Sequence[CallPart], outputs: Sequence[Any]) -> Any:
     # Empty parts are left out: what a worker returns for no rows may have wrong dtypes.
     filled = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.rows]
     if not filled:
         return outputs[0]
     order = np.concatenate([np.asarray(part.rows, dtype=np.int64) for part, _ in filled])
-    return Batch.concat([output for _, output in filled]).take(np.argsort(order).tolist())
+    joined = type(outputs[0]).concat([output for _, output in filled])
+    return joined.take(np.argsort(order).tolist())

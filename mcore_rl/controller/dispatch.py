@@ -6,6 +6,9 @@ A worker method has a mode, which says how the arguments are split and the resul
         @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
         def compute_log_probs(self, batch: Batch) -> Batch: ...
 
+A batch that is given by reference (RemoteBatch) comes to the worker as a Batch of the columns that
+the method `reads`, and of what it returns those go back by reference that it `writes`.
+
 A mode of one's own is declared as those of the table, anywhere:
 
     ODD_RANKS = DispatchMode(scatter=to_odd_ranks, gather=list_by_rank)
@@ -35,6 +38,7 @@ from mcore_rl.controller.call_parts import (
     to_all,
     to_rank_zero,
 )
+from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.parallel.mesh import Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,12 +77,26 @@ class Execute(StrEnum):
     RANK_ZERO = "rank_zero"  # world rank 0 alone, as if the group had no other
 
 
+ANY_COLUMNS: Final = ("*",)  # of `writes`
+
+
 @dataclass(frozen=True, slots=True)
 class Registration:
     dispatch_mode: DispatchMode
     execute: Execute
     blocking: bool  # whether a plain call waits for the result or returns a Pending
     is_start: bool  # whether it may take timeouts.start_s, or timeouts.call_s
+    reads: (
+        tuple[str, ...] | None
+    )  # columns of batches by reference, those that are there; None: all
+    writes: tuple[str, ...]
+    makes: bool  # whether it returns batches of new rows, by reference
+
+    def selected(self, value: Any) -> Any:
+        """An argument with the columns that the method reads."""
+        if not isinstance(value, RemoteBatch) or self.reads is None:
+            return value
+        return value.select(*(name for name in self.reads if name in value))
 
     def scatter(self, mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]:
         """The parts of one call. Raises TypeError and ValueError for what cannot be split."""
@@ -94,8 +112,15 @@ def register(
     execute: Execute | str = Execute.ALL,
     blocking: bool = True,
     is_start: bool = False,
+    reads: tuple[str, ...] | None = None,
+    writes: tuple[str, ...] = (),
+    makes: bool = False,
 ) -> Callable[[F], F]:
     """Marks a worker method as callable through its group.
+
+    `reads` are the columns that are fetched of batches by reference, None for all, and `writes`
+    those that the method may add to them. With `makes` it returns new samples: all columns of the
+    batches that it returns are stored where it runs.
 
     Raises:
         TypeError: `dispatch_mode` is no DispatchMode.
@@ -106,7 +131,9 @@ def register(
             f"dispatch_mode is {dispatch_mode!r}; allowed: an attribute of Dispatch, such as "
             "Dispatch.ONE_TO_ALL, or a DispatchMode of one's own"
         )
-    registration = Registration(dispatch_mode, Execute(execute), blocking, is_start)
+    registration = Registration(
+        dispatch_mode, Execute(execute), blocking, is_start, reads, writes, makes
+    )
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, registration)

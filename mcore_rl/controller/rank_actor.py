@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +19,11 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, PeerError
+from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, registered_methods
 from mcore_rl.controller.node import NODE, print_to
+from mcore_rl.controller.object_columns import fetch, store
+from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.data.batch import Batch
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
@@ -70,10 +74,17 @@ class RankActor:
     """One rank of a group. First its `info` is asked for, and of rank 0 where all can meet."""
 
     def __init__(
-        self, group: str, rank: int, log_dir: Path | None = None, card: bytes = b""
+        self,
+        group: str,
+        rank: int,
+        log_dir: Path | None = None,
+        card: bytes = b"",
+        fetch_s: float | None = None,
     ) -> None:
-        """`card` is what a later driver has to know of a detached group."""
-        self._rank, self._log_dir, self._card = rank, log_dir, card
+        """`card` is what a later driver has to know of a detached group; `fetch_s` limits how long
+        columns may take to come here.
+        """
+        self._rank, self._log_dir, self._card, self._fetch_s = rank, log_dir, card, fetch_s
         self.rename(group)
         self._worker: Any = None
         self._rendezvous: RendezvousServer | None = None  # of rank 0
@@ -138,15 +149,28 @@ class RankActor:
     ) -> Reply:
         """Calls a method of the worker; the value is dropped where nobody wants it.
 
-        A `StoredBatch` among the arguments stands for one of the batches.
+        A `StoredBatch` among the arguments stands for one of the batches. Of those by reference the
+        columns are fetched, and what the method adds to them is stored here.
         """
 
         def run() -> Any:
+            here = [
+                fetch(one, self._fetch_s) if isinstance(one, RemoteBatch) else one
+                for one in batches
+            ]
             value = getattr(self._worker, method)(
-                *(_restored(a, batches) for a in args),
-                **{name: _restored(a, batches) for name, a in kwargs.items()},
+                *(_restored(a, here) for a in args),
+                **{name: _restored(a, here) for name, a in kwargs.items()},
             )
-            return value if is_output else None
+            if not is_output:
+                return None
+            registration = registered_methods(type(self._worker))[method]
+            given = [
+                b for b, one in zip(here, batches, strict=True) if isinstance(one, RemoteBatch)
+            ]
+            if not given and not registration.makes:
+                return value
+            return by_reference(value, given, method, registration)
 
         return _guarded(run)
 
@@ -158,7 +182,30 @@ class StoredBatch:
     index: int
 
 
-def _restored(value: Any, batches: tuple[Any, ...]) -> Any:
+def by_reference(
+    value: Any, given: Sequence[Batch], method: str, registration: Registration
+) -> Any:
+    """What a method returned, with batches, alone or in a tuple, by reference.
+
+    Raises:
+        ValueError: a batch has a column that is neither of those given nor of those it writes.
+    """
+    if isinstance(value, tuple):
+        return tuple(by_reference(one, given, method, registration) for one in value)
+    if not isinstance(value, Batch):
+        return value
+    same = {n for n, c in value.columns.items() for g in given if g.columns.get(n) is c}
+    if not registration.makes and registration.writes != ANY_COLUMNS:
+        undeclared = sorted(value.columns.keys() - same - {*registration.writes})
+        if undeclared:
+            raise ValueError(
+                f"{method} returned the column {undeclared[0]!r}; it writes "
+                f"{', '.join(registration.writes) or 'none'}"
+            )
+    return store(value, same)
+
+
+def _restored(value: Any, batches: Sequence[Any]) -> Any:
     return batches[value.index] if isinstance(value, StoredBatch) else value
 
 

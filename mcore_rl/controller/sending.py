@@ -7,9 +7,8 @@ from typing import Any
 
 import ray
 
-from mcore_rl.controller.call_parts import CallPart
+from mcore_rl.controller.call_parts import AnyBatch, CallPart
 from mcore_rl.controller.rank_actor import StoredBatch
-from mcore_rl.data.batch import Batch
 
 
 def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> dict[Any, int]:
@@ -26,7 +25,7 @@ def _send_part(actors: Sequence[Any], method: str, part: CallPart) -> list[tuple
     stored: list[Any] = []
 
     def store(value: Any) -> Any:
-        if not isinstance(value, Batch):
+        if not isinstance(value, AnyBatch):
             return value
         stored.append(ray.put(value) if len(part.ranks) > 1 else value)
         return StoredBatch(len(stored) - 1)

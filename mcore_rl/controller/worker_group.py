@@ -27,6 +27,7 @@ from mcore_rl.controller.dispatch import Registration, registered_methods
 from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
+from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.sending import send
 from mcore_rl.parallel.mesh import Mesh
 
@@ -217,7 +218,8 @@ class WorkerGroup:
             }
             if self._detached:
                 options |= actor_options(self.name, rank)
-            self._actors.append(host.options(**options).remote(self.name, rank, pool.log_dir, card))
+            made = self.name, rank, pool.log_dir, card, self._call_limit.seconds
+            self._actors.append(host.options(**options).remote(*made))
 
     def _on(self, pool: ResourcePool, rank: int) -> PlacementGroupSchedulingStrategy:
         """The first bundle of a rank, all of whose bundles have to be on one node."""
@@ -251,8 +253,16 @@ class WorkerGroup:
     ) -> PendingCall:
         if self.ended:
             raise RuntimeError(f"{self.name}.{method} was called, but {self.ended}")
-        parts = registration.scatter(self.mesh, args, kwargs)
-        finish = functools.partial(registration.dispatch_mode.gather, parts)
+        read = tuple(map(registration.selected, args))
+        read_kwargs = {name: registration.selected(value) for name, value in kwargs.items()}
+        parts = registration.scatter(self.mesh, read, read_kwargs)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, RemoteBatch)]
+
+        def finish(results: Mapping[int, Any]) -> Any:
+            found = registration.dispatch_mode.gather(parts, results)
+            is_same_rows = given and isinstance(found, RemoteBatch) and not registration.makes
+            return given[0].union(found) if is_same_rows else found
+
         limit = self._start_limit if registration.is_start else self._call_limit
         return PendingCall(self, method, send(self._actors, method, parts), finish, limit)
 

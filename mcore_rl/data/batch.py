@@ -56,19 +56,36 @@ class Jagged:
             raise ValueError(f"{len(values)} values for rows of {len(self.values)} in all")
         return Jagged(values, self.offsets)
 
+    @staticmethod
+    def concat(parts: Sequence[Jagged]) -> Jagged:
+        """The rows of all parts, with the dtype of the first."""
+        values = [part.values[part.offsets[0] : part.offsets[-1]] for part in parts]
+        dtype = parts[0].values.dtype
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))])
+        joined = np.concatenate(values).astype(dtype, copy=False)
+        return Jagged(joined, offsets.astype(np.int64))
+
     def take(self, rows: Sequence[int]) -> Jagged:
-        if not rows:  # keeps the shape of an entry
+        if not len(rows):  # keeps the shape of an entry
             return Jagged(self.values[:0], np.zeros(1, dtype=np.int64))
-        return Jagged.of([self[i] for i in rows], self.values.dtype)
+        index = np.asarray(rows, dtype=np.int64)
+        lengths = self.lengths[index]
+        offsets = np.zeros(len(index) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        if offsets[-1] < _SHORT * len(index):
+            places = np.repeat(self.offsets[index] - offsets[:-1], lengths)
+            return Jagged(self.values[places + np.arange(offsets[-1])], offsets)
+        return Jagged(np.concatenate([self[i] for i in index]), offsets)
 
 
 Column = Jagged | Array
+_SHORT = 64  # entries of a row, below which copying row by row takes longer than an index
 
 
 NO_STATE = -1  # in state_ids
 NO_VERSION = -1  # in oldest_versions and newest_versions
 # What response tokens have in columns that not all batches have.
-_FILLED = {"process_rewards": np.float32(0), "state_ids": np.int64(NO_STATE)}
+FILLED = {"process_rewards": np.float32(0), "state_ids": np.int64(NO_STATE)}
 
 
 def _versions_of(samples: Sequence[Sample]) -> dict[str, Column]:
@@ -238,14 +255,13 @@ class Batch:
         Parts of a reward are NaN there, process_rewards 0, state_ids -1.
         """
         names = {name for batch in batches for name in batch.columns}
-        parts = {n for n in names if n.startswith("reward/") or n in _FILLED}
+        parts = {n for n in names if n.startswith("reward/") or n in FILLED}
         batches = [batch._with_parts(parts) for batch in batches]
         first = batches[0]
         columns: dict[str, Column] = {}
         for name, column in first.columns.items():
             if isinstance(column, Jagged):
-                rows = [row for batch in batches for row in batch.jagged(name)]
-                columns[name] = Jagged.of(rows, column.values.dtype)
+                columns[name] = Jagged.concat([batch.jagged(name) for batch in batches])
             else:
                 columns[name] = np.concatenate([batch.array(name) for batch in batches])
         return Batch(columns)
@@ -253,7 +269,7 @@ class Batch:
     def _with_parts(self, names: Iterable[str]) -> Batch:
         missing = sorted({*names} - self.columns.keys())
         found: dict[str, Column] = {n: np.full(len(self), np.nan, np.float32) for n in missing}
-        for name in _FILLED.keys() & missing:
+        for name in FILLED.keys() & missing:
             ids = self.jagged("response_ids")
-            found[name] = ids.with_values(np.full(len(ids.values), _FILLED[name]))
+            found[name] = ids.with_values(np.full(len(ids.values), FILLED[name]))
         return self.with_columns(**found) if missing else self

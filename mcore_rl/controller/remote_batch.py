@@ -1,0 +1,226 @@
+"""A batch by reference: what the driver has of samples whose columns along tokens are elsewhere.
+
+    batch = servers.generate(...)                 # columns stay with the server that made them
+    batch = batch.take(rows)                      # metadata only
+    batch = batch.union(actor.compute_log_probs(batch, temperature=1.0))
+    actor.update(batch.select("response_ids", ...))   # each rank fetches its rows
+
+The columns of one value a sample are in the driver. Those along tokens are in Ray's object store:
+an object has some columns of some samples, and a column is a place in objects for each row. Pure:
+no Ray, references are opaque (controller/object_columns.py stores and fetches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_rl.data.batch import FILLED, Array, Batch
+
+NOWHERE = -1  # the object of a row that has no entry in a column, and gets what FILLED says
+PROMPT_TOKENS, RESPONSE_TOKENS = "prompt_tokens", "response_tokens"  # lengths, as columns
+_LENGTHS = {"prompt_ids": PROMPT_TOKENS}  # of other columns: those of the response
+Rows = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where the rows of columns are that were stored together."""
+
+    references: tuple[Any, ...]  # Ray's, of objects
+    objects: Rows  # [samples]: which of them has the row
+    rows: Rows  # [samples]: its number in that object
+
+    def take(self, index: npt.NDArray[np.int64]) -> Places:
+        """Without the objects that no row is left of: they may go."""
+        objects, rows = self.objects[index], self.rows[index]
+        used = np.unique(objects[objects != NOWHERE])
+        moved = np.full(len(self.references) + 1, NOWHERE, np.int32)  # its last entry: of NOWHERE
+        moved[used] = np.arange(len(used), dtype=np.int32)
+        return Places(tuple(self.references[i] for i in used), moved[objects], rows)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _places, (self.references, _narrow(self.objects), _narrow(self.rows))
+
+    @staticmethod
+    def nowhere(num: int) -> Places:
+        return Places((), np.full(num, NOWHERE, np.int32), np.zeros(num, np.int32))
+
+    @staticmethod
+    def concat(parts: Sequence[Places]) -> Places:
+        starts = np.cumsum([0] + [len(part.references) for part in parts[:-1]])
+        objects = [
+            np.where(part.objects == NOWHERE, NOWHERE, part.objects + start).astype(np.int32)
+            for part, start in zip(parts, starts, strict=True)
+        ]
+        references = tuple(one for part in parts for one in part.references)
+        return Places(references, np.concatenate(objects), np.concatenate([p.rows for p in parts]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemoteColumn:
+    """A column along tokens."""
+
+    places: Places  # the same object for columns that were stored together
+    stored_name: str  # in the objects; a column may be renamed since
+    empty: Array  # [0, ...]: with its dtype and the shape of an entry
+
+
+class RemoteBatch:
+    """Rows of samples by reference; immutable, as a Batch.
+
+    `own` has the columns of one value a sample, among them prompt_tokens and response_tokens.
+    `select, union, concat, take, chunk` move metadata only.
+    """
+
+    def __init__(self, own: Batch, remote: Mapping[str, RemoteColumn]) -> None:
+        """Raises ValueError for columns of other numbers of rows than `own` has."""
+        lengths = {name: len(column.places.rows) for name, column in remote.items()}
+        if {*lengths.values()} - {len(own)}:
+            raise ValueError(f"remote columns of a batch of {len(own)} rows have {lengths}")
+        self.own, self.remote = own, dict(remote)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        packed = {name: _packed(self.own.array(name)) for name in self.own.columns}
+        return _restored, (packed, self.remote)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.own or name in self.remote
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.own.columns, *self.remote]
+
+    def array(self, name: str) -> Array:
+        """A column of one value a sample.
+
+        Raises:
+            TypeError: it is along tokens, and not in the driver.
+            KeyError: there is none of that name.
+        """
+        if name in self.remote:
+            raise TypeError(f"column {name!r} is along tokens: it is not in the driver")
+        return self.own.array(name)
+
+    def lengths(self, name: str) -> npt.NDArray[np.int64]:
+        """[samples]: how many entries a column along tokens has."""
+        return self.own.array(_LENGTHS.get(name, RESPONSE_TOKENS)).astype(np.int64)
+
+    @property
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """Prompt and response tokens of each sample."""
+        return self.lengths("prompt_ids") + self.lengths("response_ids")
+
+    def with_columns(self, **columns: Array) -> RemoteBatch:
+        """With columns of one value a sample."""
+        return RemoteBatch(self.own.with_columns(**columns), self.remote)
+
+    def select(self, *names: str) -> RemoteBatch:
+        """With these columns only. Lengths stay.
+
+        Raises:
+            KeyError: there is none of a name.
+        """
+        if missing := [name for name in names if name not in self]:
+            raise KeyError(f"the batch has no column {missing[0]!r}; it has {sorted(self.names)}")
+        kept = {*names, PROMPT_TOKENS, RESPONSE_TOKENS}
+        own = Batch({name: c for name, c in self.own.columns.items() if name in kept})
+        return RemoteBatch(own, {name: self.remote[name] for name in names if name in self.remote})
+
+    def without(self, *names: str) -> RemoteBatch:
+        return self.select(*(name for name in self.names if name not in names))
+
+    def renamed(self, **names: str) -> RemoteBatch:
+        """With remote columns under other names: renamed(log_probs="reference_log_probs")."""
+        return RemoteBatch(self.own, {names.get(n, n): c for n, c in self.remote.items()})
+
+    def union(self, other: RemoteBatch) -> RemoteBatch:
+        """The columns of both, of the same samples in the same order; those of `other` count.
+
+        Raises:
+            ValueError: they differ in rows.
+        """
+        if len(self) != len(other):
+            raise ValueError(f"the union of batches of {len(self)} and {len(other)} rows")
+        own = self.own.with_columns(**other.own.columns)
+        return RemoteBatch(own, {**self.remote, **other.remote})
+
+    def take(self, rows: Sequence[int]) -> RemoteBatch:
+        index = np.asarray(rows, dtype=np.int64)
+        taken = {id(c.places): c.places for c in self.remote.values()}
+        moved = {key: places.take(index) for key, places in taken.items()}
+        remote = {
+            name: RemoteColumn(moved[id(c.places)], c.stored_name, c.empty)
+            for name, c in self.remote.items()
+        }
+        return RemoteBatch(self.own.take(index.tolist()), remote)
+
+    def chunk(self, num: int) -> list[RemoteBatch]:
+        """`num` parts of consecutive rows, whose numbers differ by one at most."""
+        return [self.take(part.tolist()) for part in np.array_split(np.arange(len(self)), num)]
+
+    @staticmethod
+    def concat(batches: Sequence[RemoteBatch]) -> RemoteBatch:
+        """What some lack of the columns that not every sample has is filled in, as Batch.concat."""
+        filled = [batch for batch in batches if len(batch)] or list(batches[:1])
+        names = dict.fromkeys(name for batch in filled for name in batch.remote)
+        known: dict[tuple[int, ...], tuple[Places, list[Places]]] = {}  # what ids are of stays
+        remote: dict[str, RemoteColumn] = {}
+        for name in names:
+            parts: list[Places] = []
+            stored = {b.remote[name].stored_name for b in filled if name in b.remote}
+            if len(stored) > 1:
+                raise ValueError(f"column {name!r} is stored under the names {sorted(stored)}")
+            for batch in filled:
+                if name not in batch.remote and name not in FILLED:
+                    raise KeyError(f"a batch to be joined has no column {name!r}")
+                has = name in batch.remote
+                parts.append(batch.remote[name].places if has else Places.nowhere(len(batch)))
+            key = tuple(map(id, parts))
+            if key not in known:
+                known[key] = Places.concat(parts), parts
+            empty = next(b.remote[name].empty for b in filled if name in b.remote)
+            remote[name] = RemoteColumn(known[key][0], stored.pop(), empty)
+        return RemoteBatch(Batch.concat([batch.own for batch in filled]), remote)
+
+
+def _places(references: tuple[Any, ...], objects: Array, rows: Array) -> Places:
+    return Places(references, objects.astype(np.int32), rows.astype(np.int32))
+
+
+def _restored(packed: Mapping[str, Any], remote: Mapping[str, RemoteColumn]) -> RemoteBatch:
+    return RemoteBatch(Batch({name: _unpacked(one) for name, one in packed.items()}), remote)
+
+
+def _narrow(values: Array) -> Array:
+    """Integers in as few bytes as they need."""
+    if not len(values):
+        return values
+    bounds = np.min_scalar_type(values.min()), np.min_scalar_type(values.max())
+    return values.astype(np.result_type(*bounds, np.int8))
+
+
+def _packed(column: Array) -> tuple[str, Any]:
+    """To travel: numbers narrow, equal texts once."""
+    if column.dtype.kind == "U":
+        texts, codes = np.unique(column, return_inverse=True)
+        return "", (texts, _narrow(codes.reshape(-1)))
+    if column.dtype.kind == "i":
+        return column.dtype.str, _narrow(column)
+    return column.dtype.str, column
+
+
+def _unpacked(packed: tuple[str, Any]) -> Array:
+    dtype, values = packed
+    if dtype:
+        found: Array = values.astype(dtype, copy=False)
+        return found
+    texts, codes = values
+    return np.asarray(texts[codes])
