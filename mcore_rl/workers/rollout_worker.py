@@ -14,6 +14,7 @@ from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import DiedError
 from mcore_rl.config.resolve_models import ServedModel
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
@@ -43,24 +44,27 @@ class RolloutSpec:
     seed: int
     timeout_s: float  # of everything that the worker asks of its server
     can_sleep: bool = False
-    gpu_ids: tuple[str, ...] = ()  # of each server, where they are not those that Ray shows it
+    gpu_ids: tuple[
+        str, ...
+    ] = ()  # of each node of each server, where they are not those that Ray shows it
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
     experts: ExpertLayers | None = None  # of which those that are used are recorded; None: of none
 
 
 class RolloutWorker:
-    """Runs one server and its event loop, or one node of a server that spans several."""
+    """Runs one server and its event loop, or one node of a server that spans several.
 
-    def __init__(self, spec: RolloutSpec) -> None:
+    The ranks of its group are the nodes of the server with this number.
+    """
+
+    def __init__(self, spec: RolloutSpec, number: int = 0) -> None:
         self._spec = spec
-        if spec.gpu_ids:
-            os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[int(os.environ["RANK"])]
         rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
+        if spec.gpu_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[number * count + rank]
         self._nodes: ServerNodes | None = None
         if count > 1:
-            num_ranks = spec.rollout.num_servers * count
-            self._nodes = ServerNodes(count, rank, num_ranks, spec.timeout_s)
-        self._number = rank // count  # of the server
+            self._nodes = ServerNodes(count, rank, count, spec.timeout_s)
         server = VLLMServer(
             spec.model_path,
             spec.dtype,
@@ -97,9 +101,19 @@ class RolloutWorker:
         self._wait = LoopThread(spec.timeout_s).wait
 
     def _ask(self, ask: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
-        """What the server answers; None on its further nodes, when the first one has the answer."""
+        """What the server answers; None on its further nodes, when the first one has the answer.
+
+        Raises DiedError when the server has died, whatever it answers.
+        """
         try:
-            return None if self._headless else self._wait(ask(self._server))
+            answer = None if self._headless else self._wait(ask(self._server))
+            if self._server.is_dead:  # what a loop has made of requests that failed is not wanted
+                raise DiedError("vLLM's engine has died")
+            return answer
+        except Exception as error:
+            if self._server.is_dead and not isinstance(error, DiedError):
+                raise DiedError(f"vLLM's engine has died: {error}") from error
+            raise
         finally:
             if self._nodes is not None:
                 self._nodes.called()
@@ -154,10 +168,14 @@ class RolloutWorker:
                 self._agent.models[name] = found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are connected."""
-        # The workers of all servers are the generation ranks in a row.
-        first_rank = self._number * self._spec.rollout.tp
+    def connect_weights(
+        self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
+    ) -> None:
+        """Returns when all training ranks and all workers of servers are connected.
+
+        The workers of all servers are the generation ranks in a row: these are those from
+        `first_rank` on. May be called again, when servers have come or gone.
+        """
         self._ask(lambda server: server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
