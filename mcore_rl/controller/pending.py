@@ -158,6 +158,8 @@ def gathered(calls: Sequence[PendingCall], limit: Limit | None = None) -> list[A
     Raises:
         ConfigError, WorkerError: as `PendingCall.result`.
     """
+    if not calls:
+        return []
     for call in calls:
         if call._error is not None:
             raise call._error
