@@ -46,6 +46,8 @@ class Loop:
         replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
         if config.trainer.mode == "one_step_off":
             ahead = SamplesAhead(config, rollout, prompts, replay, thread)
+        else:  # the actor has the weights that are served for as long as it waits for samples
+            turns.servers.resend = turns.serve_again
         coefficients = Coefficients(config.algorithm)
         return Loop(config, turns, rollout, prompts, coefficients, replay, ahead)
 

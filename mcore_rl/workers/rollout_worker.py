@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.resolve_models import ServedModel
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample import Sample
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
+from mcore_rl.rollout.gate import Gate
 from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.workers.expert_records import ExpertLayers, with_records
 from mcore_rl.workers.loop_thread import LoopThread
+from mcore_rl.workers.running_groups import RunningGroups
 
 T = TypeVar("T")
+Stream = Literal["train", "evaluation"]  # what samples are for
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +48,27 @@ class RolloutSpec:
     seed: int
     timeout_s: float  # of everything that the worker asks of its server
     can_sleep: bool = False
-    gpu_ids: tuple[str, ...] = ()  # of each server, where they are not those that Ray shows it
+    gpu_ids: tuple[
+        str, ...
+    ] = ()  # of each node of each server, where they are not those that Ray shows it
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
     experts: ExpertLayers | None = None  # of which those that are used are recorded; None: of none
 
 
 class RolloutWorker:
-    """Runs one server and its event loop, or one node of a server that spans several."""
+    """Runs one server and its event loop, or one node of a server that spans several.
 
-    def __init__(self, spec: RolloutSpec) -> None:
+    The ranks of its group are the nodes of the server with this number.
+    """
+
+    def __init__(self, spec: RolloutSpec, number: int = 0) -> None:
         self._spec = spec
-        if spec.gpu_ids:
-            os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[int(os.environ["RANK"])]
         rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
+        if spec.gpu_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[number * count + rank]
         self._nodes: ServerNodes | None = None
         if count > 1:
-            num_ranks = spec.rollout.num_servers * count
-            self._nodes = ServerNodes(count, rank, num_ranks, spec.timeout_s)
-        self._number = rank // count  # of the server
+            self._nodes = ServerNodes(count, rank, count, spec.timeout_s)
         server = VLLMServer(
             spec.model_path,
             spec.dtype,
@@ -94,15 +102,35 @@ class RolloutWorker:
         # Of requests from outside: they wait while there are no weights.
         self._gate = self._agent.gate if isinstance(self._agent, AgentRunner) else Gate()
         self._remotes: list[RemoteGenerator] = []
+        self._streams: dict[Stream, RunningGroups] = {
+            "train": RunningGroups(),
+            "evaluation": RunningGroups(),
+        }
         self._wait = LoopThread(spec.timeout_s).wait
 
     def _ask(self, ask: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
-        """What the server answers; None on its further nodes, when the first one has the answer."""
+        """What the server answers; None on its further nodes, when the first one has the answer.
+
+        Raises DiedError when the server has died.
+        """
         try:
-            return None if self._headless else self._wait(ask(self._server))
+            with self._alive():
+                return None if self._headless else self._wait(ask(self._server))
         finally:
             if self._nodes is not None:
                 self._nodes.called()
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Raises DiedError when the server has died by the end, whatever was made of it inside."""
+        try:
+            yield
+        except Exception as error:
+            if not self._server.is_dead:
+                raise
+            raise DiedError(f"vLLM's engine has died ({error})") from error
+        if self._server.is_dead:
+            raise DiedError("vLLM's engine has died")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def prepare(self) -> None:
@@ -113,30 +141,60 @@ class RolloutWorker:
     def start(self) -> None:
         self._wait((self._headless or self._server).start())
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
-        """Samples of `sampling.n` trajectories per prompt, in one batch.
+    def _batch(self, samples: list[Sample], with_experts: bool) -> Batch:
+        batch, experts = Batch.of(samples), self._spec.experts
+        if experts is not None and with_experts:
+            batch = with_records(batch, samples, experts)
+        return batch
 
-        With sampling.experts_from = 0 it has references to the experts of their tokens.
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: Stream) -> None:
+        """Starts `sampling.n` trajectories per prompt, together, and returns at once.
+
+        This and the two calls below are for a group of one server. They may be made while other
+        calls run. What has been begun ends by the limits of a trajectory (agent.timeout_s), of a
+        reward and of `sampling.max_tokens`; the caller limits all else by `abandon`.
 
         `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
+        Raises ConfigError when a group of that id has been begun and
+        neither collected nor abandoned.
         """
-        columns = (
-            prompts.jagged("prompt_ids"),
-            prompts.array("group_ids"),
-            prompts.array("fields"),
-            prompts.array("rows"),
-            prompts.array("messages"),
-        )
-        asked = [
-            Prompt(ids.tolist(), int(group), json.loads(str(fields)), int(row), json.loads(str(m)))
-            for ids, group, fields, row, m in zip(*columns, strict=True)
-        ]
-        found = self._ask(lambda _: self._agent.run_all(asked, sampling)) or []
-        batch, experts = Batch.of(found), self._spec.experts
-        if experts is not None and sampling.experts_from is not None:
-            batch = with_records(batch, found, experts)
-        return (batch,)
+        asked = prompts_of(prompts)
+        with self._alive():
+            self._wait(self._begin(asked, sampling, stream))
+
+    async def _begin(
+        self, asked: Sequence[Prompt], sampling: SamplingParams, stream: Stream
+    ) -> None:
+        own = self._streams[stream]
+        if taken := sorted(prompt.group_id for prompt in asked if prompt.group_id in own):
+            raise ConfigError(f"stream {stream!r}: groups {taken} have been begun already")
+        groups = self._agent.start(asked, sampling)
+        own.begin({prompt.group_id: one for prompt, one in zip(asked, groups, strict=True)})
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def collect(self, stream: Stream, wait_s: float) -> Batch:
+        """Samples of the groups that have ended since the last call, in order of group ids.
+
+        Waits up to `wait_s`, less than the worker's timeout_s, until there is one. Returns whole
+        groups, each once, or an empty batch. In the stream "train" they have references to the
+        experts of their tokens, where the server records them.
+
+        Raises what a reward or a loop has raised; that group is forgotten.
+        """
+        if not 0 <= wait_s < self._spec.timeout_s:
+            raise ValueError(f"wait_s={wait_s:g}; allowed: below {self._spec.timeout_s:g}")
+        with self._alive():
+            samples = self._wait(self._streams[stream].collect(wait_s))
+        return self._batch(samples, stream == "train")
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def abandon(self, stream: Stream, group_ids: Sequence[int]) -> None:
+        """Ends groups and forgets them: `collect` never returns them.
+
+        Returns when nothing of them runs any more. Groups that have been collected are no error.
+        """
+        self._wait(self._streams[stream].abandon(group_ids))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
@@ -154,10 +212,14 @@ class RolloutWorker:
                 self._agent.models[name] = found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are connected."""
-        # The workers of all servers are the generation ranks in a row.
-        first_rank = self._number * self._spec.rollout.tp
+    def connect_weights(
+        self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
+    ) -> None:
+        """Returns when all training ranks and all workers of servers are connected.
+
+        The workers of all servers are the generation ranks in a row: these are those from
+        `first_rank` on. May be called again, when servers have come or gone.
+        """
         self._ask(lambda server: server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -206,6 +268,20 @@ class RolloutWorker:
         for remote in self._remotes:
             self._wait(remote.close())
         self._wait(self._server.close())
+
+
+def prompts_of(prompts: Batch) -> list[Prompt]:
+    columns = (
+        prompts.jagged("prompt_ids"),
+        prompts.array("group_ids"),
+        prompts.array("fields"),
+        prompts.array("rows"),
+        prompts.array("messages"),
+    )
+    return [
+        Prompt(ids.tolist(), int(group), json.loads(str(fields)), int(row), json.loads(str(m)))
+        for ids, group, fields, row, m in zip(*columns, strict=True)
+    ]
 
 
 def sampling_of(model: ServedModel) -> SamplingParams:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from mcore_rl.config.schema import RLConfig, RolloutConfig
+from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending import Limit, gathered
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.workers.server_pool import ServerPool
 
 
 class ExportError(RuntimeError):
@@ -26,18 +27,48 @@ class WeightSync(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransportSync:
-    """Sends each worker of every server its shards, by a WeightTransport of all ranks."""
+    """Sends each worker of every server its shards, by a WeightTransport of all ranks.
+
+    The ranks connect anew when servers have come or gone.
+    """
 
     actor: WorkerGroup
-    servers: WorkerGroup
+    servers: ServerPool
     limit: Limit
+    rollout: RolloutConfig
+    settings: WeightSyncConfig
+    _connected: int = -1  # which membership of the servers has connected
 
     def push(self, version: int) -> None:
+        self.servers.admit()
+        while not (self.connect() and self._sent(version)):
+            self.servers.admit()
+        self.servers.updated(version)
+
+    def connect(self) -> bool:
+        """Whether all servers that are up are connected: none has died meanwhile."""
+        membership = self.servers.membership
+        if membership == self._connected:
+            return True
+        layout = generation_layout(self.rollout, self.servers.num_up)
+        endpoint, spec = self.actor.open_weights(layout, self.settings)
+        actors = self.actor.connect_weights.submit(endpoint, spec)
+
+        def place_of(place: int) -> tuple[object, ...]:
+            # The workers of all servers are the generation ranks in a row.
+            return endpoint, spec, place * self.rollout.tp
+
+        self._connected = -1
+        if not self.servers.attempt("connect_weights", place_of, [actors], self.limit):
+            return False
+        self._connected = membership
+        return True
+
+    def _sent(self, version: int) -> bool:
         sending = self.actor.send_weights.submit(version)
-        receiving = self.servers.receive_weights.submit(version)
-        gathered([sending, receiving], self.limit)
+        return self.servers.attempt("receive_weights", lambda _: (version,), [sending], self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +79,7 @@ class CheckpointSync:
     """
 
     actor: WorkerGroup
-    servers: WorkerGroup
+    servers: ServerPool
     limit: Limit
     folder: Path  # that all machines share
     num_bytes: int
@@ -59,19 +90,21 @@ class CheckpointSync:
             refused = [reason for reason in gathered([sending], self.limit)[0] if reason]
             if refused:
                 raise ExportError(f"weight_sync.method='full_export': {refused[0]}")
-            loading = self.servers.load_checkpoint.submit(str(self.folder), version)
-            gathered([loading], self.limit)
+            arguments = str(self.folder), version
+            self.servers.admit()
+            while not self.servers.attempt("load_checkpoint", lambda _: arguments, [], self.limit):
+                self.servers.admit()
+            self.servers.updated(version)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def connect(
-    config: RLConfig, actor: WorkerGroup, servers: WorkerGroup, num_bytes: int
+    config: RLConfig, actor: WorkerGroup, servers: ServerPool, num_bytes: int
 ) -> WeightSync:
-    """The connection that config.weight_sync names, made once between all ranks of both sides.
+    """The connection that config.weight_sync names, made between all ranks of both sides.
 
-    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker; `num_bytes` is what
-    the weights take.
+    `actor` is a group of ModelWorker; `num_bytes` is what the weights take.
 
     Raises:
         ConfigError: there are more workers of servers than training ranks to share their devices
@@ -85,14 +118,11 @@ def connect(
         # The scope of a job removes what is called so, however the job ends.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
         return CheckpointSync(actor, servers, limit, folder, num_bytes)
-    endpoint, spec = actor.open_weights(generation_layout(config.rollout), settings)
-    sides = (actor, servers)
-    gathered([side.connect_weights.submit(endpoint, spec) for side in sides], limit)
-    return TransportSync(actor, servers, limit)
+    sync = TransportSync(actor, servers, limit, config.rollout, settings)
+    sync.connect()  # servers that die of it are started again, and a push connects anew
+    return sync
 
 
-def generation_layout(rollout: RolloutConfig) -> GenerationLayout:
+def generation_layout(rollout: RolloutConfig, num_servers: int) -> GenerationLayout:
     """Each server is one engine; with `ep` it splits its experts over its workers."""
-    return GenerationLayout(
-        tp=rollout.tp, dp=rollout.num_servers, ep=rollout.tp if rollout.ep else 1
-    )
+    return GenerationLayout(tp=rollout.tp, dp=num_servers, ep=rollout.tp if rollout.ep else 1)
