@@ -13,6 +13,8 @@ DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 4}
 def resolve_mode(config: RLConfig) -> None:
     trainer = config.trainer
     one_of("trainer.mode", trainer.mode, MODES)
+    at_least("trainer.asynchronous.max_groups", trainer.asynchronous.max_groups, 0)
+    between("trainer.asynchronous.over_issue", trainer.asynchronous.over_issue, 0, 1)
     if trainer.mode == "sync" and trainer.staleness:
         raise ConfigError(
             f"trainer.staleness={trainer.staleness}: trainer.mode='sync' trains on samples of the "
@@ -39,9 +41,12 @@ def staleness_of(config: TrainerConfig) -> int:
 
 def _resolve_fully_async(config: RLConfig) -> None:
     asynchronous, algorithm = config.trainer.asynchronous, config.algorithm
-    at_least("trainer.asynchronous.max_groups", asynchronous.max_groups, 0)
-    between("trainer.asynchronous.over_issue", asynchronous.over_issue, 0, 1)
     mode = "trainer.mode='fully_async'"
+    if asynchronous.over_issue and not staleness_of(config.trainer):
+        raise ConfigError(
+            f"trainer.asynchronous.over_issue={asynchronous.over_issue} with trainer.staleness=0, "
+            "where what a step leaves is too old for the next; allowed: 0, or staleness above 0"
+        )
     if config.actor.moe.router_replay == "rollout":
         raise ConfigError(
             f"actor.moe.router_replay='rollout' with {mode}: the experts of a response are those "

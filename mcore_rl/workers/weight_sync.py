@@ -28,15 +28,22 @@ class WeightSync(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransportSync:
-    """Sends each worker of every server its shards, by a WeightTransport of all ranks."""
+    """Sends each worker of every server its shards, by a WeightTransport of all ranks.
+
+    `in_flight`: servers keep the requests that they are answering, which go on with the new
+    weights, and with `recompute_cache` on a KV cache of these. Otherwise none may run.
+    """
 
     actor: WorkerGroup
     servers: WorkerGroup
     limit: Limit
+    in_flight: bool = False
+    recompute_cache: bool = False
 
     def push(self, version: int) -> None:
+        kept = self.in_flight, self.recompute_cache
         sending = self.actor.send_weights.submit(version)
-        receiving = self.servers.receive_weights.submit(version)
+        receiving = self.servers.receive_weights.submit(version, *kept)
         gathered([sending, receiving], self.limit)
 
 
@@ -88,7 +95,9 @@ def connect(
     endpoint, spec = actor.open_weights(generation_layout(config.rollout), settings)
     sides = (actor, servers)
     gathered([side.connect_weights.submit(endpoint, spec) for side in sides], limit)
-    return TransportSync(actor, servers, limit)
+    in_flight = config.trainer.mode == "fully_async"
+    recompute_cache = config.trainer.asynchronous.recompute_cache
+    return TransportSync(actor, servers, limit, in_flight, recompute_cache)
 
 
 def generation_layout(rollout: RolloutConfig) -> GenerationLayout:

@@ -23,7 +23,7 @@ class Group:
     def to(self, place: str, *, model: bool = True) -> None:
         self.told.append(f"{self.name} to {place}" + " but for the model" * (not model))
 
-    def sleep(self) -> None:
+    def sleep(self, keep: bool) -> None:
         self.told.append("sleep")
 
     def wake(self, tag: str) -> None:
