@@ -60,8 +60,8 @@ class ReplayBuffer:
         if not self._config.share:
             return
         kept = batch if self._kept is None else Batch.concat([self._kept, batch])
-        newest = np.array([row.max(initial=0) for row in kept.jagged("weight_versions")])
-        self._kept = kept.take(np.flatnonzero(step - newest <= self._config.max_age).tolist())
+        oldest = _oldest_versions(kept)
+        self._kept = kept.take(np.flatnonzero(step - oldest <= self._config.max_age).tolist())
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self._kept.to_arrays() if self._kept is not None else None}
@@ -70,3 +70,15 @@ class ReplayBuffer:
         """Without a share nothing is kept, whatever was."""
         if self._config.share and state["samples"] is not None:
             self._kept = Batch.from_arrays(state["samples"])
+
+
+def _oldest_versions(batch: Batch) -> Array:
+    """[samples]: of the tokens that the policy has chosen in their groups; 0 without one."""
+    pairs = zip(batch.jagged("weight_versions"), batch.jagged("response_mask"), strict=True)
+    chosen = [versions[mask != 0] for versions, mask in pairs]
+    never = np.iinfo(np.int64).max
+    of_rows = np.array([versions.min(initial=never) for versions in chosen], np.int64)
+    ids, index = np.unique(batch.array("group_ids"), return_inverse=True)
+    of_groups = np.full(len(ids), never)
+    np.minimum.at(of_groups, index, of_rows)
+    return np.asarray(np.where(of_groups == never, 0, of_groups)[index])

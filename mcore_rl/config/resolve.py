@@ -123,7 +123,7 @@ def resolve(config: RLConfig) -> None:
     resolve_truncation(config)
     resolve_reward(config.reward)
     _resolve_weight_sync(config)
-    resolve_mode(config.trainer)
+    resolve_mode(config)
     _resolve_placement(config)
     resolve_algorithm(config.algorithm, staleness_of(config.trainer))
     _resolve_batch(config)
@@ -260,9 +260,7 @@ def placement_of(config: RLConfig) -> PlacementConfig:
     """With all decided that the settings decide."""
     if config.placement.rollout != "auto":
         return config.placement
-    is_elsewhere = (
-        config.weight_sync.method == "disaggregated" or config.trainer.mode == "one_step_off"
-    )
+    is_elsewhere = config.weight_sync.method == "disaggregated" or config.trainer.mode != "sync"
     return replace(config.placement, rollout=OWN_POOL if is_elsewhere else "shared")
 
 

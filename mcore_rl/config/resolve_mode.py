@@ -2,25 +2,81 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.checks import between, one_of
+from mcore_rl.config.checks import at_least, between, one_of
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import TrainerConfig
+from mcore_rl.config.schema import AsynchronousConfig, RLConfig, TrainerConfig
 
-MODES = ("sync", "one_step_off")
+MODES = ("sync", "one_step_off", "fully_async")
+DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 4}
 
 
-def resolve_mode(config: TrainerConfig) -> None:
-    one_of("trainer.mode", config.mode, MODES)
-    if config.mode == "sync" and config.staleness:
+def resolve_mode(config: RLConfig) -> None:
+    trainer = config.trainer
+    one_of("trainer.mode", trainer.mode, MODES)
+    at_least("trainer.asynchronous.max_groups", trainer.asynchronous.max_groups, 0)
+    between("trainer.asynchronous.over_issue", trainer.asynchronous.over_issue, 0, 1)
+    if trainer.mode == "sync" and trainer.staleness:
         raise ConfigError(
-            f"trainer.staleness={config.staleness}: trainer.mode='sync' trains on samples of the "
-            "policy; allowed: 0, or trainer.mode='one_step_off'"
+            f"trainer.staleness={trainer.staleness}: trainer.mode='sync' trains on samples of the "
+            "policy; allowed: 0, or trainer.mode='one_step_off', 'fully_async'"
         )
-    between("trainer.staleness", staleness_of(config), 0, 1)
+    if trainer.mode == "fully_async":
+        at_least("trainer.staleness", staleness_of(trainer), 0)
+        _resolve_fully_async(config)
+        return
+    between("trainer.staleness", staleness_of(trainer), 0, 1)
+    if trainer.asynchronous != AsynchronousConfig():
+        raise ConfigError(
+            f"trainer.asynchronous has no part in trainer.mode={trainer.mode!r}; allowed: its "
+            "defaults, or trainer.mode='fully_async'"
+        )
 
 
 def staleness_of(config: TrainerConfig) -> int:
-    """How many versions older than the policy samples are."""
+    """How many versions older than the policy samples may be."""
     if config.staleness is not None:
         return config.staleness
-    return 0 if config.mode == "sync" else 1
+    return DEFAULT_STALENESS[config.mode]
+
+
+def _resolve_fully_async(config: RLConfig) -> None:
+    asynchronous, algorithm = config.trainer.asynchronous, config.algorithm
+    mode = "trainer.mode='fully_async'"
+    if asynchronous.over_issue and not staleness_of(config.trainer):
+        raise ConfigError(
+            f"trainer.asynchronous.over_issue={asynchronous.over_issue} with trainer.staleness=0, "
+            "where what a step leaves is too old for the next; allowed: 0, or staleness above 0"
+        )
+    if config.actor.moe.router_replay == "rollout":
+        raise ConfigError(
+            f"actor.moe.router_replay='rollout' with {mode}: the experts of a response are those "
+            "of several versions of the router; allowed: 'off', 'record'"
+        )
+    if algorithm.advantage == "remax":
+        raise ConfigError(
+            f"algorithm.advantage='remax' with {mode}: the greedy response that it compares with "
+            "would be of another version; allowed: another advantage"
+        )
+    is_uncut = algorithm.loss == "decoupled_ppo" and not algorithm.loss_settings.get("weight_cap")
+    if is_uncut and staleness_of(config.trainer):
+        raise ConfigError(
+            f"algorithm.loss_settings.weight_cap=None with algorithm.loss='decoupled_ppo' and "
+            f"{mode}: training collapses by weights of old samples without a bound; allowed: above "
+            "0, such as 5"
+        )
+    if config.weight_sync.method == "full_export":
+        raise ConfigError(
+            f"weight_sync.method='full_export' with {mode}: servers reload no checkpoint in the "
+            "middle of responses; allowed: 'colocated', 'disaggregated'"
+        )
+    if algorithm.samples.prompts_per_round:
+        raise ConfigError(
+            f"algorithm.samples.prompts_per_round={algorithm.samples.prompts_per_round}: {mode} "
+            "generates in no rounds; allowed: 0"
+        )
+    if config.reward.shuffle and algorithm.samples.group_filter:
+        raise ConfigError(
+            f"reward.shuffle=true with {mode} and algorithm.samples.group_filter="
+            f"{algorithm.samples.group_filter!r}: groups are filtered as they come, before "
+            "rewards could be permuted over a step; allowed: group_filter=''"
+        )

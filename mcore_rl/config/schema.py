@@ -347,13 +347,29 @@ class TimeoutsConfig:
 
 
 @dataclass
+class AsynchronousConfig:
+    """How generation goes on beside training, with trainer.mode=fully_async."""
+
+    max_groups: int = 0  # groups that are generated at once; 0: as many as staleness lets in
+    # Groups begun beyond those, as a share of trainer.prompts_per_step: a step takes the first that
+    # are complete. Those that are too old then are begun again, which favours short responses.
+    over_issue: float = 0.0
+    # Compute the KV cache of unfinished responses anew with each version of the weights. Otherwise
+    # it stays that of the versions it was computed with, and only new tokens are of the new one.
+    recompute_cache: bool = False
+
+
+@dataclass
 class TrainerConfig:
     # sync: a step generates, then trains, then pushes the weights. one_step_off: the next samples
-    # are generated while these are trained on; the servers have devices of their own.
+    # are generated while these are trained on; the servers have devices of their own. fully_async:
+    # servers generate all the time, and take new weights in the middle of responses.
     mode: str = "sync"
-    # How many versions older than the policy that is trained samples are: 0 or 1 with one_step_off,
-    # where 0 waits for the push as sync does; 0 with sync. Default: 1 with one_step_off.
+    # The most versions by which a token may be older than the policy that is trained on it. 0 with
+    # sync; 0 or 1 with one_step_off, where 0 waits for the push as sync does; any with fully_async.
+    # Default: 1 with one_step_off, 4 with fully_async.
     staleness: int | None = None
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     num_steps: int = 100  # each: generate, compute log-probs, update, push the weights
     prompts_per_step: int = 64  # a step has this times algorithm.group_size samples
     # Stop if log-probs of trainer and rollout differ by more than this at a token, in nats.
@@ -415,7 +431,7 @@ class PlacementConfig:
     reward_model: str = "shared"  # the reward model, if there is one
     teacher: str = "shared"  # each of the teachers, if there are any
     # The generation servers. "auto": "own" with weight_sync.method="disaggregated" or
-    # trainer.mode="one_step_off", else "shared".
+    # trainer.mode="one_step_off" or "fully_async", else "shared".
     rollout: str = "auto"
 
 

@@ -31,7 +31,7 @@ class PromptBatches:
         curriculum: CurriculumSampler | None = None,
     ) -> None:
         self._dataset, self._batch_size, self._curriculum = dataset, batch_size, curriculum
-        self._drawn: dict[int, int] = {}  # the row of each group that `observe` has yet to see
+        self._drawn: dict[int, int] = {}  # the row of each group that nobody has told of yet
         self._sampler: IndexSampler | MixtureSampler | CurriculumSampler
         if curriculum is not None:
             self._sampler = curriculum
@@ -49,22 +49,28 @@ class PromptBatches:
 
     def take(self, num: int) -> Batch:
         """The next `num` prompts: other sizes have the same ones, in the same order."""
+        return self.again(self.draw(num))
+
+    def draw(self, num: int) -> dict[int, int]:
+        """The rows of the next `num` prompts, by the group ids that they have got."""
         rows, first = self._sampler.take(num), self._next_group_id
         self._next_group_id += num
-        groups = range(first, self._next_group_id)
-        if self._curriculum is not None:
-            self._drawn |= zip(groups, rows, strict=True)
-        return _prompt_batch(self._dataset, rows, groups)
+        return dict(zip(range(first, self._next_group_id), rows, strict=True))
 
-    def observe(self, group_ids: Array, has_succeeded: Array) -> None:
-        """Which responses [samples] have succeeded, to all prompts since the last call."""
+    def again(self, drawn: Mapping[int, int]) -> Batch:
+        """The prompts of what `draw` has given, now or in a run that this one goes on from."""
+        if self._curriculum is not None:
+            self._drawn |= drawn
+        return _prompt_batch(self._dataset, list(drawn.values()), list(drawn))
+
+    def observe(self, came: Array, group_ids: Array, has_succeeded: Array) -> None:
+        """Which responses [samples] have succeeded, of the groups that `came`, each once."""
         if self._curriculum is None:
             return
-        for group, row in self._drawn.items():
-            found = has_succeeded[group_ids == group]
+        for group in np.unique(came).tolist():
+            row, found = self._drawn.pop(group), has_succeeded[group_ids == group]
             if len(found):  # else each reward raised
                 self._curriculum.observe(row, int(found.sum()), len(found))
-        self._drawn = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampler": self._sampler.state_dict(), "next_group_id": self._next_group_id}

@@ -14,8 +14,10 @@ from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.metrics import Report
+from mcore_rl.trainers.fully_async import FullyAsyncTrainer
 from mcore_rl.trainers.one_step_off import OneStepOffTrainer
 from mcore_rl.trainers.sync import SyncTrainer
+from mcore_rl.workers.async_rollout import AsyncRollout
 from mcore_rl.workers.checkpointer import Checkpointer, Stateful
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.learner import Learner
@@ -35,19 +37,22 @@ class Loop:
     prompts: PromptBatches
     coefficients: Coefficients
     replay: ReplayBuffer
-    ahead: SamplesAhead | None  # None: samples are generated when they are needed
+    ahead: SamplesAhead | AsyncRollout | None  # None: samples are generated when they are needed
 
     @staticmethod
     def of(config: RLConfig, turns: Turns, train: PromptDataset, thread: Executor) -> Loop:
         """`thread` generates while another one trains; it has to outlive the servers."""
         replays = config.actor.moe.router_replay == "rollout"
         rollout = RolloutPool(turns.servers, config.rollout, config.seed, replays)
-        prompts, ahead = _prompts(config, train), None
+        prompts = _prompts(config, train)
+        ahead: SamplesAhead | AsyncRollout | None = None
         replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
         if config.trainer.mode == "one_step_off":
             ahead = SamplesAhead(config, rollout, prompts, replay, thread)
         else:  # the actor has the weights that are served for as long as it waits for samples
             turns.servers.resend = turns.serve_again
+        if config.trainer.mode == "fully_async":
+            ahead = AsyncRollout(config, rollout, prompts, replay)
         coefficients = Coefficients(config.algorithm)
         return Loop(config, turns, rollout, prompts, coefficients, replay, ahead)
 
@@ -68,12 +73,14 @@ class Loop:
         """Raises what the trainer raises."""
         config, turns = self.config, self.turns
         learner = Learner(config, turns, self.coefficients, tables)
-        if self.ahead is not None:
-            own = self.ahead, learner, checkpointer, evaluation
-            OneStepOffTrainer(config, turns, *own).train(report)
+        own = learner, checkpointer, evaluation
+        if isinstance(self.ahead, AsyncRollout):
+            FullyAsyncTrainer(config, turns, self.ahead, *own).train(report)
+        elif self.ahead is not None:
+            OneStepOffTrainer(config, turns, self.ahead, *own).train(report)
         else:
             source = self.rollout, self.prompts, self.replay
-            SyncTrainer(config, turns, *source, learner, checkpointer, evaluation).train(report)
+            SyncTrainer(config, turns, *source, *own).train(report)
 
 
 def _prompts(config: RLConfig, train: PromptDataset) -> PromptBatches:

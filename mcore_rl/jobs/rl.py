@@ -279,7 +279,7 @@ def _started(
     if starting:
         servers.connect_models(frozen_servers.addresses(gathered(starting)))
     sync = connect(config, actor, servers, room.weight_bytes(config))
-    return Turns(placement, models, servers, sync)
+    return Turns(placement, models, servers, sync, config.trainer.mode == "fully_async")
 
 
 def _critic(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,8 @@ from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers.server_pool import ServerPool
 
 _WAIT_S = 10.0
+
+TRAIN = "train"  # the stream of samples that are trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,27 @@ class RolloutPool:
         if self.records_experts and not is_greedy:
             sampling = replace(sampling, experts_from=0)
         return self._answers(prompts, sampling)
+
+    def begin(self, prompts: Batch, n: int) -> None:
+        """The same samples, which come by `collect`; returns at once."""
+        sampling = self._sampling(n, self.config.temperature)
+        self.servers.begin(prompts, sampling, stream=TRAIN)
+
+    def collect(self, wait_s: float) -> list[Batch]:
+        """Whole groups that were begun and have ended since the last call.
+
+        Waits up to `wait_s` until there is one. Raises what a reward or a loop raised.
+        """
+        found: list[Batch] = self.servers.collect(TRAIN, wait_s)
+        return found
+
+    def abandon(self, group_ids: Sequence[int]) -> None:
+        """These groups never come."""
+        self.servers.abandon(TRAIN, group_ids)
+
+    def busy_s(self) -> float:
+        """Seconds of the run in which a server has generated, on average over servers."""
+        return float(np.mean(self.servers.busy_s()))
 
     def evaluate(self, prompts: Batch, config: EvaluationConfig) -> Batch:
         """config.num_samples a prompt, as `generate`, with the settings of sampling of evaluation.

@@ -43,39 +43,63 @@ def samples_of_step(
         PolicyMismatchError: samples came from other weights.
         ConfigError: no response got a reward; too few groups have passed, and if_short is stop.
     """
-    policy, seed = config.algorithm.samples, [config.seed, step]
-    per_step = config.trainer.prompts_per_step
-    replayed = replay.draw(min(round(policy.replay.share * per_step), per_step - 1), step)
-    wanted = per_step - (_num_groups(replayed) if replayed is not None else 0)
+    policy, (replayed, wanted) = config.algorithm.samples, replayed_and_wanted(config, replay, step)
     rounds: list[Batch] = []
     while True:
         rounds.append(_round(config, rollout, prompts.take(policy.prompts_per_round or wanted)))
         policy_checks.check_versions(rounds[-1], step - 1 - age)
-        batch, metrics = steps.judged(Batch.concat(rounds), config.reward.on_error)
-        metrics |= steps.describe(batch)
-        if config.reward.shuffle:
-            batch = steps.shuffled_rewards(batch, seed)
+        came = Batch.concat(rounds)
+        batch, metrics = rewarded(config, came, step)
         passed = kept_groups(batch, policy)
-        if _num_groups(passed) >= wanted or len(rounds) == policy.max_rounds:
+        if num_groups(passed) >= wanted or len(rounds) == policy.max_rounds:
             break
-    _observe(config, prompts, batch)
+    observe(config, prompts, came, batch)
     if policy.group_filter:
         metrics |= _of_filter(len(rounds), batch, passed, wanted)
-    if _num_groups(passed) < wanted and policy.if_short == "stop":
+    if num_groups(passed) < wanted and policy.if_short == "stop":
         raise ConfigError(
-            f"step {step}: {_num_groups(passed)} of {_num_groups(batch)} groups have passed "
+            f"step {step}: {num_groups(passed)} of {num_groups(batch)} groups have passed "
             f"algorithm.samples.group_filter={policy.group_filter!r} in {len(rounds)} rounds, of "
             f"{wanted} that the step needs; allowed: more algorithm.samples.max_rounds or "
             "prompts_per_round, or if_short='train'"
         )
     kept = passed.take(np.flatnonzero(_is_first(passed.array("group_ids"), wanted)).tolist())
+    kept, found = trained_on(config, kept, replay, replayed, step)
+    return kept, metrics | found | {"generated_tokens": float(came.num_tokens.sum())}
+
+
+def replayed_and_wanted(
+    config: RLConfig, replay: ReplayBuffer, step: int
+) -> tuple[Batch | None, int]:
+    """The groups of earlier steps that a step trains on, and how many new ones it needs."""
+    per_step = config.trainer.prompts_per_step
+    share = round(config.algorithm.samples.replay.share * per_step)
+    replayed = replay.draw(min(share, per_step - 1), step)
+    return replayed, per_step - (num_groups(replayed) if replayed is not None else 0)
+
+
+def rewarded(config: RLConfig, came: Batch, step: int) -> tuple[Batch, dict[str, float]]:
+    """What was generated, with the rewards that count, and metrics of it.
+
+    Raises ConfigError: no response got a reward.
+    """
+    batch, metrics = steps.judged(came, config.reward.on_error)
+    metrics |= steps.describe(batch)
+    if config.reward.shuffle:
+        batch = steps.shuffled_rewards(batch, [config.seed, step])
+    return batch, metrics
+
+
+def trained_on(
+    config: RLConfig, kept: Batch, replay: ReplayBuffer, replayed: Batch | None, step: int
+) -> tuple[Batch, dict[str, float]]:
+    """The groups of a step with those responses that advantages compare, and replayed groups."""
+    policy = config.algorithm.samples
     if policy.advantages_of == "kept":
-        kept = kept_responses(kept, policy, [*seed, CHOICE_STREAM])
-    if policy.replay.share:
-        kept, found = _with_replayed(kept, replayed, replay, policy.replay.max_age, step)
-        metrics |= found
-    generated = int(Batch.concat(rounds).num_tokens.sum())
-    return kept, metrics | {"generated_tokens": float(generated)}
+        kept = kept_responses(kept, policy, [config.seed, step, CHOICE_STREAM])
+    if not policy.replay.share:
+        return kept, {}
+    return _with_replayed(kept, replayed, replay, policy.replay.max_age, step)
 
 
 def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Batch:
@@ -88,16 +112,18 @@ def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Batch:
     return batch
 
 
-def _observe(config: RLConfig, prompts: PromptBatches, batch: Batch) -> None:
+def observe(config: RLConfig, prompts: PromptBatches, came: Batch, batch: Batch) -> None:
+    """Tells a curriculum of the groups that `came`; `batch` has those with a reward."""
     curriculum = config.data.curriculum
     if curriculum.name:
         batch = Trajectories(batch).joined()
         rewards = reward_or_part(batch, curriculum.success, "data.curriculum.success")
-        prompts.observe(batch.array("group_ids"), rewards >= curriculum.min_reward)
+        has_succeeded = rewards >= curriculum.min_reward
+        prompts.observe(came.array("group_ids"), batch.array("group_ids"), has_succeeded)
 
 
 def _of_filter(num_rounds: int, batch: Batch, passed: Batch, wanted: int) -> dict[str, float]:
-    num, num_passed = _num_groups(batch), _num_groups(passed)
+    num, num_passed = num_groups(batch), num_groups(passed)
     found = {"rounds": num_rounds, "groups": num, "passed": num_passed / num}
     found["dropped_surplus"] = max(num_passed - wanted, 0)
     return {f"samples/{name}": float(value) for name, value in found.items()}
@@ -112,14 +138,14 @@ def _with_replayed(
     if replayed is None:
         return fresh, {"samples/replayed": 0.0}
     policy_checks.check_versions(replayed, step - 1, max_age)
-    metrics = {"samples/replayed": float(_num_groups(replayed))}
+    metrics = {"samples/replayed": float(num_groups(replayed))}
     ages = step - 1 - policy_checks.chosen(replayed, "weight_versions")
     if len(ages):
         metrics["samples/replayed_age"] = float(ages.mean())
     return Batch.concat([fresh, replayed]), metrics
 
 
-def _num_groups(batch: Batch) -> int:
+def num_groups(batch: Batch) -> int:
     return len(np.unique(batch.array("group_ids")))
 
 

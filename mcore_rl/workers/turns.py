@@ -29,13 +29,15 @@ from mcore_rl.workers.weight_sync import WeightSync
 class Turns:
     """`models` are the actor and, if there are any, reference, critic, reward model, teachers.
 
-    A LoRA actor is its own reference.
+    A LoRA actor is its own reference. With `keeps_requests` servers that sleep have unfinished
+    requests, and go on with them.
     """
 
     placement: PlacementConfig
     models: dict[str, WorkerGroup]
     servers: ServerPool
     weight_sync: WeightSync
+    keeps_requests: bool = False
 
     @property
     def actor(self) -> WorkerGroup:
@@ -46,9 +48,9 @@ class Turns:
         return self.models.get("critic")
 
     def stop_serving(self) -> None:
-        """Call when the servers have generated all samples of the step."""
+        """Call when the servers have generated all samples of the step, or keep what they do."""
         if servers_sleep(self.placement, self.models):
-            self.servers.sleep()
+            self.servers.sleep(keep=self.keeps_requests)
 
     def with_reference_log_probs(self, batch: Batch, temperature: float) -> Batch:
         """Adds reference log-probs, of the reference model or of the actor without adapters."""

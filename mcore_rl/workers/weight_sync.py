@@ -31,7 +31,9 @@ class WeightSync(Protocol):
 class TransportSync:
     """Sends each worker of every server its shards, by a WeightTransport of all ranks.
 
-    The ranks connect anew when servers have come or gone.
+    The ranks connect anew when servers have come or gone. `in_flight`: servers keep the requests
+    that they are answering, which go on with the new weights, and with `recompute_cache` on a KV
+    cache of these. Otherwise none may run.
     """
 
     actor: WorkerGroup
@@ -39,6 +41,8 @@ class TransportSync:
     limit: Limit
     rollout: RolloutConfig
     settings: WeightSyncConfig
+    in_flight: bool = False
+    recompute_cache: bool = False
     _connected: int = -1  # which membership of the servers has connected
 
     def push(self, version: int) -> None:
@@ -68,7 +72,8 @@ class TransportSync:
 
     def _sent(self, version: int) -> bool:
         sending = self.actor.send_weights.submit(version)
-        return self.servers.attempt("receive_weights", lambda _: (version,), [sending], self.limit)
+        given = version, self.in_flight, self.recompute_cache
+        return self.servers.attempt("receive_weights", lambda _: given, [sending], self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,10 @@ def connect(
         # The scope of a job removes what is called so, however the job ends.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
         return CheckpointSync(actor, servers, limit, folder, num_bytes)
-    sync = TransportSync(actor, servers, limit, config.rollout, settings)
+    in_flight = config.trainer.mode == "fully_async"
+    recompute_cache = config.trainer.asynchronous.recompute_cache
+    kept = in_flight, recompute_cache
+    sync = TransportSync(actor, servers, limit, config.rollout, settings, *kept)
     sync.connect()  # servers that die of it are started again, and a push connects anew
     return sync
 

@@ -73,7 +73,7 @@ class Servers:
         rewards = np.array([0.0, 0.25, 0.0], np.float32)
         return Batch({"group_ids": np.array([2, 1, 0]), "rewards": rewards})
 
-    def sleep(self):
+    def sleep(self, keep):
         assert self.versions == []
 
     def wake(self, tag):

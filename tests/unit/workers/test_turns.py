@@ -29,7 +29,7 @@ class Group:
     def start_asleep(self) -> None:
         self.told.append("start asleep")
 
-    def sleep(self) -> None:
+    def sleep(self, keep: bool) -> None:
         self.told.append("sleep")
 
     def wake(self, tag: str) -> None:

@@ -1,0 +1,188 @@
+"""Generation that goes on beside a trainer: its servers, and the ledger of what they have begun."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.algorithms.replay import ReplayBuffer
+from mcore_rl.algorithms.sample_choice import kept_groups
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.controller.pending import WorkerError
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.workers import policy_checks, samples
+from mcore_rl.workers.admission import Admission, Pacing
+from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.sample_queue import Group, SampleQueue, State
+from mcore_rl.workers.scoring import with_teacher_names
+
+SAMPLES = "samples"  # the column of the ledger that has them
+POLL_S = 1.0  # that one call waits for samples; between two of them groups are begun
+
+
+class AsyncRollout:
+    """`take` the samples of a step, and tell `pushed` when the servers have its weights.
+
+    In between nothing is asked of the servers: they have been given groups enough to go on. The
+    ledger is a state of a checkpoint. It has the prompts of what was begun and not trained on, and
+    a run that goes on begins those again.
+    """
+
+    def __init__(
+        self, config: RLConfig, rollout: RolloutPool, prompts: PromptBatches, replay: ReplayBuffer
+    ) -> None:
+        trainer, group_size = config.trainer, config.algorithm.group_size
+        self._config, self._rollout, self._prompts = config, rollout, prompts
+        self._replay, self._staleness = replay, trainer.staleness or 0
+        self.queue: SampleQueue[Batch] = SampleQueue(group_size)
+        pacing = Pacing(
+            groups_per_step=trainer.prompts_per_step,
+            group_size=group_size,
+            num_steps=trainer.num_steps,
+            staleness=self._staleness,
+            depth=trainer.asynchronous.max_groups or None,
+            over_issue=trainer.asynchronous.over_issue,
+        )
+        self.admission = Admission(self.queue, pacing)
+        self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
+        self._busy_s = 0.0
+
+    def fill(self) -> None:
+        """Begin as many groups as may be; returns at once."""
+        per_step = self._config.trainer.prompts_per_step
+        while num := min(self.admission.num_to_draw(), per_step):
+            drawn = self._prompts.draw(num)
+            self.queue.issue(list(drawn), list(drawn.values()))
+        if begun := self.admission.begin():
+            asked = self._prompts.again({group.group_id: group.row for group in begun})
+            self._rollout.begin(asked, n=self._config.algorithm.group_size)
+
+    def take(self, step: int) -> tuple[Batch, dict[str, float]]:
+        """The samples of a step with their rewards, and metrics of all that have come since.
+
+        Waits until enough groups are complete, and begins others for those that the filter of
+        groups rejects. What would be too old for the next step is ended.
+
+        Raises:
+            PolicyMismatchError: a token is too old, or newer than the policy.
+            ConfigError: no response got a reward; too few groups have passed, and if_short is stop.
+            WorkerError: no group has come for timeouts.call_s.
+        """
+        config = self._config
+        replayed, wanted = samples.replayed_and_wanted(config, self._replay, step)
+        chosen = self._chosen(step, wanted)
+        came = [group.columns[SAMPLES] for group in chosen] + self._rejected
+        self._rejected = []
+        everything = type(came[0]).concat(came)
+        batch, metrics = samples.rewarded(config, everything, step)
+        samples.observe(config, self._prompts, everything, batch)
+        if config.algorithm.samples.group_filter:
+            metrics |= {
+                "samples/groups": float(len(came)),
+                "samples/passed": len(chosen) / len(came),
+            }
+        is_chosen = np.isin(batch.array("group_ids"), [group.group_id for group in chosen])
+        kept = batch.take(np.flatnonzero(is_chosen).tolist())
+        kept, found = samples.trained_on(config, kept, self._replay, replayed, step)
+        metrics |= found | policy_checks.checked_age(kept, step - 1, self._staleness)
+        metrics |= self.queue.metrics()
+        self._evict(step)
+        return kept, metrics | {"generated_tokens": float(everything.num_tokens.sum())}
+
+    def pushed(self, step: int) -> None:
+        """The step is trained, and the servers have its weights: begin what these allow."""
+        self.queue.mark_trained(step)
+        self.admission.pushed(step)
+        self.queue.clear(step)
+        self.fill()
+
+    def idle_s(self, clock: Stopwatch) -> float:
+        """Seconds since the last call, of a step, in which a server had nothing to generate.
+
+        The mean over servers, without pushes. Those that sleep have nothing to generate either.
+        """
+        before, self._busy_s = self._busy_s, self._rollout.busy_s()
+        pushing_s = clock.seconds.get("time/weight_sync_s", 0.0)
+        return max(clock.total_s - pushing_s - (self._busy_s - before), 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"queue": self.queue.state_dict(), "admission": self.admission.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.queue.load_state_dict(state["queue"])
+        self.admission.load_state_dict(state["admission"])
+
+    def _chosen(self, step: int, wanted: int) -> list[Group[Batch]]:
+        policy, limit = self._config.algorithm.samples, self._config.timeouts.call_s
+        most = policy.max_rounds * self._config.trainer.prompts_per_step
+        last = time.monotonic()
+        while True:
+            if len(self._rejected) < most:
+                self.fill()
+            if (chosen := self.admission.select(step, wanted)) is not None:
+                return chosen
+            if not (running := self.queue.num_groups(State.GENERATING)):
+                return self._too_few(step, wanted)
+            if self._receive():
+                last = time.monotonic()
+            elif time.monotonic() - last > limit:
+                raise WorkerError(
+                    f"rollout.collect: no group of samples has come for timeouts.call_s={limit:g} "
+                    f"s, of {running} that are generated"
+                )
+
+    def _receive(self) -> bool:
+        """Takes what has come into the ledger, if anything has."""
+        found = self._rollout.collect(POLL_S)
+        for batch in found:
+            ids = batch.array("group_ids")
+            for group_id in np.unique(ids).tolist():
+                self._came(group_id, batch.take(np.flatnonzero(ids == group_id).tolist()))
+        return any(len(batch) for batch in found)
+
+    def _came(self, group_id: int, batch: Batch) -> None:
+        config, versions = self._config, batch.array("oldest_versions")
+        oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
+        oldest = oldest if (versions >= 0).any() else -1
+        if config.teacher.column:
+            [row] = [g.row for g in self.queue.groups(State.GENERATING) if g.group_id == group_id]
+            asked = self._prompts.again({group_id: row})
+            batch = with_teacher_names(batch, asked, config.teacher.column)
+        self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
+        if self._passes(batch):
+            self.queue.mark_rewarded([group_id])
+        else:
+            self.queue.drop([group_id])
+            self._rejected.append(batch)
+
+    def _passes(self, batch: Batch) -> bool:
+        policy = self._config.algorithm.samples
+        if not policy.group_filter:
+            return True
+        if self._config.reward.on_error == "drop":
+            batch = batch.take(np.flatnonzero(batch.array("reward_errors") == "").tolist())
+        return len(batch) > 0 and len(kept_groups(batch, policy)) > 0
+
+    def _too_few(self, step: int, wanted: int) -> list[Group[Batch]]:
+        """What there is, where the filter has rejected as many as it may in a step."""
+        num, policy = self.queue.num_groups(State.REWARDED), self._config.algorithm.samples
+        if policy.if_short == "stop":
+            raise ConfigError(
+                f"step {step}: algorithm.samples.group_filter={policy.group_filter!r} has rejected "
+                f"{len(self._rejected)} groups, and {num} are left of {wanted} that the step needs;"
+                " allowed: more algorithm.samples.max_rounds, or if_short='train'"
+            )
+        return self.admission.select(step, num) or []
+
+    def _evict(self, step: int) -> None:
+        """What is too old when the weights of this step are there; after the last one, all."""
+        is_last = step == self._config.trainer.num_steps
+        version = step + self._staleness + 1 if is_last else step
+        if running := self.admission.evict(version):
+            self._rollout.abandon(running)

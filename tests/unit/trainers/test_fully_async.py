@@ -1,0 +1,433 @@
+"""Fully asynchronous training with modelled servers: time is a number, and so are the weights.
+
+A server generates a token of each response a second; how many a response has depends on its group
+alone, with a long tail. The log-prob of a token depends on the version of the weights, so that
+samples of other weights are others.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, SamplesConfig
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    AsynchronousConfig,
+    CorrectionConfig,
+    RLConfig,
+    SampleTablesConfig,
+    TrainerConfig,
+)
+from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.stop_signals import RunStopped, StopSignals
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.datasets import PromptDataset, PromptRow
+from mcore_rl.jobs.loop import Loop
+from mcore_rl.workers.checkpointer import Checkpointer
+from mcore_rl.workers.evaluation import Evaluation
+from mcore_rl.workers.policy_checks import PolicyMismatchError
+from mcore_rl.workers.sample_queue import State
+from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.turns import Turns
+from tests.unit.trainers.test_one_step_off import log_probs_of
+from tests.unit.workers.test_checkpointer import Actor
+
+NUM_STEPS, PER_STEP = 6, 4
+
+
+class Servers:
+    """Those of a run; `now` are seconds, and `events` in the order of calls."""
+
+    def __init__(self, train_s: float):
+        self.now, self.train_s = 0.0, train_s
+        self.pushes = [(0.0, 0)]  # when each version came
+        self.running: dict[int, tuple[float, int]] = {}  # group: when it was begun, samples
+        self.events: list[str] = []
+        self.most_running = self.longest = 0
+        self.is_asleep = self.lies = self.is_silent = False
+
+    @property
+    def version(self) -> int:
+        return self.pushes[-1][1]
+
+    def begin(self, prompts, sampling, stream):
+        assert not self.is_asleep
+        groups = prompts.array("group_ids").tolist()
+        assert not self.running.keys() & groups
+        self.events.append(f"begin {groups[0]}-{groups[-1]} of {self.version}")
+        self.running |= dict.fromkeys(groups, (self.now, sampling.n))
+        self.most_running = max(self.most_running, len(self.running))
+
+    def ends(self, group: int) -> float:
+        return self.running[group][0] + max(lengths_of(group, self.running[group][1]))
+
+    def collect(self, stream, wait_s):
+        """The groups that have ended; time passes until there is one."""
+        assert not self.is_asleep
+        if self.is_silent:
+            return []
+        if self.running:
+            self.now = max(self.now, min(map(self.ends, self.running)))
+        ended = sorted(group for group in self.running if self.ends(group) <= self.now)
+        found = [self._samples(group, *self.running.pop(group)) for group in ended]
+        return [Batch.concat(found)] if found else []
+
+    def abandon(self, stream, group_ids):
+        assert not self.is_asleep
+        self.events.append(f"abandon {sorted(group_ids)}")
+        for group in group_ids:
+            del self.running[group]
+
+    def generate(self, prompts, sampling):
+        self.begin(prompts, sampling, "train")
+        found = []
+        while self.running:
+            found += self.collect("train", 1.0)
+        batch = Batch.concat(found)
+        order = np.argsort(batch.array("group_ids"), kind="stable")
+        return [(batch.take(order.tolist()),)]
+
+    def busy_s(self):
+        return [self.now]
+
+    def _samples(self, group: int, began: float, num: int) -> Batch:
+        lengths = lengths_of(group, num)
+        times, versions = zip(*self.pushes, strict=True)
+        of_tokens = [
+            np.array(versions)[np.searchsorted(times, began + np.arange(n), side="right") - 1]
+            for n in lengths
+        ]
+        of_tokens = [row - int(self.lies) for row in of_tokens]
+        ids = Jagged.of([group + np.arange(n) for n in lengths], np.int64)
+        token_versions = ids.with_values(np.concatenate(of_tokens))
+        log_probs = log_probs_of(ids.values, token_versions.values)
+        rng = np.random.default_rng(group)
+        return Batch(
+            dict(
+                group_ids=np.full(num, group),
+                prompt_ids=Jagged.of([[group]] * num, np.int64),
+                response_ids=ids,
+                response_mask=ids.with_values(np.ones(len(ids.values), np.int8)),
+                rollout_log_probs=ids.with_values(log_probs),
+                weight_versions=token_versions,
+                oldest_versions=np.array([row.min() for row in of_tokens]),
+                newest_versions=np.array([row.max() for row in of_tokens]),
+                rewards=rng.integers(0, 2, num).astype(np.float32),
+                reward_errors=np.array([""] * num),
+                finish_reasons=np.array(["stop"] * num),
+            )
+        )
+
+    def push(self, version):
+        assert self.version == version - 1
+        self.events.append(f"push {version}")
+        self.pushes.append((self.now, version))
+
+    def sleep(self, keep):
+        assert keep
+        self.is_asleep = True
+        self.events.append(f"sleep with {len(self.running)}")
+
+    def wake(self, tag):
+        self.is_asleep = self.is_asleep and tag != "kv_cache"
+
+
+def lengths_of(group: int, num: int) -> list[int]:
+    """Mostly a few tokens, sometimes 60."""
+    drawn = np.random.default_rng([7, group]).pareto(1.1, num)
+    return [min(2 + int(4 * value), 60) for value in drawn]
+
+
+class Policy(Actor):
+    """An actor whose weights are a number: how often it was updated."""
+
+    def __init__(self, servers: Servers):
+        super().__init__()
+        self.servers, self.version = servers, 0
+        self.updates: list[Batch] = []
+
+    def to(self, place, **parts):
+        pass
+
+    def compute_log_probs(self, batch, *, temperature):
+        responses = batch.jagged("response_ids")
+        log_probs = responses.with_values(log_probs_of(responses.values, self.version))
+        return batch.with_columns(log_probs=log_probs, entropy=log_probs)
+
+    def update(self, batch, *, temperature):
+        self.version = self.servers.version + 1
+        self.updates.append(batch)
+        moved = self.servers.train_s
+        if self.servers.is_asleep:  # what runs goes on where it was
+            running = self.servers.running.items()
+            self.servers.running = {g: (began + moved, n) for g, (began, n) in running}
+        self.servers.now += moved
+        return [{"loss": float(batch.jagged("rollout_log_probs").values.sum())}]
+
+    def load_checkpoint(self, path):
+        super().load_checkpoint(path)
+        self.version = int(path.split("step_")[1].split("/")[0])
+        self.servers.pushes.append((self.servers.now, self.version - 1))
+
+
+class Run:
+    """A loop of steps of four prompts, each answered three times."""
+
+    def __init__(self, folder, mode="fully_async", staleness=2, num_steps=NUM_STEPS, **other):
+        self.rows: list[dict[str, float]] = []
+        config = RLConfig(output_dir=str(folder))
+        config.trainer = TrainerConfig(
+            mode=mode, staleness=staleness, num_steps=num_steps, prompts_per_step=PER_STEP,
+            save_every=other.pop("save_every", 0),
+            asynchronous=AsynchronousConfig(**other.pop("asynchronous", {})),
+        )  # fmt: skip
+        config.timeouts.call_s = 0.2
+        config.data.curriculum = other.pop("curriculum", config.data.curriculum)
+        config.placement.rollout = other.pop("rollout", "own")
+        config.model.path = config.data.train_file = config.data.test_file = "given"
+        self.servers = Servers(other.pop("train_s", 8.0))
+        config.algorithm = AlgorithmConfig(group_size=3, **other)
+        resolve(config)
+        self.config = config = for_lane(config, "cpu")
+        self.actor = Policy(self.servers)
+        turns = Turns(config.placement, {"actor": self.actor}, self.servers, self.servers, True)
+        data = PromptDataset([PromptRow([row], {}) for row in range(30)])
+        self.stop = StopSignals()
+        self.loop = Loop.of(config, turns, data, None)
+        parts = self.loop.parts
+        self.checkpointer = Checkpointer(config, folder, turns, parts, dict, self.stop, 0)
+        silent = SampleTablesConfig(every=0, num_shown=0, tokens=False)
+        self.tables = SampleTables(folder, None, silent)
+        self.evaluation = Evaluation(config, self.loop.rollout, {}, self.tables, lambda *_: None)
+
+    def train(self, report=None):
+        def kept(step, metrics):
+            self.rows.append({n: v for n, v in metrics.items() if not n.startswith("time/")})
+            self.rows[-1].pop("tokens_per_s")
+            (report or (lambda *_: None))(step, metrics)
+
+        self.loop.train(self.checkpointer, self.evaluation, self.tables, kept)
+        return self
+
+    @property
+    def trained(self) -> list[list[int]]:
+        """The groups of each step."""
+        return [np.unique(batch.array("group_ids")).tolist() for batch in self.actor.updates]
+
+
+def ages(run: Run) -> list[list[int]]:
+    """Of the tokens of each step, in versions: step k trains version k - 1."""
+    found = [batch.jagged("weight_versions").values for batch in run.actor.updates]
+    return [np.unique(step - versions).tolist() for step, versions in enumerate(found)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_mini_batches": 2}, {"curriculum": CurriculumConfig(name="learnability")}],
+    ids=["plain", "mini-batches", "curriculum"],
+)
+def test_staleness_0_is_the_synchronous_run(tmp_path, settings):
+    """Samples, advantages, losses and metrics of each step, to the digit."""
+    found = Run(tmp_path, staleness=0, **settings).train()
+    wanted = Run(tmp_path, mode="sync", staleness=0, **settings).train()
+    assert found.servers.events == wanted.servers.events
+    assert [{name: row[name] for name in wanted.rows[0]} for row in found.rows] == wanted.rows
+    for mine, theirs in zip(found.actor.updates, wanted.actor.updates, strict=True):
+        assert mine.columns.keys() == theirs.columns.keys()
+        for name, column in mine.columns.items():
+            pair = [c.values if isinstance(c, Jagged) else c for c in (column, theirs[name])]
+            np.testing.assert_array_equal(*pair, err_msg=name)
+    assert all(row["max_logprob_gap"] == 0 for row in found.rows)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_no_token_is_older_than_staleness_over_500_steps(tmp_path, staleness):
+    run = Run(tmp_path, staleness=staleness, num_steps=500).train()
+    found = ages(run)
+    assert max(map(max, found)) == staleness and min(map(min, found)) == 0
+    groups = list(chain(*run.trained))
+    assert len(groups) == len(set(groups)) == 500 * PER_STEP
+    assert sorted(groups) == list(range(500 * PER_STEP))  # what was abandoned came again
+    assert run.servers.most_running <= (staleness + 1) * PER_STEP
+    mixed = [
+        b
+        for b in run.actor.updates
+        if (b.array("newest_versions") > b.array("oldest_versions")).any()
+    ]
+    assert len(mixed) > 100
+    assert run.servers.running == {}
+
+
+def test_weights_of_tokens_are_those_of_their_versions(tmp_path):
+    """An update lowers each log-prob by 1/64: the log of a weight is 1/64 a version."""
+    run = Run(tmp_path, staleness=3).train()
+    assert run.config.algorithm.correction.level == "token"
+    for step, update in enumerate(run.actor.updates):
+        age = step - update.jagged("weight_versions").values
+        weights = update.jagged("correction_weights").values
+        np.testing.assert_allclose(weights, np.exp(-age / 64), rtol=1e-5)
+
+
+def test_gaps_are_checked_where_samples_are_of_the_policy(tmp_path):
+    run = Run(tmp_path, staleness=1).train()
+    for step, (row, update) in enumerate(zip(run.rows, run.actor.updates, strict=True)):
+        is_new = update.array("oldest_versions") == step
+        assert ("max_logprob_gap" in row) == bool(is_new.any())
+
+
+def test_a_slow_trainer_lets_no_more_be_begun(tmp_path):
+    """Servers that have all that staleness lets in wait; the bound of groups at once is apart."""
+    slow = Run(tmp_path, train_s=1e4).train()
+    assert slow.servers.most_running <= 3 * PER_STEP
+    assert slow.servers.events[:2] == ["begin 0-11 of 0", "push 1"]
+    few = Run(tmp_path, asynchronous={"max_groups": 2}).train()
+    assert few.servers.most_running == 2
+    assert sorted(chain(*few.trained)) == list(range(NUM_STEPS * PER_STEP))
+
+
+def test_groups_that_would_be_too_old_are_ended_before_the_push_and_begun_after_it(tmp_path):
+    run = Run(tmp_path, staleness=1, num_steps=40, asynchronous={"over_issue": 0.5}).train()
+    events = run.servers.events
+    ended = [number for number, event in enumerate(events) if event.startswith("abandon")]
+    assert ended
+    for number in ended[:-1]:
+        assert events[number + 1].startswith("push")
+        first = int(events[number].partition("[")[2].partition("]")[0].split(",")[0])
+        assert events[number + 2].startswith(f"begin {first}-")
+    assert max(map(max, ages(run))) == 1
+
+
+def test_a_run_that_goes_on_trains_each_prompt_once(tmp_path):
+    """What was begun and not trained on is begun again; the bound holds from the first step on."""
+    begun = Run(tmp_path / "begun", save_every=1)
+
+    def stop(step, metrics):
+        begun.stop.requested = "SIGTERM" if step == 3 else ""
+
+    with pytest.raises(RunStopped, match="SIGTERM: step 3 is saved"):
+        begun.train(stop)
+    pending = set(range(6 * PER_STEP)) - set(chain(*begun.trained))
+    again = Run(tmp_path / "again")
+    again.checkpointer.restore(read_checkpoint(tmp_path / "begun/checkpoints/step_000003"))
+    again.servers.events.clear()
+    again.train()
+    assert again.servers.events[0] == f"begin {min(pending)}-{max(pending)} of 3"
+    assert pending == set(chain(*again.trained)) and len(again.trained) == 3
+    versions = [update.jagged("weight_versions").values for update in again.actor.updates]
+    assert all(v.min() >= 3 and k + 3 - v.min() <= 2 for k, v in enumerate(versions))
+    assert again.rows[-1]["queue/trained_total"] + PER_STEP == 6 * PER_STEP
+
+
+def test_staleness_0_goes_on_bit_for_bit(tmp_path):
+    whole = Run(tmp_path / "whole", staleness=0, save_every=2).train()
+    again = Run(tmp_path / "again", staleness=0)
+    again.checkpointer.restore(read_checkpoint(tmp_path / "whole/checkpoints/step_000004"))
+    found, wanted = again.train().rows, whole.rows[4:]
+    names = [name for name in wanted[0] if not name.startswith("queue/")]  # begun twice
+    assert [[row[n] for n in names] for row in found] == [[row[n] for n in names] for row in wanted]
+
+
+def test_the_run_that_has_ended_leaves_nothing_that_generates(tmp_path):
+    run = Run(tmp_path, asynchronous={"over_issue": 0.5}).train()
+    assert run.servers.running == {}
+    assert run.loop.ahead.queue.num_groups(State.GENERATING) == 0
+
+
+def test_groups_that_the_filter_rejects_are_replaced(tmp_path):
+    samples = SamplesConfig(group_filter="drop_uniform", max_rounds=4)
+    run = Run(tmp_path, samples=samples).train()
+    assert [len(groups) for groups in run.trained] == [PER_STEP] * NUM_STEPS
+    for update in run.actor.updates:
+        ids, rewards = update.array("group_ids"), update.array("rewards")
+        assert all(0 < rewards[ids == group].mean() < 1 for group in np.unique(ids))
+    share = sum(row["samples/groups"] * row["samples/passed"] for row in run.rows)
+    assert share == pytest.approx(NUM_STEPS * PER_STEP)
+    assert min(row["samples/passed"] for row in run.rows) < 1
+    assert max(map(max, ages(run))) <= 2
+
+
+@pytest.mark.parametrize(("if_short", "told"), [("train", None), ("stop", "max_rounds")])
+def test_a_filter_that_rejects_all_ends_the_wait(tmp_path, if_short, told):
+    """After as many groups as max_rounds says, a step is short or stops the run."""
+    samples = SamplesConfig(group_filter="drop_uniform", if_short=if_short)
+    run = Run(tmp_path, samples=samples, num_steps=2)
+    samples_of = run.servers._samples
+
+    def uniform(*asked):
+        batch = samples_of(*asked)
+        return batch.with_columns(rewards=np.ones(len(batch), np.float32))
+
+    run.servers._samples = uniform
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            run.train()
+    else:
+        run.train()
+        assert [row["samples/passed"] for row in run.rows] == [0, 0]
+        assert run.trained == []
+
+
+def test_replayed_groups_take_the_place_of_new_ones(tmp_path):
+    replay = ReplayConfig(share=0.5, max_age=4, priority="uniform")
+    run = Run(tmp_path, samples=SamplesConfig(replay=replay), num_steps=20).train()
+    assert [row["samples/replayed"] for row in run.rows[1:]] == [2.0] * 19
+    for update in run.actor.updates[1:]:
+        assert len(np.unique(update.array("group_ids")[update.array("replayed") == 1])) == 2
+        assert len(np.unique(update.array("group_ids"))) == PER_STEP
+
+
+def test_on_shared_devices_servers_sleep_with_what_they_do_and_go_on(tmp_path):
+    run = Run(tmp_path, rollout="shared").train()
+    events = run.servers.events
+    assert events[1].startswith("sleep with") and events[1] != "sleep with 0"
+    slept = [number for number, event in enumerate(events) if event.startswith("sleep")]
+    assert all(events[number + 1].startswith("push") for number in slept)
+    assert len(slept) == NUM_STEPS
+    assert max(map(max, ages(run))) <= 2
+    assert sorted(chain(*run.trained)) == list(range(NUM_STEPS * PER_STEP))
+
+
+def test_servers_that_say_nothing_end_the_run(tmp_path):
+    run = Run(tmp_path)
+    run.servers.is_silent = True
+    with pytest.raises(WorkerError, match=r"no group of samples has come for timeouts.call_s=0.2"):
+        run.train()
+
+
+def test_a_token_of_older_weights_than_its_group_was_begun_with_stops_the_run(tmp_path):
+    run = Run(tmp_path, staleness=0)
+    run.servers.lies = True
+    with pytest.raises((PolicyMismatchError, RuntimeError), match="version"):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(staleness=-1), "trainer.staleness=-1; allowed: at least 0"),
+        (dict(asynchronous={"over_issue": 2}), "over_issue=2; allowed: 0 to 1"),
+        (dict(staleness=0, asynchronous={"over_issue": 0.5}), "over_issue=0.5 with .*staleness=0"),
+        (dict(asynchronous={"max_groups": -1}), "max_groups=-1; allowed: at least 0"),
+        (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
+        (dict(advantage="remax"), "algorithm.advantage='remax' with trainer.mode='fully_async'"),
+        (dict(correction=CorrectionConfig(level="off")), "trainer.staleness=2: old samples would"),
+        (dict(loss="decoupled_ppo"), "weight_cap=None with algorithm.loss='decoupled_ppo'"),
+        (
+            dict(samples=SamplesConfig(group_filter="drop_uniform", prompts_per_round=8)),
+            "prompts_per_round=8: .* in no rounds",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Run(tmp_path, **settings)
+
+
+def test_a_cap_on_the_weights_makes_decoupled_ppo_an_answer_to_old_samples(tmp_path):
+    Run(tmp_path, loss="decoupled_ppo", loss_settings={"weight_cap": 5.0})
