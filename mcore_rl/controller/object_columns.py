@@ -2,7 +2,8 @@
 
 An object is a dict of Jagged columns of consecutive samples. numpy arrays lie in it as they are, so
 that a reader on the same node views them without a copy. It is gone when no RemoteBatch refers to
-it, and lost when the process dies that has stored it.
+it. What a rank has stored is lost when it dies. Samples that a server makes are results of a call:
+they belong to the driver, and a server may die (`pieces`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ from mcore_rl.controller.remote_batch import (
 from mcore_rl.data.batch import FILLED, Batch, Column, Jagged
 
 OBJECT_BYTES = 4 << 20  # of an object, but for a sample that is larger
+NUM_PIECES = 8  # objects that a call may return
+# Ray sends a smaller result to the driver, in place of a reference to it (its
+# max_direct_call_object_size is 100 KiB).
+_LEAST_BYTES = 128 << 10
+_FILLER = "."  # a column of an object that would be smaller
+Object = dict[str, Jagged]
 Objects = Sequence[Mapping[str, Jagged]]
 
 
@@ -35,36 +42,56 @@ class LostColumnsError(RuntimeError):
 
 
 def store(batch: Batch, known: Collection[str] = ()) -> RemoteBatch:
-    """The columns of a batch that are not `known` by another, by reference.
+    """The columns of a batch that are not `known`, by reference.
 
     Columns along tokens go to the object store of this node, those of one value a sample are in
     what comes back, with prompt_tokens and response_tokens where there are prompts and responses.
     """
+    found, objects = _divided(batch, known, OBJECT_BYTES)
+    return found.at([ray.put(one) for one in objects])
+
+
+def pieces(batch: Batch) -> tuple[RemoteBatch, list[Object | None]]:
+    """The same as results of a call: the batch without its references, and NUM_PIECES objects.
+
+    The caller gives it the references (`RemoteBatch.at`). Unused objects are None, others large
+    enough to be no part of the reply.
+    """
+    tokens = [column for column in batch.columns.values() if isinstance(column, Jagged)]
+    share = sum(column.values.nbytes for column in tokens) // NUM_PIECES * 5 // 4
+    found, objects = _divided(batch, (), max(OBJECT_BYTES, share))
+    for one in objects:
+        missing = _LEAST_BYTES - sum(column.values.nbytes for column in one.values())
+        if missing > 0:
+            one[_FILLER] = Jagged(np.zeros(missing, np.int8), np.array([0, missing]))
+    return found, [*objects, *[None] * (NUM_PIECES - len(objects))]
+
+
+def _divided(
+    batch: Batch, known: Collection[str], most_bytes: int
+) -> tuple[RemoteBatch, list[Object]]:
+    """Without references: their places in the list of objects are in their stead."""
     new = {name: column for name, column in batch.columns.items() if name not in known}
     own: dict[str, Column] = {n: c for n, c in new.items() if not isinstance(c, Jagged)}
     for ids, name in (("prompt_ids", PROMPT_TOKENS), ("response_ids", RESPONSE_TOKENS)):
         if ids in new:
             own[name] = batch.lengths(ids)
     tokens = {name: column for name, column in new.items() if isinstance(column, Jagged)}
-    remote = {}
-    if tokens:
-        places = _stored(tokens, len(batch))
-        remote = {n: RemoteColumn(places, n, c.values[:0].copy()) for n, c in tokens.items()}
-    if not own:  # a batch of columns along tokens alone still says how many rows it has
-        own = {RESPONSE_TOKENS: next(iter(tokens.values())).lengths} if tokens else {}
-    return RemoteBatch(Batch(own), remote)
+    if not own and tokens:  # columns along tokens alone still say how many rows there are
+        own = {RESPONSE_TOKENS: next(iter(tokens.values())).lengths}
+    found, num = list[Object](), len(batch)
+    objects, rows = np.zeros(num, np.int32), np.zeros(num, np.int32)
+    for start, end in _slices(tokens, num, most_bytes) if tokens else ():
+        objects[start:end], rows[start:end] = len(found), np.arange(end - start)
+        found.append(_rows_of(tokens, start, end))
+    places = Places(tuple(range(len(found))), objects, rows)
+    remote = {n: RemoteColumn(places, n, c.values[:0].copy()) for n, c in tokens.items()}
+    return RemoteBatch(Batch(own), remote), found
 
 
-def _stored(columns: Mapping[str, Jagged], num_rows: int) -> Places:
-    references: list[Any] = []
-    objects, rows = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
-    for start, end in _slices(columns, num_rows):
-        objects[start:end], rows[start:end] = len(references), np.arange(end - start)
-        references.append(ray.put(_rows_of(columns, start, end)))
-    return Places(tuple(references), objects, rows)
-
-
-def _slices(columns: Mapping[str, Jagged], num_rows: int) -> Iterator[tuple[int, int]]:
+def _slices(
+    columns: Mapping[str, Jagged], num_rows: int, most_bytes: int
+) -> Iterator[tuple[int, int]]:
     """Of consecutive rows that make an object together."""
     num_bytes = np.zeros(num_rows, np.int64)
     for column in columns.values():
@@ -74,7 +101,7 @@ def _slices(columns: Mapping[str, Jagged], num_rows: int) -> Iterator[tuple[int,
     start = 0
     while start < num_rows:
         before = ends[start - 1] if start else 0
-        end = max(int(np.searchsorted(ends, before + OBJECT_BYTES, "right")), start + 1)
+        end = max(int(np.searchsorted(ends, before + most_bytes, "right")), start + 1)
         yield start, end
         start = end
 

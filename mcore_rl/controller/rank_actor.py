@@ -19,9 +19,9 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, DiedError, PeerError
-from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, registered_methods
+from mcore_rl.controller.dispatch import ANY_COLUMNS, registered_methods
 from mcore_rl.controller.node import NODE, print_to
-from mcore_rl.controller.object_columns import fetch, store
+from mcore_rl.controller.object_columns import NUM_PIECES, fetch, pieces, store
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.stacks import answer_signals
@@ -154,25 +154,38 @@ class RankActor:
         """
 
         def run() -> Any:
-            here = [
-                fetch(one, self._fetch_s) if isinstance(one, RemoteBatch) else one
-                for one in batches
+            here = [_here(one, self._fetch_s) for one in batches]
+            value = self._value(method, args, kwargs, here)
+            given = [
+                h for h, one in zip(here, batches, strict=True) if isinstance(one, RemoteBatch)
             ]
-            value = getattr(self._worker, method)(
-                *(_restored(a, here) for a in args),
-                **{name: _restored(a, here) for name, a in kwargs.items()},
-            )
             if not is_output:
                 return None
-            registration = registered_methods(type(self._worker))[method]
-            given = [
-                b for b, one in zip(here, batches, strict=True) if isinstance(one, RemoteBatch)
-            ]
-            if not given and not registration.makes:
-                return value
-            return by_reference(value, given, method, registration)
+            return by_reference(value, given, method, self._worker) if given else value
 
         return _guarded(run)
+
+    def make(
+        self, method: str, is_output: bool, args: list[Any], kwargs: dict[str, Any], *batches: Any
+    ) -> list[Any]:
+        """The same for a method that returns new samples: the reply, and the pieces of its columns.
+
+        They are results of this call, so they belong to the caller and outlive this process.
+        """
+        found: list[Any] = [None] * NUM_PIECES
+
+        def run() -> Any:
+            here = [_here(one, self._fetch_s) for one in batches]
+            value, found[:] = pieces(self._value(method, args, kwargs, here))
+            return value
+
+        return [_guarded(run), *found]
+
+    def _value(
+        self, method: str, args: list[Any], kwargs: dict[str, Any], batches: Sequence[Any]
+    ) -> Any:
+        own = {name: _restored(value, batches) for name, value in kwargs.items()}
+        return getattr(self._worker, method)(*(_restored(a, batches) for a in args), **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,26 +195,28 @@ class StoredBatch:
     index: int
 
 
-def by_reference(
-    value: Any, given: Sequence[Batch], method: str, registration: Registration
-) -> Any:
+def _here(batch: Any, timeout_s: float | None) -> Batch:
+    return fetch(batch, timeout_s) if isinstance(batch, RemoteBatch) else batch
+
+
+def by_reference(value: Any, given: Sequence[Batch], method: str, worker: object) -> Any:
     """What a method returned, with batches, alone or in a tuple, by reference.
 
     Raises:
         ValueError: a batch has a column that is neither of those given nor of those it writes.
     """
     if isinstance(value, tuple):
-        return tuple(by_reference(one, given, method, registration) for one in value)
+        return tuple(by_reference(one, given, method, worker) for one in value)
     if not isinstance(value, Batch):
         return value
     same = {n for n, c in value.columns.items() for g in given if g.columns.get(n) is c}
-    if not registration.makes and registration.writes != ANY_COLUMNS:
-        undeclared = sorted(value.columns.keys() - same - {*registration.writes})
-        if undeclared:
-            raise ValueError(
-                f"{method} returned the column {undeclared[0]!r}; it writes "
-                f"{', '.join(registration.writes) or 'none'}"
-            )
+    writes = registered_methods(type(worker))[method].writes
+    undeclared = sorted(value.columns.keys() - same - {*writes})
+    if undeclared and writes != ANY_COLUMNS:
+        raise ValueError(
+            f"{method} returned the column {undeclared[0]!r}; it writes "
+            f"{', '.join(writes) or 'none'}"
+        )
     return store(value, same)
 
 

@@ -152,6 +152,20 @@ class RemoteBatch:
         own = self.own.with_columns(**other.own.columns)
         return RemoteBatch(own, {**self.remote, **other.remote})
 
+    def at(self, references: Sequence[Any]) -> RemoteBatch:
+        """With references in the place of their numbers."""
+        moved: dict[int, Places] = {}
+        for places in {id(c.places): c.places for c in self.remote.values()}.values():
+            found = tuple(references[number] for number in places.references)
+            moved[id(places)] = Places(found, places.objects, places.rows)
+        return self._at(moved)
+
+    def _at(self, moved: Mapping[int, Places]) -> RemoteBatch:
+        """`moved`: by the id of the places that were."""
+        columns = self.remote.items()
+        remote = {n: RemoteColumn(moved[id(c.places)], c.stored_name, c.empty) for n, c in columns}
+        return RemoteBatch(self.own, remote)
+
     def take(self, rows: Sequence[int]) -> RemoteBatch:
         index = np.asarray(rows, dtype=np.int64)
         taken = {id(c.places): c.places for c in self.remote.values()}

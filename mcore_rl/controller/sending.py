@@ -8,20 +8,40 @@ from typing import Any
 import ray
 
 from mcore_rl.controller.call_parts import AnyBatch, CallPart
+from mcore_rl.controller.object_columns import NUM_PIECES
 from mcore_rl.controller.rank_actor import StoredBatch
 
 
-def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> dict[Any, int]:
-    """Calls `RankActor.call` of the ranks of each part; references to their replies, by rank.
+Sent = dict[Any, int]  # references to replies, with the world ranks that they are of
+
+
+def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> Sent:
+    """Calls `RankActor.call` of the ranks of each part.
 
     `actors` are handles by world rank. A batch that several ranks get is stored once.
     """
     return {
-        reference: rank for part in parts for reference, rank in _send_part(actors, method, part)
+        actors[rank].call.remote(method, *given): rank
+        for part in parts
+        for rank, given in _arguments(part).items()
     }
 
 
-def _send_part(actors: Sequence[Any], method: str, part: CallPart) -> list[tuple[Any, int]]:
+def send_for_samples(
+    actors: Sequence[Any], method: str, parts: Sequence[CallPart]
+) -> tuple[Sent, dict[int, list[Any]]]:
+    """The same with `RankActor.make`; with the references to what each rank's batch is made of."""
+    sent, of_columns = {}, {}
+    for part in parts:
+        for rank, given in _arguments(part).items():
+            make = actors[rank].make.options(num_returns=1 + NUM_PIECES)
+            reply, *of_columns[rank] = make.remote(method, *given)
+            sent[reply] = rank
+    return sent, of_columns
+
+
+def _arguments(part: CallPart) -> dict[int, list[Any]]:
+    """Of `RankActor.call`, after the name of the method, by rank."""
     stored: list[Any] = []
 
     def store(value: Any) -> Any:
@@ -33,7 +53,4 @@ def _send_part(actors: Sequence[Any], method: str, part: CallPart) -> list[tuple
     args = [store(value) for value in part.args]
     kwargs = {name: store(value) for name, value in part.kwargs.items()}
     counts = {rank: part.output_rank in (None, rank) for rank in part.ranks}
-    return [
-        (actors[rank].call.remote(method, is_output, args, kwargs, *stored), rank)
-        for rank, is_output in counts.items()
-    ]
+    return {rank: [is_output, args, kwargs, *stored] for rank, is_output in counts.items()}

@@ -28,7 +28,7 @@ from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
 from mcore_rl.controller.remote_batch import RemoteBatch
-from mcore_rl.controller.sending import send
+from mcore_rl.controller.sending import send, send_for_samples
 from mcore_rl.parallel.mesh import Mesh
 
 
@@ -266,14 +266,20 @@ class WorkerGroup:
         read_kwargs = {name: registration.selected(value) for name, value in kwargs.items()}
         parts = registration.scatter(self.mesh, read, read_kwargs)
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, RemoteBatch)]
+        gather, of_columns = registration.dispatch_mode.gather, dict[int, list[Any]]()
+        if registration.makes:
+            sent, of_columns = send_for_samples(self._actors, method, parts)
+        else:
+            sent = send(self._actors, method, parts)
 
         def finish(results: Mapping[int, Any]) -> Any:
-            found = registration.dispatch_mode.gather(parts, results)
-            is_same_rows = given and isinstance(found, RemoteBatch) and not registration.makes
-            return given[0].union(found) if is_same_rows else found
+            if registration.makes:
+                return gather(parts, {r: one.at(of_columns[r]) for r, one in results.items()})
+            found = gather(parts, results)
+            return given[0].union(found) if given and isinstance(found, RemoteBatch) else found
 
         limit = self._start_limit if registration.is_start else self._call_limit
-        return PendingCall(self, method, send(self._actors, method, parts), finish, limit)
+        return PendingCall(self, method, sent, finish, limit)
 
 
 def wait_until_built(groups: Sequence[WorkerGroup]) -> None:
