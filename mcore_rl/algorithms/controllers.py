@@ -38,24 +38,33 @@ class Coefficients:
         up by entropy_coef_step where the entropy is below the target, down where it is above. Ours
         stays within 0 and entropy_coef_max. The entropy is of a token, over all of the step.
         """
-        config, mask = self._config, batch.jagged("response_mask")
-        metrics: dict[str, float] = {}
-        if config.kl_in == "reward" or config.kl_target is not None:
-            kl = mean_over_sequences(reference_kl(batch, config), mask)
+        return self.after(measured(batch, self._config), len(batch))
+
+    def after(
+        self, found: Mapping[str, float], num_samples: int
+    ) -> tuple[AlgorithmConfig, dict[str, float]]:
+        """The same from what `measured` finds in a batch."""
+        config, metrics = self._config, dict[str, float]()
+        if "kl" in found:
+            kl = found["kl"]
             metrics |= {"reference_kl": kl, "kl_coef": self._kl}
         if (target := config.kl_target) is not None:
             config = replace(config, kl_coef=self._kl)
             error = min(max(kl / target - 1, -_MAX_ERROR), _MAX_ERROR)
-            self._kl *= 1 + error * len(batch) / config.kl_horizon
+            self._kl *= 1 + error * num_samples / config.kl_horizon
         if (target := config.entropy_target) is not None:
-            found = batch.jagged("entropy").values[mask.values != 0]
-            entropy = float(found.mean(dtype=np.float64)) if len(found) else 0.0
+            entropy = found["entropy"]
             used = self._entropy if entropy <= target else 0.0
             metrics |= {"entropy": entropy, "entropy_coef": used}
             config = replace(config, entropy_coef=used)
             moved = self._entropy + config.entropy_coef_step * float(np.sign(target - entropy))
             self._entropy = min(max(moved, 0.0), config.entropy_coef_max)
         return config, {f"algorithm/{name}": value for name, value in metrics.items()}
+
+    @property
+    def config(self) -> AlgorithmConfig:
+        """The settings, with the coefficients that they begin with."""
+        return self._config
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl": self._kl, "entropy": self._entropy}
@@ -66,3 +75,14 @@ class Coefficients:
             self._kl = state["kl"]
         if self._config.entropy_target is not None:
             self._entropy = state["entropy"]
+
+
+def measured(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
+    """What coefficients follow: `kl` and `entropy`, each only where a setting needs it."""
+    mask, found = batch.jagged("response_mask"), dict[str, float]()
+    if config.kl_in == "reward" or config.kl_target is not None:
+        found["kl"] = mean_over_sequences(reference_kl(batch, config), mask)
+    if config.entropy_target is not None:
+        chosen = batch.jagged("entropy").values[mask.values != 0]
+        found["entropy"] = float(chosen.mean(dtype=np.float64)) if len(chosen) else 0.0
+    return found

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RemoteBatch
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Samples
 from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, balanced_partition
 from mcore_rl.parallel.mesh import Mesh
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-AnyBatch = Batch | RemoteBatch  # a method works with either kind, and returns what it is given
 Results = Mapping[int, Any]  # by world rank; None of those whose results do not count
 
 
@@ -98,7 +97,7 @@ def split_batches(axes: tuple[str, ...], mesh: Mesh, args: Args, kwargs: Kwargs)
         TypeError: no argument is a Batch.
         ValueError: batches differ in rows.
     """
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, AnyBatch)]
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Samples)]
     if not batches:
         raise TypeError("a method that splits batches was called without a Batch")
     if len({len(batch) for batch in batches}) > 1:
@@ -150,7 +149,7 @@ def joined_batch(parts: Sequence[CallPart], results: Results) -> Any:
         ValueError: a rank returned a batch with other rows than it was given.
     """
     outputs = [results[part.output_rank] for part in parts if part.output_rank is not None]
-    if not all(isinstance(output, AnyBatch) for output in outputs):
+    if not all(isinstance(output, Samples) for output in outputs):
         return outputs
     for part, output in zip(parts, outputs, strict=True):
         if len(output) != len(part.rows or ()):
@@ -176,10 +175,10 @@ def _first_of_last_stage(mesh: Mesh, ranks: tuple[int, ...]) -> int:
 
 
 def _rows_of(value: Any, rows: list[int]) -> Any:
-    return value.take(rows) if isinstance(value, AnyBatch) else value
+    return value.take(rows) if isinstance(value, Samples) else value
 
 
-def _row_costs(batches: Sequence[AnyBatch]) -> Sequence[float]:
+def _row_costs(batches: Sequence[Samples]) -> Sequence[float]:
     """By the default cost of a sequence: nothing is known of the model here."""
     for batch in batches:
         has_lengths = isinstance(batch, RemoteBatch) and PROMPT_TOKENS in batch.own

@@ -131,9 +131,13 @@ def fetch(batch: RemoteBatch, timeout_s: float | None = None) -> Batch:
     references = dict.fromkeys(ref for one in places.values() for ref in one.references)
     objects = dict(zip(references, _objects(list(references), timeout_s), strict=True))
     columns: dict[str, Column] = {}
+    known: dict[tuple[int, str], Jagged] = {}  # a column may be there under two names
     for name, column in batch.remote.items():
-        own = [objects[reference] for reference in column.places.references]
-        columns[name] = _gathered(column, own, batch, name)
+        key = id(column.places), column.stored_name
+        if key not in known:
+            own = [objects[reference] for reference in column.places.references]
+            known[key] = _gathered(column, own, batch, name)
+        columns[name] = known[key]
     return Batch({**columns, **batch.own.columns})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.data.batch import FILLED, Array, Batch
+from mcore_rl.data.batch import FILLED, Array, Batch, Samples
 
 NOWHERE = -1  # the object of a row that has no entry in a column, and gets what FILLED says
 PROMPT_TOKENS, RESPONSE_TOKENS = "prompt_tokens", "response_tokens"  # lengths, as columns
@@ -70,7 +70,7 @@ class RemoteColumn:
     empty: Array  # [0, ...]: with its dtype and the shape of an entry
 
 
-class RemoteBatch:
+class RemoteBatch(Samples):
     """Rows of samples by reference; immutable, as a Batch.
 
     `own` has the columns of one value a sample, among them prompt_tokens and response_tokens.

@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 
-from mcore_rl.controller.call_parts import AnyBatch, CallPart
+from mcore_rl.controller.call_parts import CallPart
 from mcore_rl.controller.object_columns import NUM_PIECES
 from mcore_rl.controller.rank_actor import StoredBatch
-
+from mcore_rl.data.batch import Samples
 
 Sent = dict[Any, int]  # references to replies, with the world ranks that they are of
 
@@ -45,7 +45,7 @@ def _arguments(part: CallPart) -> dict[int, list[Any]]:
     stored: list[Any] = []
 
     def store(value: Any) -> Any:
-        if not isinstance(value, AnyBatch):
+        if not isinstance(value, Samples):
             return value
         stored.append(ray.put(value) if len(part.ranks) > 1 else value)
         return StoredBatch(len(stored) - 1)

@@ -7,9 +7,10 @@ columns without a copy.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +107,63 @@ def _turn_numbers(sample: Sample) -> Array:
     return found
 
 
-class Batch:
+class Samples(ABC):
+    """Rows of samples, wherever their columns along tokens are: what a driver does with them.
+
+    A Batch has all columns here; a RemoteBatch (controller/remote_batch.py) refers to some.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of all columns."""
+
+    @abstractmethod
+    def array(self, name: str) -> Array:
+        """A column of one value a sample. Raises KeyError, and TypeError for another kind."""
+
+    @abstractmethod
+    def lengths(self, name: str) -> npt.NDArray[np.int64]:
+        """[samples]: how many entries a column along tokens has."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """[samples]: prompt and response tokens."""
+
+    @abstractmethod
+    def with_columns(self, **columns: Array) -> Self:
+        """With columns of one value a sample."""
+
+    @abstractmethod
+    def select(self, *names: str) -> Self: ...
+
+    @abstractmethod
+    def without(self, *names: str) -> Self: ...
+
+    @abstractmethod
+    def renamed(self, **names: str) -> Self:
+        """With columns along tokens under other names."""
+
+    @abstractmethod
+    def union(self, other: Self) -> Self:
+        """The columns of both, of the same samples; those of `other` count."""
+
+    @abstractmethod
+    def take(self, rows: Sequence[int]) -> Self: ...
+
+    @staticmethod
+    @abstractmethod
+    def concat(batches: Sequence[Any]) -> Any: ...
+
+
+class Batch(Samples):
     """Rows of samples as named columns of equal length. Immutable: each change is a new batch.
 
     Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
@@ -211,6 +268,19 @@ class Batch:
 
     def select(self, *names: str) -> Batch:
         return Batch({name: self[name] for name in names})
+
+    def without(self, *names: str) -> Batch:
+        return Batch({name: c for name, c in self.columns.items() if name not in names})
+
+    def renamed(self, **names: str) -> Batch:
+        return Batch({names.get(name, name): c for name, c in self.columns.items()})
+
+    def union(self, other: Batch) -> Batch:
+        return self.with_columns(**other.columns)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.columns]
 
     def take(self, rows: Sequence[int]) -> Batch:
         index = np.asarray(rows, dtype=np.int64)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch, Jagged, Samples
 
 SAMPLES, EVALUATIONS = "samples", "evaluations"  # folders in the output folder of a run
 TOKENIZER = "tokenizer.json"  # in SAMPLES: what token ids are text by
@@ -100,7 +100,7 @@ def _take(source: Path, target: Path) -> None:
     aside.unlink(missing_ok=True)  # a rename to another name of the same file does nothing
 
 
-def first_trajectories(batch: Batch, max_samples: int, max_tokens: int) -> list[int]:
+def first_trajectories(batch: Samples, max_samples: int, max_tokens: int) -> list[int]:
     """Rows of the first trajectories, whole ones, within both bounds; of one at least.
 
     0 is no bound.

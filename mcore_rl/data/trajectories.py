@@ -16,6 +16,7 @@ from mcore_rl.data.batch import Batch, Column, Jagged
 
 Rows = npt.NDArray[np.int64]
 _OF_PROMPT = ("prompt_ids", "routed_experts")  # jagged columns that have entries for the prompt
+_SUMMED = ("response_tokens",)  # columns of one value a sample that add up
 
 
 def compared(batch: Batch) -> Batch:
@@ -58,14 +59,17 @@ class Trajectories:
     def joined(self) -> Batch:
         """One row a trajectory.
 
-        Of the columns along response tokens those of all its segments, one after the other; of the
-        others, those of its last segment. Columns with entries for prompt tokens are left out.
+        Of the columns along response tokens those of all its segments, one after the other, and the
+        sum of response_tokens; of the others, those of its last segment. Columns with entries for
+        prompt tokens are left out.
         """
         if self.is_trivial:
             return self._batch
         columns: dict[str, Column] = {}
         for name, column in self._batch.columns.items():
-            if not isinstance(column, Jagged):
+            if name in _SUMMED and not isinstance(column, Jagged):
+                columns[name] = np.add.reduceat(column[self._order], self._bounds[:-1])
+            elif not isinstance(column, Jagged):
                 columns[name] = column[self._order][self._bounds[1:] - 1]
             elif name not in _OF_PROMPT:
                 rows = column.take(self._order.tolist())

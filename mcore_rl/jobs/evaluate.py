@@ -40,6 +40,7 @@ from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.versions import versions
 from mcore_rl.rewards.base import FindAnswer, answers_of
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.workers.near_data import here
 from mcore_rl.workers.rollout_pool import RolloutPool
 
 SAMPLES = "samples"  # the folder with a parquet file a set
@@ -188,7 +189,7 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
     with StepProgress(name, math.ceil(len(prompts) / size)) as progress:
         for start in range(0, len(prompts), size):
             rows = range(start, min(start + size, len(prompts)))
-            parts.append(pool.generate(prompts.take(rows), servers.n))
+            parts.append(here(pool.generate(prompts.take(rows), servers.n)))
             num_tokens = sum(len(part.jagged("response_ids").values) for part in parts)
             rate = num_tokens / (time.monotonic() - begun)
             reward = sum(part.array("rewards").sum() for part in parts) / sum(map(len, parts))

@@ -7,7 +7,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from mcore_rl.algorithms.controllers import Coefficients
-from mcore_rl.algorithms.replay import ReplayBuffer
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.curriculum import CurriculumSampler
@@ -21,6 +20,7 @@ from mcore_rl.workers.async_rollout import AsyncRollout
 from mcore_rl.workers.checkpointer import Checkpointer, Stateful
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.learner import Learner
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.samples_ahead import SamplesAhead

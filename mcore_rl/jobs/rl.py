@@ -51,6 +51,7 @@ from mcore_rl.trainers import offline
 from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
 from mcore_rl.workers.evaluation import Evaluation, held_out
 from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.workers.near_data import near
 from mcore_rl.workers.objectives import SupervisedObjective
 from mcore_rl.workers.policy_checks import PolicyMismatchError, logprob_gaps
 from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
@@ -193,7 +194,7 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             run.stop,
             num_bytes,
         )
-        tables = SampleTables(output.folder, inputs.tokenizer, config.samples)
+        tables = SampleTables(output.folder, inputs.tokenizer, config.samples, actor)
         tests = held_out(inputs.tests, config.trainer.eval_samples)
         evaluation = Evaluation(config, loop.rollout, tests, tables, output.evaluated)
         if run.found is None and evaluation.is_due(0):
@@ -226,7 +227,7 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             temperature = evaluation.temperature
             for samples in evaluation.latest if temperature is not None else ():
                 scored = actor.compute_log_probs(samples, temperature=temperature, replay=False)
-                output.compared(logprob_gaps(scored))
+                output.compared(near(actor, logprob_gaps, scored))
             room.export(actor, checkpoint, num_bytes)
 
 

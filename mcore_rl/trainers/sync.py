@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.algorithms.replay import ReplayBuffer
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.metrics import Report
@@ -12,6 +11,7 @@ from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.learner import Learner
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.samples import samples_of_step
 from mcore_rl.workers.turns import Turns

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms.replay import ReplayBuffer
 from mcore_rl.algorithms.sample_choice import kept_groups
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.pending import WorkerError
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import policy_checks, samples
 from mcore_rl.workers.admission import Admission, Pacing
+from mcore_rl.workers.near_data import kept
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.sample_queue import Group, SampleQueue, State
 from mcore_rl.workers.scoring import with_teacher_names
@@ -63,7 +64,7 @@ class AsyncRollout:
             asked = self._prompts.again({group.group_id: group.row for group in begun})
             self._rollout.begin(asked, n=self._config.algorithm.group_size)
 
-    def take(self, step: int) -> tuple[Batch, dict[str, float]]:
+    def take(self, step: int) -> tuple[Samples, dict[str, float]]:
         """The samples of a step with their rewards, and metrics of all that have come since.
 
         Waits until enough groups are complete, and begins others for those that the filter of
@@ -88,12 +89,12 @@ class AsyncRollout:
                 "samples/passed": len(chosen) / len(came),
             }
         is_chosen = np.isin(batch.array("group_ids"), [group.group_id for group in chosen])
-        kept = batch.take(np.flatnonzero(is_chosen).tolist())
-        kept, found = samples.trained_on(config, kept, self._replay, replayed, step)
-        metrics |= found | policy_checks.checked_age(kept, step - 1, self._staleness)
+        fresh = batch.take(np.flatnonzero(is_chosen).tolist())
+        trained, found = samples.trained_on(config, fresh, self._replay, replayed, step)
+        metrics |= found | policy_checks.checked_age(trained, step - 1, self._staleness)
         metrics |= self.queue.metrics()
         self._evict(step)
-        return kept, metrics | {"generated_tokens": float(everything.num_tokens.sum())}
+        return trained, metrics | {"generated_tokens": float(everything.num_tokens.sum())}
 
     def pushed(self, step: int) -> None:
         """The step is trained, and the servers have its weights: begin what these allow."""
@@ -167,7 +168,7 @@ class AsyncRollout:
             return True
         if self._config.reward.on_error == "drop":
             batch = batch.take(np.flatnonzero(batch.array("reward_errors") == "").tolist())
-        return len(batch) > 0 and len(kept_groups(batch, policy)) > 0
+        return len(batch) > 0 and len(kept(kept_groups, batch, policy)) > 0
 
     def _too_few(self, step: int, wanted: int) -> list[Group[Batch]]:
         """What there is, where the filter has rejected as many as it may in a step."""

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.config.schema import RewardConfig, RLConfig
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import held_out_batch
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers import steps
+from mcore_rl.workers.near_data import per_sample
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.sample_tables import SampleTables
 
@@ -32,7 +33,7 @@ class Evaluation:
     sets: Mapping[str, Batch]
     tables: SampleTables
     record: Callable[[str, Found], None]  # takes "before" or "after", for the summary
-    latest: list[Batch] = field(default_factory=list)  # samples of the last evaluation
+    latest: list[Samples] = field(default_factory=list)  # samples of the last evaluation
 
     def is_due(self, step: int) -> bool:
         """Step 0 is before training; after the last step there is always one."""
@@ -83,13 +84,13 @@ def held_out(tests: Mapping[str, PromptDataset], num_prompts: int) -> dict[str, 
     return found
 
 
-def scores(batch: Batch, config: RewardConfig) -> dict[str, float]:
+def scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
     """Mean reward and parts, each with its standard error, tokens, and what else tells of a set.
 
     All are over trajectories. accuracy is there where the reward is one (`ACCURACIES`): alone, or
     as a term.
     """
-    batch = Trajectories(batch).joined()
+    batch = Trajectories(per_sample(batch)).joined()
     groups, rewards = batch.array("group_ids"), batch.array("rewards")
     values = {"reward": rewards}
     if not config.terms and config.name in ACCURACIES:
@@ -108,7 +109,7 @@ def scores(batch: Batch, config: RewardConfig) -> dict[str, float]:
         if has_value.any():
             found[name] = float(column[has_value].mean())
             found[f"{name}_stderr"] = standard_error(column[has_value], groups[has_value])
-    found["response_tokens"] = float(batch.jagged("response_ids").lengths.mean())
+    found["response_tokens"] = float(batch.array("response_tokens").mean())
     found["truncated"] = float((batch.array("finish_reasons") == "length").mean())
     found["num_samples"] = float(len(batch))
     return found

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.controllers import Coefficients, measured
 from mcore_rl.algorithms.distillation import distillation_metrics
 from mcore_rl.algorithms.token_rewards import with_token_rewards
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.data.batch import Batch
+from mcore_rl.config.resolve_distillation import teachers_of
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import policy_checks, scoring, steps
 from mcore_rl.workers.checkpointer import tell
+from mcore_rl.workers.near_data import near, with_near
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
 
@@ -25,7 +27,7 @@ class Learner:
     coefficients: Coefficients  # of KL and entropy, at each step
     tables: SampleTables
 
-    def learn(self, batch: Batch, step: int, clock: Stopwatch) -> dict[str, float]:
+    def learn(self, batch: Samples, step: int, clock: Stopwatch) -> dict[str, float]:
         """Train on the samples of a step; its metrics. Afterwards the actor is on its devices.
 
         Nothing is learned of an empty batch, as none of whose groups has passed the filter.
@@ -45,32 +47,32 @@ class Learner:
             self.turns.begin_training()
             if len(batch):
                 batch = steps.with_log_probs(batch, self.turns.actor, algorithm, temperature)
-                metrics |= policy_checks.checked_mismatch(batch, config, step)
-                metrics |= distillation_metrics(batch)
+                metrics |= policy_checks.checked_mismatch(batch, self.turns.actor, config, step)
+                if teachers_of(config.teacher):
+                    metrics |= near(self.turns.actor, distillation_metrics, batch)
         with clock("update"):
             if len(batch):
                 metrics |= self._update(batch, step)
         return metrics
 
-    def _update(self, batch: Batch, step: int) -> dict[str, float]:
+    def _update(self, batch: Samples, step: int) -> dict[str, float]:
         """The critic and the actor learn from a batch with log-probs."""
         config, seed = self.config, [self.config.seed, step]
-        metrics: dict[str, float] = {}
-        now, followed = self.coefficients.of_step(batch)
-        batch = with_token_rewards(batch, now)
+        metrics, actor = dict[str, float](), self.turns.actor
+        found = near(actor, measured, batch, self.coefficients.config)
+        now, followed = self.coefficients.after(found, len(batch))
         if self.turns.critic is None:
-            batch = steps.with_advantages(batch, now)
+            batch, doubts = with_near(actor, _with_advantages, batch, now)
         else:
             with self.turns.critic_on_device() as critic:
                 batch = steps.with_values(batch, critic)
-                batch = steps.with_advantages(batch, now)
+                batch, doubts = with_near(actor, _with_advantages, batch, now)
                 metrics |= steps.update_critic(critic, batch, config, seed=seed)
         self.tables.of_step(step, batch)
-        for doubt in steps.doubts(batch):
+        for doubt in doubts:
             tell(f"step {step}: {doubt}")
         batch = steps.chosen_responses(batch, now.samples, seed)
-        batch = steps.without_truncated(batch, now.samples)
-        batch, left_out = steps.with_correction(batch, now)
+        batch, left_out = with_near(actor, _with_correction, batch, now)
         metrics |= followed | left_out
         if step > config.critic.warmup_steps:
             temperature = config.rollout.temperature
@@ -78,3 +80,14 @@ class Learner:
                 self.turns.actor, batch, now, temperature=temperature, seed=seed
             )
         return metrics
+
+
+def _with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, list[str]]:
+    """Adds token_rewards and advantages; and why the batch teaches little."""
+    batch = steps.with_advantages(with_token_rewards(batch, algorithm), algorithm)
+    return batch, steps.doubts(batch)
+
+
+def _with_correction(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
+    """What of the responses is trained on, and its metrics."""
+    return steps.with_correction(steps.without_truncated(batch, algorithm.samples), algorithm)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
 from mcore_rl.checkpoint.peft import FOLDER, Factors, write_adapters
 from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import WeightSyncConfig
-from mcore_rl.controller.dispatch import Dispatch, register
+from mcore_rl.controller.dispatch import ANY_COLUMNS, Dispatch, register
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.examples import scored_batch
 from mcore_rl.engine.base import (
     EngineSpec,
     LossFunction,
@@ -28,7 +31,11 @@ from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
-from mcore_rl.workers.expert_records import with_references, with_stage_experts
+from mcore_rl.workers.expert_records import COLUMN, with_references, with_stage_experts
+
+# Columns that a pass over samples reads, and those that it may add.
+_SCORED = ("prompt_ids", "response_ids", "group_ids", "trajectories", "segments", COLUMN)
+_SCORES = ("log_probs", "entropy", "sum_pi_squared", "routed_experts", "top_ids", "top_log_probs")
 
 
 class ModelWorker:
@@ -63,7 +70,7 @@ class ModelWorker:
     def initialize(self) -> None:
         self._engine.initialize()
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=_SCORES)
     def compute_log_probs(
         self, batch: Batch, *, temperature: float, replay: bool = True
     ) -> Batch | None:
@@ -88,15 +95,28 @@ class ModelWorker:
         pp_rank = Mesh(engine.layout).coordinate(engine.world_rank).pp_rank
         return with_stage_experts(batch, engine.expert_layers, pp_rank, self._spec.timeout_s)
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=_SCORES)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
         """The same for the base model of a LoRA actor: the actor without its adapters."""
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=("values",))
     def compute_values(self, batch: Batch) -> Batch | None:
         """Adds the column values of a value or reward model."""
         return self._engine.infer_batch(batch)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=("scores",))
+    def compute_scores(self, batch: Batch) -> Batch | None:
+        """Adds the column scores of a reward model: [samples], at the last token of each."""
+        scored = self._engine.infer_batch(scored_batch(batch.select("prompt_ids", "response_ids")))
+        if scored is None:
+            return None
+        return batch.with_columns(scores=scored.jagged("values").values.astype(np.float32))
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, writes=ANY_COLUMNS)
+    def apply(self, function: Callable[..., Any], batch: Batch, *args: object) -> Any:
+        """`function(batch, *args)`: see near_data.py. The engine has no part in it."""
+        return function(batch, *args)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(

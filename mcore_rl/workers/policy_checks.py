@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from mcore_rl.algorithms.correction import mismatch
 from mcore_rl.config.schema import RLConfig, TrainerConfig
-from mcore_rl.data.batch import Array, Batch
+from mcore_rl.controller.dispatch import Group
+from mcore_rl.data.batch import NO_VERSION, Array, Batch, Samples
+from mcore_rl.workers.near_data import B, near, per_sample
 
 
 class PolicyMismatchError(RuntimeError):
     """The servers do not run the trainer's policy, so training would be wrong."""
 
 
-def check_versions(batch: Batch, expected: int, max_age: int = 0) -> None:
+def check_versions(batch: Samples, expected: int, max_age: int = 0) -> None:
     """Checks that every token of a step that the policy chose has the version of the servers.
 
     Those of replayed samples, and only they, may be up to `max_age` versions older.
@@ -21,13 +25,13 @@ def check_versions(batch: Batch, expected: int, max_age: int = 0) -> None:
     Raises:
         PolicyMismatchError: some do not.
     """
-    fresh, replayed = split_replayed(batch)
-    versions = np.unique(chosen(fresh, "weight_versions"))
+    fresh, replayed = split_replayed(per_sample(batch))
+    versions = _versions(fresh)
     if len(fresh) and versions.tolist() != [expected]:
         raise PolicyMismatchError(
             f"servers answered with weights of version {versions.tolist()}; expected {expected}"
         )
-    versions = np.unique(chosen(replayed, "weight_versions"))
+    versions = _versions(replayed)
     if len(versions) and not expected - max_age <= versions[0] <= versions[-1] < expected:
         raise PolicyMismatchError(
             f"replayed samples have weights of version {versions.tolist()}; expected: from "
@@ -35,23 +39,39 @@ def check_versions(batch: Batch, expected: int, max_age: int = 0) -> None:
         )
 
 
-def checked_age(batch: Batch, version: int, max_age: int) -> dict[str, float]:
-    """The mean age of tokens that are not replayed, in versions; nothing if all have to be new.
+def _versions(batch: Batch) -> Array:
+    """The oldest and the newest of each sample; those between are of mixed ones."""
+    found = np.concatenate([batch.array("oldest_versions"), batch.array("newest_versions")])
+    return np.unique(found[found != NO_VERSION])
+
+
+def ages(batch: Samples, version: int) -> Array:
+    """Of the oldest token of each sample that has one of the policy's, for a policy's version."""
+    oldest = per_sample(batch).array("oldest_versions")
+    return version - oldest[oldest != NO_VERSION]
+
+
+def checked_age(batch: Samples, version: int, max_age: int) -> dict[str, float]:
+    """The mean over samples that are not replayed of the age of their oldest token, in versions.
+
+    Nothing if all have to be new.
 
     `version` is that of the policy that is trained on them, and `max_age` the oldest allowed.
 
     Raises:
         PolicyMismatchError: a token is older, or newer than the policy.
     """
-    ages = version - chosen(split_replayed(batch)[0], "weight_versions")
-    if not len(ages):
+    fresh = split_replayed(per_sample(batch))[0]
+    found = ages(fresh, version)
+    if not len(found):
         return {}
-    if not 0 <= ages.min() <= ages.max() <= max_age:
+    oldest, newest = int(found.max()), int(version - _versions(fresh)[-1])
+    if newest < 0 or oldest > max_age:
         raise PolicyMismatchError(
-            f"samples for the policy of version {version} are from {ages.min()} to {ages.max()} "
+            f"samples for the policy of version {version} are from {newest} to {oldest} "
             f"versions old; allowed: up to trainer.staleness={max_age}"
         )
-    return {"samples/age": float(ages.mean())} if max_age else {}
+    return {"samples/age": float(found.mean())} if max_age else {}
 
 
 def chosen(batch: Batch, name: str) -> Array:
@@ -59,7 +79,7 @@ def chosen(batch: Batch, name: str) -> Array:
     return np.asarray(batch.jagged(name).values[batch.jagged("response_mask").values != 0])
 
 
-def split_replayed(batch: Batch) -> tuple[Batch, Batch]:
+def split_replayed(batch: B) -> tuple[B, B]:
     """The samples of this step, and those of earlier ones."""
     if "replayed" not in batch:
         return batch, batch.take([])
@@ -75,7 +95,7 @@ def logprob_gaps(batch: Batch) -> dict[str, float]:
     return {"max_logprob_gap": float(gaps.max()), "mean_logprob_gap": float(gaps.mean())}
 
 
-def checked_mismatch(batch: Batch, config: RLConfig, step: int) -> dict[str, float]:
+def checked_mismatch(batch: Samples, actor: Group, config: RLConfig, step: int) -> dict[str, float]:
     """Metrics of how far trainer and servers are apart, with the gaps checked.
 
     None where the servers' log-probs stand for the trainer's. Replayed samples, of other weights,
@@ -85,25 +105,26 @@ def checked_mismatch(batch: Batch, config: RLConfig, step: int) -> dict[str, flo
     batch = split_replayed(batch)[0]
     if config.algorithm.correction.use_rollout_log_probs or not len(batch):
         return {}
-    current = _of_version(batch, step - 1) if config.trainer.staleness else batch
-    gaps = checked_gaps(current, config.trainer, step) if len(current) else {}
-    return gaps | mismatch(batch)
+    own = per_sample(batch)
+    is_current = own.array("oldest_versions") == step - 1
+    rows = np.flatnonzero(is_current).tolist() if config.trainer.staleness else range(len(batch))
+    gaps, found = near(actor, _gaps_and_mismatch, batch, list(rows))
+    return checked_gaps(gaps, config.trainer, step) | found
 
 
-def _of_version(batch: Batch, version: int) -> Batch:
-    """The samples with a token that the policy chose, all of whose are of this version."""
-    pairs = zip(batch.jagged("weight_versions"), batch.jagged("response_mask"), strict=True)
-    found = [versions[mask != 0] for versions, mask in pairs]
-    return batch.take([row for row, own in enumerate(found) if len(own) and (own == version).all()])
+def _gaps_and_mismatch(
+    batch: Batch, current: list[int]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Gaps are of these rows alone; no others come into question."""
+    return logprob_gaps(batch.take(current)) if current else {}, mismatch(batch)
 
 
-def checked_gaps(batch: Batch, bounds: TrainerConfig, step: int) -> dict[str, float]:
-    """logprob_gaps, checked against trainer.max_logprob_gap and mean_logprob_gap.
+def checked_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> dict[str, float]:
+    """What logprob_gaps has found, within trainer.max_logprob_gap and mean_logprob_gap.
 
     Raises:
         PolicyMismatchError: one is beyond its bound.
     """
-    gaps = logprob_gaps(batch)
     for name, gap in gaps.items():
         bound = getattr(bounds, name)
         if not gap <= bound:  # a gap that is not a number is no agreement either
@@ -111,4 +132,4 @@ def checked_gaps(batch: Batch, bounds: TrainerConfig, step: int) -> dict[str, fl
                 f"step {step}: {name} of trainer and rollout is {gap:.3g} nats; allowed: "
                 f"trainer.{name}={bound:g}. The weights or the settings of one are wrong"
             )
-    return gaps
+    return dict(gaps)

@@ -172,7 +172,7 @@ class RolloutWorker:
         groups = self._agent.start(asked, sampling)
         own.begin({prompt.group_id: one for prompt, one in zip(asked, groups, strict=True)})
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.RANK_ZERO, makes=True)
     def collect(self, stream: Stream, wait_s: float) -> Batch:
         """Samples of the groups that have ended since the last call, in order of group ids.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from mcore_rl.config.schema import SampleTablesConfig
-from mcore_rl.data.batch import Batch
+from mcore_rl.controller.dispatch import Group
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.sample_tables import (
     SAMPLES,
     TOKENIZER,
@@ -19,8 +22,10 @@ from mcore_rl.data.sample_tables import (
     with_own_log_probs,
     write_table,
 )
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.observability.console import show_line
 from mcore_rl.workers.checkpointer import tell
+from mcore_rl.workers.near_data import near
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,14 +37,22 @@ class SampleTables:
     """Writes them into the output folder. What the disk does not take is told, and left out."""
 
     def __init__(
-        self, folder: Path, tokenizer: PreTrainedTokenizerBase, config: SampleTablesConfig
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        config: SampleTablesConfig,
+        group: Group | None = None,
     ) -> None:
+        """`group`: rank 0 of it writes batches that are not here. It reads the same tokenizer from
+        where this one came from.
+        """
         self._folder, self._tokenizer, self._config = folder, tokenizer, config
+        self._group = group
         self._has_tokens = config.tokens and tokenizer.is_fast
         if config.tokens and not self._has_tokens:
             tell("samples.tokens: the tokenizer makes no tokenizer.json; tables have texts alone")
 
-    def of_step(self, step: int, batch: Batch) -> None:
+    def of_step(self, step: int, batch: Samples) -> None:
         """samples/step_NNNNNN.parquet, where one is due, and samples.num_shown on the screen.
 
         A table has the first trajectories, as many as samples.max_rows and max_tokens let in.
@@ -47,22 +60,31 @@ class SampleTables:
         config = self._config
         if config.every and step % config.every == 0:
             rows = first_trajectories(batch, config.max_rows, config.max_tokens)
-            kept = with_own_log_probs(batch).take(rows)
-            self._write(table_path(self._folder, step), kept, len(batch))
-        for row in range(min(config.num_shown, len(batch))):
-            show_line(self._in_short(batch.take([row])))
+            self._write(table_path(self._folder, step), batch.take(rows), len(batch))
+        if num_shown := min(config.num_shown, len(batch)):
+            for line in self._there(_in_short, batch.take(range(num_shown))):
+                show_line(line)
 
-    def of_evaluation(self, step: int, name: str, batch: Batch) -> None:
+    def of_evaluation(self, step: int, name: str, batch: Samples) -> None:
         """evaluations/step_NNNNNN/NAME.parquet, with all samples."""
         self._write(table_path(self._folder, step, name), batch, len(batch))
 
-    def _write(self, path: Path, batch: Batch, num_samples: int) -> None:
+    def _write(self, path: Path, batch: Samples, num_samples: int) -> None:
         try:
             if self._has_tokens:
                 self._keep_tokenizer()
-            write_table(path, self.columns(batch), num_samples)
+            refused = self._there(_written, batch, self._has_tokens, path, num_samples)
         except OSError as error:
-            tell(f"{path} cannot be written: {error}; the run goes on")
+            refused = str(error)
+        if refused:
+            tell(f"{path} cannot be written: {refused}; the run goes on")
+
+    def _there(self, function: Callable[..., Any], batch: Samples, *args: object) -> Any:
+        if isinstance(batch, Batch):
+            return function(batch, self._tokenizer, *args)
+        assert self._group is not None  # given where there are such batches
+        source = self._tokenizer.name_or_path
+        return near(self._group, _with_tokenizer, batch, function, source, *args, whole=True)
 
     def _keep_tokenizer(self) -> None:
         """Beside the tables, so that whoever has the folder can read the tokens in them."""
@@ -74,26 +96,61 @@ class SampleTables:
         aside.write_text(self._tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
         aside.replace(path)
 
-    def columns(self, batch: Batch) -> dict[str, pa.Array]:
-        """One row a sample: docs/watching.md has what each is."""
-        found = {
-            **summary_columns(batch),
-            "prompt": self._texts(batch, "prompt_ids"),
-            "response": self._texts(batch, "response_ids"),
-        }
-        return found | token_columns(batch) if self._has_tokens else found
 
-    def _texts(self, batch: Batch, name: str) -> pa.Array:
-        """With special tokens, as the policy reads and writes them."""
-        texts = [self._tokenizer.decode(ids.tolist()) for ids in batch.jagged(name)]
-        return pa.array(texts, pa.string())
+@functools.cache
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    return load_tokenizer(path)
 
-    def _in_short(self, sample: Batch) -> str:
-        def plain(name: str) -> str:
-            ids = sample.jagged(name)[0].tolist()
-            return " ".join(self._tokenizer.decode(ids, skip_special_tokens=True).split())
 
-        prompt, response = plain("prompt_ids")[-_SHOWN:], plain("response_ids")
+def _with_tokenizer(batch: Batch, function: Callable[..., Any], path: str, *args: object) -> Any:
+    return function(batch, _tokenizer(path), *args)
+
+
+def _written(
+    batch: Batch,
+    tokenizer: PreTrainedTokenizerBase,
+    has_tokens: bool,
+    path: Path,
+    num_samples: int,
+) -> str:
+    """Why the disk does not take a table; "" if it does."""
+    try:
+        write_table(path, table_columns(batch, tokenizer, has_tokens), num_samples)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def table_columns(
+    batch: Batch, tokenizer: PreTrainedTokenizerBase, has_tokens: bool
+) -> dict[str, pa.Array]:
+    """One row a sample: docs/watching.md has what each is."""
+    batch = with_own_log_probs(batch)
+    found = {
+        **summary_columns(batch),
+        "prompt": _texts(batch, tokenizer, "prompt_ids"),
+        "response": _texts(batch, tokenizer, "response_ids"),
+    }
+    return found | token_columns(batch) if has_tokens else found
+
+
+def _texts(batch: Batch, tokenizer: PreTrainedTokenizerBase, name: str) -> pa.Array:
+    """With special tokens, as the policy reads and writes them."""
+    texts = [tokenizer.decode(ids.tolist()) for ids in batch.jagged(name)]
+    return pa.array(texts, pa.string())
+
+
+def _in_short(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line a sample."""
+
+    def plain(name: str, row: int) -> str:
+        ids = batch.jagged(name)[row].tolist()
+        return " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
+
+    lines = []
+    for row, reward in enumerate(batch.array("rewards")):
+        prompt, response = plain("prompt_ids", row)[-_SHOWN:], plain("response_ids", row)
         if len(response) > _SHOWN:
             response = f"{response[: _SHOWN // 2]} ... {response[-_SHOWN // 2 :]}"
-        return f"  sample: reward {sample.array('rewards')[0]:.3f}  {prompt} -> {response}"
+        lines.append(f"  sample: reward {reward:.3f}  {prompt} -> {response}")
+    return lines

@@ -6,7 +6,6 @@ import numpy as np
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import needs_of
-from mcore_rl.algorithms.replay import ReplayBuffer
 from mcore_rl.algorithms.sample_choice import (
     CHOICE_STREAM,
     kept_groups,
@@ -15,10 +14,12 @@ from mcore_rl.algorithms.sample_choice import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.data.batch import Array, Batch
+from mcore_rl.data.batch import Array, Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers import policy_checks, steps
+from mcore_rl.workers.near_data import joined, kept, per_sample
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.scoring import with_teacher_names
 
@@ -30,7 +31,7 @@ def samples_of_step(
     replay: ReplayBuffer,
     step: int,
     age: int = 0,
-) -> tuple[Batch, dict[str, float]]:
+) -> tuple[Samples, dict[str, float]]:
     """The samples of a step with their rewards, and metrics of all that were generated.
 
     The servers have the weights of the policy that the step trains, or those of `age` versions
@@ -44,13 +45,13 @@ def samples_of_step(
         ConfigError: no response got a reward; too few groups have passed, and if_short is stop.
     """
     policy, (replayed, wanted) = config.algorithm.samples, replayed_and_wanted(config, replay, step)
-    rounds: list[Batch] = []
+    rounds: list[Samples] = []
     while True:
         rounds.append(_round(config, rollout, prompts.take(policy.prompts_per_round or wanted)))
         policy_checks.check_versions(rounds[-1], step - 1 - age)
-        came = Batch.concat(rounds)
+        came = joined(rounds)
         batch, metrics = rewarded(config, came, step)
-        passed = kept_groups(batch, policy)
+        passed = kept(kept_groups, batch, policy)
         if num_groups(passed) >= wanted or len(rounds) == policy.max_rounds:
             break
     observe(config, prompts, came, batch)
@@ -63,14 +64,14 @@ def samples_of_step(
             f"{wanted} that the step needs; allowed: more algorithm.samples.max_rounds or "
             "prompts_per_round, or if_short='train'"
         )
-    kept = passed.take(np.flatnonzero(_is_first(passed.array("group_ids"), wanted)).tolist())
-    kept, found = trained_on(config, kept, replay, replayed, step)
-    return kept, metrics | found | {"generated_tokens": float(came.num_tokens.sum())}
+    first = passed.take(np.flatnonzero(_is_first(passed.array("group_ids"), wanted)).tolist())
+    first, found = trained_on(config, first, replay, replayed, step)
+    return first, metrics | found | {"generated_tokens": float(came.num_tokens.sum())}
 
 
 def replayed_and_wanted(
     config: RLConfig, replay: ReplayBuffer, step: int
-) -> tuple[Batch | None, int]:
+) -> tuple[Samples | None, int]:
     """The groups of earlier steps that a step trains on, and how many new ones it needs."""
     per_step = config.trainer.prompts_per_step
     share = round(config.algorithm.samples.replay.share * per_step)
@@ -78,7 +79,7 @@ def replayed_and_wanted(
     return replayed, per_step - (num_groups(replayed) if replayed is not None else 0)
 
 
-def rewarded(config: RLConfig, came: Batch, step: int) -> tuple[Batch, dict[str, float]]:
+def rewarded(config: RLConfig, came: Samples, step: int) -> tuple[Samples, dict[str, float]]:
     """What was generated, with the rewards that count, and metrics of it.
 
     Raises ConfigError: no response got a reward.
@@ -91,18 +92,18 @@ def rewarded(config: RLConfig, came: Batch, step: int) -> tuple[Batch, dict[str,
 
 
 def trained_on(
-    config: RLConfig, kept: Batch, replay: ReplayBuffer, replayed: Batch | None, step: int
-) -> tuple[Batch, dict[str, float]]:
+    config: RLConfig, fresh: Samples, replay: ReplayBuffer, replayed: Samples | None, step: int
+) -> tuple[Samples, dict[str, float]]:
     """The groups of a step with those responses that advantages compare, and replayed groups."""
     policy = config.algorithm.samples
     if policy.advantages_of == "kept":
-        kept = kept_responses(kept, policy, [config.seed, step, CHOICE_STREAM])
+        fresh = kept(kept_responses, fresh, policy, [config.seed, step, CHOICE_STREAM])
     if not policy.replay.share:
-        return kept, {}
-    return _with_replayed(kept, replayed, replay, policy.replay.max_age, step)
+        return fresh, {}
+    return _with_replayed(fresh, replayed, replay, policy.replay.max_age, step)
 
 
-def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Batch:
+def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Samples:
     batch = rollout.generate(asked, n=config.algorithm.group_size)
     if "baseline_rewards" in needs_of(ADVANTAGES[config.algorithm.advantage]):
         greedy = rollout.generate(asked, n=1, is_greedy=True)
@@ -112,17 +113,17 @@ def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Batch:
     return batch
 
 
-def observe(config: RLConfig, prompts: PromptBatches, came: Batch, batch: Batch) -> None:
+def observe(config: RLConfig, prompts: PromptBatches, came: Samples, batch: Samples) -> None:
     """Tells a curriculum of the groups that `came`; `batch` has those with a reward."""
     curriculum = config.data.curriculum
     if curriculum.name:
-        batch = Trajectories(batch).joined()
-        rewards = reward_or_part(batch, curriculum.success, "data.curriculum.success")
+        whole = Trajectories(per_sample(batch)).joined()
+        rewards = reward_or_part(whole, curriculum.success, "data.curriculum.success")
         has_succeeded = rewards >= curriculum.min_reward
-        prompts.observe(came.array("group_ids"), batch.array("group_ids"), has_succeeded)
+        prompts.observe(came.array("group_ids"), whole.array("group_ids"), has_succeeded)
 
 
-def _of_filter(num_rounds: int, batch: Batch, passed: Batch, wanted: int) -> dict[str, float]:
+def _of_filter(num_rounds: int, batch: Samples, passed: Samples, wanted: int) -> dict[str, float]:
     num, num_passed = num_groups(batch), num_groups(passed)
     found = {"rounds": num_rounds, "groups": num, "passed": num_passed / num}
     found["dropped_surplus"] = max(num_passed - wanted, 0)
@@ -130,8 +131,8 @@ def _of_filter(num_rounds: int, batch: Batch, passed: Batch, wanted: int) -> dic
 
 
 def _with_replayed(
-    fresh: Batch, replayed: Batch | None, replay: ReplayBuffer, max_age: int, step: int
-) -> tuple[Batch, dict[str, float]]:
+    fresh: Samples, replayed: Samples | None, replay: ReplayBuffer, max_age: int, step: int
+) -> tuple[Samples, dict[str, float]]:
     """Both; and the buffer has the fresh ones from now on."""
     replay.add(fresh, step)
     fresh = fresh.with_columns(replayed=np.zeros(len(fresh), np.int8))
@@ -139,13 +140,12 @@ def _with_replayed(
         return fresh, {"samples/replayed": 0.0}
     policy_checks.check_versions(replayed, step - 1, max_age)
     metrics = {"samples/replayed": float(num_groups(replayed))}
-    ages = step - 1 - policy_checks.chosen(replayed, "weight_versions")
-    if len(ages):
-        metrics["samples/replayed_age"] = float(ages.mean())
-    return Batch.concat([fresh, replayed]), metrics
+    if len(found := policy_checks.ages(replayed, step - 1)):
+        metrics["samples/replayed_age"] = float(found.mean())
+    return joined([fresh, replayed]), metrics
 
 
-def num_groups(batch: Batch) -> int:
+def num_groups(batch: Samples) -> int:
     return len(np.unique(batch.array("group_ids")))
 
 

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from mcore_rl.algorithms.replay import ReplayBuffer
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.workers.near_data import from_arrays, to_arrays
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.samples import samples_of_step
 
-Found = tuple[Batch, dict[str, float]]  # samples and metrics
+Found = tuple[Samples, dict[str, float]]  # samples and metrics
 
 
 class SamplesAhead:
@@ -99,10 +100,10 @@ class SamplesAhead:
         if self._pending is None:
             return {"step": 0, "metrics": {}, "samples": None}
         batch, metrics = self._pending.result()
-        return {"step": self._step, "metrics": dict(metrics), "samples": batch.to_arrays()}
+        return {"step": self._step, "metrics": dict(metrics), "samples": to_arrays(batch)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step, self._pending = state["step"], None
         if state["samples"] is not None:
             self._pending = Future()
-            self._pending.set_result((Batch.from_arrays(state["samples"]), dict(state["metrics"])))
+            self._pending.set_result((from_arrays(state["samples"]), dict(state["metrics"])))

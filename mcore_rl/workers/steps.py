@@ -11,7 +11,6 @@ from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
 from mcore_rl.algorithms.correction import corrected
 from mcore_rl.algorithms.distillation import sampled_kl
-from mcore_rl.algorithms.inputs import WEIGHTS
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.prepared import MiniBatchInputs, is_prepared, prepared_columns
 from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
@@ -19,13 +18,14 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
-from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.controller.dispatch import Group
+from mcore_rl.data.batch import Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.metrics import merge
+from mcore_rl.workers.near_data import B, kept, per_sample, with_near
 
 
-def with_baseline_rewards(batch: Batch, greedy: Batch) -> Batch:
+def with_baseline_rewards(batch: B, greedy: Samples) -> B:
     """Adds baseline_rewards: of the one greedy response to the same prompt, in the same role.
 
     Without the samples of prompts whose greedy response got no reward.
@@ -38,14 +38,14 @@ def with_baseline_rewards(batch: Batch, greedy: Batch) -> Batch:
     return batch.take(rows).with_columns(baseline_rewards=found)
 
 
-def _asked_of(batch: Batch) -> list[tuple[int, str]]:
+def _asked_of(batch: Samples) -> list[tuple[int, str]]:
     """The group id and the role of each sample."""
     groups = batch.array("group_ids").tolist()
     roles = batch.array("roles").tolist() if "roles" in batch else [""] * len(groups)
     return list(zip(groups, roles, strict=True))
 
 
-def judged(batch: Batch, on_error: str) -> tuple[Batch, dict[str, float]]:
+def judged(batch: B, on_error: str) -> tuple[B, dict[str, float]]:
     """The batch, with reward.on_error=drop without the samples that got no reward; and metrics.
 
     Groups may then differ in size, and a group may be gone.
@@ -68,30 +68,26 @@ def judged(batch: Batch, on_error: str) -> tuple[Batch, dict[str, float]]:
     return batch.take(left), metrics | {"dropped": float(len(batch) - len(left))}
 
 
-def with_reference_log_probs(
-    batch: Batch, score: Callable[..., Batch], temperature: float
-) -> Batch:
+def with_reference_log_probs(batch: B, score: Callable[..., B], temperature: float) -> B:
     """`score`: the method of a group that gives log_probs of the reference model."""
     asked = batch.select("prompt_ids", "response_ids")
-    scored = score(asked, temperature=temperature)
-    return batch.with_columns(reference_log_probs=scored["log_probs"])
+    scored = score(asked, temperature=temperature).select("log_probs")
+    return batch.union(scored.renamed(log_probs="reference_log_probs"))
 
 
-def with_log_probs(
-    batch: Batch, actor: WorkerGroup, algorithm: AlgorithmConfig, temperature: float
-) -> Batch:
+def with_log_probs(batch: B, actor: Group, algorithm: AlgorithmConfig, temperature: float) -> B:
     """Adds log_probs of the actor or, if so configured, those of the servers in their place."""
     if algorithm.correction.use_rollout_log_probs:
-        return batch.with_columns(log_probs=batch.jagged("rollout_log_probs"))
-    scored: Batch = actor.compute_log_probs(batch, temperature=temperature)
+        served = batch.select("rollout_log_probs")
+        return batch.union(served.renamed(rollout_log_probs="log_probs"))
+    scored: B = actor.compute_log_probs(batch, temperature=temperature)
     return scored
 
 
-def shuffled_rewards(batch: Batch, seed: Sequence[int]) -> Batch:
+def shuffled_rewards(batch: B, seed: Sequence[int]) -> B:
     """The same rewards, permuted over the samples, and none of tokens: no signal is left."""
     rewards = np.random.default_rng(seed).permutation(batch.array("rewards"))
-    kept = batch.select(*batch.columns.keys() - {"process_rewards"})
-    return kept.with_columns(rewards=rewards)
+    return batch.without("process_rewards").with_columns(rewards=rewards)
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
@@ -128,13 +124,13 @@ def without_truncated(batch: Batch, samples: SamplesConfig) -> Batch:
     return batch.with_columns(**masked)
 
 
-def chosen_responses(batch: Batch, samples: SamplesConfig, seed: Sequence[int]) -> Batch:
+def chosen_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B:
     """Those of algorithm.samples.keep_responses, where advantages compare all that there were."""
     is_later = samples.advantages_of == "generated"
-    return kept_responses(batch, samples, [*seed, CHOICE_STREAM]) if is_later else batch
+    return kept(kept_responses, batch, samples, [*seed, CHOICE_STREAM]) if is_later else batch
 
 
-def mini_batches(batch: Batch, num: int, seed: Sequence[int]) -> list[Batch]:
+def mini_batches(batch: B, num: int, seed: Sequence[int]) -> list[B]:
     """Full groups, distributed at random over at most `num` mini-batches; none is empty."""
     groups = np.random.default_rng(seed).permutation(np.unique(batch.array("group_ids")))
     parts = [part for part in np.array_split(groups, num) if len(part)]
@@ -154,8 +150,8 @@ def with_correction(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, di
     return batch, metrics
 
 
-def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Adds the weights of each loss, of a whole mini-batch.
+def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, bool]:
+    """Adds the weights of each loss, of a whole mini-batch; and whether one is not 0.
 
     algorithm.loss_aggregation normalises each over its own tokens; then comes its coefficient.
     loss_weights: over policy_mask or, without one, response_mask; 0 where correction_weights or
@@ -184,7 +180,7 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
             mask = batch.jagged("cross_entropy_mask")
         coef = algorithm.cross_entropy_coef
         columns["cross_entropy_weights"] = _weights(mask, coef, algorithm)
-    return batch.with_columns(**columns)
+    return batch.with_columns(**columns), any(column.values.any() for column in columns.values())
 
 
 def _weights(mask: Jagged, coef: float, algorithm: AlgorithmConfig) -> Jagged:
@@ -195,31 +191,25 @@ def _weights(mask: Jagged, coef: float, algorithm: AlgorithmConfig) -> Jagged:
     return weights.with_values(weights.values * np.float32(coef))
 
 
-def _has_weights(batch: Batch) -> bool:
-    names = [n for n in batch.columns if n.endswith(WEIGHTS) and n != "correction_weights"]
-    return any(batch.jagged(name).values.any() for name in names)
-
-
 def with_prepared_columns(
-    batch: Batch, scored: Batch, algorithm: AlgorithmConfig, seed: Sequence[int]
-) -> Batch:
+    batch: Batch, algorithm: AlgorithmConfig, seed: Sequence[int]
+) -> tuple[Batch, None]:
     """Adds what the loss reads of a whole mini-batch.
 
-    `scored` has the columns log_probs and entropy of the policy as it is before the update.
+    It has current_log_probs and entropy of the policy as it is before the update.
     """
-    current = batch.with_columns(current_log_probs=scored["log_probs"], entropy=scored["entropy"])
     columns = prepared_columns(
         LOSSES[algorithm.loss],
         LOSSES.settings(algorithm.loss, algorithm.loss_settings),
-        MiniBatchInputs(current, seed),
+        MiniBatchInputs(batch, seed),
         f"{LOSSES.setting}={algorithm.loss!r}",
     )
-    return current.with_columns(**columns)
+    return batch.with_columns(**columns), None
 
 
 def update(
-    actor: WorkerGroup,
-    batch: Batch,
+    actor: Group,
+    batch: Samples,
     algorithm: AlgorithmConfig,
     *,
     temperature: float,
@@ -232,35 +222,43 @@ def update(
     """
     found = []
     for index, part in enumerate(mini_batches(batch, algorithm.num_mini_batches, seed)):
-        part = with_loss_weights(part, algorithm)
-        if not _has_weights(part):
+        part, has_weights = with_near(actor, with_loss_weights, part, algorithm)
+        if not has_weights:
             continue
         if is_prepared(LOSSES[algorithm.loss]):
             # Before the first one it is still the policy that has scored the batch.
             is_scored = not index and not algorithm.correction.use_rollout_log_probs
             scored = part if is_scored else actor.compute_log_probs(part, temperature=temperature)
-            part = with_prepared_columns(part, scored, algorithm, [*seed, 1 + index])
+            current = scored.select("log_probs", "entropy")
+            part = part.union(current.renamed(log_probs="current_log_probs"))
+            step = with_prepared_columns, part, algorithm, [*seed, 1 + index]
+            part, _ = with_near(actor, *step)
         # Every data-parallel rank reports what is true of all of them.
         found.append(actor.update(part, temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
 
 
-def with_values(batch: Batch, critic: WorkerGroup) -> Batch:
+def with_values(batch: B, critic: Group) -> B:
     """Adds values, of the critic before its update."""
     scored = critic.compute_values(batch.select("prompt_ids", "response_ids"))
-    return batch.with_columns(values=scored["values"])
+    return batch.union(scored.select("values"))
 
 
 def update_critic(
-    critic: WorkerGroup, batch: Batch, config: RLConfig, *, seed: Sequence[int]
+    critic: Group, batch: Samples, config: RLConfig, *, seed: Sequence[int]
 ) -> dict[str, float]:
     """One optimizer step per mini-batch, towards the column returns."""
     columns = "prompt_ids", "response_ids", "response_mask", "group_ids", "values", "returns"
     found = []
     for part in mini_batches(batch.select(*columns), config.algorithm.num_mini_batches, seed):
-        weights = loss_weights(part.jagged("response_mask"), config.critic.loss_aggregation)
-        found.append(critic.update(part.with_columns(loss_weights=weights))[0])
+        part, _ = with_near(critic, _with_critic_weights, part, config.critic.loss_aggregation)
+        found.append(critic.update(part)[0])
     return {f"critic/{name}": value for name, value in merge(found).items()}
+
+
+def _with_critic_weights(batch: Batch, aggregation: str) -> tuple[Batch, None]:
+    weights = loss_weights(batch.jagged("response_mask"), aggregation)
+    return batch.with_columns(loss_weights=weights), None
 
 
 def doubts(batch: Batch) -> list[str]:
@@ -279,11 +277,11 @@ def doubts(batch: Batch) -> list[str]:
     return found
 
 
-def describe(batch: Batch) -> dict[str, float]:
+def describe(batch: Samples) -> dict[str, float]:
     """Metrics of what was generated, over trajectories."""
     num_samples, num_turns = len(batch), batch.array("turns").sum() if "turns" in batch else 0
-    batch = Trajectories(batch).joined()
-    lengths = batch.jagged("response_ids").lengths
+    batch = Trajectories(per_sample(batch)).joined()
+    lengths = batch.array("response_tokens")
     metrics: dict[str, Any] = {
         "reward": batch.array("rewards").mean(),
         "response_tokens": lengths.mean(),

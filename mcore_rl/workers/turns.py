@@ -19,7 +19,7 @@ from mcore_rl.config.resolve import takes_turns
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.data.batch import Batch
+from mcore_rl.workers.near_data import B
 from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.steps import with_reference_log_probs
 from mcore_rl.workers.weight_sync import WeightSync
@@ -52,7 +52,7 @@ class Turns:
         if servers_sleep(self.placement, self.models):
             self.servers.sleep(keep=self.keeps_requests)
 
-    def with_reference_log_probs(self, batch: Batch, temperature: float) -> Batch:
+    def with_reference_log_probs(self, batch: B, temperature: float) -> B:
         """Adds reference log-probs, of the reference model or of the actor without adapters."""
         if "reference" not in self.models:
             self.begin_training()

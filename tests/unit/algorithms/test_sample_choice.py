@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.replay import ReplayBuffer
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.algorithms.sample_choice import (
     CHOICES,
     CURRICULA,

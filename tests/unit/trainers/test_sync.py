@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.controllers import Coefficients
-from mcore_rl.algorithms.replay import ReplayBuffer
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import (

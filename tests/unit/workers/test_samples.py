@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.replay import ReplayBuffer
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, SamplesConfig

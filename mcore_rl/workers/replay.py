@@ -9,8 +9,9 @@ import numpy as np
 
 from mcore_rl.algorithms.sample_choice import priority_of
 from mcore_rl.config.samples_schema import ReplayConfig
-from mcore_rl.data.batch import Array, Batch
+from mcore_rl.data.batch import NO_VERSION, Array, Samples
 from mcore_rl.data.trajectories import compared
+from mcore_rl.workers.near_data import from_arrays, joined, per_sample, to_arrays
 
 _STREAM = 0x7265706C  # sets its random numbers apart from others of the same seed and step
 
@@ -24,9 +25,9 @@ class ReplayBuffer:
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
         self._config, self._seed = config, seed
-        self._kept: Batch | None = None
+        self._kept: Samples | None = None
 
-    def draw(self, num_groups: int, step: int) -> Batch | None:
+    def draw(self, num_groups: int, step: int) -> Samples | None:
         """Up to `num_groups` different groups, each with a chance in proportion to its priority.
 
         Those of priority 0 are never drawn. None where there is none.
@@ -46,7 +47,8 @@ class ReplayBuffer:
     def _priorities(self) -> Array:
         """Of each group in order: the sum over its roles, of which there is mostly one."""
         assert self._kept is not None
-        ids, by_role = (b.array("group_ids") for b in (self._kept, compared(self._kept)))
+        own = per_sample(self._kept)
+        ids, by_role = (b.array("group_ids") for b in (own, compared(own)))
         rewards = self._kept.array("rewards").astype(np.float64)
         found = np.zeros(len(np.unique(ids)))
         index = np.unique(ids, return_inverse=True)[1]
@@ -55,29 +57,27 @@ class ReplayBuffer:
             found[index[rows][0]] += priority_of(rewards[rows], self._config)
         return found
 
-    def add(self, batch: Batch, step: int) -> None:
+    def add(self, batch: Samples, step: int) -> None:
         """Keeps new samples for later steps, and lets go of those that are then too old."""
         if not self._config.share:
             return
-        kept = batch if self._kept is None else Batch.concat([self._kept, batch])
+        kept = batch if self._kept is None else joined([self._kept, batch])
         oldest = _oldest_versions(kept)
         self._kept = kept.take(np.flatnonzero(step - oldest <= self._config.max_age).tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._kept.to_arrays() if self._kept is not None else None}
+        return {"samples": to_arrays(self._kept) if self._kept is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Without a share nothing is kept, whatever was."""
         if self._config.share and state["samples"] is not None:
-            self._kept = Batch.from_arrays(state["samples"])
+            self._kept = from_arrays(state["samples"])
 
 
-def _oldest_versions(batch: Batch) -> Array:
+def _oldest_versions(batch: Samples) -> Array:
     """[samples]: of the tokens that the policy has chosen in their groups; 0 without one."""
-    pairs = zip(batch.jagged("weight_versions"), batch.jagged("response_mask"), strict=True)
-    chosen = [versions[mask != 0] for versions, mask in pairs]
-    never = np.iinfo(np.int64).max
-    of_rows = np.array([versions.min(initial=never) for versions in chosen], np.int64)
+    never, found = np.iinfo(np.int64).max, per_sample(batch).array("oldest_versions")
+    of_rows = np.where(found == NO_VERSION, never, found)
     ids, index = np.unique(batch.array("group_ids"), return_inverse=True)
     of_groups = np.full(len(ids), never)
     np.minimum.at(of_groups, index, of_rows)

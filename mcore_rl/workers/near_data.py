@@ -1,0 +1,94 @@
+"""Functions of whole batches, run where the columns along tokens are and not in the driver.
+
+Advantages, correction and weights of losses are over all samples of a step or of a mini-batch. They
+run on rank 0 of the actor, which fetches the columns and stores those that a function adds. The
+driver gets what else the function returns: numbers and sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import ray
+
+from mcore_rl.controller.dispatch import Group
+from mcore_rl.controller.object_columns import fetch, store
+from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
+from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
+from mcore_rl.workers.expert_records import COLUMN
+
+B = TypeVar("B", bound=Samples)
+# Columns that no such function reads, unless it is asked to.
+_LARGE = ("prompt_ids", COLUMN)
+
+
+def with_near(
+    group: Group, function: Callable[..., tuple[Batch, Any]], batch: B, *args: object
+) -> tuple[B, Any]:
+    """`function(batch, *args)`: the batch with columns added or replaced, and a value.
+
+    A batch that is here is worked on here.
+    """
+    if isinstance(batch, Batch):
+        return cast(tuple[B, Any], function(batch, *args))
+    found, value = group.apply(function, batch.without(*_LARGE), *args)
+    return batch.union(found), value
+
+
+def near(
+    group: Group, function: Callable[..., Any], batch: Samples, *args: object, whole: bool = False
+) -> Any:
+    """`function(batch, *args)`, which is no batch; `whole`: with prompts."""
+    if isinstance(batch, Batch):
+        return function(batch, *args)
+    return group.apply(function, batch if whole else batch.without(*_LARGE), *args)
+
+
+def per_sample(batch: Samples) -> Batch:
+    """The columns of one value a sample, with those that a RemoteBatch has of its tokens."""
+    if isinstance(batch, RemoteBatch):
+        return batch.own
+    assert isinstance(batch, Batch)
+    own: dict[str, Column] = {n: c for n, c in batch.columns.items() if not isinstance(c, Jagged)}
+    for ids, name in (("prompt_ids", PROMPT_TOKENS), ("response_ids", RESPONSE_TOKENS)):
+        if ids in batch:
+            own[name] = batch.lengths(ids)
+    if "oldest_versions" not in own and "weight_versions" in batch:
+        pairs = zip(batch.jagged("weight_versions"), batch.jagged("response_mask"), strict=True)
+        found = [row[mask != 0] for row, mask in pairs]
+        own["oldest_versions"] = np.array([r.min() if len(r) else NO_VERSION for r in found])
+        own["newest_versions"] = np.array([r.max() if len(r) else NO_VERSION for r in found])
+    return Batch(own)
+
+
+def kept(function: Callable[..., Batch], batch: B, *args: object) -> B:
+    """The rows that a choice by the columns of one value a sample leaves, in its order."""
+    numbered = per_sample(batch).with_columns(row_numbers=np.arange(len(batch)))
+    rows: Array = function(numbered, *args).array("row_numbers")
+    return batch.take(rows.tolist())
+
+
+def joined(batches: Sequence[B]) -> B:
+    """Raises ValueError for none."""
+    if not batches:
+        raise ValueError("no batches to join")
+    found: B = type(batches[0]).concat(batches)
+    return found
+
+
+def here(batch: Samples) -> Batch:
+    """With all columns in this process."""
+    return fetch(batch) if isinstance(batch, RemoteBatch) else cast(Batch, batch)
+
+
+def to_arrays(batch: Samples) -> dict[str, dict[str, Array]]:
+    """As Batch.to_arrays: all that a checkpoint keeps of it is fetched for that."""
+    return here(batch).to_arrays()
+
+
+def from_arrays(arrays: Mapping[str, Mapping[str, Array]]) -> Samples:
+    """What to_arrays was made of; by reference in a job, whose columns this process then stores."""
+    batch = Batch.from_arrays(arrays)
+    return store(batch.without(PROMPT_TOKENS, RESPONSE_TOKENS)) if ray.is_initialized() else batch
