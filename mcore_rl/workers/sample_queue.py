@@ -18,7 +18,7 @@ thread, or for several that share a lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -119,7 +119,7 @@ class SampleQueue(Generic[T]):
 
     def issue(self, group_ids: Sequence[int], rows: Sequence[int]) -> None:
         """New groups. Their ids are higher than any before, so that none is issued twice."""
-        for group_id, row in zip(group_ids, rows, strict=True):
+        for group_id, row in zip(map(int, group_ids), map(int, rows), strict=True):
             if group_id < self._next_id:
                 raise LedgerError(
                     f"group {group_id} cannot be issued: it has been before; allowed: ids from "
@@ -135,7 +135,7 @@ class SampleQueue(Generic[T]):
         for group in self._moved(group_ids, State.GENERATING):
             self._count("begun", group)
             group.attempt = self.groups_total["begun"]
-            group.begun_version = group.oldest_version = version
+            group.begun_version = group.oldest_version = int(version)
 
     def finish(
         self,
@@ -158,8 +158,8 @@ class SampleQueue(Generic[T]):
             )
         (group,) = self._moved([group_id], State.GENERATED)
         if oldest_version != -1:
-            group.oldest_version = oldest_version
-        group.num_samples, group.num_bytes = num_samples, num_bytes
+            group.oldest_version = int(oldest_version)
+        group.num_samples, group.num_bytes = int(num_samples), int(num_bytes)
         group.columns = dict(columns)
 
     def mark_rewarded(self, group_ids: Sequence[int]) -> None:
@@ -287,8 +287,8 @@ class SampleQueue(Generic[T]):
             return self._groups[group_id]
         except KeyError:
             raise LedgerError(
-                f"group {group_id} is not in the ledger: never issued, dropped, or cleared; allowed: "
-                f"one of the {len(self._groups)} in it"
+                f"group {group_id} is not in the ledger: never issued, dropped, or cleared; "
+                f"allowed: one of the {len(self._groups)} in it"
             ) from None
 
     def _check_partition(self, partition: int) -> None:
