@@ -117,10 +117,11 @@ class Admission(Generic[T]):
         It needs `num_groups`, at most and by default groups_per_step. Called again after a loss, it
         fills the step up.
         """
-        if step != self.version + 1:
+        last = self._queue.last_trained
+        if step != self.version + 1 or step != last + 1:
             raise LedgerError(
-                f"step {step} cannot select: the servers have version {self.version}; allowed: "
-                f"step {self.version + 1}"
+                f"step {step} cannot select: the servers have version {self.version}, and step "
+                f"{last} is trained; allowed: step {last + 1}, with version {last}"
             )
         most = self._pacing.groups_per_step
         needed = most if num_groups is None else num_groups
