@@ -7,7 +7,8 @@ Why no token older than `staleness` s versions is ever trained:
 3. Step v + 1, which trains version v, selects and trains while v is pushed: ages are at most s.
 
 That alone would waste work, so `num_to_begin` paces: while version v is pushed, v + s + 1 batches
-may have been begun in all. Groups that end in the order of their beginning are never sent back.
+may have been begun in all, and a step waits for a group where a later one would come too late for
+it. So none is sent back but for those that are begun beyond the batches (over_issue).
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class Admission(Generic[T]):
     def select(self, step: int, num_groups: int | None = None) -> list[Group[T]] | None:
         """The groups of a step in streaming order; None until as many are ready as it needs.
 
-        It needs `num_groups`, at most and by default groups_per_step. Called again after a loss, it
-        fills the step up.
+        It needs `num_groups`, at most and by default groups_per_step, of such versions that those
+        to come can train the others in time. Called again after a loss, it fills the step up.
         """
         last = self._queue.last_trained
         if step != self.version + 1 or step != last + 1:
@@ -129,10 +130,27 @@ class Admission(Generic[T]):
             raise LedgerError(f"step {step} cannot select {needed} groups; allowed: 0 to {most}")
         lacking = max(needed - self._queue.num_groups(State.TRAINING), 0)
         chosen = self._queue.groups(State.REWARDED)[:lacking]
-        if len(chosen) < lacking:
+        if len(chosen) < lacking or not self._leaves_time(chosen):
             return None
         self._queue.select([group.group_id for group in chosen], step)
         return self._queue.groups(State.TRAINING)
+
+    def _leaves_time(self, chosen: list[Group[T]]) -> bool:
+        """Whether the steps to come can train what this one leaves, before it is too old.
+
+        As in scheduling by the earliest deadline: n steps train no more than n batches. Those begun
+        beyond the batches may be late. False only if waiting can help.
+        """
+        pacing, ids = self._pacing, {group.group_id for group in chosen}
+        waiting = self._queue.groups(State.GENERATING, State.GENERATED, State.REWARDED)
+        left = [group.age(self.version) for group in waiting if group.group_id not in ids]
+        for num_steps in range(pacing.staleness + 1):
+            least = pacing.staleness - num_steps  # an age with so many steps after this one
+            room = num_steps * pacing.groups_per_step + pacing.num_extra
+            is_late = sum(age >= least for age in left) > room
+            if is_late and any(group.age(self.version) < least for group in chosen):
+                return False
+        return True
 
     def evict(self, next_version: int) -> list[int]:
         """Before a push: what would be too old after it is issued again.
