@@ -1,0 +1,173 @@
+"""What an asynchronous trainer begins, trains on and abandons: one object decides.
+
+Why no token older than `staleness` s versions is ever trained:
+1. Tokens of a group are no older than the version it was begun with, which the ledger checks.
+2. `pushed(v)` refuses to go on while a group, begun or finished, has a version before v - s;
+   `evict(v)` sends those back.
+3. Step v + 1, which trains version v, selects and trains while v is pushed: ages are at most s.
+
+That alone would waste work, so `num_to_begin` paces: while version v is pushed, v + s + 1 batches
+may have been begun in all, and those over. Without these, groups that end in the order of their
+beginning are never sent back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from mcore_rl.workers.sample_queue import ACTIVE, HELD, Group, LedgerError, SampleQueue, State
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """Settings of `Admission`. ValueError when one is not allowed."""
+
+    groups_per_step: int
+    group_size: int  # samples
+    num_steps: int  # of the run: nothing is begun for later ones
+    staleness: int  # versions that the oldest token may be older than the policy that is trained
+    depth: int | None = None  # groups that generate at once; None: as many as staleness lets
+    # Groups begun beyond those that the batches need, as a share of groups_per_step. What of them
+    # ends too late for a batch waits for the next one, if staleness lets it.
+    over_issue: float = 0.0
+    # Samples, and bytes of them, that wait for training before nothing more is begun. What the
+    # next batch lacks is begun all the same. None: no bound but that of staleness.
+    max_samples: int | None = None
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        lowest = {"groups_per_step": 1, "group_size": 1, "num_steps": 0, "staleness": 0}
+        lowest |= {"depth": 1, "over_issue": 0, "max_bytes": 1}
+        lowest["max_samples"] = self.groups_per_step * self.group_size
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if value is not None and not value >= low:
+                raise ValueError(f"{name}={value}; allowed: {low} or more")
+        if self.over_issue and not self.staleness:
+            raise ValueError(
+                f"over_issue={self.over_issue} with staleness=0, where what is left over is too "
+                "old; allowed: 0, or staleness of 1 or more"
+            )
+
+    @property
+    def num_extra(self) -> int:
+        """Groups that may be begun beyond what the batches need."""
+        return round(self.over_issue * self.groups_per_step)
+
+
+class Admission(Generic[T]):
+    """Decides over the groups of a queue; a state of a checkpoint. A step of a trainer:
+
+        queue.issue(...)                     # num_to_draw new groups, whenever it is not 0
+        begin()                              # ids and rows of groups for the servers
+        queue.finish(...), mark_rewarded, drop
+        select(step)                         # the batch; None until enough groups are ready
+        queue.mark_trained(step)
+        evict(step)                          # of which some have to be ended on the servers
+        pushed(step)                         # the servers have the version of this step
+        queue.clear(step)
+
+    Every method may raise LedgerError.
+    """
+
+    def __init__(self, queue: SampleQueue[T], pacing: Pacing) -> None:
+        self._queue, self._pacing = queue, pacing
+        self.version = 0  # that the servers have
+
+    def num_to_begin(self) -> int:
+        """How many groups may be begun now."""
+        queue, pacing = self._queue, self._pacing
+        last = min(self.version + pacing.staleness + 1, pacing.num_steps)
+        batches = last - queue.last_trained  # to come, of those that may have been begun
+        if batches <= 0:
+            return 0
+        room = batches * pacing.groups_per_step + pacing.num_extra - queue.num_groups(*ACTIVE)
+        running = queue.num_groups(State.GENERATING)
+        room = min(room, self._room_for_samples(room, running))
+        if pacing.depth is not None:
+            room = min(room, pacing.depth - running)
+        return max(room, 0)
+
+    def _room_for_samples(self, room: int, running: int) -> int:
+        """Groups whose samples may wait besides those there are, or what the next batch lacks."""
+        queue, pacing = self._queue, self._pacing
+        if pacing.max_samples is not None:
+            room = (pacing.max_samples - queue.num_samples(*HELD)) // pacing.group_size - running
+        if pacing.max_bytes is not None and queue.num_bytes() >= pacing.max_bytes:
+            room = 0
+        waiting = queue.num_groups(State.GENERATED, State.REWARDED)
+        return max(room, pacing.groups_per_step - running - waiting)
+
+    def num_to_draw(self) -> int:
+        """New groups that the queue lacks for `begin`."""
+        return max(self.num_to_begin() - self._queue.num_groups(State.ISSUED), 0)
+
+    def begin(self) -> list[Group[T]]:
+        """Issued groups, as many as may be, by id: they are generating from now on."""
+        chosen = self._queue.groups(State.ISSUED)[: self.num_to_begin()]
+        self._queue.begin([group.group_id for group in chosen], self.version)
+        return chosen
+
+    def select(self, step: int, num_groups: int | None = None) -> list[Group[T]] | None:
+        """The groups of a step in streaming order; None until as many are ready as it needs.
+
+        It needs `num_groups`, at most and by default groups_per_step. Called again after a loss, it
+        fills the step up.
+        """
+        last = self._queue.last_trained
+        if step != self.version + 1 or step != last + 1:
+            raise LedgerError(
+                f"step {step} cannot select: the servers have version {self.version}, and step "
+                f"{last} is trained; allowed: step {last + 1}, with version {last}"
+            )
+        most = self._pacing.groups_per_step
+        needed = most if num_groups is None else num_groups
+        if not 0 <= needed <= most:
+            raise LedgerError(f"step {step} cannot select {needed} groups; allowed: 0 to {most}")
+        lacking = max(needed - self._queue.num_groups(State.TRAINING), 0)
+        chosen = self._queue.groups(State.REWARDED)[:lacking]
+        if len(chosen) < lacking:
+            return None
+        self._queue.select([group.group_id for group in chosen], step)
+        return self._queue.groups(State.TRAINING)
+
+    def evict(self, next_version: int) -> list[int]:
+        """Before a push: what would be too old after it is issued again.
+
+        Returns the ids of those that generate, which the servers have to end.
+        """
+        old = self._too_old(next_version)
+        running = [group.group_id for group in old if group.state is State.GENERATING]
+        self._queue.abandoned([group.group_id for group in old])
+        return running
+
+    def pushed(self, version: int) -> None:
+        """The servers have `version`, one more than before, after step `version` was trained."""
+        if version != self.version + 1 or version != self._queue.last_trained:
+            raise LedgerError(
+                f"version {version} cannot be pushed after {self.version}, with step "
+                f"{self._queue.last_trained} trained; allowed: {self.version + 1}, of a step that "
+                "is trained"
+            )
+        if old := self._too_old(version):
+            raise LedgerError(
+                f"version {version} cannot be pushed: group {old[0].group_id} ({old[0].state}) has "
+                f"version {old[0].oldest_version}; allowed: from "
+                f"{version - self._pacing.staleness}, after evict({version})"
+            )
+        self.version = version
+
+    def _too_old(self, version: int) -> list[Group[T]]:
+        """Those not selected that no step could train once `version` is pushed."""
+        waiting = self._queue.groups(State.GENERATING, State.GENERATED, State.REWARDED)
+        return [group for group in waiting if group.age(version) > self._pacing.staleness]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.version = state["version"]
