@@ -16,7 +16,6 @@ from mcore_rl.agents.coding import Coding
 from mcore_rl.agents.countdown import Countdown
 from mcore_rl.agents.endpoint.client_session import ClientSession, Limits
 from mcore_rl.agents.endpoint.endpoint import Endpoint, new_key
-from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.guessing import Guessing
@@ -36,7 +35,8 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rollout.agent_loop import Prompt, Reward
+from mcore_rl.rollout.agent_loop import Group, Prompt, Reward, samples_of_all
+from mcore_rl.rollout.gate import Gate
 from mcore_rl.rollout.protocol import Generator, SamplingParams
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
@@ -140,16 +140,16 @@ class AgentRunner:
 
         The seed of a trajectory is that of the response in its place: see SingleTurnLoop.
         """
-        asked = [
-            asyncio.create_task(self._run(self._task(prompt, number, sampling), sampling.n))
-            for prompt in prompts
-            for number in range(sampling.n)
-        ]
-        try:
-            return [sample for samples in await asyncio.gather(*asked) for sample in samples]
-        finally:
-            for one in asked:
-                one.cancel()
+        return await samples_of_all(self.start(prompts, sampling))
+
+    def start(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
+        """A group for each prompt. Call it in an event loop."""
+        return [asyncio.create_task(self._run_group(prompt, sampling)) for prompt in prompts]
+
+    async def _run_group(self, prompt: Prompt, sampling: SamplingParams) -> list[Sample]:
+        tasks = [self._task(prompt, number, sampling) for number in range(sampling.n)]
+        asked = [asyncio.create_task(self._run(task, sampling.n)) for task in tasks]
+        return await samples_of_all(asked)
 
     def _task(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Task:
         seed = sampling.seed
