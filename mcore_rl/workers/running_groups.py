@@ -32,6 +32,8 @@ class RunningGroups:
     async def collect(self, wait_s: float) -> list[Sample]:
         """Samples of all groups that have ended, in the order of group ids; each comes once.
 
+        Of a group without any, as none of its trajectories has had a turn, it is one that says so.
+
         Waits up to `wait_s` until there is one. Raises what made the first of them fail, and
         forgets that one; the others stay for the next call.
         """
@@ -46,7 +48,7 @@ class RunningGroups:
         for group_id in ended:
             if self._groups[group_id].cancelled() or self._groups[group_id].exception():
                 self._groups.pop(group_id).result()
-        return [sample for i in ended for sample in self._groups.pop(i).result()]
+        return [s for i in ended for s in self._groups.pop(i).result() or [_nothing(i)]]
 
     async def abandon(self, group_ids: Sequence[int]) -> None:
         """Ends groups and forgets them. Returns when nothing of them runs any more.
@@ -57,3 +59,9 @@ class RunningGroups:
         for group in groups:
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
+
+
+def _nothing(group_id: int) -> Sample:
+    """A sample of no token the policy has chosen, with a token for a prompt."""
+    error = "no trajectory of the group has had a turn"
+    return Sample([0], [], [], [], [], "abort", group_id, reward_error=error, status="failed")
