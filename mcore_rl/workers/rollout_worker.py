@@ -170,7 +170,7 @@ class RolloutWorker:
         Raises what a reward or a loop has raised; that group is forgotten.
         """
         if not 0 <= wait_s < self._spec.timeout_s:
-            raise ValueError(f"wait_s={wait_s:g}; allowed: below {self._spec.timeout_s:g}")
+            raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
         samples = self._wait(self._streams[stream].collect(wait_s))
         return self._batch(samples, stream == "train")
 
