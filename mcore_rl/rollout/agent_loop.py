@@ -16,6 +16,8 @@ Content = Sequence[int] | Sequence[Message]  # token ids, or chat messages still
 # sets reward, reward_parts and reward_error of each
 Reward = Callable[[list[Sample], list[str], int, str], Awaitable[None]]
 
+Group = asyncio.Task[list[Sample]]  # the samples of one prompt, as they are made
+
 
 class Tokenizer(Protocol):
     """The methods of a Hugging Face tokenizer that a loop uses."""
@@ -39,25 +41,65 @@ def text_of(tokenizer: Tokenizer, token_ids: list[int], finish_reason: str) -> s
     return tokenizer.decode(token_ids[:-1] if finish_reason == "stop" else token_ids)
 
 
+async def samples_of_all(groups: Sequence[Group]) -> list[Sample]:
+    """Samples of all groups, in order. The first failure cancels the rest."""
+    try:
+        return [sample for samples in await asyncio.gather(*groups) for sample in samples]
+    finally:
+        for group in groups:
+            group.cancel()
+
+
+class _Opening:
+    """The moment at which the requests of several tasks are made."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._error: Exception | None = None
+
+    async def hold(self, generator: Generator) -> None:
+        """Let all that wait make their requests, which then start together."""
+        try:
+            async with generator.held():
+                self._event.set()
+                await asyncio.sleep(0)  # each runs until it waits for its completions
+        except Exception as error:  # noqa: BLE001 (told to all that wait)
+            self._error = error
+        self._event.set()
+
+    async def passed(self) -> None:
+        """Raises what kept the generator from holding them."""
+        await self._event.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class SingleTurnLoop:
     """One prompt, n responses, one reward each."""
 
     def __init__(self, generator: Generator, tokenizer: Tokenizer, reward: Reward) -> None:
         self._generator, self._tokenizer, self._reward = generator, tokenizer, reward
+        self._opening: set[asyncio.Task[None]] = set()
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
         """Samples of all prompts, in the prompts' order. The first failure cancels the rest."""
-        tasks: list[asyncio.Task[list[Sample]]] = []
-        try:
-            async with self._generator.held():
-                for p in prompts:
-                    run = self.run(p.content, sampling, p.group_id, p.fields, p.row, p.messages)
-                    tasks.append(asyncio.create_task(run))
-                await asyncio.sleep(0)  # each runs until it waits for its completions
-            return [sample for group in await asyncio.gather(*tasks) for sample in group]
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await samples_of_all(self.start(prompts, sampling))
+
+    def start(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
+        """A group for each prompt, whose requests are made together. Call it in an event loop."""
+        opening = _Opening()
+        groups = [asyncio.create_task(self._run_in(opening, p, sampling)) for p in prompts]
+        held = asyncio.create_task(opening.hold(self._generator))
+        self._opening.add(held)  # the event loop keeps no task alive
+        held.add_done_callback(self._opening.discard)
+        return groups
+
+    async def _run_in(
+        self, opening: _Opening, prompt: Prompt, sampling: SamplingParams
+    ) -> list[Sample]:
+        await opening.passed()
+        at = prompt.group_id, prompt.fields, prompt.row, prompt.messages
+        return await self.run(prompt.content, sampling, *at)
 
     async def run(
         self,

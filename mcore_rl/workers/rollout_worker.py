@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_models import ServedModel
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.sample import Sample
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.judge import Judge
@@ -28,8 +29,10 @@ from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.workers.expert_records import ExpertLayers, with_records
 from mcore_rl.workers.loop_thread import LoopThread
+from mcore_rl.workers.running_groups import RunningGroups
 
 T = TypeVar("T")
+Stream = Literal["train", "evaluation"]  # what samples are for
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,11 @@ class RolloutWorker:
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
             )
-        # Of requests from outside: they wait while there are no weights.
-        self._gate = self._agent.gate if isinstance(self._agent, AgentRunner) else Gate()
         self._remotes: list[RemoteGenerator] = []
+        self._streams: dict[Stream, RunningGroups] = {
+            "train": RunningGroups(),
+            "evaluation": RunningGroups(),
+        }
         self._wait = LoopThread(spec.timeout_s).wait
 
     def _ask(self, ask: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
@@ -121,22 +126,61 @@ class RolloutWorker:
 
         `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
         """
-        columns = (
-            prompts.jagged("prompt_ids"),
-            prompts.array("group_ids"),
-            prompts.array("fields"),
-            prompts.array("rows"),
-            prompts.array("messages"),
-        )
-        asked = [
-            Prompt(ids.tolist(), int(group), json.loads(str(fields)), int(row), json.loads(str(m)))
-            for ids, group, fields, row, m in zip(*columns, strict=True)
-        ]
+        asked = prompts_of(prompts)
         found = self._ask(lambda _: self._agent.run_all(asked, sampling)) or []
-        batch, experts = Batch.of(found), self._spec.experts
-        if experts is not None and sampling.experts_from is not None:
-            batch = with_records(batch, found, experts)
-        return (batch,)
+        return (self._batch(found, sampling.experts_from is not None),)
+
+    def _batch(self, samples: list[Sample], with_experts: bool) -> Batch:
+        batch, experts = Batch.of(samples), self._spec.experts
+        if experts is not None and with_experts:
+            batch = with_records(batch, samples, experts)
+        return batch
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: Stream) -> None:
+        """Starts `sampling.n` trajectories per prompt, together, and returns at once.
+
+        This and the two calls below are for a group of one server. They may be made while other
+        calls run. What has been begun ends by the limits of a trajectory (agent.timeout_s), of a
+        reward and of `sampling.max_tokens`; the caller limits all else by `abandon`.
+
+        `prompts` as for `generate`. Raises ConfigError when a group of that id has been begun and
+        neither collected nor abandoned.
+        """
+        asked = prompts_of(prompts)
+        self._wait(self._begin(asked, sampling, stream))
+
+    async def _begin(
+        self, asked: Sequence[Prompt], sampling: SamplingParams, stream: Stream
+    ) -> None:
+        own = self._streams[stream]
+        if taken := sorted(prompt.group_id for prompt in asked if prompt.group_id in own):
+            raise ConfigError(f"stream {stream!r}: groups {taken} have been begun already")
+        groups = self._agent.start(asked, sampling)
+        own.begin({prompt.group_id: one for prompt, one in zip(asked, groups, strict=True)})
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def collect(self, stream: Stream, wait_s: float) -> Batch:
+        """Samples of the groups that have ended since the last call, in order of group ids.
+
+        Waits up to `wait_s`, less than the worker's timeout_s, until there is one. Returns whole
+        groups, each once, or an empty batch. In the stream "train" they have references to the
+        experts of their tokens, where the server records them.
+
+        Raises what a reward or a loop has raised; that group is forgotten.
+        """
+        if not 0 <= wait_s < self._spec.timeout_s:
+            raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
+        samples = self._wait(self._streams[stream].collect(wait_s))
+        return self._batch(samples, stream == "train")
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def abandon(self, stream: Stream, group_ids: Sequence[int]) -> None:
+        """Ends groups and forgets them: `collect` never returns them.
+
+        Returns when nothing of them runs any more. Groups that have been collected are no error.
+        """
+        self._wait(self._streams[stream].abandon(group_ids))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
@@ -161,26 +205,36 @@ class RolloutWorker:
         self._ask(lambda server: server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int) -> None:
-        self._ask(lambda server: self._replacing(server.update(version)))
+    def receive_weights(
+        self, version: int, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
+        """As GenerationServer.update: `in_flight` keeps the requests that run."""
+        how = {"in_flight": in_flight, "recompute_cache": recompute_cache}
+        self._ask(lambda server: self._replacing(server.update(version, **how)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, version: int) -> None:
-        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version)))
+    def load_checkpoint(
+        self, path: str, version: int, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
+        """As `receive_weights`."""
+        how = {"in_flight": in_flight, "recompute_cache": recompute_cache}
+        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version, **how)))
 
     async def _replacing(self, update: Coroutine[Any, Any, None]) -> None:
-        """Requests from outside wait for it."""
-        with self._gate.held("update"):
+        self._hold("update")
+        try:
             await update
+        finally:
+            self._release("update")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sleep(self) -> None:
-        """Free weights and KV cache."""
-        self._ask(self._sleep)
+    def sleep(self, keep: bool = False) -> None:
+        """Free weights and KV cache. `keep`: what has been begun goes on after the wake."""
+        self._ask(lambda server: self._sleep(server, keep))
 
-    async def _sleep(self, server: GenerationServer) -> None:
-        self._gate.hold("sleep")
-        await server.sleep()
+    async def _sleep(self, server: GenerationServer, keep: bool) -> None:
+        self._hold("sleep")
+        await server.sleep(keep=keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self, tag: SleepTag) -> None:
@@ -189,7 +243,16 @@ class RolloutWorker:
     async def _wake(self, server: GenerationServer, tag: SleepTag) -> None:
         await server.wake(tag)
         if tag == "kv_cache":
-            self._gate.release("sleep")
+            self._release("sleep")
+
+    def _hold(self, reason: str) -> None:
+        """Requests of programs outside wait, and the time of trajectories stands still."""
+        if isinstance(self._agent, AgentRunner):
+            self._agent.hold(reason)
+
+    def _release(self, reason: str) -> None:
+        if isinstance(self._agent, AgentRunner):
+            self._agent.release(reason)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory(self) -> ServerMemory:
@@ -206,6 +269,20 @@ class RolloutWorker:
         for remote in self._remotes:
             self._wait(remote.close())
         self._wait(self._server.close())
+
+
+def prompts_of(prompts: Batch) -> list[Prompt]:
+    columns = (
+        prompts.jagged("prompt_ids"),
+        prompts.array("group_ids"),
+        prompts.array("fields"),
+        prompts.array("rows"),
+        prompts.array("messages"),
+    )
+    return [
+        Prompt(ids.tolist(), int(group), json.loads(str(fields)), int(row), json.loads(str(m)))
+        for ids, group, fields, row, m in zip(*columns, strict=True)
+    ]
 
 
 def sampling_of(model: ServedModel) -> SamplingParams:

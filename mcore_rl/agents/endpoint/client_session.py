@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from mcore_rl.agents.codec import ChatCodec, ChatTokenizer
-from mcore_rl.agents.endpoint.gate import Gate
 from mcore_rl.agents.endpoint.generate import GenerateRequest
 from mcore_rl.agents.endpoint.history import History
 from mcore_rl.agents.endpoint.refusal import RefusalError
@@ -28,6 +27,7 @@ from mcore_rl.agents.session import ContextFullError, GenerationError
 from mcore_rl.agents.trajectory import Turn
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
+from mcore_rl.rollout.gate import Gate
 from mcore_rl.rollout.protocol import Completion
 
 T = TypeVar("T")

@@ -1,0 +1,67 @@
+"""Groups of samples that are being made: begun, collected as they end, abandoned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from mcore_rl.data.sample import Sample
+from mcore_rl.rollout.agent_loop import Group
+
+
+class RunningGroups:
+    """Of one stream, by their ids. All calls are of one event loop.
+
+    It has no limits of its own: a group ends by those of its requests and of its loop, and its
+    owner abandons those that it does not wait for.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._news = asyncio.Event()  # a group has ended since it was looked
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._groups
+
+    def begin(self, groups: Mapping[int, Group]) -> None:
+        """Groups whose ids are free (`in`)."""
+        self._groups |= groups
+        for group in groups.values():
+            group.add_done_callback(lambda _: self._news.set())
+
+    async def collect(self, wait_s: float) -> list[Sample]:
+        """Samples of all groups that have ended, in the order of group ids; each comes once.
+
+        Of a group without any, as none of its trajectories has had a turn, it is one that says so.
+
+        Waits up to `wait_s` until there is one. Raises what made the first of them fail, and
+        forgets that one; the others stay for the next call.
+        """
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while not (ended := [i for i in sorted(self._groups) if self._groups[i].done()]):
+            self._news.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._news.wait()
+            except TimeoutError:
+                return []
+        for group_id in ended:
+            if self._groups[group_id].cancelled() or self._groups[group_id].exception():
+                self._groups.pop(group_id).result()
+        return [s for i in ended for s in self._groups.pop(i).result() or [_nothing(i)]]
+
+    async def abandon(self, group_ids: Sequence[int]) -> None:
+        """Ends groups and forgets them. Returns when nothing of them runs any more.
+
+        Ids of groups that it does not have are no error: they have been collected.
+        """
+        groups = [self._groups.pop(i) for i in group_ids if i in self._groups]
+        for group in groups:
+            group.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
+
+
+def _nothing(group_id: int) -> Sample:
+    """A sample of no token the policy has chosen, with a token for a prompt."""
+    error = "no trajectory of the group has had a turn"
+    return Sample([0], [], [], [], [], "abort", group_id, reward_error=error, status="failed")
