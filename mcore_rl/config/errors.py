@@ -9,5 +9,9 @@ class PeerError(RuntimeError):
     """Another rank or server failed or is silent; if it reports why, that is the cause."""
 
 
+class DiedError(RuntimeError):
+    """What a worker needs has died, such as its engine's process: the worker is as good as dead."""
+
+
 class StateError(RuntimeError):
     """A call that the state of an engine or a server does not allow, and which it does."""

@@ -323,6 +323,7 @@ def resolve_servers(config: RolloutConfig) -> None:
             f"rollout.tp={config.tp}, since each node has as many workers"
         )
     check_cores("rollout.cores", config.cores, num_workers)
+    at_least("rollout.max_restarts", config.max_restarts, 0)
 
 
 def _resolve_rollout(config: RolloutConfig) -> None:

@@ -167,6 +167,7 @@ class RolloutConfig:
     max_response_tokens: int = 1024  # longer responses are truncated
     max_num_seqs: int = 256  # sequences that a server runs at the same time
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
+    max_restarts: int = 3  # how often a server that has died is started again, each of them
     # CPU lane: cores of each worker, such as "0|1", one thread per core. If empty, the cores are
     # split among the workers, and the worker of tp=1 gets one thread.
     cores: str = ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from mcore_rl.controller.silence import Silent, report
 GRACE_S = 2.0  # after a first failure: time for the rank that caused it to be heard too
 NODE_GRACE_S = 12.0  # the same where ranks are on several nodes: Ray takes so long to miss one
 STDERR_LINES = 20
+_LOOK_S = 1.0
 
 
 class WorkerError(RuntimeError):
@@ -69,7 +70,7 @@ class PendingCall:
     ) -> None:
         """`calls` maps references to world ranks; `finish` joins the values by world rank."""
         self._group, self._label, self._finish = group, f"{group.name}.{method}", finish
-        self._limit = limit
+        self._limit, self._sent_at = limit, time.monotonic()
         self._waiting = {reference.future(): rank for reference, rank in calls.items()}
         self._values: dict[int, Any] = {}
         self._failures: list[tuple[FailureKind, float, int, Failure]] = []  # when, and which rank
@@ -85,6 +86,30 @@ class PendingCall:
             WorkerError: a rank raised something else, died, or did not answer in time.
         """
         return gathered([self], limit)[0]
+
+    def has_ended(self) -> bool:
+        """Whether all ranks have answered, or one has failed; does not wait.
+
+        Raises:
+            WorkerError: they have not answered within the method's limit.
+        """
+        for future in [future for future in self._waiting if future.done()]:
+            self._take(future)
+        if self._failures or not self._waiting:
+            return True
+        if time.monotonic() > self._sent_at + self._limit.seconds:
+            raise _ended_by_limit([self], self._limit)
+        return False
+
+    def death(self) -> WorkerError | None:
+        """Of a rank, if `has_ended` has found one; it ends the group."""
+        died = [(rank, why) for kind, _, rank, why in self._failures if kind is FailureKind.DIED]
+        if not died:
+            return None
+        error = self._to_error(*died[0])
+        assert isinstance(error, WorkerError)
+        self._end(error)
+        return error
 
     def _take(self, future: Future[Reply]) -> FailureKind | None:
         rank = self._waiting.pop(future)
@@ -133,6 +158,8 @@ def gathered(calls: Sequence[PendingCall], limit: Limit | None = None) -> list[A
     Raises:
         ConfigError, WorkerError: as `PendingCall.result`.
     """
+    if not calls:
+        return []
     for call in calls:
         if call._error is not None:
             raise call._error
@@ -145,6 +172,61 @@ def gathered(calls: Sequence[PendingCall], limit: Limit | None = None) -> list[A
     if any(call._waiting for call in calls):
         raise _ended_by_limit(calls, limit)
     return [call._finish(call._values) for call in calls]
+
+
+def outlived(
+    calls: Sequence[PendingCall], mortal: Collection[CalledGroup], limit: Limit | None = None
+) -> dict[int, WorkerError]:
+    """Waits for calls on several groups together; a `mortal` one may die of it, or meanwhile.
+
+    Then the calls of others may fail, as long as they blame a peer. It returns when all have ended:
+    the deaths, by the places of their calls. Without any, all have succeeded.
+
+    Raises:
+        ConfigError, WorkerError: as `gathered`, for anything else that fails.
+    """
+    limit = limit or max((call._limit for call in calls), key=lambda limit: limit.seconds)
+    deadline, blamed_at = time.monotonic() + limit.seconds, 0.0
+    while any(call._waiting for call in calls):
+        wait_for_any(calls, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+        kinds = _failed_kinds(calls, mortal)
+        blamed_at = blamed_at or (time.monotonic() if kinds else 0.0)
+        is_over = time.monotonic() > blamed_at + _grace_s(calls)
+        if kinds - {FailureKind.DIED, FailureKind.BLAMED}:
+            gathered(calls, limit)
+        if kinds == {FailureKind.BLAMED} and is_over:
+            raise _ended_by_failure(calls)
+        if time.monotonic() >= deadline:
+            raise _ended_by_limit(calls, limit)
+    if kinds := _failed_kinds(calls, mortal):
+        if kinds != {FailureKind.BLAMED} and kinds <= {FailureKind.DIED, FailureKind.BLAMED}:
+            deaths = {place: call.death() for place, call in enumerate(calls)}
+            return {place: error for place, error in deaths.items() if error is not None}
+        raise _ended_by_failure(calls)
+    return {}
+
+
+def wait_for_any(calls: Sequence[PendingCall], seconds: float) -> None:
+    """Until a rank of one of them has answered; at most so long."""
+    waiting = [future for call in calls for future in call._waiting]
+    if waiting:
+        wait(waiting, seconds, FIRST_COMPLETED)
+        for call in calls:
+            for future in [future for future in call._waiting if future.done()]:
+                call._take(future)
+    else:
+        time.sleep(seconds)
+
+
+def _failed_kinds(
+    calls: Sequence[PendingCall], mortal: Collection[CalledGroup]
+) -> set[FailureKind]:
+    """RAISED for the death of a group that is not to die."""
+    return {
+        FailureKind.RAISED if kind is FailureKind.DIED and call._group not in mortal else kind
+        for call in calls
+        for kind, *_ in call._failures
+    }
 
 
 def _collect(calls: Sequence[PendingCall], seconds: float, until: FailureKind) -> None:

@@ -253,7 +253,7 @@ class ResourcePool:
         self.log_dir, self.detached = log_dir, detached
         if _most_bundles(resources_per_rank) < num_ranks:
             raise ConfigError(self._shortage("do not fit, busy or free"))
-        self._free = 1.0  # the share of each bundle that no group has
+        self._free = [1.0] * num_ranks  # the share of each bundle that no group has
         self.placement_group: PlacementGroup = placement_group(
             [dict(resources_per_rank)] * num_ranks,
             strategy=strategy,
@@ -273,17 +273,20 @@ class ResourcePool:
         """The name of the node that has the bundle of a rank."""
         return self._nodes[self.bundles[rank]]
 
-    def reserve(self, share: float, group: str) -> None:
-        """Takes a share of every bundle for a group, or raises ConfigError."""
-        if not 0 < share <= self._free + 1e-9:
+    def reserve(self, share: float, ranks: range, group: str) -> None:
+        """Takes a share of the bundles of these ranks for a group, or raises ConfigError."""
+        left = min(self._free[rank] for rank in ranks)
+        if not 0 < share <= left + 1e-9:
             raise ConfigError(
                 f"{group} asks for a share of {share:g} of a pool; it must be above 0 and at most "
-                f"what other groups have left, {self._free:g}"
+                f"what other groups have left, {left:g}"
             )
-        self._free -= share
+        for rank in ranks:
+            self._free[rank] -= share
 
-    def release(self, share: float) -> None:
-        self._free += share
+    def release(self, share: float, ranks: range) -> None:
+        for rank in ranks:
+            self._free[rank] += share
 
     def actor_options(self, share: float) -> dict[str, Any]:
         """Ray's options for an actor that takes this share of its bundle."""
@@ -312,7 +315,7 @@ class ResourcePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.detached or self._free == 1.0:
+        if not self.detached or min(self._free) == 1.0:
             self.close()
 
     def _shortage(self, what: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from mcore_rl.config.errors import ConfigError, PeerError
+from mcore_rl.config.errors import ConfigError, DiedError, PeerError
 from mcore_rl.controller.node import NODE, print_to
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
@@ -173,4 +173,6 @@ def _guarded(run: Callable[[], Any]) -> Reply:
 def _kind_of(error: Exception) -> FailureKind:
     if isinstance(error, ConfigError):
         return FailureKind.CONFIG
+    if isinstance(error, DiedError):
+        return FailureKind.DIED
     return FailureKind.BLAMED if isinstance(error, PeerError) else FailureKind.RAISED

@@ -61,6 +61,7 @@ class WorkerGroup:
         name: str = "",
         share: float = 1.0,
         bundles_per_rank: int = 1,
+        first_bundle: int = 0,
         threads_per_rank: int = 1,
         max_concurrency: int = 1,
         wait: bool = True,
@@ -71,11 +72,11 @@ class WorkerGroup:
         workers that have been built; `wait_until_built` has to come before the first result is
         asked for.
 
-        `share` is the part of each bundle of the pool that the group takes; a rank starts in the
-        first of its `bundles_per_rank` and may use them all. `max_concurrency` above
-        1 runs calls on one rank in as many threads. Raises ConfigError when the pool is too
-        small or used up, and WorkerError (or ConfigError) when a worker cannot be
-        built, or not within timeouts.start_s.
+        `share` is the part that the group takes of each of its bundles, which are those of the
+        pool from `first_bundle` on; a rank starts in the first of its `bundles_per_rank` and may
+        use them all. `max_concurrency` above 1 runs calls on one rank in as many threads. Raises
+        ConfigError when the pool is too small or used up, and WorkerError (or ConfigError) when a
+        worker cannot be built, or not within timeouts.start_s.
 
         In a detached pool the group is detached, and has the name of the pool.
         """
@@ -84,17 +85,20 @@ class WorkerGroup:
                 f"a group {name!r} asks for a share of {share:g} of the detached pool "
                 f"{pool.detached!r}; such a pool has one group of its own name, with a share of 1"
             )
-        give_back = pool.close if pool.detached else functools.partial(pool.release, share)
+        needed = layout.world_size * bundles_per_rank
+        bundles = range(first_bundle, first_bundle + needed)
+        release = functools.partial(pool.release, share, bundles)
+        give_back = pool.close if pool.detached else release
         self._set_up(pool.detached or name, worker_class, layout, timeouts, give_back)
         self._detached, self._share = bool(pool.detached), share
-        needed = layout.world_size * bundles_per_rank
-        if pool.num_ranks < needed:
+        if pool.num_ranks < bundles.stop:
+            start = f" from bundle {first_bundle} on" if first_bundle else ""
             raise ConfigError(
-                f"{self.name}: the layout {layout} needs {needed} bundles; its pool has "
+                f"{self.name}: the layout {layout} needs {needed} bundles{start}; its pool has "
                 f"{pool.num_ranks}"
             )
-        self._bundles_per_rank = bundles_per_rank
-        pool.reserve(share, self.name)
+        self._first_bundle, self._bundles_per_rank = first_bundle, bundles_per_rank
+        pool.reserve(share, bundles, self.name)
         try:
             self._start(pool, threads_per_rank, dict(env or {}), max_concurrency)
             self._build((worker_class, tuple(init_args), dict(init_kwargs or {})))
@@ -166,6 +170,11 @@ class WorkerGroup:
             actor.rename.remote(name)
         self._build((self._worker_class, init_args, {}))
 
+    @property
+    def building(self) -> list[PendingCall]:
+        """Of a group that was made without waiting: `wait_until_built` waits for these."""
+        return [self._born, self._met, self._built]
+
     def close(self, reason: str = "") -> None:
         """Ends the workers immediately. May be called twice."""
         if self.ended:
@@ -221,7 +230,7 @@ class WorkerGroup:
 
     def _on(self, pool: ResourcePool, rank: int) -> PlacementGroupSchedulingStrategy:
         """The first bundle of a rank, all of whose bundles have to be on one node."""
-        first = rank * self._bundles_per_rank
+        first = self._first_bundle + rank * self._bundles_per_rank
         nodes = {pool.node(bundle) for bundle in range(first, first + self._bundles_per_rank)}
         if len(nodes) > 1:
             raise ConfigError(

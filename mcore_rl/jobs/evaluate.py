@@ -17,7 +17,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.eval_schema import EvalConfig, as_run, resolve_eval
 from mcore_rl.config.resolve import reward_terms
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
@@ -31,7 +31,7 @@ from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import STARTED, SUMMARY, exclusive_run_dir, log_dir, write_json
 from mcore_rl.jobs.placement import Pools, places
 from mcore_rl.jobs.preflight import check_model, prompts_of
-from mcore_rl.jobs.rl import resource, server_group, session
+from mcore_rl.jobs.rl import resource, server_pool, session
 from mcore_rl.jobs.roles import roles
 from mcore_rl.jobs.run_folder import model_folder
 from mcore_rl.models.base import field, read_config
@@ -165,14 +165,15 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
     config = inputs.run
     with (
         Pools(config, resource(), logs) as pools,
-        server_group(config, pools) as servers,
+        server_pool(config, pools) as servers,
     ):
         with waiting("starting the servers"):
-            wait_until_built([servers])
+            wait_until_built(servers.groups)
             for line in places([servers]):
                 print(line)
-            servers.prepare()
-            servers.start()
+            gathered(servers.submit("prepare"))
+            gathered(servers.submit("start"))
+            servers.started()
         yield RolloutPool(servers, config.rollout, config.seed)
 
 

@@ -49,7 +49,9 @@ class Loop:
         replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
         if config.trainer.mode == "one_step_off":
             ahead = SamplesAhead(config, rollout, prompts, replay, thread)
-        elif config.trainer.mode == "fully_async":
+        else:  # the actor has the weights that are served for as long as it waits for samples
+            turns.servers.resend = turns.serve_again
+        if config.trainer.mode == "fully_async":
             ahead = AsyncRollout(config, rollout, prompts, replay)
         coefficients = Coefficients(config.algorithm)
         return Loop(config, turns, rollout, prompts, coefficients, replay, ahead)

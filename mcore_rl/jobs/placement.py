@@ -16,6 +16,7 @@ from mcore_rl.config.resolve_models import ROLE, ServedModel, served_models
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.workers.server_pool import ServerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     return plans
 
 
-def places(groups: Sequence[WorkerGroup]) -> list[str]:
+def places(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
     """A line a group on which node each of its ranks is; none while all are on one node."""
     hosts = [{rank: info.host for rank, info in group.worker_infos.items()} for group in groups]
     if len({host for found in hosts for host in found.values()}) < 2:
@@ -154,9 +155,18 @@ class Pools:
         )
 
     def group(
-        self, role: str, worker: type, args: Sequence[Any], layout: Layout, **options: Any
+        self,
+        role: str,
+        worker: type,
+        args: Sequence[Any],
+        layout: Layout,
+        *,
+        first_rank: int = 0,
+        **options: Any,
     ) -> WorkerGroup:
-        """A group of workers for a role; `options` as of WorkerGroup. It is the caller's to close.
+        """A group of workers for a role, or for its ranks from `first_rank` on.
+
+        `options` are those of WorkerGroup. It is the caller's to close.
 
         Raises ConfigError when the cluster does not provide the devices.
         """
@@ -169,6 +179,7 @@ class Pools:
             timeouts=self._config.timeouts,
             share=1 / len(plan.roles),
             bundles_per_rank=self._bundles_per_rank(role, plan),
+            first_bundle=first_rank * self._bundles_per_rank(role, plan),
             **options,
         )
 

@@ -56,6 +56,7 @@ from mcore_rl.workers.policy_checks import PolicyMismatchError, logprob_gaps
 from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
 from mcore_rl.workers.weight_sync import ExportError, connect
 
@@ -238,8 +239,8 @@ def _started(
     """
     loss, placement, roles = PolicyLoss(config.algorithm), config.placement, models_of(config)
     frozen_servers = stack.enter_context(model_servers(config, pools))
-    servers = stack.enter_context(server_group(config, pools))
-    preparing = [servers.prepare.submit(), *frozen_servers.preparing()]
+    servers = stack.enter_context(server_pool(config, pools))
+    preparing = [*servers.submit("prepare"), *frozen_servers.preparing()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _engine_spec(config, config.actor, total_steps)
     spec = replace(spec, with_sum_pi_squared=reads_squares(config.algorithm))
@@ -258,14 +259,14 @@ def _started(
         models["critic"] = stack.enter_context(_critic(config, pools, total_steps))
     for role in frozen_engines(config):
         models[role] = stack.enter_context(_scorer(config, pools, role))
-    groups = [servers, *frozen_servers.groups.values(), *models.values()]
-    wait_until_built(groups)
-    for line in places(groups):
+    others = [*frozen_servers.groups.values(), *models.values()]
+    wait_until_built([*servers.groups, *others])
+    for line in places([servers, *others]):
         print(line)
     starting = frozen_servers.starting()
     waiting_for = [*preparing, *starting]
     if not servers_sleep(placement, roles):
-        waiting_for.append(servers.start.submit())
+        waiting_for += servers.submit("start")
     for name, model in models.items():
         waiting_for.append(model.initialize.submit())
         if model_moves(placement, name, roles):
@@ -273,7 +274,8 @@ def _started(
             model.to("host")
     gathered(waiting_for)
     if servers_sleep(placement, roles):
-        servers.start()
+        gathered(servers.submit("start"))
+    servers.started()
     if starting:
         servers.connect_models(frozen_servers.addresses(gathered(starting)))
     sync = connect(config, actor, servers, room.weight_bytes(config))
@@ -345,7 +347,7 @@ def _model(
 
 
 @contextlib.contextmanager
-def server_group(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
+def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
     """The generation servers of a checkpoint: being built, and they have yet to be started."""
     spec = RolloutSpec(
         model_path=config.model.path,
@@ -361,12 +363,25 @@ def server_group(config: RLConfig, pools: Pools) -> Iterator[WorkerGroup]:
         models=models_with_paths(config),
         experts=expert_layers(config),
     )
-    layout = Layout(dp=config.rollout.num_servers, tp=config.rollout.nodes_per_server)
-    with pools.group(
-        "rollout", RolloutWorker, (spec,), layout, name="rollout", wait=False
-    ) as group:
-        yield group
-        group.shut_down()
+    num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server
+
+    def start(number: int) -> WorkerGroup:
+        name = f"rollout-{number}" if num_servers > 1 else "rollout"
+        first = number * nodes
+        return pools.group(
+            "rollout", RolloutWorker, (spec, number), Layout(tp=nodes), first_rank=first,
+            name=name, wait=False,
+        )  # fmt: skip
+
+    with ServerPool(
+        start,
+        num_servers,
+        max_restarts=config.rollout.max_restarts,
+        can_sleep=spec.can_sleep,
+        timeouts=config.timeouts,
+    ) as servers:
+        yield servers
+        servers.shut_down()
 
 
 def session(num_devices: int, scratch: Path) -> AbstractContextManager[None]:

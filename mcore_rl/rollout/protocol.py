@@ -103,6 +103,10 @@ class GenerationServer(Generator, Protocol):
     """
 
     @property
+    def is_dead(self) -> bool:
+        """Whether its processes have died without having been closed; it stays so."""
+
+    @property
     def weight_version(self) -> int:
         """Version of the weights it generates with; the checkpoint it started from is 0."""
 

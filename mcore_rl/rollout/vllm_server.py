@@ -104,6 +104,10 @@ class VLLMServer:
         self._traffic = Traffic(self._lifecycle)
 
     @property
+    def is_dead(self) -> bool:
+        return self._engine is not None and self._engine.errored
+
+    @property
     def weight_version(self) -> int:
         return self._version
 

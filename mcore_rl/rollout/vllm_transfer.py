@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import PeerError
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rollout.vllm_weights import ShardWriter, begin_reload, finish_reload, worker_layout
 from mcore_rl.weight_sync.connection import StreamError
@@ -54,9 +55,12 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Returns when all training ranks and all workers of servers are connected.
 
+        May be called again, when training ranks or servers have come or gone.
+
         Raises ConfigError where vLLM lays this worker's parameters out in another way than the
         rules of the model's family, else as `connect`.
         """
+        self.shutdown()
         spec = TransferSpec.from_dict(init_info.spec)
         config = CheckpointReader(self.model_config.model).config()
         parallel = self.parallel_config
@@ -80,9 +84,13 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             raise StreamError("no trainer has been joined: init_weight_transfer_engine comes first")
         update = WeightUpdate(update_info.version, update_info.format)
         writer = ShardWriter(self.model, self._rank)
-        with contextlib.closing(self._transport.receive(update)) as arriving:
-            for slices in arriving:
-                writer.write(slices)
+        try:
+            with contextlib.closing(self._transport.receive(update)) as arriving:
+                for slices in arriving:
+                    writer.write(slices)
+        except PeerError:
+            self.shutdown()  # what waits for this worker fails too, at once
+            raise
         writer.finish()
 
     @torch.no_grad()
@@ -90,4 +98,6 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         finish_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        self._transport = None
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()

@@ -107,6 +107,10 @@ class _Host(WeightTransport):
     def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
         raise RuntimeError("a training rank receives no weights")
 
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
@@ -122,6 +126,9 @@ class _Guest(WeightTransport):
 
     def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
         return receive_shards(self._endpoint, update, self._device)
+
+    def close(self) -> None:
+        """Each update has a connection of its own."""
 
 
 @dataclass(frozen=True, slots=True)

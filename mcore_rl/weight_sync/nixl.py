@@ -54,8 +54,9 @@ class NixlTransport(ExchangeTransport):
             _stay_on_loopback(keys.own_address)
             self._agent = api.nixl_agent(str(rank), api.nixl_agent_config(backends=["UCX"]))
             self._staging = torch.empty(2 * self._half, dtype=torch.uint8, device=device)
-            self._agent.register_memory(self._staging)
+            self._registered = self._agent.register_memory(self._staging)
             self._meet(keys, spec.world_size)
+            keys.close()
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weight transport: {error}") from error
         self._used = 0  # of the staging memory, by the current version
@@ -66,6 +67,10 @@ class NixlTransport(ExchangeTransport):
         for peer in range(world_size):
             if peer != self._rank:
                 self._agent.add_remote_agent(keys.get(f"agent-{peer}"))
+
+    def close(self) -> None:
+        self._agent.deregister_memory(self._registered)
+        del self._agent, self._staging
 
     @contextmanager
     def _messages(self, version: int) -> Iterator[Transport]:

@@ -43,10 +43,17 @@ class ProcessGroupTransport(ExchangeTransport):
         timeout_s = spec.settings.timeout_s
         try:
             store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
+            self._store = store
             self._group = _joined(store, rank, spec.world_size, device, timeout_s)
             self._transport = GroupTransport(self._group, timeout_s)
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' group: {error}") from error
+
+    def close(self) -> None:
+        if self._device.type == "cuda":  # NCCL's thread would go on with what is in flight
+            self._group.abort()
+        del self._transport, self._group  # gloo's connections end with it
+        self._store.close()
 
     @contextmanager
     def _messages(self, version: int) -> Iterator[Transport]:

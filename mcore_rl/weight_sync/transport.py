@@ -63,6 +63,10 @@ class WeightTransport(ABC):
         Ends normally only if the update is complete. Raises ReshardError, StreamError.
         """
 
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the transport holds: peers that wait for this rank fail."""
+
 
 class ExchangeTransport(WeightTransport):
     """Messages go from training ranks to generation ranks, which share no device."""

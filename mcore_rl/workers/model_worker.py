@@ -10,6 +10,7 @@ import torch
 
 from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
 from mcore_rl.checkpoint.peft import FOLDER, Factors, write_adapters
+from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
@@ -52,7 +53,7 @@ class ModelWorker:
 
     def close(self) -> None:
         """Free the model and its memory: the process continues with another one."""
-        self._transport = None
+        self._disconnect()
         self._engine.close()
         gc.collect()  # modules and their hooks lead to each other
         if torch.cuda.is_available():
@@ -120,8 +121,10 @@ class ModelWorker:
     def open_weights(
         self, generation: GenerationLayout, settings: WeightSyncConfig
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
-        """The endpoint for both sides; the rendezvous stays open."""
+        """The endpoint for both sides; the rendezvous stays open until the next one."""
         engine, dtype = self._engine, self._spec.model.dtype
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         address = settings.bind_address
         if address == "auto":  # this rank's, where the ranks of the actor have met
             address = RendezvousEndpoint.from_environment().host
@@ -131,7 +134,11 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are connected."""
+        """Returns when all training ranks and all workers of servers are connected.
+
+        May be called again, when servers have come or gone.
+        """
+        self._disconnect()
         engine = self._engine
         self._transport = connect(
             spec, endpoint, engine.hf_config, engine.world_rank, engine.device
@@ -139,9 +146,21 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """This rank's part of a version of the weights."""
+        """This rank's part of a version of the weights.
+
+        A transport that fails is given up: what waits for this rank fails too, at once.
+        """
         assert self._transport is not None  # connect_weights came first
-        self._transport.send(self._engine.local_weights(), WeightUpdate(version))
+        try:
+            self._transport.send(self._engine.local_weights(), WeightUpdate(version))
+        except PeerError:
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, path: str, num_bytes: int) -> str:

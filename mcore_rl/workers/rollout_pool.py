@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
-from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers.server_pool import ServerPool
+
+_WAIT_S = 10.0
 
 TRAIN = "train"  # the stream of samples that are trained on
 
@@ -19,13 +21,13 @@ TRAIN = "train"  # the stream of samples that are trained on
 class RolloutPool:
     """All servers of a run."""
 
-    servers: WorkerGroup
+    servers: ServerPool
     config: RolloutConfig
     seed: int
     records_experts: bool = False  # of the tokens of samples that are trained
 
     def generate(self, prompts: Batch, n: int, *, is_greedy: bool = False) -> Batch:
-        """`n` samples per prompt; the prompts of one call are spread over the servers.
+        """`n` samples per prompt, in the order of the prompts.
 
         A response depends on the run's seed, its group id, its number in the group, `n` and the
         weights, not on the server.
@@ -65,7 +67,9 @@ class RolloutPool:
         sampling = self._sampling(config.num_samples, self.config.temperature)
         own = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in own.items() if value is not None}
-        return self._answers(prompts, replace(sampling, cache="evaluation", **given))
+        return self._answers(
+            prompts, replace(sampling, cache="evaluation", **given), stream="evaluation"
+        )
 
     def _sampling(self, n: int, temperature: float) -> SamplingParams:
         return SamplingParams(
@@ -78,9 +82,15 @@ class RolloutPool:
             seed=first_seed(self.seed),  # agent loops count from here by the group id
         )
 
-    def _answers(self, prompts: Batch, sampling: SamplingParams) -> Batch:
-        found = [samples for (samples,) in self.servers.generate(prompts, sampling)]
-        return Batch.concat(found)
+    def _answers(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> Batch:
+        found: list[Batch] = []
+        self.servers.begin(prompts, sampling, stream)
+        while self.servers.num_outstanding(stream):
+            found += self.servers.collect(stream, _WAIT_S)
+        batch = type(found[0]).concat(found)
+        place = {int(group): row for row, group in enumerate(prompts.array("group_ids"))}
+        places = [place[int(group)] for group in batch.array("group_ids")]
+        return batch.take(np.argsort(places, kind="stable").tolist())
 
 
 def first_seed(run_seed: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
@@ -13,7 +14,7 @@ from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.resolve_models import ServedModel
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
@@ -29,7 +30,7 @@ from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.workers.expert_records import ExpertLayers, with_records
 from mcore_rl.workers.loop_thread import LoopThread
-from mcore_rl.workers.running_groups import RunningGroups
+from mcore_rl.workers.running_groups import BusyTime, RunningGroups
 
 T = TypeVar("T")
 Stream = Literal["train", "evaluation"]  # what samples are for
@@ -46,24 +47,27 @@ class RolloutSpec:
     seed: int
     timeout_s: float  # of everything that the worker asks of its server
     can_sleep: bool = False
-    gpu_ids: tuple[str, ...] = ()  # of each server, where they are not those that Ray shows it
+    gpu_ids: tuple[
+        str, ...
+    ] = ()  # of each node of each server, where they are not those that Ray shows it
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
     experts: ExpertLayers | None = None  # of which those that are used are recorded; None: of none
 
 
 class RolloutWorker:
-    """Runs one server and its event loop, or one node of a server that spans several."""
+    """Runs one server and its event loop, or one node of a server that spans several.
 
-    def __init__(self, spec: RolloutSpec) -> None:
+    The ranks of its group are the nodes of the server with this number.
+    """
+
+    def __init__(self, spec: RolloutSpec, number: int = 0) -> None:
         self._spec = spec
-        if spec.gpu_ids:
-            os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[int(os.environ["RANK"])]
         rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
+        if spec.gpu_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[number * count + rank]
         self._nodes: ServerNodes | None = None
         if count > 1:
-            num_ranks = spec.rollout.num_servers * count
-            self._nodes = ServerNodes(count, rank, num_ranks, spec.timeout_s)
-        self._number = rank // count  # of the server
+            self._nodes = ServerNodes(count, rank, count, spec.timeout_s)
         server = VLLMServer(
             spec.model_path,
             spec.dtype,
@@ -95,19 +99,36 @@ class RolloutWorker:
                 models=spec.models,
             )
         self._remotes: list[RemoteGenerator] = []
+        self._busy = BusyTime()
         self._streams: dict[Stream, RunningGroups] = {
-            "train": RunningGroups(),
-            "evaluation": RunningGroups(),
+            "train": RunningGroups(self._busy),
+            "evaluation": RunningGroups(self._busy),
         }
         self._wait = LoopThread(spec.timeout_s).wait
 
     def _ask(self, ask: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
-        """What the server answers; None on its further nodes, when the first one has the answer."""
+        """What the server answers; None on its further nodes, when the first one has the answer.
+
+        Raises DiedError when the server has died.
+        """
         try:
-            return None if self._headless else self._wait(ask(self._server))
+            with self._alive():
+                return None if self._headless else self._wait(ask(self._server))
         finally:
             if self._nodes is not None:
                 self._nodes.called()
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Raises DiedError when the server has died by the end, whatever was made of it inside."""
+        try:
+            yield
+        except Exception as error:
+            if not self._server.is_dead:
+                raise
+            raise DiedError(f"vLLM's engine has died ({error})") from error
+        if self._server.is_dead:
+            raise DiedError("vLLM's engine has died")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def prepare(self) -> None:
@@ -117,18 +138,6 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def start(self) -> None:
         self._wait((self._headless or self._server).start())
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def generate(self, prompts: Batch, sampling: SamplingParams) -> tuple[Batch]:
-        """Samples of `sampling.n` trajectories per prompt, in one batch.
-
-        With sampling.experts_from = 0 it has references to the experts of their tokens.
-
-        `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
-        """
-        asked = prompts_of(prompts)
-        found = self._ask(lambda _: self._agent.run_all(asked, sampling)) or []
-        return (self._batch(found, sampling.experts_from is not None),)
 
     def _batch(self, samples: list[Sample], with_experts: bool) -> Batch:
         batch, experts = Batch.of(samples), self._spec.experts
@@ -144,11 +153,13 @@ class RolloutWorker:
         calls run. What has been begun ends by the limits of a trajectory (agent.timeout_s), of a
         reward and of `sampling.max_tokens`; the caller limits all else by `abandon`.
 
-        `prompts` as for `generate`. Raises ConfigError when a group of that id has been begun and
+        `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
+        Raises ConfigError when a group of that id has been begun and
         neither collected nor abandoned.
         """
         asked = prompts_of(prompts)
-        self._wait(self._begin(asked, sampling, stream))
+        with self._alive():
+            self._wait(self._begin(asked, sampling, stream))
 
     async def _begin(
         self, asked: Sequence[Prompt], sampling: SamplingParams, stream: Stream
@@ -171,7 +182,8 @@ class RolloutWorker:
         """
         if not 0 <= wait_s < self._spec.timeout_s:
             raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
-        samples = self._wait(self._streams[stream].collect(wait_s))
+        with self._alive():
+            samples = self._wait(self._streams[stream].collect(wait_s))
         return self._batch(samples, stream == "train")
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -198,10 +210,14 @@ class RolloutWorker:
                 self._agent.models[name] = found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are connected."""
-        # The workers of all servers are the generation ranks in a row.
-        first_rank = self._number * self._spec.rollout.tp
+    def connect_weights(
+        self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
+    ) -> None:
+        """Returns when all training ranks and all workers of servers are connected.
+
+        The workers of all servers are the generation ranks in a row: these are those from
+        `first_rank` on. May be called again, when servers have come or gone.
+        """
         self._ask(lambda server: server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -258,6 +274,11 @@ class RolloutWorker:
     def memory(self) -> ServerMemory:
         """Of all workers of a server, on its first node."""
         return self._ask(lambda server: server.memory()) or ServerMemory(0, 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def busy_s(self) -> float | None:
+        """Seconds since its start in which the server had a group to generate; on its first node."""
+        return None if self._headless else self._busy.seconds
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:

@@ -20,6 +20,7 @@ from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
+from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.steps import with_reference_log_probs
 from mcore_rl.workers.weight_sync import WeightSync
 
@@ -34,7 +35,7 @@ class Turns:
 
     placement: PlacementConfig
     models: dict[str, WorkerGroup]
-    servers: WorkerGroup
+    servers: ServerPool
     weight_sync: WeightSync
     keeps_requests: bool = False
 
@@ -89,6 +90,8 @@ class Turns:
         """Push the updated actor: every server generates with `version` when this returns."""
         actor_moves = model_moves(self.placement, "actor", self.models)
         servers_slept = servers_sleep(self.placement, self.models)
+        if servers_slept and self.servers.has_joining:
+            self._start_servers(actor_moves)
         if actor_moves:
             self.actor.to("host", model=False)
         if servers_slept:
@@ -98,6 +101,19 @@ class Turns:
             self.actor.to("host")
         if servers_slept:
             self.servers.wake("kv_cache")
+
+    def _start_servers(self, actor_moves: bool) -> None:
+        """Those that join, while the actor is off its devices: each takes its weights and cache."""
+        if actor_moves:
+            self.actor.to("host")
+        self.servers.start_asleep()
+        if actor_moves:
+            self.actor.to("device", optimizer=False, grad=False)
+
+    def serve_again(self) -> None:
+        """As `serve`, of the version that was served; for an actor that has not changed since."""
+        self.begin_training()
+        self.serve(self.servers.version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from mcore_rl.config.schema import RLConfig, RolloutConfig
+from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending import Limit, gathered
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.workers.server_pool import ServerPool
 
 
 class ExportError(RuntimeError):
@@ -26,25 +27,54 @@ class WeightSync(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransportSync:
     """Sends each worker of every server its shards, by a WeightTransport of all ranks.
 
-    `in_flight`: servers keep the requests that they are answering, which go on with the new
-    weights, and with `recompute_cache` on a KV cache of these. Otherwise none may run.
+    The ranks connect anew when servers have come or gone. `in_flight`: servers keep the requests
+    that they are answering, which go on with the new weights, and with `recompute_cache` on a KV
+    cache of these. Otherwise none may run.
     """
 
     actor: WorkerGroup
-    servers: WorkerGroup
+    servers: ServerPool
     limit: Limit
+    rollout: RolloutConfig
+    settings: WeightSyncConfig
     in_flight: bool = False
     recompute_cache: bool = False
+    _connected: int = -1  # which membership of the servers has connected
 
     def push(self, version: int) -> None:
-        kept = self.in_flight, self.recompute_cache
+        self.servers.admit()
+        while not (self.connect() and self._sent(version)):
+            self.servers.admit()
+        self.servers.updated(version)
+
+    def connect(self) -> bool:
+        """Whether all servers that are up are connected: none has died meanwhile."""
+        membership = self.servers.membership
+        if membership == self._connected:
+            return True
+        layout = generation_layout(self.rollout, self.servers.num_up)
+        endpoint, spec = self.actor.open_weights(layout, self.settings)
+        actors = self.actor.connect_weights.submit(endpoint, spec)
+
+        def place_of(place: int) -> tuple[object, ...]:
+            # The workers of all servers are the generation ranks in a row.
+            return endpoint, spec, place * self.rollout.tp
+
+        self._connected = -1
+        if not self.servers.attempt("connect_weights", place_of, [actors], self.limit):
+            return False
+        self._connected = membership
+        return True
+
+    def _sent(self, version: int) -> bool:
         sending = self.actor.send_weights.submit(version)
-        receiving = self.servers.receive_weights.submit(version, *kept)
-        gathered([sending, receiving], self.limit)
+        kept = (True, self.recompute_cache) if self.in_flight else ()
+        arguments = version, *kept
+        return self.servers.attempt("receive_weights", lambda _: arguments, [sending], self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +85,12 @@ class CheckpointSync:
     """
 
     actor: WorkerGroup
-    servers: WorkerGroup
+    servers: ServerPool
     limit: Limit
     folder: Path  # that all machines share
     num_bytes: int
+    in_flight: bool = False
+    recompute_cache: bool = False
 
     def push(self, version: int) -> None:
         try:
@@ -66,19 +98,22 @@ class CheckpointSync:
             refused = [reason for reason in gathered([sending], self.limit)[0] if reason]
             if refused:
                 raise ExportError(f"weight_sync.method='full_export': {refused[0]}")
-            loading = self.servers.load_checkpoint.submit(str(self.folder), version)
-            gathered([loading], self.limit)
+            kept = (True, self.recompute_cache) if self.in_flight else ()
+            arguments = str(self.folder), version, *kept
+            self.servers.admit()
+            while not self.servers.attempt("load_checkpoint", lambda _: arguments, [], self.limit):
+                self.servers.admit()
+            self.servers.updated(version)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def connect(
-    config: RLConfig, actor: WorkerGroup, servers: WorkerGroup, num_bytes: int
+    config: RLConfig, actor: WorkerGroup, servers: ServerPool, num_bytes: int
 ) -> WeightSync:
-    """The connection that config.weight_sync names, made once between all ranks of both sides.
+    """The connection that config.weight_sync names, made between all ranks of both sides.
 
-    `actor` and `servers` are worker groups of ModelWorker and RolloutWorker; `num_bytes` is what
-    the weights take.
+    `actor` is a group of ModelWorker; `num_bytes` is what the weights take.
 
     Raises:
         ConfigError: there are more workers of servers than training ranks to share their devices
@@ -88,20 +123,17 @@ def connect(
     """
     limit = Limit(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
+    mode, recompute_cache = config.trainer.mode, config.trainer.asynchronous.recompute_cache
+    in_flight = mode == "fully_async", recompute_cache
     if settings.method == "full_export":
         # The scope of a job removes what is called so, however the job ends.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
-        return CheckpointSync(actor, servers, limit, folder, num_bytes)
-    endpoint, spec = actor.open_weights(generation_layout(config.rollout), settings)
-    sides = (actor, servers)
-    gathered([side.connect_weights.submit(endpoint, spec) for side in sides], limit)
-    in_flight = config.trainer.mode == "fully_async"
-    recompute_cache = config.trainer.asynchronous.recompute_cache
-    return TransportSync(actor, servers, limit, in_flight, recompute_cache)
+        return CheckpointSync(actor, servers, limit, folder, num_bytes, *in_flight)
+    sync = TransportSync(actor, servers, limit, config.rollout, settings, *in_flight)
+    sync.connect()  # servers that die of it are started again, and a push connects anew
+    return sync
 
 
-def generation_layout(rollout: RolloutConfig) -> GenerationLayout:
+def generation_layout(rollout: RolloutConfig, num_servers: int) -> GenerationLayout:
     """Each server is one engine; with `ep` it splits its experts over its workers."""
-    return GenerationLayout(
-        tp=rollout.tp, dp=rollout.num_servers, ep=rollout.tp if rollout.ep else 1
-    )
+    return GenerationLayout(tp=rollout.tp, dp=num_servers, ep=rollout.tp if rollout.ep else 1)

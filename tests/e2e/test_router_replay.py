@@ -19,7 +19,7 @@ import torch
 from mcore_rl.config.resolve import for_lane
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
@@ -104,14 +104,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         Pools(config, rl.resource(), Path(config.output_dir)) as pools,
         contextlib.ExitStack() as stack,
     ):
-        servers = stack.enter_context(rl.server_group(config, pools))
+        servers = stack.enter_context(rl.server_pool(config, pools))
         spec = rl._engine_spec(config, config.actor, 1)
         arguments = spec, PolicyLoss(config.algorithm), "language_model"
         layout, env = config.actor.layout, rl.backend_of(config.actor).rank_environment
         actor = pools.group("actor", Watched, arguments, layout, name="actor", env=env(layout))
         stack.enter_context(actor)
         actor.initialize()
-        servers.start()
+        gathered(servers.submit("start"))
+        servers.started()
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
         batch = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
         yield Run(actor, batch, config)

@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from mcore_rl.config.schema import Layout, TimeoutsConfig
+from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
@@ -24,6 +24,7 @@ from mcore_rl.reshard.executor import Bucket
 from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
 from mcore_rl.weight_sync.shared_memory import SharedBuckets, shared_buckets
 from mcore_rl.weight_sync.transport import WeightUpdate
+from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.weight_sync import TransportSync
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
@@ -58,9 +59,12 @@ class Trainer:
     """Hands over two buckets, and fails between them."""
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open(self) -> ShardEndpoint:
+    def open_weights(self, layout: object, settings: object) -> tuple[ShardEndpoint, None]:
         self.sender = ShardSender(generation_rank=0, timeout_s=60)
-        return self.sender.endpoint
+        return self.sender.endpoint, None
+
+    @register()
+    def connect_weights(self, endpoint: ShardEndpoint, spec: None) -> None: ...
 
     @register()
     def send_weights(self, version: int) -> None:
@@ -85,7 +89,7 @@ class Server:
     """Takes them, and fails at the second."""
 
     @register()
-    def join(self, endpoint: ShardEndpoint) -> None:
+    def connect_weights(self, endpoint: ShardEndpoint, spec: None, first_rank: int) -> None:
         self.endpoint = endpoint
 
     @register()
@@ -183,15 +187,18 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
         ResourcePool(1, {"CPU": 0.1}) as pool,
         group_of(Trainer, pool, "actor") as actor,
         group_of(Server, pools[1], "rollout") as servers,
+        ServerPool(
+            lambda _: servers, 1, max_restarts=0, can_sleep=False, timeouts=TimeoutsConfig()
+        ) as served,
     ):
+        served.started()
         pid = (servers if version == 4 else actor).worker_infos[0].pid
-        servers.join(actor.open())
-        sync = TransportSync(actor, servers, Limit(60, "weight_sync.timeout_s"))
+        settings = RolloutConfig(), WeightSyncConfig()
+        sync = TransportSync(actor, served, Limit(60, "weight_sync.timeout_s"), *settings)
         for good in (5, 6):
             sync.push(good)
         assert not actor.ended and not servers.ended
-        limit_s = 3 if version == 4 else 60
-        sync = TransportSync(actor, servers, Limit(limit_s, "weight_sync.timeout_s"))
+        sync.limit = Limit(3 if version == 4 else 60, "weight_sync.timeout_s")
         with pytest.raises(WorkerError) as raised:
             sync.push(version)
         assert str(raised.value).startswith(told.replace("PID", str(pid)))

@@ -121,13 +121,8 @@ class Servers:
         found, self._ended = sorted(self._ended), []
         return [Batch.concat([self._samples(group) for group in found])] if found else []
 
-    def generate(self, prompts: Batch, sampling: SamplingParams) -> list[tuple[Batch]]:
-        self.begin(prompts, sampling, "train")
-        found = []
-        while self._left:
-            found += self.collect("train", 1e9)
-        batch = Batch.concat(found)
-        return [(batch.take(np.argsort(batch.array("group_ids"), kind="stable").tolist()),)]
+    def num_outstanding(self, stream: str) -> int:
+        return len(self._starts)
 
     def abandon(self, stream: str, group_ids: Collection[int]) -> None:
         self._go_on()
@@ -140,6 +135,8 @@ class Servers:
             del self._starts[group]
             self._left.pop(group, None)
         self._fill_slots()
+
+    has_joining, resend = False, None
 
     def push(self, version: int) -> None:
         with self._standing_still():

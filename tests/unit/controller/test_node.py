@@ -78,7 +78,7 @@ def test_bundles_are_ordered_by_node_whatever_ray_gives():
 
 
 def test_a_server_whose_devices_are_on_two_nodes_is_refused_with_their_names():
-    group = SimpleNamespace(name="rollout", _bundles_per_rank=2)
+    group = SimpleNamespace(name="rollout", _first_bundle=0, _bundles_per_rank=2)
     pool = SimpleNamespace(node=lambda rank: "n1" if rank < 3 else "n2", bundles=[0, 1, 2, 3])
     told = r"rank 1 needs 2 devices of one node; .* on n1, n2\. Allowed: nodes with a multiple"
     with pytest.raises(ConfigError, match=told):

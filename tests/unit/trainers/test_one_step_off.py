@@ -27,6 +27,7 @@ from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.policy_checks import PolicyMismatchError
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
+from tests.unit.workers.answering import Answering
 from tests.unit.workers.test_checkpointer import Actor
 
 LIMIT_S = 20.0  # of every wait: a loop that does not overlap fails, and does not hang
@@ -69,7 +70,7 @@ class Policy(Actor):
         self.version = self.servers.version = int(path.split("step_")[1].split("/")[0])
 
 
-class Servers:
+class Servers(Answering):
     """Servers of a run, and what pushes weights into them; `events` are in the order of calls."""
 
     def __init__(self):
@@ -89,7 +90,7 @@ class Servers:
                 setattr(self, name, value)
             self.changed.notify_all()
 
-    def generate(self, prompts: Batch, sampling) -> list[tuple[Batch]]:
+    def answers(self, prompts: Batch, sampling) -> list[Batch]:
         groups = prompts.array("group_ids").tolist()
         self.events.append(f"generate {groups[0]}-{groups[-1]} of {self.version}")
         self.told(num_asked=self.num_asked + 1, is_answering=True)
@@ -97,7 +98,7 @@ class Servers:
         if self.num_asked == self.fails_at:
             raise WorkerError("rollout.generate: rank 0 raised")
         self.is_answering = False
-        return [(self._answers(np.repeat(groups, sampling.n)),)]
+        return [self._answers(np.repeat(groups, sampling.n))]
 
     def _answers(self, groups) -> Batch:
         ids = Jagged.of([[group, group + 1] for group in groups], np.int64)

@@ -61,6 +61,8 @@ class Servers:
     def __init__(self, batch: Batch):
         self.batch, self.versions = batch, []
 
+    has_joining = False
+
     def take(self, num):
         """As the prompts of a run, too."""
         return None

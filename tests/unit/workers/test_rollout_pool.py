@@ -20,6 +20,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.workers.rollout_pool import RolloutPool, first_seed
+from tests.unit.workers.answering import Answering
 
 SAMPLE = Sample([5], [1], [1], [0.0], [0], "stop", 0)
 DATASET = PromptDataset([Row([1, row], {}) for row in range(50)])
@@ -54,15 +55,15 @@ async def no_reward(samples, texts, max_tokens, where):
     """Leaves it at 0."""
 
 
-class Servers:
-    """A group of one server: the agent loop over a generator."""
+class Servers(Answering):
+    """One server: the agent loop over a generator."""
 
     def __init__(self, generator):
         self._loop = SingleTurnLoop(generator, Tokenizer(), no_reward)
 
-    def generate(self, prompts, sampling):
+    def answers(self, prompts, sampling):
         asked = [Prompt([1], group) for group in prompts.array("group_ids").tolist()]
-        return [(Batch.of(asyncio.run(self._loop.run_all(asked, sampling))),)]
+        return [Batch.of(asyncio.run(self._loop.run_all(asked, sampling)))]
 
 
 def pool(seed: int = 0, **settings) -> tuple[RolloutPool, Generator]:
@@ -143,16 +144,14 @@ def test_seeds_are_taken_by_torch_whatever_the_run():
 
 
 def test_a_server_without_any_reward_has_the_parts_of_the_others_as_missing():
-    def answered(*samples: Sample) -> list[tuple[Batch]]:
-        return [(Batch.of([sample]),) for sample in samples]
-
     failed = replace(SAMPLE, reward_error="raised")
-    scored = replace(SAMPLE, reward=0.5, reward_parts={"format": 1.0})
+    scored = replace(SAMPLE, group_id=1, reward=0.5, reward_parts={"format": 1.0})
 
-    class Two:
-        def generate(self, prompts, sampling):
-            return answered(failed, scored)
+    class Two(Answering):
+        def answers(self, prompts, sampling):
+            return [Batch.of([scored]), Batch.of([failed])]
 
-    batch = RolloutPool(Two(), RolloutConfig(), 0).generate(Batch({}), 1)
+    asked = Batch({"group_ids": np.array([0, 1])})
+    batch = RolloutPool(Two(), RolloutConfig(), 0).generate(asked, 1)
     assert batch.array("reward_errors").tolist() == ["raised", ""]
     np.testing.assert_array_equal(batch.array("reward/format"), [np.nan, 1.0])

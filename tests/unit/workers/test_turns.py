@@ -20,8 +20,14 @@ class Group:
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told
 
-    def to(self, place: str, *, model: bool = True) -> None:
-        self.told.append(f"{self.name} to {place}" + " but for the model" * (not model))
+    def to(self, place: str, *, model: bool = True, optimizer: bool = True, grad: bool = True):
+        parts = ", the model alone" * (model and not optimizer and not grad)
+        self.told.append(f"{self.name} to {place}" + " but for the model" * (not model) + parts)
+
+    has_joining, version = False, 3
+
+    def start_asleep(self) -> None:
+        self.told.append("start asleep")
 
     def sleep(self, keep: bool) -> None:
         self.told.append("sleep")
@@ -149,3 +155,37 @@ def test_a_critic_has_the_devices_between_the_log_probs_and_the_update(placement
         told.append("learn")
     turns.serve(4)
     assert told == order
+
+
+@pytest.mark.parametrize(
+    ("placement", "order"),
+    [
+        (
+            {},
+            [
+                "actor to host", "start asleep", "actor to device, the model alone",
+                "actor to host but for the model", "wake weights", "push 4", "actor to host",
+                "wake kv_cache",
+            ],
+        ),
+        ({"actor": "own"}, ["start asleep", "wake weights", "push 4", "wake kv_cache"]),
+        ({"actor": "own", "reference": "own", "rollout": "own"}, ["push 4"]),
+    ],
+    ids=["one pool", "actor apart", "pools of their own"],
+)  # fmt: skip
+def test_servers_that_join_start_while_no_other_role_is_on_their_devices(placement, order):
+    told: list[str] = []
+    servers: Any = Group("servers", told)
+    servers.has_joining = True
+    models: Any = {"actor": Group("actor", told), "reference": Group("reference", told)}
+    turns = Turns(PlacementConfig(**{"rollout": "shared"} | placement), models, servers, servers)
+    turns.serve(4)
+    assert told == order
+
+
+def test_the_version_that_was_served_is_sent_again_from_the_device():
+    told: list[str] = []
+    servers: Any = Group("servers", told)
+    models: Any = {"actor": Group("actor", told)}
+    Turns(PlacementConfig(rollout="shared"), models, servers, servers).serve_again()
+    assert told[0] == "actor to device" and "push 3" in told

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
 from mcore_rl.controller.pending import Limit
+from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.workers import weight_sync
 
 
-class Side:
-    """A group of workers that keeps what is asked of it; sent calls are (side, method)."""
+class Actor:
+    """A group that keeps what is asked of it; sent calls are their methods' names."""
 
-    def __init__(self, name: str, **answers: Any) -> None:
-        self._name, self._answers = name, answers
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
         self.asked: dict[str, tuple[Any, ...]] = {}
 
     def __getattr__(self, method: str) -> Any:
@@ -25,23 +27,35 @@ class Side:
 
         def submit(*args: Any) -> Any:
             self.asked[method] = args
-            return self._name, method
+            return method
 
-        ask.submit = submit
+        ask.submit = submit  # type: ignore[attr-defined]
         return ask
 
 
-@pytest.fixture
-def waits(monkeypatch) -> list[tuple[Any, ...]]:
-    """What is waited for, and for how long; exports have written all."""
-    found: list[tuple[Any, ...]] = []
+class Servers:
+    """A pool that keeps what is tried, with the arguments of its first and its second server.
 
-    def gathered(*wait: Any) -> list[Any]:
-        found.append(wait)
-        return [["", ""]]
+    One server dies in each of the tries numbered `deaths`.
+    """
 
-    monkeypatch.setattr(weight_sync, "gathered", gathered)
-    return found
+    def __init__(self, deaths: Sequence[int] = ()) -> None:
+        self.deaths, self.tries = deaths, list[Any]()
+        self.membership, self.num_up, self.version = 1, 2, 0
+
+    def admit(self) -> None: ...
+
+    def attempt(
+        self, method: str, arguments: Callable[[int], Any], beside: list[str], limit: Limit
+    ) -> bool:
+        self.tries.append((method, arguments(0), arguments(1), beside, limit))
+        if len(self.tries) not in self.deaths:
+            return True
+        self.membership, self.num_up = self.membership + 1, 1
+        return False
+
+    def updated(self, version: int) -> None:
+        self.version = version
 
 
 def config(tmp_path, method: str) -> RLConfig:
@@ -51,46 +65,67 @@ def config(tmp_path, method: str) -> RLConfig:
 
 
 LIMIT = Limit(300, "weight_sync.timeout_s")
+OPENED = {"open_weights": ("endpoint", "spec")}
+CONNECTED = (
+    "connect_weights", ("endpoint", "spec", 0), ("endpoint", "spec", 2), ["connect_weights"], LIMIT,
+)  # fmt: skip
+SENT = "receive_weights", (7,), (7,), ["send_weights"], LIMIT
 
 
 @pytest.mark.parametrize("method", ["colocated", "disaggregated"])
-def test_both_sides_are_waited_for_as_long_as_the_setting_says(waits, tmp_path, method):
-    given = config(tmp_path, method)
-    actor, servers = Side("actor", open_weights=("endpoint", "spec")), Side("servers")
+def test_both_sides_are_waited_for_as_long_as_the_setting_says(tmp_path, method):
+    given, actor, servers = config(tmp_path, method), Actor(**OPENED), Servers()
+    given.rollout.tp = 2
     sync = weight_sync.connect(given, actor, servers, num_bytes=9)
-    joins = [("actor", "connect_weights"), ("servers", "connect_weights")]
-    assert waits == [(joins, LIMIT)]
-    assert (
-        actor.asked["connect_weights"] == servers.asked["connect_weights"] == ("endpoint", "spec")
-    )
-    waits.clear()
+    assert servers.tries == [CONNECTED]
     sync.push(7)
-    assert waits == [([("actor", "send_weights"), ("servers", "receive_weights")], LIMIT)]
+    assert servers.tries == [CONNECTED, SENT] and servers.version == 7
+    assert actor.asked["connect_weights"] == ("endpoint", "spec")
     assert actor.asked["send_weights"] == (7,)
-    assert servers.asked["receive_weights"] == (7, False, False)
-    _, settings = actor.asked["open_weights"]
-    assert (
-        settings.timeout_s == given.inner_timeout_s == 560
-    )  # the driver, who sees all, is to tell
+    layout, settings = actor.asked["open_weights"]
+    assert layout == GenerationLayout(tp=2, dp=2)
+    # The driver, who sees all, is to tell.
+    assert settings.timeout_s == given.inner_timeout_s == 560
 
 
-def test_a_checkpoint_is_written_then_loaded_and_gone(waits, tmp_path):
-    given = config(tmp_path, "full_export")
-    actor, servers = Side("actor"), Side("servers")
-    sync = weight_sync.connect(given, actor, servers, num_bytes=9)
+def test_a_push_in_which_servers_die_begins_anew_with_a_connection_of_those_left(tmp_path):
+    given, actor, servers = config(tmp_path, "disaggregated"), Actor(**OPENED), Servers([2, 3])
+    given.rollout.tp = 2
+    weight_sync.connect(given, actor, servers, num_bytes=9).push(7)
+    assert servers.tries == [CONNECTED, SENT, CONNECTED, CONNECTED, SENT]
+    assert actor.asked["open_weights"][0] == GenerationLayout(tp=2, dp=1)
+    assert servers.version == 7
+
+
+def test_servers_that_join_are_connected_by_the_next_push_and_not_again(tmp_path):
+    given, servers = config(tmp_path, "disaggregated"), Servers()
+    given.rollout.tp = 2
+    sync = weight_sync.connect(given, Actor(**OPENED), servers, num_bytes=9)
+    servers.membership = 9
+    sync.push(7)
+    sync.push(7)
+    assert servers.tries == [CONNECTED, CONNECTED, SENT, SENT]
+
+
+def test_a_checkpoint_is_written_then_loaded_and_gone(monkeypatch, tmp_path):
+    waits = list[Any]()
+    monkeypatch.setattr(weight_sync, "gathered", lambda *wait: waits.append(wait) or [["", ""]])
+    actor, servers = Actor(), Servers([1])
+    sync = weight_sync.connect(config(tmp_path, "full_export"), actor, servers, num_bytes=9)
     folder = tmp_path / ".weights.partial"
     folder.mkdir()
     sync.push(7)
-    assert waits == [([("actor", "export")], LIMIT), ([("servers", "load_checkpoint")], LIMIT)]
+    assert waits == [(["export"], LIMIT)]
     assert actor.asked["export"] == (str(folder), 9)
-    assert servers.asked["load_checkpoint"] == (str(folder), 7)
+    loaded = "load_checkpoint", (str(folder), 7), (str(folder), 7), [], LIMIT
+    assert servers.tries == [loaded, loaded] and servers.version == 7
     assert not folder.exists()
 
 
 def test_a_checkpoint_that_could_not_be_written_is_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(weight_sync, "gathered", lambda *_: [["No space left", ""]])
-    servers = Side("servers")
-    sync = weight_sync.connect(config(tmp_path, "full_export"), Side("actor"), servers, num_bytes=9)
+    servers = Servers()
+    sync = weight_sync.connect(config(tmp_path, "full_export"), Actor(), servers, num_bytes=9)
     with pytest.raises(weight_sync.ExportError, match="method='full_export': No space left"):
         sync.push(7)
-    assert servers.asked == {}
+    assert servers.tries == []

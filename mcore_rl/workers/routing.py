@@ -1,0 +1,55 @@
+"""Which server a group of samples is generated on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mcore_rl.data.batch import Batch
+from mcore_rl.rollout.protocol import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """A group that has been asked for and has not come back."""
+
+    stream: str  # "train" or "evaluation"
+    group_id: int
+    prompts: Batch  # one row
+    sampling: SamplingParams
+    server: int | None = None  # that generates it
+
+    @property
+    def tokens(self) -> int:
+        """At most: of all its trajectories, each with its prompt."""
+        num_prompt = int(self.prompts.jagged("prompt_ids").lengths.sum())
+        return self.sampling.n * (num_prompt + self.sampling.max_tokens)
+
+
+def route(
+    groups: Sequence[Asked], outstanding: Mapping[int, int], homes: Mapping[int, int]
+) -> list[int]:
+    """The server of each group: in order, the one with the fewest tokens, then of lowest number.
+
+    `outstanding` are the tokens of each server that may be chosen. A group whose server before is
+    in `homes`, which has its prompt in the cache, goes there again, unless the others have fewer
+    tokens by more than a group's.
+    """
+    tokens, largest = dict(outstanding), max((one.tokens for one in groups), default=0)
+    found = []
+    for one in groups:
+        least = min(tokens, key=lambda number: (tokens[number], number))
+        home = homes.get(one.group_id, least)
+        is_free = home in tokens and tokens[home] <= tokens[least] + largest
+        found.append(home if is_free else least)
+        tokens[found[-1]] += one.tokens
+    return found
+
+
+def tokens_by_server(asked: Iterable[Asked], numbers: Iterable[int]) -> dict[int, int]:
+    """Outstanding ones, of the servers with these numbers."""
+    found = dict.fromkeys(numbers, 0)
+    for one in asked:
+        if one.server in found:
+            found[one.server] += one.tokens
+    return found

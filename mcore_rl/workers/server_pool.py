@@ -1,0 +1,174 @@
+"""Generation over all servers of a run: groups of samples are begun, and come back once each.
+
+Groups are routed when they begin. One stays on its server, whose agent loops hold its
+conversations; those of a server that has died, or was removed, begin again on others, with the same
+seeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from mcore_rl.controller.pending import WorkerError, wait_for_any
+from mcore_rl.controller.silence import Silent, report
+from mcore_rl.data.batch import Batch
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers.routing import Asked, route, tokens_by_server
+from mcore_rl.workers.server_groups import LOOK_S, Server, ServerGroups
+
+
+class ServerPool(ServerGroups):
+    """See `ServerGroups` for how servers come and go."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As ServerGroups."""
+        self._asked: dict[tuple[str, int], Asked] = {}  # what has not come back, by group
+        self._homes: dict[int, int] = {}  # the last server of a group, with these weights
+        self._waited_s = 0.0  # since a group has come
+        # Sends the version that is to be served again; None where no trainer could. It is called
+        # when no server is left that has it.
+        self.resend: Callable[[], None] | None = None
+        super().__init__(*args, **kwargs)
+
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> None:
+        """Starts the trajectories of these prompts; returns immediately.
+
+        The groups of one call are routed together, by `route`, and those of a server start
+        together. What an idle pool does with a call depends on nothing else.
+
+        Raises:
+            ValueError: a group of this id is being generated in the stream.
+        """
+        ids = [int(group) for group in prompts.array("group_ids")]
+        if len(set(ids)) < len(ids) or any((stream, group) in self._asked for group in ids):
+            raise ValueError(f"a group of {stream!r} among {ids} would be generated twice at once")
+        made = [
+            Asked(stream, group, prompts.take([row]), sampling) for row, group in enumerate(ids)
+        ]
+        self._asked |= {(stream, one.group_id): one for one in made}
+        self._route()
+
+    def collect(self, stream: str, wait_s: float) -> list[Batch]:
+        """Samples of groups of a stream that have ended since the last call, in whole groups.
+
+        Waits up to `wait_s` until there is one; returns at once if none is being generated.
+
+        Raises:
+            ConfigError, WorkerError: a reward or a loop raised; a server died once too often; no
+                group has ended in timeouts.call_s; no server is left, and nobody sends it weights.
+        """
+        begun, found = time.monotonic(), list[Batch]()
+        while self.num_outstanding(stream):
+            self._tend()
+            self._refill()
+            self._route()
+            found = [batch for server in self._serving for batch in self._taken(server, stream)]
+            left_s = begun + wait_s - time.monotonic()
+            if found or left_s <= 0:
+                break
+            self._wait(min(left_s, LOOK_S))
+        self._check_waited(0.0 if found else time.monotonic() - begun)
+        return found
+
+    def abandon(self, stream: str, group_ids: Collection[int]) -> None:
+        """Ends these groups: they never come by `collect`."""
+        ended = [self._asked.pop((stream, group)) for group in group_ids]
+        for server in self._serving:
+            its = [one.group_id for one in ended if one.server == server.number]
+            if its:
+                server.sent.append(server.group.abandon.submit(stream, its))
+
+    def num_outstanding(self, stream: str) -> int:
+        """Groups of a stream that have not come back."""
+        return sum(one.stream == stream for one in self._asked.values())
+
+    def updated(self, version: int) -> None:
+        super().updated(version)
+        self._homes.clear()  # nothing that is cached of another version is read
+
+    @property
+    def _serving(self) -> list[Server]:
+        """Those that groups are routed to."""
+        return [server for server in self._up if server.version == self.version]
+
+    def _release(self, server: Server) -> None:
+        for one in self._asked.values():
+            if one.server == server.number:
+                one.server = None
+
+    def _route(self) -> None:
+        """Begins the groups that no server has."""
+        waiting = [one for one in self._asked.values() if one.server is None]
+        numbers = [server.number for server in self._serving]
+        if not waiting or not numbers:
+            return
+        outstanding = tokens_by_server(self._asked.values(), numbers)
+        parts: dict[tuple[int, str, SamplingParams], list[Asked]] = {}
+        for one, number in zip(waiting, route(waiting, outstanding, self._homes), strict=True):
+            one.server = self._homes[one.group_id] = number
+            parts.setdefault((number, one.stream, one.sampling), []).append(one)
+        for (number, stream, sampling), part in parts.items():
+            server, prompts = self._servers[number], Batch.concat([one.prompts for one in part])
+            server.sent.append(server.group.begin.submit(prompts, sampling, stream))
+
+    def _refill(self) -> None:
+        """Where no server has the version to serve, and none is being started: it is sent again."""
+        if self._serving or any(server.starting for server in self._servers.values()):
+            return
+        if self.resend is None:
+            raise WorkerError(
+                f"{self.name}: no server is left that has version {self.version} of the weights, "
+                "and the trainer has changed its own since: a run that keeps checkpoints goes on "
+                "from the last one with resume=auto"
+            )
+        self.resend()
+
+    def _taken(self, server: Server, stream: str) -> Iterator[Batch]:
+        """What it has answered; while it has more of the stream, it is asked again."""
+        call = server.collecting.get(stream)
+        if call is not None:
+            if not self._answered(server, call):
+                return
+            del server.collecting[stream]
+            yield from self._wanted(server, stream, call.result())
+        if self._its(server, stream):
+            server.collecting[stream] = server.group.collect.submit(stream, LOOK_S)
+
+    def _its(self, server: Server, stream: str) -> list[Asked]:
+        asked = self._asked.values()
+        return [one for one in asked if one.stream == stream and one.server == server.number]
+
+    def _wanted(self, server: Server, stream: str, batch: Batch) -> Iterator[Batch]:
+        """The batch without groups that were abandoned since."""
+        if not len(batch):
+            return
+        ids, its = (
+            batch.array("group_ids").tolist(),
+            {a.group_id for a in self._its(server, stream)},
+        )
+        rows = [row for row, group in enumerate(ids) if group in its]
+        for group in {ids[row] for row in rows}:
+            del self._asked[stream, group]
+        if rows:
+            yield batch.take(rows) if len(rows) < len(ids) else batch
+
+    def _wait(self, seconds: float) -> None:
+        """Until a server answers or has started."""
+        servers = self._servers.values()
+        calls = [call for s in servers for call in (*s.collecting.values(), *s.starting)]
+        wait_for_any([call for call in calls if not call.has_ended()], seconds)
+
+    def _check_waited(self, seconds: float) -> None:
+        """Raises WorkerError where servers run, and no group ends."""
+        self._waited_s = self._waited_s + seconds if seconds else 0.0
+        if self._waited_s < self._call_limit.seconds:
+            return
+        silent = [
+            Silent(f"{server.group.name}.collect", rank, info)
+            for server in self._serving
+            for rank, info in server.group.worker_infos.items()
+        ]
+        told = report(silent, str(self._call_limit)) if silent else "no server is up"
+        raise WorkerError(f"no group has come back: {told}")

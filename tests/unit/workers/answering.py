@@ -1,0 +1,27 @@
+"""A pool of servers that answer when they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_rl.data.batch import Batch
+from mcore_rl.rollout.protocol import SamplingParams
+
+
+class Answering:
+    """Of ServerPool, what generation calls; `answers` says what comes back."""
+
+    found: Sequence[Batch] = ()
+
+    def answers(self, prompts: Batch, sampling: SamplingParams) -> list[Batch]:
+        raise NotImplementedError
+
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> None:
+        self.found = self.answers(prompts, sampling)
+
+    def num_outstanding(self, stream: str) -> int:
+        return len(self.found)
+
+    def collect(self, stream: str, wait_s: float) -> list[Batch]:
+        found, self.found = [*self.found], ()
+        return found

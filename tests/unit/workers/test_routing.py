@@ -1,0 +1,42 @@
+"""Where groups go: worked by hand."""
+
+import numpy as np
+
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers.routing import Asked, route, tokens_by_server
+
+
+def asked(group: int, num_prompt: int = 4, server: int | None = None) -> Asked:
+    """Of 2 trajectories with up to 6 tokens each: 2 * (4 + 6) = 20 tokens."""
+    ids = Batch({"prompt_ids": Jagged.of([[1] * num_prompt], np.int64)})
+    return Asked("train", group, ids, SamplingParams(n=2, max_tokens=6), server)
+
+
+def test_a_group_counts_its_prompt_once_a_trajectory_and_all_that_it_may_answer():
+    assert asked(0).tokens == 20
+    assert asked(0, num_prompt=44).tokens == 100
+
+
+def test_groups_go_where_the_fewest_tokens_are_outstanding():
+    groups = [asked(0, 44), asked(1), asked(2), asked(3), asked(4)]
+    # 100 | 20, 40, 60, 80: the fifth still has less beside it than the first.
+    assert route(groups, {3: 0, 5: 0}, {}) == [3, 5, 5, 5, 5]
+    assert route(groups[1:], {3: 30, 5: 0}, {}) == [5, 5, 3, 5]
+
+
+def test_an_idle_pool_shares_out_by_numbers_alone():
+    groups = [asked(group) for group in range(5)]
+    assert route(groups, {2: 0, 0: 0, 1: 0}, {}) == [0, 1, 2, 0, 1]
+
+
+def test_a_prompt_goes_where_it_was_unless_others_are_freer_by_more_than_a_group():
+    homes = {7: 1}
+    assert route([asked(7)], {0: 0, 1: 20}, homes) == [1]
+    assert route([asked(7)], {0: 0, 1: 21}, homes) == [0]
+    assert route([asked(7)], {0: 0, 2: 0}, homes) == [0]  # it has left
+
+
+def test_outstanding_tokens_are_those_of_the_servers_that_are_asked_about():
+    groups = [asked(0, server=0), asked(1, server=2), asked(2, server=0), asked(3)]
+    assert tokens_by_server(groups, [0, 1]) == {0: 40, 1: 0}
