@@ -277,7 +277,7 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def busy_s(self) -> float | None:
-        """Seconds since its start in which the server had a group to generate; on its first node."""
+        """Seconds in which the server has had a group to generate; of its first node."""
         return None if self._headless else self._busy.seconds
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
