@@ -1,24 +1,38 @@
-"""mcore-rl bench reshard: how long a weight sync takes on this machine, beside alternatives."""
+"""mcore-rl bench: weight exchanges on this machine, and training loops on a modelled one."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from mcore_rl.cli.options import AXES, SERVED_AXES, Parser, parse_layout
 from mcore_rl.config.checks import at_least, positive
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
-_ABOUT = """\
+_RESHARD = """\
 Runs a bfloat16 model with random weights on ranks of this machine over gloo. Compares our exchange
 into vLLM's layout with gather-then-slice, and into another Megatron layout with Megatron's own
 resharding with its gloo copy service."""
+_ASYNC = """\
+Runs the loops of trainer.mode on a long-tailed workload: sync, one_step_off and fully_async on a
+pool of devices for the servers and one for the trainer, and sync and fully_async on all of these
+devices by turns. The loops are those of a job. Servers and actor are modelled, and so is time:
+responses have log-normal lengths, of median 1000 tokens and sigma 0.8, cut at 8192; a pool of
+servers generates 512 of them at a time, at 50 tokens a second each; a pool of trainers finds
+log-probs of 30,000 and trains on 10,000 tokens a second; a push takes 5 s. By turns both have twice
+that, and servers fill the KV cache of unfinished responses again at 200,000 tokens a second. A step
+is 64 prompts of 8 responses."""
 
 
 def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
+    {"reshard": _bench_reshard, "async": _bench_async}[options.command](options)
+
+
+def _bench_reshard(options: argparse.Namespace) -> None:
     for name in ("layers", "bucket_mib", "repetitions"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     positive("--timeout", options.timeout)
@@ -32,16 +46,35 @@ def main(arguments: list[str]) -> None:
     sizes = options.layers, options.bucket_mib << 20, options.repetitions, options.timeout
     report = bench_reshard.bench_reshard(bench_reshard.Settings(*layouts, *sizes))
     if options.json:
-        json.dump(report.as_json(), sys.stdout, indent=1)
-        print()
+        _print(report.as_json())
     else:
         bench_reshard.show(report)
 
 
+def _bench_async(options: argparse.Namespace) -> None:
+    at_least("--steps", options.steps, 1)
+    at_least("--staleness", options.staleness, 0)
+    from mcore_rl.tools.bench_async import run, timeline
+
+    settings = run.Settings(options.steps, options.staleness)
+    found = run.bench_async(settings)
+    if options.picture:
+        timeline.write_timeline(options.picture, found, options.picture_s)
+    if options.json:
+        _print(run.as_json(settings, found))
+    else:
+        run.show(settings, found)
+
+
+def _print(report: object) -> None:
+    json.dump(report, sys.stdout, indent=1)
+    print()
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl bench", description="Benchmarks on this machine.")
-    what = parser.add_subparsers(dest="command", required=True, metavar="reshard")
-    add = what.add_parser("reshard", description=_ABOUT).add_argument
+    what = parser.add_subparsers(dest="command", required=True, metavar="reshard|async")
+    add = what.add_parser("reshard", description=_RESHARD).add_argument
     add("--train", default="tp=2,pp=2,ep=2", metavar="tp=2,ep=2", help=AXES)
     add("--generate", default="tp=4,ep=4", metavar="tp=4", help=SERVED_AXES)
     add("--target", default="tp=4,ep=4", metavar="tp=4", help="layout for Megatron's resharding")
@@ -49,5 +82,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--bucket-mib", type=int, default=8, help="a rank stages two of them; default: 8")
     add("--repetitions", type=int, default=7, help="of each candidate; default: 7")
     add("--timeout", type=float, default=3600.0, help="seconds in total; default: 3600")
+    add("--json", action="store_true", help="print one JSON object")
+    add = what.add_parser("async", description=_ASYNC).add_argument
+    add("--steps", type=int, default=20, help="of each loop; default: 20")
+    add("--staleness", type=int, default=4, help="of fully_async; default: 4")
+    add("--picture", type=Path, metavar="FILE.svg", help="what was done when, as a picture")
+    add("--picture-s", type=float, default=1500.0, help="its modelled seconds; default: 1500")
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -64,11 +64,6 @@ def _resolve_fully_async(config: RLConfig) -> None:
             f"{mode}: training collapses by weights of old samples without a bound; allowed: above "
             "0, such as 5"
         )
-    if config.weight_sync.method == "full_export":
-        raise ConfigError(
-            f"weight_sync.method='full_export' with {mode}: servers reload no checkpoint in the "
-            "middle of responses; allowed: 'colocated', 'disaggregated'"
-        )
     if algorithm.samples.prompts_per_round:
         raise ConfigError(
             f"algorithm.samples.prompts_per_round={algorithm.samples.prompts_per_round}: {mode} "

@@ -7,8 +7,8 @@ Why no token older than `staleness` s versions is ever trained:
 3. Step v + 1, which trains version v, selects and trains while v is pushed: ages are at most s.
 
 That alone would waste work, so `num_to_begin` paces: while version v is pushed, v + s + 1 batches
-may have been begun in all, and a step waits for a group where a later one would come too late for
-it. So none is sent back but for those that are begun beyond the batches (over_issue).
+may have been begun in all, and those over; and a step waits for a group that no later one could
+train in time. So at most as many as are over are sent back.
 """
 
 from __future__ import annotations

@@ -24,14 +24,13 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
-from mcore_rl.rollout.gate import Gate
 from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.workers.expert_records import ExpertLayers, with_records
 from mcore_rl.workers.loop_thread import LoopThread
-from mcore_rl.workers.running_groups import RunningGroups
+from mcore_rl.workers.running_groups import BusyTime, RunningGroups
 
 T = TypeVar("T")
 Stream = Literal["train", "evaluation"]  # what samples are for
@@ -99,12 +98,11 @@ class RolloutWorker:
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
             )
-        # Of requests from outside: they wait while there are no weights.
-        self._gate = self._agent.gate if isinstance(self._agent, AgentRunner) else Gate()
         self._remotes: list[RemoteGenerator] = []
+        self._busy = BusyTime()
         self._streams: dict[Stream, RunningGroups] = {
-            "train": RunningGroups(),
-            "evaluation": RunningGroups(),
+            "train": RunningGroups(self._busy),
+            "evaluation": RunningGroups(self._busy),
         }
         self._wait = LoopThread(spec.timeout_s).wait
 
@@ -183,7 +181,7 @@ class RolloutWorker:
         Raises what a reward or a loop has raised; that group is forgotten.
         """
         if not 0 <= wait_s < self._spec.timeout_s:
-            raise ValueError(f"wait_s={wait_s:g}; allowed: below {self._spec.timeout_s:g}")
+            raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
         with self._alive():
             samples = self._wait(self._streams[stream].collect(wait_s))
         return self._batch(samples, stream == "train")
@@ -223,26 +221,36 @@ class RolloutWorker:
         self._ask(lambda server: server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int) -> None:
-        self._ask(lambda server: self._replacing(server.update(version)))
+    def receive_weights(
+        self, version: int, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
+        """As GenerationServer.update: `in_flight` keeps the requests that run."""
+        how = {"in_flight": in_flight, "recompute_cache": recompute_cache}
+        self._ask(lambda server: self._replacing(server.update(version, **how)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, version: int) -> None:
-        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version)))
+    def load_checkpoint(
+        self, path: str, version: int, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
+        """As `receive_weights`."""
+        how = {"in_flight": in_flight, "recompute_cache": recompute_cache}
+        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version, **how)))
 
     async def _replacing(self, update: Coroutine[Any, Any, None]) -> None:
-        """Requests from outside wait for it."""
-        with self._gate.held("update"):
+        self._hold("update")
+        try:
             await update
+        finally:
+            self._release("update")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sleep(self) -> None:
-        """Free weights and KV cache."""
-        self._ask(self._sleep)
+    def sleep(self, keep: bool = False) -> None:
+        """Free weights and KV cache. `keep`: what has been begun goes on after the wake."""
+        self._ask(lambda server: self._sleep(server, keep))
 
-    async def _sleep(self, server: GenerationServer) -> None:
-        self._gate.hold("sleep")
-        await server.sleep()
+    async def _sleep(self, server: GenerationServer, keep: bool) -> None:
+        self._hold("sleep")
+        await server.sleep(keep=keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self, tag: SleepTag) -> None:
@@ -251,12 +259,26 @@ class RolloutWorker:
     async def _wake(self, server: GenerationServer, tag: SleepTag) -> None:
         await server.wake(tag)
         if tag == "kv_cache":
-            self._gate.release("sleep")
+            self._release("sleep")
+
+    def _hold(self, reason: str) -> None:
+        """Requests of programs outside wait, and the time of trajectories stands still."""
+        if isinstance(self._agent, AgentRunner):
+            self._agent.hold(reason)
+
+    def _release(self, reason: str) -> None:
+        if isinstance(self._agent, AgentRunner):
+            self._agent.release(reason)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory(self) -> ServerMemory:
         """Of all workers of a server, on its first node."""
         return self._ask(lambda server: server.memory()) or ServerMemory(0, 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def busy_s(self) -> float | None:
+        """Seconds in which the server has had a group to generate; of its first node."""
+        return None if self._headless else self._busy.seconds
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 
 from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.agent_loop import Group
+
+
+class BusyTime:
+    """How long anything has run, of several things that begin and end."""
+
+    def __init__(self) -> None:
+        self._num, self._since, self._before_s = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        if not self._num:
+            self._since = time.monotonic()
+        self._num += 1
+
+    def end(self) -> None:
+        self._num -= 1
+        if not self._num:
+            self._before_s += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        return self._before_s + (time.monotonic() - self._since if self._num else 0.0)
 
 
 class RunningGroups:
@@ -16,8 +38,10 @@ class RunningGroups:
     owner abandons those that it does not wait for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, busy: BusyTime | None = None) -> None:
+        """`busy` is told when a group begins and ends; several may share it."""
         self._groups: dict[int, Group] = {}
+        self._busy = BusyTime() if busy is None else busy
         self._news = asyncio.Event()  # a group has ended since it was looked
 
     def __contains__(self, group_id: int) -> bool:
@@ -27,10 +51,17 @@ class RunningGroups:
         """Groups whose ids are free (`in`)."""
         self._groups |= groups
         for group in groups.values():
-            group.add_done_callback(lambda _: self._news.set())
+            self._busy.begin()
+            group.add_done_callback(self._has_ended)
+
+    def _has_ended(self, group: Group) -> None:
+        self._busy.end()
+        self._news.set()
 
     async def collect(self, wait_s: float) -> list[Sample]:
         """Samples of all groups that have ended, in the order of group ids; each comes once.
+
+        Of a group without any, as none of its trajectories has had a turn, it is one that says so.
 
         Waits up to `wait_s` until there is one. Raises what made the first of them fail, and
         forgets that one; the others stay for the next call.
@@ -46,7 +77,7 @@ class RunningGroups:
         for group_id in ended:
             if self._groups[group_id].cancelled() or self._groups[group_id].exception():
                 self._groups.pop(group_id).result()
-        return [sample for i in ended for sample in self._groups.pop(i).result()]
+        return [s for i in ended for s in self._groups.pop(i).result() or [_nothing(i)]]
 
     async def abandon(self, group_ids: Sequence[int]) -> None:
         """Ends groups and forgets them. Returns when nothing of them runs any more.
@@ -57,3 +88,9 @@ class RunningGroups:
         for group in groups:
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
+
+
+def _nothing(group_id: int) -> Sample:
+    """A sample of no token the policy has chosen, with a token for a prompt."""
+    error = "no trajectory of the group has had a turn"
+    return Sample([0], [], [], [], [], "abort", group_id, reward_error=error, status="failed")

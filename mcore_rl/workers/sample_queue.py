@@ -214,7 +214,7 @@ class SampleQueue(Generic[T]):
         """These are not trained: the ledger lets go of them."""
         for group in self._moved(group_ids, State.DROPPED):
             self._count("dropped", group)
-            del self._groups[group.group_id]
+            self._let_go(group)
 
     def lost(self, group_ids: Sequence[int]) -> None:
         """What held their samples, or generated them, is dead: they are to be begun again."""
@@ -233,7 +233,7 @@ class SampleQueue(Generic[T]):
             )
         for group in self.groups(State.TRAINED):
             if group.partition <= partition:
-                del self._groups[group.group_id]
+                self._let_go(group)
 
     def metrics(self) -> dict[str, float]:
         """Groups by state now, samples that wait for training, and how many groups ever were."""
@@ -267,6 +267,11 @@ class SampleQueue(Generic[T]):
             group.begun_version = group.oldest_version = -1
             group.num_samples, group.num_bytes = self._group_size, 0
             group.partition, group.columns, group.taken_by = 0, {}, set()
+
+    def _let_go(self, group: Group[T]) -> None:
+        """Of its columns too, for whoever still has the group."""
+        del self._groups[group.group_id]
+        group.columns = {}
 
     def _moved(self, group_ids: Iterable[int], to: State) -> list[Group[T]]:
         """These groups in their new state, all of them or, with an error, none."""

@@ -114,6 +114,10 @@ class ServerGroups:
         """Of each node of the servers that are up."""
         return self._call(self._up, "memory")
 
+    def busy_s(self) -> list[float]:
+        """Seconds since its start in which each server that is up had a group to generate."""
+        return [found for found in self._call(self._up, "busy_s") if found is not None]
+
     def shut_down(self) -> None:
         """At the end of a run, whatever has died."""
         with self._lock:

@@ -72,8 +72,9 @@ class TransportSync:
 
     def _sent(self, version: int) -> bool:
         sending = self.actor.send_weights.submit(version)
-        given = version, self.in_flight, self.recompute_cache
-        return self.servers.attempt("receive_weights", lambda _: given, [sending], self.limit)
+        kept = (True, self.recompute_cache) if self.in_flight else ()
+        arguments = version, *kept
+        return self.servers.attempt("receive_weights", lambda _: arguments, [sending], self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class CheckpointSync:
     limit: Limit
     folder: Path  # that all machines share
     num_bytes: int
+    in_flight: bool = False
+    recompute_cache: bool = False
 
     def push(self, version: int) -> None:
         try:
@@ -95,7 +98,8 @@ class CheckpointSync:
             refused = [reason for reason in gathered([sending], self.limit)[0] if reason]
             if refused:
                 raise ExportError(f"weight_sync.method='full_export': {refused[0]}")
-            arguments = str(self.folder), version
+            kept = (True, self.recompute_cache) if self.in_flight else ()
+            arguments = str(self.folder), version, *kept
             self.servers.admit()
             while not self.servers.attempt("load_checkpoint", lambda _: arguments, [], self.limit):
                 self.servers.admit()
@@ -119,14 +123,13 @@ def connect(
     """
     limit = Limit(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
+    mode, recompute_cache = config.trainer.mode, config.trainer.asynchronous.recompute_cache
+    in_flight = mode == "fully_async", recompute_cache
     if settings.method == "full_export":
         # The scope of a job removes what is called so, however the job ends.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
-        return CheckpointSync(actor, servers, limit, folder, num_bytes)
-    in_flight = config.trainer.mode == "fully_async"
-    recompute_cache = config.trainer.asynchronous.recompute_cache
-    kept = in_flight, recompute_cache
-    sync = TransportSync(actor, servers, limit, config.rollout, settings, *kept)
+        return CheckpointSync(actor, servers, limit, folder, num_bytes, *in_flight)
+    sync = TransportSync(actor, servers, limit, config.rollout, settings, *in_flight)
     sync.connect()  # servers that die of it are started again, and a push connects anew
     return sync
 

@@ -40,12 +40,17 @@ def undisturbed(start_job, own_model_and_data) -> Path:
     return ended(start_job(*asked, "trainer.mode=one_step_off"))
 
 
-def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data):
+@pytest.fixture(scope="module")
+def sync(start_job, own_model_and_data) -> list[dict[str, float]]:
+    return finished(start_job, *own_model_and_data, "trainer.num_steps=3")
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data, sync, mode):
     """Samples, rewards, losses, gradients, gaps."""
-    asked = (*own_model_and_data, "trainer.num_steps=3")
-    sync = finished(start_job, *asked)
-    found = finished(start_job, *asked, "trainer.mode=one_step_off", "trainer.staleness=0")
-    assert found == sync
+    asked = (*own_model_and_data, "trainer.num_steps=3", "trainer.staleness=0")
+    found = finished(start_job, *asked, f"trainer.mode={mode}")
+    assert [{n: v for n, v in row.items() if not n.startswith("queue/")} for row in found] == sync
     assert len({row["reward/fingerprint"] for row in sync}) == 3
     assert all(row["actor/grad_norm"] > 0 and "max_logprob_gap" in row for row in sync)
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.workers.running_groups import RunningGroups
 
@@ -96,3 +97,18 @@ def test_an_abandoned_group_has_ended_and_never_comes():
         assert await made.collected() == []
 
     asyncio.run(work())
+
+
+def test_a_group_without_a_sample_comes_as_one_that_says_so():
+    async def nothing() -> list[Sample]:
+        return []
+
+    async def work() -> list[Sample]:
+        groups = RunningGroups()
+        groups.begin({7: asyncio.create_task(nothing())})
+        return await groups.collect(10.0)
+
+    [found] = asyncio.run(work())
+    assert (found.group_id, found.response_ids, found.status) == (7, [], "failed")
+    assert found.reward_error == "no trajectory of the group has had a turn"
+    assert len(Batch.of([found])) == 1

@@ -1,0 +1,256 @@
+"""Modelled devices in place of servers and of an actor, for loops whose time is a number."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.rollout.protocol import SamplingParams
+
+ONE_FOR = 32  # a token of a batch here stands for so many, which keeps the loops' own work small
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Lengths of responses, and what devices do in a second."""
+
+    median: int = 1000  # tokens of a response, log-normal
+    sigma: float = 0.8
+    longest: int = 8192
+    slots: int = 512  # responses that all servers of a pool generate at once; others wait
+    tokens_per_s: float = 50.0  # of each of these
+    log_probs_per_s: float = 30_000.0  # tokens whose log-probs a trainer's pool finds
+    trained_per_s: float = 10_000.0  # tokens that it trains on
+    recomputed_per_s: float = 200_000.0  # tokens whose KV cache servers fill again after a sleep
+    push_s: float = 5.0  # for new weights to be in all servers
+
+
+@dataclass(slots=True)
+class Clock:
+    """The seconds of a run, and what was done when: (from, to, kind) of the trainer and pushes."""
+
+    now: float = 0.0
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
+
+    def pass_time(self, seconds: float, kind: str) -> None:
+        self.spans.append((self.now, self.now + seconds, kind))
+        self.now += seconds
+
+    def spent(self, *kinds: str) -> float:
+        return sum(end - start for start, end, kind in self.spans if kind in kinds)
+
+
+class Elsewhere(Executor):
+    """Runs what it is given at once, but as if a thread did while time goes on for the caller."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        began = self._clock.now
+        found: Future[Any] = _Awaited(self._clock)
+        found.set_result(fn(*args, **kwargs))
+        self._clock.now = began
+        return found
+
+
+class _Awaited(Future[Any]):
+    """Whoever asks for the result has waited for it."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock, self._ended = clock, 0.0
+
+    def set_result(self, result: Any) -> None:
+        self._ended = self._clock.now
+        super().set_result(result)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._clock.now = max(self._clock.now, self._ended)
+        return super().result(timeout)
+
+
+class Servers:
+    """All servers of a pool: each response has a slot until its last token, or waits for one.
+
+    Responses differ by their group and number alone. Their own time stands still while the servers
+    sleep, take weights, or fill a KV cache again.
+    """
+
+    def __init__(self, clock: Clock, load: Workload, slots: int) -> None:
+        self._clock, self._load, self.slots = clock, load, slots
+        self.asleep_s = 0.0
+        self._still_s = 0.0  # in which their time has stood still
+        self._done_s = 0.0  # of their own time, up to which all is known
+        self._asleep_at: float | None = None
+        self._pushes = [(0.0, 0)]  # in their own time: when each version came
+        self._waiting: deque[tuple[int, int]] = deque()  # (group, number) without a slot
+        self._running: list[tuple[float, int, int]] = []  # a heap: (end, group, number)
+        self._starts: dict[int, list[float]] = {}  # of all responses of a group, in their own time
+        self._left: dict[int, int] = {}  # responses of a group that have not ended
+        self._ended: list[int] = []  # groups nobody has collected
+        self.used: list[tuple[float, int]] = [(0.0, 0)]  # slots from a time of the clock on
+
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: str) -> None:
+        self._go_on()
+        for group in prompts.array("group_ids").tolist():
+            self._starts[group], self._left[group] = [0.0] * sampling.n, sampling.n
+            self._waiting.extend((group, number) for number in range(sampling.n))
+        self._fill_slots()
+
+    def collect(self, stream: str, wait_s: float) -> list[Batch]:
+        """As those of servers; waiting lets the clock go on."""
+        self._go_on()
+        until = self._clock.now + wait_s
+        while not self._ended and self._running:
+            next_s = self._running[0][0]
+            if next_s + self._still_s > until:
+                self._clock.now = until
+                self._go_on()
+                break
+            self._clock.now = max(next_s + self._still_s, self._clock.now)
+            self._go_on(next_s)
+        found, self._ended = sorted(self._ended), []
+        return [Batch.concat([self._samples(group) for group in found])] if found else []
+
+    def num_outstanding(self, stream: str) -> int:
+        return len(self._starts)
+
+    def abandon(self, stream: str, group_ids: Collection[int]) -> None:
+        self._go_on()
+        ended = set(group_ids)
+        self._waiting = deque(one for one in self._waiting if one[0] not in ended)
+        self._running = [one for one in self._running if one[1] not in ended]
+        heapq.heapify(self._running)
+        self._ended = [group for group in self._ended if group not in ended]
+        for group in ended:
+            del self._starts[group]
+            self._left.pop(group, None)
+        self._fill_slots()
+
+    has_joining, resend = False, None
+
+    def push(self, version: int) -> None:
+        with self._standing_still():
+            self._clock.pass_time(self._load.push_s, "push")
+        self._pushes.append((self._done_s, version))
+
+    def sleep(self, keep: bool) -> None:
+        self._go_on()
+        if self._left and not keep:
+            raise RuntimeError("servers were told to sleep while they answer")
+        self._asleep_at = self._clock.now
+        self.used.append((self._clock.now, 0))
+
+    def wake(self, tag: str) -> None:
+        if tag != "kv_cache" or self._asleep_at is None:
+            return
+        kept = sum(self._done_s - self._starts[group][n] for _, group, n in self._running)
+        again_s = kept * self._load.tokens_per_s / self._load.recomputed_per_s
+        asleep_s = self._clock.now - self._asleep_at
+        self.asleep_s += asleep_s
+        self._still_s += asleep_s + again_s
+        self._asleep_at = None
+        self.used.append((self._clock.now, len(self._running)))
+
+    def busy_s(self) -> list[float]:
+        """Seconds with a response in a slot."""
+        self._go_on()
+        ends = [when for when, _ in self.used[1:]] + [self._clock.now]
+        pairs = zip(self.used, ends, strict=True)
+        return [sum(max(end - start, 0.0) for (start, num), end in pairs if num)]
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        self._go_on()
+        began = self._clock.now
+        yield
+        if self._asleep_at is None:
+            self._still_s += self._clock.now - began
+
+    def _go_on(self, until_s: float = 0.0) -> None:
+        """To what their own time is now, or to `until_s`, which may be rounded down to now."""
+        if self._asleep_at is not None:
+            return
+        now = max(self._clock.now - self._still_s, self._done_s, until_s)
+        while self._running and self._running[0][0] <= now:
+            self._done_s, group, _ = heapq.heappop(self._running)
+            self._left[group] -= 1
+            if not self._left[group]:
+                del self._left[group]
+                self._ended.append(group)
+            self._fill_slots()
+        self._done_s = now
+
+    def _fill_slots(self) -> None:
+        while self._waiting and len(self._running) < self.slots:
+            group, number = self._waiting.popleft()
+            self._starts[group][number] = self._done_s
+            num_tokens = self._lengths(group)[0][number]
+            end = self._done_s + float(num_tokens) / self._load.tokens_per_s
+            heapq.heappush(self._running, (end, group, number))
+        self.used.append((self._done_s + self._still_s, len(self._running)))
+
+    def _lengths(self, group: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """[responses] in tokens, and whether each is cut."""
+        load, num = self._load, len(self._starts[group])
+        drawn = load.median * np.exp(load.sigma * np.random.default_rng(group).standard_normal(num))
+        return np.minimum(drawn, load.longest), drawn >= load.longest
+
+    def _samples(self, group: int) -> Batch:
+        lengths, is_cut = self._lengths(group)
+        starts = self._starts.pop(group)
+        ids = Jagged.of((np.arange(1, 2 + int(n) // ONE_FOR) for n in lengths), np.int64)
+        one_s = ONE_FOR / self._load.tokens_per_s
+        times = np.concatenate([a + row * one_s for a, row in zip(starts, ids, strict=True)])
+        pushed, of_pushes = (np.array(column) for column in zip(*self._pushes, strict=True))
+        found = of_pushes[np.searchsorted(pushed, times - one_s, side="right") - 1]
+        versions, rng = ids.with_values(found), np.random.default_rng([1, group])
+        ones = np.ones(len(ids.values))
+        return Batch(
+            {
+                "group_ids": np.full(len(starts), group),
+                "prompt_ids": Jagged.of([[1]] * len(starts), np.int64),
+                "response_ids": ids,
+                "response_mask": ids.with_values(ones.astype(np.int8)),
+                "rollout_log_probs": ids.with_values(-ones.astype(np.float32)),
+                "weight_versions": versions,
+                "oldest_versions": np.array([row.min() for row in versions]),
+                "newest_versions": np.array([row.max() for row in versions]),
+                "rewards": rng.integers(0, 2, len(starts)).astype(np.float32),
+                "reward_errors": np.array([""] * len(starts)),
+                "finish_reasons": np.where(is_cut, "length", "stop"),
+            }
+        )
+
+
+class Actor:
+    """A trainer on `share` times the devices of its own pool."""
+
+    def __init__(self, clock: Clock, load: Workload, share: float) -> None:
+        self._clock, self._load, self._share = clock, load, share
+        self.updates: list[Batch] = []
+
+    def to(self, place: str, model: bool = True) -> None:
+        """Takes no time."""
+
+    def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
+        self._take(batch, self._load.log_probs_per_s, "log-probs")
+        return batch.with_columns(log_probs=batch.jagged("rollout_log_probs"))
+
+    def update(self, batch: Batch, *, temperature: float) -> list[dict[str, float]]:
+        self._take(batch, self._load.trained_per_s, "update")
+        self.updates.append(batch)
+        return [{"loss": 0.0}]
+
+    def _take(self, batch: Batch, tokens_per_s: float, kind: str) -> None:
+        num_tokens = len(batch.jagged("response_ids").values) * ONE_FOR
+        self._clock.pass_time(num_tokens / (tokens_per_s * self._share), kind)

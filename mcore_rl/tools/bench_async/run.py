@@ -1,0 +1,173 @@
+"""Samples a second of all loops on a long-tailed workload, whose delays are modelled."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.schema import RLConfig, SampleTablesConfig
+from mcore_rl.controller.stop_signals import StopSignals
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.datasets import PromptDataset, PromptRow
+from mcore_rl.jobs.loop import Loop
+from mcore_rl.tools.bench_async.model import Actor, Clock, Elsewhere, Servers, Workload
+from mcore_rl.workers.checkpointer import Checkpointer
+from mcore_rl.workers.evaluation import Evaluation
+from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A loop, on pools of its own or on the devices of both by turns."""
+
+    mode: str
+    is_shared: bool = False
+
+
+SETUPS = {
+    "sync": Setup("sync"),
+    "sync, by turns": Setup("sync", is_shared=True),
+    "one step off": Setup("one_step_off"),
+    "fully async": Setup("fully_async"),
+    "fully async, by turns": Setup("fully_async", is_shared=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    num_steps: int = 20
+    staleness: int = 4  # of fully_async
+    load: Workload = field(default_factory=Workload)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of a run, in modelled seconds but for `loop_s`."""
+
+    samples_per_s: float
+    step_s: float
+    trainer_waits_s: float  # a step, for samples
+    servers_idle_s: float  # a step: nothing to generate, and no push; asleep does not count
+    slots_used: float  # the share of slots with a response, over the run
+    mean_age: float  # of a token, in versions
+    max_age: int
+    abandoned: int  # groups that were begun again
+    loop_s: float  # a step: what the loop itself took here
+    spans: list[tuple[float, float, str]]
+    used: list[tuple[float, int]]
+    slots: int
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        for name in ("spans", "used", "slots"):
+            del found[name]
+        return {n: round(v, 3) if isinstance(v, float) else v for n, v in found.items()}
+
+
+def bench_async(settings: Settings) -> dict[str, Measured]:
+    return {name: measured(setup, settings) for name, setup in SETUPS.items()}
+
+
+def as_json(settings: Settings, found: dict[str, Measured]) -> dict[str, Any]:
+    rate = {name: one.samples_per_s for name, one in found.items()}
+    return {
+        "settings": asdict(settings),
+        "setups": {name: one.as_json() for name, one in found.items()},
+        **{
+            f"over {base}": {name: round(rate[name] / rate[base], 3) for name in rate}
+            for base in ("sync", "sync, by turns")
+        },
+    }
+
+
+def measured(setup: Setup, settings: Settings) -> Measured:
+    """One run: the loop of a job, and modelled servers and actor."""
+    config, load, clock = _config(setup, settings), settings.load, Clock()
+    share = 2 if setup.is_shared else 1
+    servers: Any = Servers(clock, load, share * load.slots)
+    actor: Any = Actor(clock, load, share)
+    rows: list[dict[str, float]] = []
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder, keeps = Path(name), setup.mode == "fully_async"
+        turns = Turns(config.placement, {"actor": actor}, servers, servers, keeps)
+        data = PromptDataset([PromptRow([row], {}) for row in range(4096)])
+        loop = Loop.of(config, turns, data, Elsewhere(clock))
+        own: tuple[Any, ...] = turns, loop.parts, dict, StopSignals(), 0
+        silent, tokenizer = SampleTablesConfig(every=0, num_shown=0, tokens=False), None
+        tables = SampleTables(folder, tokenizer, silent)  # type: ignore[arg-type]
+        evaluation = Evaluation(config, loop.rollout, {}, tables, lambda *_: None)
+        checkpointer = Checkpointer(config, folder, *own)
+        loop.train(checkpointer, evaluation, tables, lambda _, metrics: rows.append(metrics))
+    loop_s = (time.perf_counter() - began) / settings.num_steps
+    return _measured(clock, servers, actor.updates, rows[-1], settings.num_steps, loop_s)
+
+
+def _config(setup: Setup, settings: Settings) -> RLConfig:
+    config = RLConfig()
+    config.model.path = config.data.train_file = config.data.test_file = "modelled"
+    config.placement.rollout = "shared" if setup.is_shared else "own"
+    config.trainer.mode, config.trainer.num_steps = setup.mode, settings.num_steps
+    if setup.mode == "fully_async":
+        config.trainer.staleness = settings.staleness
+    resolve(config)
+    return for_lane(config, "cpu")
+
+
+def _measured(
+    clock: Clock,
+    servers: Servers,
+    updates: list[Batch],
+    last: dict[str, float],
+    num_steps: int,
+    loop_s: float,
+) -> Measured:
+    ages = [step - b.jagged("weight_versions").values for step, b in enumerate(updates)]
+    starts, nums = (np.array(column) for column in zip(*servers.used, strict=True))
+    lasted = np.diff(np.append(starts, clock.now)).clip(min=0)
+    trained_s, push_s = clock.spent("log-probs", "update"), clock.spent("push")
+    [busy_s] = servers.busy_s()
+    asleep_s = servers.asleep_s
+    return Measured(
+        samples_per_s=sum(map(len, updates)) / clock.now,
+        step_s=clock.now / num_steps,
+        trainer_waits_s=(clock.now - trained_s - push_s) / num_steps,
+        servers_idle_s=max(clock.now - busy_s - asleep_s - push_s, 0.0) / num_steps,
+        slots_used=float((lasted * nums).sum()) / clock.now / servers.slots,
+        mean_age=float(np.concatenate(ages).mean()),
+        max_age=int(max(age.max() for age in ages)),
+        abandoned=int(last.get("queue/abandoned_total", 0)),
+        loop_s=loop_s,
+        spans=clock.spans,
+        used=servers.used,
+        slots=servers.slots,
+    )
+
+
+def show(settings: Settings, found: dict[str, Measured]) -> None:
+    columns = {
+        "samples/s": "samples_per_s",
+        "s a step": "step_s",
+        "trainer waits": "trainer_waits_s",
+        "servers idle": "servers_idle_s",
+        "slots used": "slots_used",
+        "mean age": "mean_age",
+    }
+    table = Table(title=f"{settings.num_steps} steps, modelled seconds")
+    for name in ("", *columns, "over sync", "over sync, by turns"):
+        table.add_column(name, justify="right" if name else "left")
+    rates = {name: one.samples_per_s for name, one in found.items()}
+    for name, one in found.items():
+        values = [f"{getattr(one, key):.2f}" for key in columns.values()]
+        over = [f"{rates[name] / rates[base]:.2f}" for base in ("sync", "sync, by turns")]
+        table.add_row(name, *values, *over)
+    Console().print(table)

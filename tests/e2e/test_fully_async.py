@@ -1,0 +1,71 @@
+"""Whole jobs whose servers generate all the time, and take weights in the middle of responses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.data.sample_tables import tables_in
+from tests.e2e.outcomes import rows_of
+from tests.e2e.test_kill import steps
+from tests.e2e.test_one_step_off import SETTINGS
+from tests.e2e.test_resume import ended, kill
+
+pytestmark = pytest.mark.job
+
+NUM_STEPS, STALENESS = 5, 2
+ASYNC = (
+    "trainer.mode=fully_async", f"trainer.staleness={STALENESS}",
+    f"trainer.num_steps={NUM_STEPS}", "algorithm.samples.group_filter=''",
+    # Few at once, and long ones among them: a push finds some in the middle.
+    "trainer.asynchronous.max_groups=6", "evaluation.every=2",
+)  # fmt: skip
+
+
+def trained(output: Path) -> list[dict[str, float]]:
+    return [row for row in rows_of(output) if "reward" in row]
+
+
+def groups_of(output: Path) -> list[int]:
+    """Those trained on, step after step, by the tables of samples."""
+    tables = [
+        pq.read_table(table).column("group").to_pylist() for table in tables_in(output).values()
+    ]
+    return [group for groups in tables for group in sorted(set(groups))]
+
+
+@pytest.mark.parametrize("rollout", ["own", "shared"])
+def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
+    start_job, own_model_and_data, rollout
+):
+    """On devices of their own, and on the trainer's by turns; with an evaluation meanwhile."""
+    output = ended(
+        start_job(*own_model_and_data, *SETTINGS, *ASYNC, f"placement.rollout={rollout}")
+    )
+    rows = trained(output)
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    ages = [row["samples/age"] for row in rows]
+    assert ages[0] == 0 < max(ages) and max(ages) <= STALENESS
+    assert "max_logprob_gap" in rows[0]
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert all(0 < row["correction/weight_mean"] < 2 for row in rows)
+    assert rows[-1]["queue/trained_total"] == 8 * (NUM_STEPS - 1)
+    assert all(row["time/servers_idle_s"] >= 0 for row in rows)
+    assert any("eval/test/reward" in row for row in rows[:-1])
+
+
+@pytest.mark.nightly  # tests/unit/trainers/test_fully_async.py has a run that goes on
+def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
+    start_job, own_model_and_data, tmp_path
+):
+    asked = (*own_model_and_data, *SETTINGS, *ASYNC, "trainer.save_every=2", "resume=auto")
+    killed = start_job(*asked, output=tmp_path / "run")
+    killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
+    kill(killed)
+    assert len(steps(killed)) < NUM_STEPS
+    output = ended(start_job(*asked, output=tmp_path / "run"))
+    assert [row["step"] for row in trained(output)] == list(range(1, NUM_STEPS + 1))
+    assert sorted(groups_of(output)) == list(range(8 * NUM_STEPS))
+    assert all(row.get("samples/age", 0) <= STALENESS for row in trained(output))
