@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -47,7 +47,6 @@ from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from mcore_rl.rollout.vllm_nodes import ServerNodes
@@ -360,10 +359,9 @@ class VLLMServer:
 
         `keep`: requests may be there, else only what cancelled ones still run in the engine.
         """
-        around = self._traffic.beside(call) if keep else self._traffic.alone(call)
-        async with around:
+        async with self._traffic.beside(call) if keep else self._traffic.alone(call):
             if self._lifecycle.state not in ASLEEP:
-                mode: PauseMode = "keep" if keep else "wait"
+                mode: Literal["keep", "wait"] = "keep" if keep else "wait"
                 await self._serving.pause_generation(mode=mode, clear_cache=False)
             yield
 

@@ -165,7 +165,7 @@ class RolloutWorker:
         self, asked: Sequence[Prompt], sampling: SamplingParams, stream: Stream
     ) -> None:
         own = self._streams[stream]
-        if taken := sorted(prompt.group_id for prompt in asked if prompt.group_id in own):
+        if taken := sorted(own.ids & {prompt.group_id for prompt in asked}):
             raise ConfigError(f"stream {stream!r}: groups {taken} have been begun already")
         groups = self._agent.start(asked, sampling)
         own.begin({prompt.group_id: one for prompt, one in zip(asked, groups, strict=True)})
@@ -284,6 +284,8 @@ class RolloutWorker:
     def shut_down(self) -> None:
         if self._headless:
             self._headless.close()
+        for groups in self._streams.values():
+            self._wait(groups.abandon([*groups.ids]))
         if isinstance(self._agent, AgentRunner):
             self._wait(self._agent.close())
         self._wait(self._judge.close())
