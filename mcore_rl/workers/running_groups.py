@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence, Set
 
 from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.agent_loop import Group
+
+
+class BusyTime:
+    """How long anything has run, of several things that begin and end."""
+
+    def __init__(self) -> None:
+        self._num, self._since, self._before_s = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        if not self._num:
+            self._since = time.monotonic()
+        self._num += 1
+
+    def end(self) -> None:
+        self._num -= 1
+        if not self._num:
+            self._before_s += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        return self._before_s + (time.monotonic() - self._since if self._num else 0.0)
 
 
 class RunningGroups:
@@ -16,8 +38,10 @@ class RunningGroups:
     owner abandons those that it does not wait for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, busy: BusyTime | None = None) -> None:
+        """`busy` is told when a group begins and ends; several may share it."""
         self._groups: dict[int, Group] = {}
+        self._busy = BusyTime() if busy is None else busy
         self._news = asyncio.Event()  # a group has ended since it was looked
 
     @property
@@ -29,7 +53,12 @@ class RunningGroups:
         """Groups whose ids are free."""
         self._groups |= groups
         for group in groups.values():
-            group.add_done_callback(lambda _: self._news.set())
+            self._busy.begin()
+            group.add_done_callback(self._has_ended)
+
+    def _has_ended(self, group: Group) -> None:
+        self._busy.end()
+        self._news.set()
 
     async def collect(self, wait_s: float) -> list[Sample]:
         """Samples of all groups that have ended, in the order of group ids; each comes once.
