@@ -84,7 +84,7 @@ _SHORT = 64  # entries of a row, below which copying row by row takes longer tha
 
 
 NO_STATE = -1  # in state_ids
-NO_VERSION = -1  # in oldest_versions and newest_versions
+NO_VERSION = -2  # in oldest_versions and newest_versions
 # What response tokens have in columns that not all batches have.
 FILLED = {"process_rewards": np.float32(0), "state_ids": np.int64(NO_STATE)}
 
@@ -179,7 +179,7 @@ class Batch(Samples):
     one), baseline_rewards, group_ids, roles (of the policy, where a loop has several),
     trajectories (the number in its group), segments (the number in its trajectory:
     data/trajectories.py), turns (of the policy), oldest_versions and newest_versions (of the
-    weights that chose its tokens; -1: none did), finish_reasons, statuses (of a trajectory:
+    weights that chose its tokens; -2: none did), finish_reasons, statuses (of a trajectory:
     TrajectoryStatus), replayed (1 if it is of an earlier step), expert_records (where its experts
     are: workers/expert_records.py).
     """
@@ -284,12 +284,9 @@ class Batch(Samples):
 
     def take(self, rows: Sequence[int]) -> Batch:
         index = np.asarray(rows, dtype=np.int64)
-        return Batch(
-            {
-                n: c.take(rows) if isinstance(c, Jagged) else c[index]
-                for n, c in self.columns.items()
-            }
-        )
+        columns = {id(c): c for c in self.columns.values()}  # a column under two names stays one
+        taken = {k: c.take(rows) if isinstance(c, Jagged) else c[index] for k, c in columns.items()}
+        return Batch({name: taken[id(c)] for name, c in self.columns.items()})
 
     def to_arrays(self) -> dict[str, dict[str, Array]]:
         """The columns as numbers alone, to be saved: text as the code points of its letters."""

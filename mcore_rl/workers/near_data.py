@@ -55,7 +55,7 @@ def per_sample(batch: Samples) -> Batch:
     for ids, name in (("prompt_ids", PROMPT_TOKENS), ("response_ids", RESPONSE_TOKENS)):
         if ids in batch:
             own[name] = batch.lengths(ids)
-    if "oldest_versions" not in own and "weight_versions" in batch:
+    if "weight_versions" in batch and "response_mask" in batch:
         pairs = zip(batch.jagged("weight_versions"), batch.jagged("response_mask"), strict=True)
         found = [row[mask != 0] for row, mask in pairs]
         own["oldest_versions"] = np.array([r.min() if len(r) else NO_VERSION for r in found])

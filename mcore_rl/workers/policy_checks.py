@@ -105,10 +105,10 @@ def checked_mismatch(batch: Samples, actor: Group, config: RLConfig, step: int) 
     batch = split_replayed(batch)[0]
     if config.algorithm.correction.use_rollout_log_probs or not len(batch):
         return {}
-    own = per_sample(batch)
-    is_current = own.array("oldest_versions") == step - 1
-    rows = np.flatnonzero(is_current).tolist() if config.trainer.staleness else range(len(batch))
-    gaps, found = near(actor, _gaps_and_mismatch, batch, list(rows))
+    rows = list(range(len(batch)))
+    if config.trainer.staleness:  # none is newer than the policy
+        rows = np.flatnonzero(per_sample(batch).array("oldest_versions") == step - 1).tolist()
+    gaps, found = near(actor, _gaps_and_mismatch, batch, rows)
     return checked_gaps(gaps, config.trainer, step) | found
 
 

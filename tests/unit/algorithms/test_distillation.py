@@ -128,7 +128,7 @@ def test_weights_of_a_distillation_loss_alone_and_beside_rewards(use_reward):
     config = AlgorithmConfig(
         distillation=DistillationConfig("reverse_kl", coef=0.5, use_reward=use_reward)
     )
-    found = with_loss_weights(batch, config)
+    found, _ = with_loss_weights(batch, config)
     weights = loss_weights(batch.jagged("response_mask"), "token_mean").values
     np.testing.assert_array_equal(found.jagged("loss_weights").values, weights * use_reward)
     np.testing.assert_array_equal(found.jagged("distillation_weights").values, weights * 0.5)

@@ -31,6 +31,7 @@ def batch(rewards, groups, version=0, **parts) -> Batch:
     return Batch(
         {
             "response_ids": rows,
+            "response_mask": rows.with_values(np.ones(2 * len(rewards), np.int8)),
             "weight_versions": rows.with_values(np.full(2 * len(rewards), version)),
             "rewards": np.array(rewards, np.float32),
             "group_ids": np.array(groups, np.int64),

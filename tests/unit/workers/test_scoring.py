@@ -32,11 +32,11 @@ class Scorer:
         columns = {name: ids.with_values(column) for name, column in tops.items()}
         return batch.with_columns(log_probs=ids.with_values(values), **columns)
 
-    def compute_values(self, batch: Batch) -> Batch:
+    def compute_scores(self, batch: Batch) -> Batch:
         """The sum of the conversation's ids."""
-        assert batch.jagged("response_ids").lengths.tolist() == [1] * len(batch)
-        sums = [[row.sum() * self.factor] for row in batch.jagged("prompt_ids")]
-        return batch.with_columns(values=Jagged.of(sums, np.float32))
+        rows = zip(batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True)
+        sums = [(prompt.sum() + response.sum()) * self.factor for prompt, response in rows]
+        return batch.with_columns(scores=np.array(sums, np.float32))
 
 
 def answered() -> Batch:

@@ -16,6 +16,7 @@ from mcore_rl.workers.policy_checks import (
     checked_gaps,
     checked_mismatch,
     logprob_gaps,
+    logprob_gaps,
 )
 from mcore_rl.workers.steps import (
     describe,
@@ -78,11 +79,11 @@ def test_one_log_prob_that_is_not_finite_stops_the_run(column, value):
     values[4] = value
     broken = batch().with_columns(**{column: batch().jagged(column).with_values(values)})
     with pytest.raises(PolicyMismatchError, match=r"step 1: max_logprob_gap .* is (nan|inf) nats"):
-        checked_gaps(broken, TrainerConfig(max_logprob_gap=1.0, mean_logprob_gap=1.0), 1)
+        checked_gaps(logprob_gaps(broken), TrainerConfig(max_logprob_gap=1.0, mean_logprob_gap=1.0), 1)
 
 
 def test_a_gap_within_both_bounds_is_reported():
-    gaps = checked_gaps(batch(), TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3), 1)
+    gaps = checked_gaps(logprob_gaps(batch()), TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3), 1)
     assert gaps == pytest.approx({"max_logprob_gap": 0.25, "mean_logprob_gap": 0.25})
 
 
@@ -99,7 +100,7 @@ def test_a_gap_within_both_bounds_is_reported():
 def test_a_gap_beyond_a_bound_stops_the_run(bounds, message):
     wide = {"max_logprob_gap": 1.0, "mean_logprob_gap": 1.0}
     with pytest.raises(PolicyMismatchError, match=message):
-        checked_gaps(batch(), TrainerConfig(**(wide | bounds)), 7)
+        checked_gaps(logprob_gaps(batch()), TrainerConfig(**(wide | bounds)), 7)
 
 
 def test_samples_of_other_weights_stop_the_run():
@@ -121,7 +122,7 @@ def test_samples_that_are_too_old_for_the_policy_or_newer_stop_the_run():
         return checked_age(made.with_columns(**found), version, max_age)
 
     versions = [0, 3, 3, 3, 3, 2, 2, 3, 0]
-    assert checked(versions, 3, 1) == {"samples/age": 2 / 7}
+    assert checked(versions, 3, 1) == {"samples/age": 2 / 5}  # of samples
     assert checked([0, *[3] * 7, 0], 3, 0) == {}
     for version, max_age, ages in ((3, 0, "0 to 1"), (4, 1, "1 to 2"), (2, 1, "-1 to 0")):
         with pytest.raises(PolicyMismatchError, match=rf"from {ages} versions old; allowed: up to"):
@@ -217,9 +218,9 @@ def test_the_gap_of_replayed_samples_is_no_mismatch():
     values[3:] += 9.0
     made = made.with_columns(rollout_log_probs=made.jagged("log_probs").with_values(values))
     config = RLConfig(trainer=TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3))
-    assert checked_mismatch(made, config, 1)["max_logprob_gap"] == pytest.approx(0.25)
+    assert checked_mismatch(made, None, config, 1)["max_logprob_gap"] == pytest.approx(0.25)
     old = made.with_columns(replayed=np.ones(6, np.int8))
-    assert checked_mismatch(old, config, 1) == {}
+    assert checked_mismatch(old, None, config, 1) == {}
 
 
 def test_a_truncated_response_has_no_loss_of_any_kind():
@@ -231,7 +232,7 @@ def test_a_truncated_response_has_no_loss_of_any_kind():
     )
     settings = dict(cross_entropy_coef=2.0, entropy_coef=1.0, kl_coef=0.5)
     kept = without_truncated(made, SamplesConfig(mask_truncated=True))
-    found = with_loss_weights(kept, AlgorithmConfig(**settings))
+    found, _ = with_loss_weights(kept, AlgorithmConfig(**settings))
     fourth = [0.25, 0, 0.25, 0, 0, 0, 0.25, 0, 0.25]
     assert found.jagged("loss_weights").values.tolist() == fourth
     assert found.jagged("entropy_weights").values.tolist() == fourth
@@ -266,11 +267,15 @@ def nan(inputs):
 """
 
 
+def before_update():
+    log_probs = rewarded()["log_probs"]
+    return rewarded().with_columns(current_log_probs=log_probs, entropy=log_probs)
+
+
 def test_a_loss_outside_of_the_package_is_prepared_by_its_own_function(tmp_path):
     (tmp_path / "own.py").write_text(PREPARED)
     algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:good")
-    scored = rewarded().with_columns(entropy=rewarded()["log_probs"])
-    found = with_prepared_columns(rewarded(), scored, algorithm, [0, 1, 1])
+    found, _ = with_prepared_columns(before_update(), algorithm, [0, 1, 1])
     wanted = np.random.default_rng([0, 1, 1]).integers(0, 99, 9)
     np.testing.assert_array_equal(found.jagged("drawn").values, wanted)
 
@@ -285,10 +290,9 @@ def test_a_loss_outside_of_the_package_is_prepared_by_its_own_function(tmp_path)
 )
 def test_columns_of_another_form_are_refused(tmp_path, name, message):
     (tmp_path / "own.py").write_text(PREPARED)
-    scored = rewarded().with_columns(entropy=rewarded()["log_probs"])
     algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:{name}")
     with pytest.raises(ConfigError, match=message):
-        with_prepared_columns(rewarded(), scored, algorithm, [0])
+        with_prepared_columns(before_update(), algorithm, [0])
 
 
 def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp_path):
@@ -303,7 +307,7 @@ def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp
     algorithm = AlgorithmConfig(
         loss_aggregation=f"{tmp_path}/own.py:fixed", loss_aggregation_settings={"num_tokens": 4}
     )
-    weights = with_loss_weights(batch(), algorithm).jagged("loss_weights").values
+    weights = with_loss_weights(batch(), algorithm)[0].jagged("loss_weights").values
     assert set(weights.tolist()) == {np.float32(1 / 24)}
     algorithm = AlgorithmConfig(loss_aggregation=f"{tmp_path}/own.py:total")
     with pytest.raises(ConfigError, match=r"own.py:total' returned 9.0 .* a finite weight for ea"):
@@ -321,7 +325,7 @@ def test_each_loss_has_weights_of_its_own_times_its_coefficient():
         }
     )
     algorithm = AlgorithmConfig(kl_coef=0.5, entropy_coef=0.1, cross_entropy_coef=2.0)
-    found = with_loss_weights(made, algorithm)
+    found, _ = with_loss_weights(made, algorithm)
     wanted = {
         "loss_weights": [1 / 3, 0, 0, 0, 0, 0],  # a mean over three, of which two are masked
         "kl_weights": [0.1, 0.1, 0, 0.1, 0.1, 0.1],
@@ -331,9 +335,9 @@ def test_each_loss_has_weights_of_its_own_times_its_coefficient():
     for name, weights in wanted.items():
         assert found.jagged(name).values.tolist() == pytest.approx(weights, rel=1e-6), name
     mine = made.with_columns(cross_entropy_mask=mask)
-    weights = with_loss_weights(mine, algorithm).jagged("cross_entropy_weights").values
+    weights = with_loss_weights(mine, algorithm)[0].jagged("cross_entropy_weights").values
     assert weights.tolist() == pytest.approx([0.4, 0.4, 0, 0.4, 0.4, 0.4])
-    found = with_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_in="reward"))
+    found, _ = with_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_in="reward"))
     assert found.columns.keys() - made.columns.keys() == {"loss_weights"}
 
 
@@ -367,13 +371,13 @@ def test_the_log_probs_of_the_servers_are_taken_and_nothing_is_checked():
     found = with_log_probs(batch(), None, config.algorithm, 1.0)
     wanted = batch().jagged("rollout_log_probs").values
     np.testing.assert_array_equal(found.jagged("log_probs").values, wanted)
-    assert checked_mismatch(found, config, 1) == {}
+    assert checked_mismatch(found, None, config, 1) == {}
 
 
 def test_the_mismatch_is_reported_and_its_gaps_are_checked():
     config = RLConfig(trainer=TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3))
-    found = checked_mismatch(batch(), config, 1)
+    found = checked_mismatch(batch(), None, config, 1)
     assert found["max_logprob_gap"] == found["mismatch/kl"] == pytest.approx(0.25)
     config.trainer.mean_logprob_gap = 0.1
     with pytest.raises(PolicyMismatchError):
-        checked_mismatch(batch(), config, 1)
+        checked_mismatch(batch(), None, config, 1)

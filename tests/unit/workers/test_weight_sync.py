@@ -69,7 +69,7 @@ OPENED = {"open_weights": ("endpoint", "spec")}
 CONNECTED = (
     "connect_weights", ("endpoint", "spec", 0), ("endpoint", "spec", 2), ["connect_weights"], LIMIT,
 )  # fmt: skip
-SENT = "receive_weights", (7, False, False), (7, False, False), ["send_weights"], LIMIT
+SENT = "receive_weights", (7,), (7,), ["send_weights"], LIMIT
 
 
 @pytest.mark.parametrize("method", ["colocated", "disaggregated"])
