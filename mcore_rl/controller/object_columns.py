@@ -9,7 +9,7 @@ they belong to the driver, and a server may die (`pieces`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,10 @@ def _divided(
         if ids in new:
             own[name] = batch.lengths(ids)
     tokens = {name: column for name, column in new.items() if isinstance(column, Jagged)}
-    if not own and tokens:  # columns along tokens alone still say how many rows there are
+    if not own:  # one column of one value a sample says how many rows there are
+        given = (name for name, column in batch.columns.items() if not isinstance(column, Jagged))
+        own = {name: batch.array(name) for name in islice(given, 1)}
+    if not own and tokens:
         own = {RESPONSE_TOKENS: next(iter(tokens.values())).lengths}
     found, num = list[Object](), len(batch)
     objects, rows = np.zeros(num, np.int32), np.zeros(num, np.int32)
