@@ -50,8 +50,6 @@ def store(batch: Batch, known: Collection[str] = ()) -> RemoteBatch:
     if tokens:
         places = _stored(tokens, len(batch))
         remote = {n: RemoteColumn(places, n, c.values[:0].copy()) for n, c in tokens.items()}
-    if not own:  # a batch of columns along tokens alone still says how many rows it has
-        own = {RESPONSE_TOKENS: next(iter(tokens.values())).lengths} if tokens else {}
     return RemoteBatch(Batch(own), remote)
 
 
