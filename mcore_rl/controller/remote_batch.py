@@ -22,7 +22,7 @@ import numpy.typing as npt
 from mcore_rl.data.batch import FILLED, Array, Batch
 
 NOWHERE = -1  # the object of a row that has no entry in a column, and gets what FILLED says
-PROMPT_TOKENS, RESPONSE_TOKENS = "prompt_tokens", "response_tokens"  # lengths, as columns
+PROMPT_TOKENS, RESPONSE_TOKENS = LENGTHS = "prompt_tokens", "response_tokens"  # as columns
 _LENGTHS = {"prompt_ids": PROMPT_TOKENS}  # of other columns: those of the response
 Rows = npt.NDArray[np.int32]
 
@@ -135,9 +135,18 @@ class RemoteBatch:
         """
         if missing := [name for name in names if name not in self]:
             raise KeyError(f"the batch has no column {missing[0]!r}; it has {sorted(self.names)}")
-        kept = {*names, PROMPT_TOKENS, RESPONSE_TOKENS}
+        kept = {*names, *LENGTHS}
         own = Batch({name: c for name, c in self.own.columns.items() if name in kept})
         return RemoteBatch(own, {name: self.remote[name] for name in names if name in self.remote})
+
+    def to_read(self) -> RemoteBatch:
+        """As a worker needs it: without lengths, which its columns say, where none is filled in."""
+        if not self.remote or any(
+            (c.places.objects == NOWHERE).any() for c in self.remote.values()
+        ):
+            return self
+        kept = {n: c for n, c in self.own.columns.items() if n not in LENGTHS}
+        return RemoteBatch(Batch(kept), self.remote)
 
     def without(self, *names: str) -> RemoteBatch:
         return self.select(*(name for name in self.names if name not in names))

@@ -9,6 +9,7 @@ import ray
 
 from mcore_rl.controller.call_parts import AnyBatch, CallPart
 from mcore_rl.controller.rank_actor import StoredBatch
+from mcore_rl.controller.remote_batch import RemoteBatch
 
 
 def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> dict[Any, int]:
@@ -27,6 +28,7 @@ def _send_part(actors: Sequence[Any], method: str, part: CallPart) -> list[tuple
     def store(value: Any) -> Any:
         if not isinstance(value, AnyBatch):
             return value
+        value = value.to_read() if isinstance(value, RemoteBatch) else value
         stored.append(ray.put(value) if len(part.ranks) > 1 else value)
         return StoredBatch(len(stored) - 1)
 
