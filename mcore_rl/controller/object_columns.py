@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
@@ -25,7 +26,7 @@ from mcore_rl.controller.remote_batch import (
     RemoteColumn,
     Rows,
 )
-from mcore_rl.data.batch import FILLED, Batch, Column, Jagged
+from mcore_rl.data.batch import FILLED, Array, Batch, Column, Jagged
 
 OBJECT_BYTES = 4 << 20  # of an object, but for a sample that is larger
 NUM_PIECES = 8  # objects that a call may return
@@ -124,7 +125,8 @@ def _rows_of(columns: Mapping[str, Jagged], start: int, end: int) -> dict[str, J
 def fetch(batch: RemoteBatch, timeout_s: float | None = None) -> Batch:
     """The batch with all its columns here.
 
-    Rows that follow each other in one object are views of it, and read-only.
+    Rows that follow each other in one object are views of it, and read-only. Others are joined when
+    they are looked at.
 
     Raises:
         LostColumnsError: a process that has stored some has died.
@@ -159,31 +161,82 @@ def _objects(references: list[Any], timeout_s: float | None) -> Objects:
 
 
 def _gathered(column: RemoteColumn, objects: Objects, batch: RemoteBatch, name: str) -> Jagged:
-    places, parts = column.places, []
-    for number, first, last in _runs(places.objects, places.rows):
-        if number == NOWHERE:
-            lengths = batch.lengths("response_ids")[first:last]
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-            parts.append(Jagged(np.full(offsets[-1], FILLED[name]), offsets))
-            continue
-        source, row = objects[number][column.stored_name], int(places.rows[first])
-        end = row + last - first
-        if row == 0 and end == len(source):
-            parts.append(source)
-            continue
-        offsets = source.offsets[row : end + 1]
-        values = source.values[offsets[0] : offsets[-1]]
-        parts.append(Jagged(values, offsets - offsets[0]))
-    if not parts:
-        return Jagged(column.empty, np.zeros(1, np.int64))
-    return parts[0] if len(parts) == 1 else Jagged.concat(parts)
-
-
-def _runs(objects: Rows, rows: Rows) -> Iterator[tuple[int, int, int]]:
-    """(object, first, end) of rows that follow each other in one object."""
+    numbers, rows = column.places.objects, column.places.rows
+    sources = [one[column.stored_name] for one in objects]
     if not len(rows):
-        return
-    is_cut = (np.diff(objects) != 0) | ((np.diff(rows) != 1) & (objects[1:] != NOWHERE))
+        return Jagged(column.empty, np.zeros(1, np.int64))
+    if len(sources) == 1 and (numbers == 0).all() and (np.diff(rows) == 1).all():
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        return sources[0] if end - first == len(sources[0]) else _slice(sources[0], first, end)
+    if (is_filled := numbers == NOWHERE).any():
+        lengths = batch.lengths("response_ids")[is_filled]
+        numbers, rows = numbers.copy(), rows.copy()
+        numbers[is_filled], rows[is_filled] = len(sources), np.arange(len(lengths))
+        sources.append(Jagged(np.full(lengths.sum(), FILLED[name]), _offsets(lengths)))
+    return GatheredRows(sources, numbers, rows)
+
+
+def _slice(source: Jagged, first: int, end: int) -> Jagged:
+    offsets = source.offsets[first : end + 1]
+    return Jagged(source.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+class GatheredRows(Jagged):
+    """Rows of several objects, joined when `values` is first looked at.
+
+    `take` copies the rows that it takes, straight from the objects: a micro-batch does not copy the
+    batch, and a column that nobody looks at costs nothing.
+    """
+
+    __slots__ = ("_joined", "_numbers", "_rows", "_sources")
+    _sources: Sequence[Jagged]
+    _numbers: Rows
+    _rows: Rows
+    _joined: Array | None
+
+    def __init__(self, sources: Sequence[Jagged], numbers: Rows, rows: Rows) -> None:
+        """Row i is row rows[i] of sources[numbers[i]]."""
+        lengths = np.zeros(len(rows), np.int64)
+        for number in np.unique(numbers):
+            of_it = numbers == number
+            lengths[of_it] = sources[number].lengths[rows[of_it]]
+        own = {"_sources": sources, "_numbers": numbers, "_rows": rows, "_joined": None}
+        for name, value in {**own, "offsets": _offsets(lengths)}.items():
+            object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Jagged, (self.values, self.offsets)
+
+    def __getitem__(self, row: int) -> Array:
+        return self._sources[self._numbers[row]][self._rows[row]]
+
+    @property
+    def values(self) -> Array:  # type: ignore[override]
+        if self._joined is None:
+            runs = list(_runs(self._numbers, self._rows))
+            parts = [_slice(self._sources[n], row, row + num).values for n, row, num in runs]
+            object.__setattr__(self, "_joined", np.concatenate(parts))
+        return cast(Array, self._joined)
+
+    def take(self, rows: Sequence[int]) -> Jagged:
+        index = np.asarray(rows, np.int64)
+        if self._joined is not None or not len(index):
+            return super().take(rows)
+        return GatheredRows(self._sources, self._numbers[index], self._rows[index])
+
+    def with_values(self, values: Array) -> Jagged:
+        if len(values) != self.offsets[-1]:
+            raise ValueError(f"{len(values)} values for rows of {self.offsets[-1]} in all")
+        return Jagged(values, self.offsets)
+
+
+def _runs(numbers: Rows, rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """(object, its first row, how many) of rows that follow each other in one object."""
+    is_cut = (np.diff(numbers) != 0) | (np.diff(rows) != 1)
     bounds = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(rows)]
     for first, end in pairwise(bounds):
-        yield int(objects[first]), first, end
+        yield int(numbers[first]), int(rows[first]), end - first

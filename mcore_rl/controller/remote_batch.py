@@ -22,7 +22,7 @@ import numpy.typing as npt
 from mcore_rl.data.batch import FILLED, Array, Batch, Samples
 
 NOWHERE = -1  # the object of a row that has no entry in a column, and gets what FILLED says
-PROMPT_TOKENS, RESPONSE_TOKENS = "prompt_tokens", "response_tokens"  # lengths, as columns
+PROMPT_TOKENS, RESPONSE_TOKENS = LENGTHS = "prompt_tokens", "response_tokens"  # as columns
 _LENGTHS = {"prompt_ids": PROMPT_TOKENS}  # of other columns: those of the response
 Rows = npt.NDArray[np.int32]
 
@@ -42,9 +42,6 @@ class Places:
         moved = np.full(len(self.references) + 1, NOWHERE, np.int32)  # its last entry: of NOWHERE
         moved[used] = np.arange(len(used), dtype=np.int32)
         return Places(tuple(self.references[i] for i in used), moved[objects], rows)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _places, (self.references, _narrow(self.objects), _narrow(self.rows))
 
     @staticmethod
     def nowhere(num: int) -> Places:
@@ -80,16 +77,24 @@ class RemoteBatch(Samples):
     def __init__(self, own: Batch, remote: Mapping[str, RemoteColumn]) -> None:
         """Raises ValueError for columns of other numbers of rows than `own` has."""
         lengths = {name: len(column.places.rows) for name, column in remote.items()}
-        if {*lengths.values()} - {len(own)}:
+        counts = {*lengths.values(), *([len(own)] if own.columns else [])}
+        if len(counts) > 1:
             raise ValueError(f"remote columns of a batch of {len(own)} rows have {lengths}")
         self.own, self.remote = own, dict(remote)
+        self._num_rows = max(counts, default=0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = {name: _packed(self.own.array(name)) for name in self.own.columns}
-        return _restored, (packed, self.remote)
+        own = {name: _packed(self.own.array(name)) for name in self.own.columns}
+        stored: dict[int, tuple[Any, dict[str, Any]]] = {}  # by their places
+        for name, column in self.remote.items():
+            places, empty = column.places, column.empty
+            packed = places.references, _packed(places.objects), _packed(places.rows)
+            columns = stored.setdefault(id(places), (packed, {}))[1]
+            columns[name] = column.stored_name, empty.dtype.char, empty.shape[1:]
+        return _restored, (own, list(stored.values()))
 
     def __len__(self) -> int:
-        return len(self.own)
+        return self._num_rows
 
     def __contains__(self, name: str) -> bool:
         return name in self.own or name in self.remote
@@ -130,9 +135,18 @@ class RemoteBatch(Samples):
         """
         if missing := [name for name in names if name not in self]:
             raise KeyError(f"the batch has no column {missing[0]!r}; it has {sorted(self.names)}")
-        kept = {*names, PROMPT_TOKENS, RESPONSE_TOKENS}
+        kept = {*names, *LENGTHS}
         own = Batch({name: c for name, c in self.own.columns.items() if name in kept})
         return RemoteBatch(own, {name: self.remote[name] for name in names if name in self.remote})
+
+    def to_read(self) -> RemoteBatch:
+        """As a worker needs it: without lengths, which its columns say, where none is filled in."""
+        if not self.remote or any(
+            (c.places.objects == NOWHERE).any() for c in self.remote.values()
+        ):
+            return self
+        kept = {n: c for n, c in self.own.columns.items() if n not in LENGTHS}
+        return RemoteBatch(Batch(kept), self.remote)
 
     def without(self, *names: str) -> RemoteBatch:
         return self.select(*(name for name in self.names if name not in names))
@@ -205,36 +219,47 @@ class RemoteBatch(Samples):
         return RemoteBatch(Batch.concat([batch.own for batch in filled]), remote)
 
 
-def _places(references: tuple[Any, ...], objects: Array, rows: Array) -> Places:
-    return Places(references, objects.astype(np.int32), rows.astype(np.int32))
+def _restored(own: Mapping[str, Any], stored: Sequence[Any]) -> RemoteBatch:
+    remote = {}
+    for (references, objects, rows), columns in stored:
+        places = Places(references, _unpacked(objects), _unpacked(rows))
+        for name, (stored_name, dtype, shape) in columns.items():
+            remote[name] = RemoteColumn(places, stored_name, np.empty((0, *shape), dtype))
+    return RemoteBatch(Batch({name: _unpacked(one) for name, one in own.items()}), remote)
 
 
-def _restored(packed: Mapping[str, Any], remote: Mapping[str, RemoteColumn]) -> RemoteBatch:
-    return RemoteBatch(Batch({name: _unpacked(one) for name, one in packed.items()}), remote)
+def _packed(column: Array) -> Any:
+    """To travel: numbers as bytes, integers in as few as they need; equal texts once.
 
-
-def _narrow(values: Array) -> Array:
-    """Integers in as few bytes as they need."""
-    if not len(values):
-        return values
-    bounds = np.min_scalar_type(values.min()), np.min_scalar_type(values.max())
-    return values.astype(np.result_type(*bounds, np.int8))
-
-
-def _packed(column: Array) -> tuple[str, Any]:
-    """To travel: numbers narrow, equal texts once."""
-    if column.dtype.kind == "U":
+    numpy's own pickle of an array takes more than what a rank gets of a column.
+    """
+    kind, sent = column.dtype.kind, column
+    if kind == "U":
         texts, codes = np.unique(column, return_inverse=True)
-        return "", (texts, _narrow(codes.reshape(-1)))
-    if column.dtype.kind == "i":
-        return column.dtype.str, _narrow(column)
-    return column.dtype.str, column
+        return column.dtype.str, texts.tolist(), _packed(codes.reshape(column.shape))
+    if kind not in "iufb":
+        return column
+    shape = len(column) if column.ndim == 1 else column.shape
+    if kind == "i" and column.size:
+        steps = np.diff(column, axis=0)
+        if column.ndim == 1 and not (steps != steps[:1]).any():
+            return column.dtype.char, shape, int(column[0]), int(steps[0]) if len(steps) else 0
+        sent = column.astype(_narrowest(int(column.min()), int(column.max())))
+    return column.dtype.char, shape, sent.dtype.char, sent.tobytes()
 
 
-def _unpacked(packed: tuple[str, Any]) -> Array:
-    dtype, values = packed
-    if dtype:
-        found: Array = values.astype(dtype, copy=False)
-        return found
-    texts, codes = values
-    return np.asarray(texts[codes])
+def _narrowest(least: int, most: int) -> npt.DTypeLike:
+    kinds = (np.iinfo(kind) for kind in (np.int8, np.int16, np.int32, np.int64))
+    return next(kind.dtype for kind in kinds if kind.min <= least and most <= kind.max)
+
+
+def _unpacked(packed: Any) -> Array:
+    if isinstance(packed, np.ndarray):
+        return packed
+    if len(packed) == 3:
+        dtype, texts, codes = packed
+        return np.array(texts, dtype)[_unpacked(codes)]
+    dtype, shape, sent, content = packed
+    if isinstance(sent, int):  # evenly spaced: the first, and the step
+        return (sent + content * np.arange(shape)).astype(dtype)
+    return np.frombuffer(content, sent).astype(dtype).reshape(shape)

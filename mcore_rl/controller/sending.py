@@ -10,6 +10,7 @@ import ray
 from mcore_rl.controller.call_parts import CallPart
 from mcore_rl.controller.object_columns import NUM_PIECES
 from mcore_rl.controller.rank_actor import StoredBatch
+from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Samples
 
 Sent = dict[Any, int]  # references to replies, with the world ranks that they are of
@@ -47,6 +48,7 @@ def _arguments(part: CallPart) -> dict[int, list[Any]]:
     def store(value: Any) -> Any:
         if not isinstance(value, Samples):
             return value
+        value = value.to_read() if isinstance(value, RemoteBatch) else value
         stored.append(ray.put(value) if len(part.ranks) > 1 else value)
         return StoredBatch(len(stored) - 1)
 

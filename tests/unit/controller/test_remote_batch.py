@@ -1,0 +1,408 @@
+"""A batch by reference against the same operation on a plain batch; what it takes to travel."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.schema import Layout
+from mcore_rl.controller import object_columns, sending
+from mcore_rl.controller.dispatch import Dispatch, Registration, register, registered_methods
+from mcore_rl.controller.object_columns import LostColumnsError, fetch, store
+from mcore_rl.controller.rank_actor import Reply, by_reference
+from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
+from mcore_rl.data.batch import FILLED, Array, Batch, Jagged
+from mcore_rl.parallel.mesh import Mesh
+
+REFERENCE_BYTES = 163  # that Ray 2.60 pickles of a reference, beyond the first
+
+
+class Reference:
+    """As long as Ray's in a pickle: an id of 28 bytes, and its owner's address."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = self.number.to_bytes(28, "little")
+        return _reference, (own, "", self.number.to_bytes(REFERENCE_BYTES - 42, "big"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reference) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+def _reference(own: bytes, *_: object) -> Reference:
+    return Reference(int.from_bytes(own, "little"))
+
+
+class Store:
+    """`ray.put` and `ray.get`."""
+
+    def __init__(self) -> None:
+        self.objects: list[bytes] = []
+
+    def put(self, value: Any) -> Reference:
+        self.objects.append(pickle.dumps(value))
+        return Reference(len(self.objects) - 1)
+
+    def get(self, references: list[Reference], timeout: float | None) -> list[Any]:
+        return [pickle.loads(self.objects[one.number]) for one in references]
+
+
+@pytest.fixture(autouse=True)
+def objects(monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An object has about three samples."""
+    made = Store()
+    monkeypatch.setattr(object_columns, "ray", made)
+    monkeypatch.setattr(object_columns, "OBJECT_BYTES", 300)
+    return made
+
+
+def batch_of(rng: np.random.Generator, num_rows: int, *filled: str) -> Batch:
+    def along(lengths: Array, dtype: str, *entry: int) -> Jagged:
+        rows = [rng.integers(0, 100, (length, *entry)).astype(dtype) for length in lengths]
+        if not rows:
+            return Jagged(np.empty((0, *entry), dtype), np.zeros(1, np.int64))
+        return Jagged.of(rows, dtype)
+
+    prompts, responses = rng.integers(0, 9, (2, num_rows))
+    return Batch(
+        {
+            "prompt_ids": along(prompts, "int64"),
+            "response_ids": along(responses, "int64"),
+            "log_probs": along(responses, "float32"),
+            "routed_experts": along(prompts + responses, "int16", 2, 3),
+            **{name: along(responses, FILLED[name].dtype.str) for name in filled},
+            "rewards": rng.random(num_rows).astype(np.float32),
+            "group_ids": rng.integers(-3, 1 << 40, num_rows),
+            "finish_reasons": rng.choice(np.array(["stop", "length", ""]), num_rows),
+        }
+    )
+
+
+def assert_same(found: Batch, expected: Batch) -> None:
+    names = {name for name in found.columns if name not in ("prompt_tokens", "response_tokens")}
+    assert names == {*expected.columns}
+    for name, column in expected.columns.items():
+        other = found[name]
+        if isinstance(column, Jagged):
+            assert isinstance(other, Jagged)
+            assert other.offsets.tolist() == column.offsets.tolist(), name
+            assert (other.values.dtype, other.values.shape) == (
+                column.values.dtype,
+                column.values.shape,
+            ), name
+            np.testing.assert_array_equal(other.values, column.values, err_msg=name)
+        else:
+            assert not isinstance(other, Jagged)
+            if len(column):
+                assert other.dtype == column.dtype or column.dtype.kind == "U", name
+            np.testing.assert_array_equal(other, column, err_msg=name)
+
+
+Pair = tuple[RemoteBatch, Batch]
+
+
+def take(rng: np.random.Generator, pair: Pair) -> Pair:
+    rows = rng.integers(0, max(len(pair[1]), 1), rng.integers(0, 9) if len(pair[1]) else 0)
+    return pair[0].take(rows.tolist()), pair[1].take(rows.tolist())
+
+
+def sliced(rng: np.random.Generator, pair: Pair) -> Pair:
+    first, end = sorted(rng.integers(0, len(pair[1]) + 1, 2).tolist())
+    rows = range(first, end)
+    return pair[0].take(rows), pair[1].take(rows)
+
+
+def concat(rng: np.random.Generator, pair: Pair) -> Pair:
+    """With one that may lack or have a column of FILLED, before and after."""
+    filled = ["state_ids"] if rng.random() < 0.5 else []
+    other = batch_of(rng, int(rng.integers(1, 6)), *filled)
+    other = other.select(*[n for n in other.columns if n in pair[1] or n in FILLED])
+    remote = store(other)
+    if not len(pair[1]):  # what has no rows says nothing of columns
+        return remote, other
+    missing = [name for name in pair[1].columns if name not in other and name not in FILLED]
+    mine, theirs = pair[0].without(*missing), pair[1]
+    theirs = theirs.select(*[name for name in theirs.columns if name not in missing])
+    both = RemoteBatch.concat([mine, remote, mine]), Batch.concat([theirs, other, theirs])
+    return both
+
+
+def union(rng: np.random.Generator, pair: Pair) -> Pair:
+    """With a column of one value a sample and one along tokens, in other objects."""
+    responses = pair[1].jagged("response_ids")
+    new = responses.with_values(rng.random(len(responses.values)))
+    made = Batch({"values": new, "rewards": rng.random(len(pair[1])).astype(np.float32)})
+    return pair[0].union(store(made)), pair[1].with_columns(**made.columns)
+
+
+def travel(rng: np.random.Generator, pair: Pair) -> Pair:
+    return pickle.loads(pickle.dumps(pair[0])), pair[1]
+
+
+def parts(rng: np.random.Generator, pair: Pair) -> Pair:
+    """In parts, some of them empty, and joined again."""
+    return RemoteBatch.concat(pair[0].chunk(4)), pair[1]
+
+
+STEPS: list[Callable[[np.random.Generator, Pair], Pair]] = [
+    take, sliced, concat, union, travel, parts,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_operations_in_a_row_give_what_they_give_on_a_plain_batch(seed: int):
+    rng = np.random.default_rng(seed)
+    plain = batch_of(rng, int(rng.integers(0, 12)), *(["process_rewards"] if seed % 2 else []))
+    pair = store(plain), plain
+    assert_same(fetch(pair[0]), plain)
+    for _ in range(6):
+        pair = STEPS[rng.integers(len(STEPS))](rng, pair)
+        remote, plain = pair
+        assert len(remote) == len(plain)
+        assert_same(fetch(remote), plain)
+        for name in ("prompt_ids", "response_ids"):
+            assert remote.lengths(name).tolist() == plain.lengths(name).tolist()
+        assert remote.num_tokens.tolist() == plain.num_tokens.tolist()
+
+
+def test_a_column_that_some_samples_lack_is_filled_where_it_is_fetched():
+    rng = np.random.default_rng(0)
+    with_states, without = batch_of(rng, 3, "state_ids"), batch_of(rng, 2)
+    expected = Batch.concat([without, with_states, without])
+    joined = RemoteBatch.concat([store(one) for one in (without, with_states, without)])
+    assert_same(fetch(joined), expected)
+    assert set(fetch(joined).jagged("state_ids").values[:1].tolist()) <= {-1}
+    rows = [6, 0, 3, 3, 2]
+    sent = joined.take(rows).select("state_ids", "rewards").to_read()
+    found = fetch(pickle.loads(pickle.dumps(sent)))
+    assert_same(found, expected.take(rows).select("state_ids", "rewards"))
+
+
+def test_select_renamed_and_without_choose_columns():
+    batch = batch_of(np.random.default_rng(1), 5)
+    remote = store(batch)
+    chosen = fetch(remote.select("response_ids", "rewards"))
+    assert_same(chosen, batch.select("response_ids", "rewards"))
+    renamed = fetch(remote.renamed(log_probs="reference_log_probs"))
+    assert "log_probs" not in renamed
+    values = renamed.jagged("reference_log_probs").values
+    np.testing.assert_array_equal(values, batch.jagged("log_probs").values)
+    fewer = remote.without("log_probs", "group_ids")
+    assert {"log_probs", "group_ids"}.isdisjoint(fewer.names)
+    with pytest.raises(KeyError, match="no column 'advantage'"):
+        remote.select("advantage")
+    with pytest.raises(TypeError, match="'response_ids' is along tokens"):
+        remote.array("response_ids")
+
+
+def test_batches_of_other_rows_are_refused():
+    rng = np.random.default_rng(2)
+    three, two = store(batch_of(rng, 3)), store(batch_of(rng, 2))
+    with pytest.raises(ValueError, match="3 and 2 rows"):
+        three.union(two)
+    with pytest.raises(ValueError, match="of 2 rows"):
+        RemoteBatch(two.own, three.remote)
+    with pytest.raises(KeyError, match="'log_probs'"):
+        RemoteBatch.concat([three, two.without("log_probs")])
+
+
+def test_take_drops_references_that_no_row_is_left_of(objects: Store):
+    remote = store(batch_of(np.random.default_rng(3), 12))
+    places = remote.remote["response_ids"].places
+    assert len(places.references) == len(objects.objects) > 2
+    assert {id(column.places) for column in remote.remote.values()} == {id(places)}
+    row = int(np.flatnonzero(places.objects == 1)[0])
+    kept = remote.take([row, 0])
+    taken = kept.remote["response_ids"].places
+    assert [one.number for one in taken.references] == [0, 1]
+    assert taken.objects.tolist() == [1, 0]
+    assert {id(column.places) for column in kept.remote.values()} == {id(taken)}
+    assert not remote.take([]).remote["log_probs"].places.references
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        np.array([], np.int64),
+        np.array([7], np.int64),
+        np.array([5, 5, 5, 5], np.int32),
+        np.array([3, 1, -1, -3], np.int64),
+        np.array([-128, 127, 0], np.int64),
+        np.array([-129, 7, 0], np.int64),
+        np.array([1 << 40, -(1 << 62), 3], np.int64),
+        np.array([-(1 << 63), (1 << 63) - 1], np.int64),
+        np.array([True, False, True]),
+        np.array([0.1, np.nan, -np.inf], np.float32),
+        np.array([[1, 2], [3, 4000]], np.int64),
+        np.array(["", "stop", "stop"]),
+        np.array(["ä" * 40]),
+        np.array([], "<U4"),
+        np.array([{"a": 1}, None], object),
+    ],
+    ids=str,
+)
+def test_a_column_travels_with_its_dtype(column: Array):
+    found = pickle.loads(pickle.dumps(RemoteBatch(Batch({"x": column}), {}))).array("x")
+    assert found.dtype == column.dtype
+    assert found.shape == column.shape
+    np.testing.assert_array_equal(found, column)
+
+
+def test_numbers_travel_in_as_few_bytes_as_they_need():
+    def size(column: Array) -> int:
+        return len(pickle.dumps(RemoteBatch(Batch({"x": column}), {})))
+
+    rng = np.random.default_rng(4)
+    empty = size(np.zeros(0, np.int64))
+    assert size(np.arange(10_000)) < empty + 20
+    assert size(rng.integers(0, 100, 10_000)) < 10_000 + empty + 20
+    assert size(rng.integers(0, 30_000, 10_000)) < 20_000 + empty + 20
+    assert size(rng.choice(np.array(["stop", "length"]), 10_000)) < 10_000 + empty + 40
+
+
+class Worker:
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=("response_ids",), writes=("values",))
+    def score(self, batch: Batch) -> Batch: ...
+
+    @register(reads=(), makes=True)
+    def make(self, batch: Batch) -> Batch: ...
+
+
+MARKS = registered_methods(Worker)
+
+
+def test_a_worker_sees_what_it_reads_and_gives_back_what_it_writes():
+    batch = batch_of(np.random.default_rng(5), 4)
+    selected = MARKS["score"].selected(store(batch))
+    given = fetch(selected.to_read())
+    assert {*given.columns} == {"response_ids"}
+    values = given.jagged("response_ids")
+    back = by_reference(given.with_columns(values=values), [given], "score", MARKS["score"])
+    assert back.names == ["values"]
+    assert_same(fetch(store(batch).union(back)), batch.with_columns(values=values))
+    pair = by_reference((given.with_columns(values=values), 3), [given], "score", MARKS["score"])
+    assert (pair[0].names, pair[1]) == (["values"], 3)
+
+
+def test_a_column_that_is_not_declared_is_refused():
+    given = fetch(store(batch_of(np.random.default_rng(6), 2)))
+    extra = given.with_columns(entropy=given["log_probs"])
+    with pytest.raises(ValueError, match="score returned the column 'entropy'; it writes values"):
+        by_reference(extra, [given], "score", MARKS["score"])
+    changed = given.with_columns(log_probs=given.jagged("response_ids"))
+    with pytest.raises(ValueError, match="the column 'log_probs'"):
+        by_reference(changed, [given], "score", MARKS["score"])
+    assert "entropy" in by_reference(extra, [], "make", MARKS["make"])
+
+
+def test_what_is_lost_or_late_is_one_error(monkeypatch: pytest.MonkeyPatch):
+    from ray.exceptions import GetTimeoutError, OwnerDiedError
+
+    batch = store(batch_of(np.random.default_rng(7), 2))
+
+    def failing(error: Exception) -> Any:
+        def get(*_: object, **__: object) -> None:
+            raise error
+
+        return SimpleNamespace(get=get)
+
+    monkeypatch.setattr(object_columns, "ray", failing(OwnerDiedError("00" * 28, b"", "")))
+    with pytest.raises(LostColumnsError, match="process that had stored them has died"):
+        fetch(batch)
+    monkeypatch.setattr(object_columns, "ray", failing(GetTimeoutError()))
+    with pytest.raises(TimeoutError, match="objects have not arrived in 5 s"):
+        fetch(batch, 5)
+
+
+# What the driver does for one call, without Ray: 32 servers have made 8,192 samples of up to 16,384
+# tokens, and each rank of a group reads two columns and writes one.
+
+NUM_SAMPLES, NUM_SERVERS = 8192, 32
+
+
+def generated() -> RemoteBatch:
+    """Six samples an object: 4 MiB of the columns that a server makes along 16,384 tokens."""
+    rng, number = np.random.default_rng(0), NUM_SAMPLES // NUM_SERVERS
+    made = []
+    for server in range(NUM_SERVERS):
+        count, row = -(-number // 6), np.arange(number, dtype=np.int32)
+        references = tuple(Reference(server * 1000 + index) for index in range(count))
+        places = Places(references, row // 6, row % 6)
+        own = {
+            "prompt_tokens": rng.integers(64, 2048, number),
+            "response_tokens": rng.integers(1024, 16384, number),
+            "rewards": rng.random(number).astype(np.float32),
+            "group_ids": row.astype(np.int64) // 8,
+        }
+        names = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
+        columns = {name: RemoteColumn(places, name, np.zeros(0)) for name in names}
+        made.append(RemoteBatch(Batch({**own}), columns))
+    return RemoteBatch.concat(made)
+
+
+MARK: Registration = MARKS["score"]
+
+
+def one_call(batch: RemoteBatch, num_ranks: int) -> tuple[float, int, int]:
+    """Seconds of this process, bytes that travel, and calls of Ray."""
+    calls: list[bytes] = []
+
+    def remote(*arguments: Any) -> int:
+        calls.append(pickle.dumps(arguments))
+        return len(calls) - 1
+
+    actors = [SimpleNamespace(call=SimpleNamespace(remote=remote))] * num_ranks
+    start = time.process_time()
+    read = batch.select("prompt_ids", "response_ids")
+    parts = MARK.scatter(Mesh(Layout(dp=num_ranks)), (read,), {})
+    sent = sending.send(actors, "compute_log_probs", parts)
+    took = time.process_time() - start
+    assert sorted(sent.values()) == list(range(num_ranks))
+    replies = [reply_of(number, len(part.rows or ())) for number, part in enumerate(parts)]
+    start = time.process_time()
+    results = {rank: pickle.loads(replies[number]).value for number, rank in sent.items()}
+    joined = batch.union(MARK.dispatch_mode.gather(parts, results))
+    took += time.process_time() - start
+    rows = joined.remote["log_probs"].places
+    for number in (0, num_ranks // 2, num_ranks - 1):  # each rank's rows are where it has put them
+        for index, row in enumerate(parts[number].rows or ()):
+            assert rows.references[rows.objects[row]].number == number
+            assert rows.rows[row] == index
+    return took, sum(map(len, calls)) + sum(map(len, replies)), len(calls)
+
+
+def reply_of(number: int, num_rows: int) -> bytes:
+    rows = np.arange(num_rows, dtype=np.int32)
+    places = Places((Reference(number),), np.zeros_like(rows), rows)
+    column = RemoteColumn(places, "log_probs", np.zeros(0, np.float32))
+    return pickle.dumps(Reply(RemoteBatch(Batch({}), {"log_probs": column})))
+
+
+def test_a_driver_of_1024_ranks_moves_few_bytes_a_sample():
+    batch = generated()
+    one = [len(pickle.dumps([Reference(n) for n in range(count)])) for count in (1, 11)]
+    assert (one[1] - one[0]) // 10 == REFERENCE_BYTES
+    took, num_bytes, num_calls = one_call(batch, 1024)
+    assert num_calls == 1024
+    assert num_bytes / NUM_SAMPLES <= 256
+    assert took < 5
+
+
+def test_what_the_driver_does_grows_with_the_ranks_and_no_faster():
+    batch = generated()
+    times = {ranks: min(one_call(batch, ranks)[0] for _ in range(3)) for ranks in (256, 512, 1024)}
+    assert times[512] < 2.7 * times[256]
+    assert times[1024] < 2.7 * times[512]
+    few = batch.take(range(1024))
+    assert one_call(few, 512)[2] == one_call(batch, 512)[2] == 512
