@@ -9,7 +9,7 @@ they belong to the driver, and a server may die (`pieces`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -78,11 +78,6 @@ def _divided(
         if ids in new:
             own[name] = batch.lengths(ids)
     tokens = {name: column for name, column in new.items() if isinstance(column, Jagged)}
-    if not own:  # one column of one value a sample says how many rows there are
-        given = (name for name, column in batch.columns.items() if not isinstance(column, Jagged))
-        own = {name: batch.array(name) for name in islice(given, 1)}
-    if not own and tokens:
-        own = {RESPONSE_TOKENS: next(iter(tokens.values())).lengths}
     found, num = list[Object](), len(batch)
     objects, rows = np.zeros(num, np.int32), np.zeros(num, np.int32)
     for start, end in _slices(tokens, num, most_bytes) if tokens else ():
@@ -90,7 +85,7 @@ def _divided(
         found.append(_rows_of(tokens, start, end))
     places = Places(tuple(range(len(found))), objects, rows)
     remote = {n: RemoteColumn(places, n, c.values[:0].copy()) for n, c in tokens.items()}
-    return RemoteBatch(Batch(own), remote), found
+    return RemoteBatch(Batch(own), remote, num), found
 
 
 def _slices(

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, DiedError, PeerError
-from mcore_rl.controller.dispatch import ANY_COLUMNS, registered_methods
+from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, registered_methods
 from mcore_rl.controller.node import NODE, print_to
 from mcore_rl.controller.object_columns import NUM_PIECES, fetch, pieces, store
 from mcore_rl.controller.remote_batch import RemoteBatch
@@ -161,7 +161,8 @@ class RankActor:
             ]
             if not is_output:
                 return None
-            return by_reference(value, given, method, self._worker) if given else value
+            registration = registered_methods(type(self._worker))[method]
+            return by_reference(value, given, method, registration) if given else value
 
         return _guarded(run)
 
@@ -199,18 +200,20 @@ def _here(batch: Any, timeout_s: float | None) -> Batch:
     return fetch(batch, timeout_s) if isinstance(batch, RemoteBatch) else batch
 
 
-def by_reference(value: Any, given: Sequence[Batch], method: str, worker: object) -> Any:
+def by_reference(
+    value: Any, given: Sequence[Batch], method: str, registration: Registration
+) -> Any:
     """What a method returned, with batches, alone or in a tuple, by reference.
 
     Raises:
         ValueError: a batch has a column that is neither of those given nor of those it writes.
     """
     if isinstance(value, tuple):
-        return tuple(by_reference(one, given, method, worker) for one in value)
+        return tuple(by_reference(one, given, method, registration) for one in value)
     if not isinstance(value, Batch):
         return value
     same = {n for n, c in value.columns.items() for g in given if g.columns.get(n) is c}
-    writes = registered_methods(type(worker))[method].writes
+    writes = registration.writes
     undeclared = sorted(value.columns.keys() - same - {*writes})
     if undeclared and writes != ANY_COLUMNS:
         raise ValueError(

@@ -74,14 +74,19 @@ class RemoteBatch(Samples):
     `select, union, concat, take, chunk` move metadata only.
     """
 
-    def __init__(self, own: Batch, remote: Mapping[str, RemoteColumn]) -> None:
-        """Raises ValueError for columns of other numbers of rows than `own` has."""
+    def __init__(
+        self, own: Batch, remote: Mapping[str, RemoteColumn], num_rows: int | None = None
+    ) -> None:
+        """`num_rows` of a batch that may have no column.
+
+        Raises ValueError for columns of other numbers of rows than `own` has.
+        """
         lengths = {name: len(column.places.rows) for name, column in remote.items()}
         counts = {*lengths.values(), *([len(own)] if own.columns else [])}
         if len(counts) > 1:
             raise ValueError(f"remote columns of a batch of {len(own)} rows have {lengths}")
         self.own, self.remote = own, dict(remote)
-        self._num_rows = max(counts, default=0)
+        self._num_rows = max(counts, default=0) if num_rows is None else num_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = {name: _packed(self.own.array(name)) for name in self.own.columns}
@@ -91,7 +96,7 @@ class RemoteBatch(Samples):
             packed = places.references, _packed(places.objects), _packed(places.rows)
             columns = stored.setdefault(id(places), (packed, {}))[1]
             columns[name] = column.stored_name, empty.dtype.char, empty.shape[1:]
-        return _restored, (own, list(stored.values()))
+        return _restored, (own, list(stored.values()), len(self))
 
     def __len__(self) -> int:
         return self._num_rows
@@ -146,7 +151,7 @@ class RemoteBatch(Samples):
         ):
             return self
         kept = {n: c for n, c in self.own.columns.items() if n not in LENGTHS}
-        return RemoteBatch(Batch(kept), self.remote)
+        return RemoteBatch(Batch(kept), self.remote, len(self))
 
     def without(self, *names: str) -> RemoteBatch:
         return self.select(*(name for name in self.names if name not in names))
@@ -219,13 +224,14 @@ class RemoteBatch(Samples):
         return RemoteBatch(Batch.concat([batch.own for batch in filled]), remote)
 
 
-def _restored(own: Mapping[str, Any], stored: Sequence[Any]) -> RemoteBatch:
+def _restored(own: Mapping[str, Any], stored: Sequence[Any], num_rows: int) -> RemoteBatch:
     remote = {}
     for (references, objects, rows), columns in stored:
         places = Places(references, _unpacked(objects), _unpacked(rows))
         for name, (stored_name, dtype, shape) in columns.items():
             remote[name] = RemoteColumn(places, stored_name, np.empty((0, *shape), dtype))
-    return RemoteBatch(Batch({name: _unpacked(one) for name, one in own.items()}), remote)
+    columns = {name: _unpacked(one) for name, one in own.items()}
+    return RemoteBatch(Batch(columns), remote, num_rows)
 
 
 def _packed(column: Array) -> Any:
