@@ -190,7 +190,8 @@ class RolloutWorker:
     def abandon(self, stream: Stream, group_ids: Sequence[int]) -> None:
         """Ends groups and forgets them: `collect` never returns them.
 
-        Returns when nothing of them runs any more. Groups that have been collected are no error.
+        Returns when nothing of them runs any more: then their ids may be begun anew. Groups that
+        have been collected are no error.
         """
         self._wait(self._streams[stream].abandon(group_ids))
 
