@@ -98,12 +98,12 @@ class VLLMServer:
         self._lifecycle = Lifecycle()
 
     @property
-    def is_dead(self) -> bool:
-        return self._engine is not None and self._engine.errored
-
-    @property
     def weight_version(self) -> int:
         return self._version
+
+    @property
+    def is_dead(self) -> bool:
+        return self._engine is not None and self._engine.errored
 
     def prepare(self) -> None:
         os.environ |= _QUIET
@@ -319,8 +319,7 @@ class VLLMServer:
         what = f"weight update to version {version}"
         async with self._replacing(version):
             await self._on_workers(what, "start_weight_update", {})
-            info = {"version": version}
-            await self._on_workers(what, "update_weights", {"update_info": info})
+            await self._on_workers(what, "update_weights", {"update_info": {"version": version}})
             await self._on_workers(what, "finish_weight_update", {})
 
     async def load_checkpoint(self, path: str, version: int) -> None:
