@@ -81,7 +81,7 @@ def killed(text, fields, finish_reason):
     if text == "always" or not os.path.exists(text):
         open(text, "w").close()
         os.kill(os.getpid(), 9)
-    return 0.5
+    return {"reward": 0.5}
 
 def too_few(texts, fields, finish_reasons):
     return [{"reward": 1.0}]
