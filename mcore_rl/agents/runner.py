@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from mcore_rl.agents.openenv import OpenEnv
 from mcore_rl.agents.program import ProgramLoop
 from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
+from mcore_rl.agents.time_limit import TimeLimit
 from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
 from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, samples_of, with_turn_rewards
@@ -94,7 +95,7 @@ class _Open:
     """A trajectory that is being made."""
 
     group_size: int  # trajectories of the prompt
-    limit: asyncio.Timeout
+    limit: TimeLimit
     sessions: list[ChatSession] = field(default_factory=list)  # with the policy
     num_sessions: int = 0  # with any model
 
@@ -125,7 +126,7 @@ class AgentRunner:
         self.models: dict[str, FrozenModel] = {}
         self.max_turns = config.max_turns
         self._open: dict[tuple[int, int], _Open] = {}
-        self.gate = Gate()  # for requests from outside, while there are no weights
+        self.gate = Gate()  # for requests from outside, and for trajectories that have yet to begin
         self._endpoint = Endpoint()
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
 
@@ -134,6 +135,20 @@ class AgentRunner:
         if close := getattr(self._loop, "close", None):
             await close()
         await self._endpoint.close()
+
+    def hold(self, reason: str) -> None:
+        """Until `release` requests from outside wait, and of no trajectory's time any passes."""
+        if self.gate.is_open:
+            for one in self._open.values():
+                one.limit.stop()
+        self.gate.hold(reason)
+
+    def release(self, reason: str) -> None:
+        was_open = self.gate.is_open
+        self.gate.release(reason)
+        if self.gate.is_open and not was_open:
+            for one in self._open.values():
+                one.limit.go_on()
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
         """`sampling.n` trajectories of each prompt, in order. The first failure cancels the rest.
@@ -162,15 +177,17 @@ class AgentRunner:
         return Task(messages, prompt.fields, *at, own, sampling.max_tokens)
 
     async def _run(self, task: Task, group_size: int) -> list[Sample]:
-        key, limit_s = (task.group_id, task.trajectory), self._config.timeout_s
-        limit = asyncio.timeout(limit_s)
+        await self.gate.passed()
+        key, limit = (task.group_id, task.trajectory), TimeLimit(self._config.timeout_s)
         self._open[key] = _Open(group_size, limit)
         try:
-            async with limit:
+            async with limit.timeout:
                 samples = _checked(await self._loop.run(task))
         except TimeoutError as error:
             samples = (
-                self._cut_off(task, "aborted") if limit.expired() else self._failed(task, error)
+                self._cut_off(task, "aborted")
+                if limit.timeout.expired()
+                else self._failed(task, error)
             )
         except RewardError:
             raise
@@ -203,19 +220,6 @@ class AgentRunner:
         for sample in samples:
             sample.reward_error = told
         return samples
-
-    @contextmanager
-    def _pause(self, task: Task) -> Iterator[None]:
-        """The time of a trajectory stands still while a reward takes its own."""
-        limit = self._open[task.group_id, task.trajectory].limit
-        clock = asyncio.get_running_loop().time
-        ends, started = limit.when(), clock()
-        limit.reschedule(None)
-        try:
-            yield
-        finally:
-            if ends is not None:  # else it stands still for another reward
-                limit.reschedule(ends + clock() - started)
 
     # What loops get, as `loops.Agent` says.
 
@@ -305,7 +309,8 @@ class AgentRunner:
         for sample in last:
             sample.messages = [message.as_dict() for message in task.messages]
             sample.turn_texts = [self._text(turn) for turn in session.turns]
-        with self._pause(task):
+        # A reward has a limit of its own.
+        with self._open[task.group_id, task.trajectory].limit.stopped():
             await self._reward(last, [text], task.max_tokens, where)
         for sample in samples[:-1]:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts

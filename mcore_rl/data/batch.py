@@ -66,8 +66,20 @@ Column = Jagged | Array
 
 
 NO_STATE = -1  # in state_ids
+NO_VERSION = -1  # in oldest_versions and newest_versions
 # What response tokens have in columns that not all batches have.
 _FILLED = {"process_rewards": np.float32(0), "state_ids": np.int64(NO_STATE)}
+
+
+def _versions_of(samples: Sequence[Sample]) -> dict[str, Column]:
+    found = []
+    for sample in samples:
+        pairs = zip(sample.weight_versions, sample.response_mask, strict=True)
+        found.append([version for version, mask in pairs if mask] or [NO_VERSION])
+    return {
+        "oldest_versions": np.array([min(one) for one in found], np.int64),
+        "newest_versions": np.array([max(one) for one in found], np.int64),
+    }
 
 
 def _turn_numbers(sample: Sample) -> Array:
@@ -92,7 +104,8 @@ class Batch:
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
     one), baseline_rewards, group_ids, roles (of the policy, where a loop has several),
     trajectories (the number in its group), segments (the number in its trajectory:
-    data/trajectories.py), turns (of the policy), finish_reasons, statuses (of a trajectory:
+    data/trajectories.py), turns (of the policy), oldest_versions and newest_versions (of the
+    weights that chose its tokens; -1: none did), finish_reasons, statuses (of a trajectory:
     TrajectoryStatus), replayed (1 if it is of an earlier step), expert_records (where its experts
     are: workers/expert_records.py).
     """
@@ -122,6 +135,7 @@ class Batch:
                 "rollout_log_probs": Jagged.of((s.rollout_log_probs for s in samples), np.float32),
                 "weight_versions": Jagged.of((s.weight_versions for s in samples), np.int64),
                 "turn_numbers": Jagged.of((_turn_numbers(s) for s in samples), np.int32),
+                **_versions_of(samples),
                 "rewards": np.array([s.reward for s in samples], dtype=np.float32),
                 "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
                 "roles": np.array([s.role for s in samples], dtype=np.str_),
@@ -165,6 +179,10 @@ class Batch:
         if isinstance(column, Jagged):
             raise TypeError(f"column {name!r} has one row per sample, not one value per sample")
         return column
+
+    def lengths(self, name: str) -> npt.NDArray[np.int64]:
+        """[samples]: how many entries a jagged column has."""
+        return self.jagged(name).lengths
 
     @property
     def num_tokens(self) -> npt.NDArray[np.int64]:

@@ -15,6 +15,10 @@ class Gate:
         self._opened = asyncio.Event()
         self._opened.set()
 
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
     def hold(self, reason: str) -> None:
         self._reasons.add(reason)
         self._opened.clear()
@@ -34,4 +38,5 @@ class Gate:
 
     async def passed(self) -> None:
         """Returns when it is open. The caller has a limit: that of its trajectory."""
-        await self._opened.wait()
+        while not self.is_open:  # it may have been closed again since
+            await self._opened.wait()

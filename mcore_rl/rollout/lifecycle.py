@@ -4,7 +4,9 @@
     new -------> serving -------> asleep ------------> empty -------> loaded -------------> serving
 
 A serving server takes updates, too. After a failed one it is torn, or empty as before: it serves
-nothing until a complete one succeeds. Requests run in parallel; everything else runs alone.
+nothing until a complete one succeeds. Requests run in parallel; everything else runs alone, or
+beside requests that stand still meanwhile (rollout/traffic.py). Those of a server that sleeps have
+been kept: whatever it does, they stand still until it serves.
 """
 
 from __future__ import annotations
@@ -65,6 +67,10 @@ _AFTER_FAILURE: Mapping[tuple[Call, State], State] = MappingProxyType(
 )
 
 
+# In these nothing can run.
+ASLEEP = (State.ASLEEP, State.EMPTY, State.LOADED)
+
+
 class Lifecycle:
     """The state of one server; every call goes through `alone` or `request`."""
 
@@ -74,13 +80,14 @@ class Lifecycle:
         self._running: Call | None = None  # what runs alone
 
     @contextmanager
-    def alone(self, call: Call) -> Iterator[None]:
+    def alone(self, call: Call, *, beside_requests: bool = False) -> Iterator[None]:
         """For the length of a call.
 
-        Raises StateError when the state does not allow it, when requests run or another call does.
+        Raises StateError when the state does not allow it, when another call runs or, without
+        `beside_requests`, when requests do.
         """
         next_state = self._check(call)
-        if self._num_requests:
+        if self._num_requests and not beside_requests and self.state not in ASLEEP:
             raise StateError(
                 f"the server cannot {call.value} while it generates: {self._num_requests} requests "
                 "run; wait for them, or abort them"

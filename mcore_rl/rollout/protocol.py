@@ -124,18 +124,34 @@ class GenerationServer(Generator, Protocol):
         Raises RuntimeError with the reason of every worker that failed.
         """
 
-    async def update(self, version: int) -> None:
+    async def update(
+        self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
         """Receive a version of the weights over the connection that `connect_weights` made.
 
+        `in_flight`: running requests stand still meanwhile and go on with it, new ones wait.
+        They keep the keys and values of older weights that they have cached, or with
+        `recompute_cache` compute them anew. Without it running requests are an error.
+
         Raises RuntimeError with every worker's reason if one of them did not receive everything:
-        a PeerError when all of them blame the trainer.
+        a PeerError when all of them blame the trainer. Requests then stand still until a complete
+        update in flight, or an `abort`.
         """
 
-    async def load_checkpoint(self, path: str, version: int) -> None:
-        """Load a version from a Hugging Face folder. Raises ConfigError if tensors are missing."""
+    async def load_checkpoint(
+        self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
+        """Load a version from a Hugging Face folder, else as `update`.
 
-    async def sleep(self) -> None:
-        """Free weights and KV cache. The weights are discarded: new ones must be sent."""
+        Raises ConfigError if tensors are missing.
+        """
+
+    async def sleep(self, *, keep: bool = False) -> None:
+        """Free weights and KV cache. The weights are discarded: new ones must be sent.
+
+        `keep`: running requests stand still, compute their keys and values anew when it serves
+        again and go on; new ones wait until then. Without it running requests are an error.
+        """
 
     async def wake(self, tag: SleepTag) -> None:
         """Allocate the weights, which then need an update, or after that the KV cache."""

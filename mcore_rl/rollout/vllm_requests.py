@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mcore_rl.config.errors import PeerError
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.rollout.protocol import Completion, TokenScores
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import TokensInput
     from vllm.sampling_params import SamplingParams as EngineSampling
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 def timeout_arguments(timeout_s: float | None) -> dict[str, Any]:
@@ -78,3 +80,16 @@ def scores_of(token_ids: list[int], tables: Any) -> TokenScores:
     log_probs = [at[token].logprob for at, token in zip(tables, token_ids, strict=True)]
     top_ids = [next(token for token, entry in at.items() if entry.rank == 1) for at in tables]
     return TokenScores(token_ids, log_probs, top_ids)
+
+
+async def on_workers(engine: AsyncLLM, what: str, method: str, arguments: dict[str, Any]) -> None:
+    """A method of vLLM's workers that may fail on some of them: then RuntimeError or PeerError.
+
+    An exception there would leave the other workers' answers in the queue, to be read as those
+    of the next call (v1/executor/multiproc_executor.py:433).
+    """
+    errors = await engine.collective_rpc("attempt", args=(method, arguments))
+    if any(errors):
+        reasons = "; ".join(f"worker {i}: {e[0]}" for i, e in enumerate(errors) if e)
+        is_peers = all(e[1] for e in errors if e)
+        raise (PeerError if is_peers else RuntimeError)(f"{what} failed: {reasons}")

@@ -14,17 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.config.errors import ConfigError, PeerError, StateError
+from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.observability.garbage import long_lived
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.rollout.lifecycle import Call, Lifecycle, State
+from mcore_rl.rollout.lifecycle import ASLEEP, Call, Lifecycle, State
 from mcore_rl.rollout.protocol import (
     Completion,
     NewTokens,
@@ -33,13 +33,16 @@ from mcore_rl.rollout.protocol import (
     SleepTag,
     TokenScores,
 )
+from mcore_rl.rollout.traffic import Traffic
 from mcore_rl.rollout.vllm_requests import (
     completion_of,
     log_probs_of,
+    on_workers,
     request_of,
     scores_of,
     timeout_arguments,
 )
+from mcore_rl.rollout.vllm_trace import traced
 from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
@@ -95,7 +98,9 @@ class VLLMServer:
         self._request_ids = itertools.count()
         self._running: dict[str, str] = {}  # our names of running requests, and vLLM's
         self._version = 0
+        self._num_updates = 0
         self._lifecycle = Lifecycle()
+        self._traffic = Traffic(self._lifecycle)
 
     @property
     def weight_version(self) -> int:
@@ -187,7 +192,7 @@ class VLLMServer:
         self._check_room(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
         if sampling.experts_from is not None and not self._records_experts:
             raise StateError("the server records no experts: it was started without")
-        with self._lifecycle.request():
+        async with self._traffic.request():
             async for output in self._run(prompt_ids, request_id, **asdict(sampling)):
                 last = output
             return [completion_of(one, sampling.experts_from) for one in last.outputs]
@@ -197,7 +202,7 @@ class VLLMServer:
     ) -> AsyncIterator[NewTokens]:
         """Raises as `submit`."""
         self._check_room(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
-        with self._lifecycle.request():
+        async with self._traffic.request():
             arguments = asdict(sampling) | {"output_kind": "DELTA"}
             async for output in self._run(prompt_ids, request_id, **arguments):
                 for new in output.outputs:
@@ -211,12 +216,13 @@ class VLLMServer:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        with self._lifecycle.request():
+        async with self._traffic.held():
             await self._serving.pause_generation(mode="keep", clear_cache=False)
             try:
                 yield
             finally:
-                await self._serving.resume_generation()
+                if self._traffic.is_last_held:
+                    await self._serving.resume_generation()
 
     async def score(self, token_ids: list[int]) -> TokenScores:
         """Scores of all tokens but the first, from a prefill of them.
@@ -225,7 +231,7 @@ class VLLMServer:
         StateError when it does not serve.
         """
         self._check_room(len(token_ids), 1)
-        with self._lifecycle.request():
+        async with self._traffic.request():
             async for output in self._run(token_ids, **_SCORING):
                 last = output
             return scores_of(token_ids[1:], last.prompt_logprobs[1:])
@@ -236,7 +242,7 @@ class VLLMServer:
         Raises as `score`.
         """
         self._check_room(len(prompt_ids), num_tokens)
-        with self._lifecycle.request():
+        async with self._traffic.request():
             sampling: dict[str, Any] = {
                 "max_tokens": num_tokens,
                 "seed": seed,
@@ -264,22 +270,9 @@ class VLLMServer:
             engine = self._serving
             if not engine.model_config.enforce_eager:
                 raise RuntimeError("a trace sees nothing in compiled graphs: start it with eager")
-            shapes = await self._traced_shapes(engine, token_ids)
-            return {name: await _traced(engine, name, shape) for name, shape in shapes.items()}
-
-    async def _traced_shapes(self, engine: AsyncLLM, token_ids: list[int]) -> dict[str, list[int]]:
-        await engine.pause_generation(mode="wait")  # cancelled requests may still run in the engine
-        await engine.resume_generation()
-        await engine.collective_rpc("start_trace")
-        try:
-            async for _ in self._run(token_ids, **_SCORING):
-                pass
-        finally:
-            shapes: dict[str, list[int]] = (await engine.collective_rpc("end_trace"))[0]
-        for name, (num_rows, _) in shapes.items():
-            if num_rows != len(token_ids):
-                raise RuntimeError(f"traced {num_rows} rows of {name} for {len(token_ids)} tokens")
-        return shapes
+            await engine.pause_generation(mode="wait")  # cancelled requests may still run in it
+            await engine.resume_generation()
+            return await traced(engine, self._run(token_ids, **_SCORING), len(token_ids))
 
     def _check_room(self, num_prompt: int, num_new: int, setting: str = "") -> None:
         if num_prompt + num_new > self._max_model_tokens:
@@ -298,6 +291,8 @@ class VLLMServer:
         self, prompt_ids: list[int], request_id: str = "", **sampling: Any
     ) -> AsyncIterator[Any]:
         """The outputs of one request; `sampling` are fields of vLLM's SamplingParams."""
+        # No request reads what weights before an update have cached.
+        sampling["cache"] = f"{sampling.get('cache', '')}@{self._num_updates}"
         prompt, parameters = request_of(prompt_ids, **sampling)
         own = f"{request_id}#{next(self._request_ids)}"
         self._running[request_id or own] = own
@@ -311,18 +306,25 @@ class VLLMServer:
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
         info = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
-        with self._lifecycle.alone(Call.CONNECT):
+        async with self._traffic.beside(Call.CONNECT):
             what = "joining the trainer"
-            await self._on_workers(what, "init_weight_transfer_engine", {"init_info": info})
+            await on_workers(
+                self._serving, what, "init_weight_transfer_engine", {"init_info": info}
+            )
 
-    async def update(self, version: int) -> None:
+    async def update(
+        self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
         what = f"weight update to version {version}"
-        async with self._replacing(version):
-            await self._on_workers(what, "start_weight_update", {})
-            await self._on_workers(what, "update_weights", {"update_info": {"version": version}})
-            await self._on_workers(what, "finish_weight_update", {})
+        async with self._replacing(version, in_flight, recompute_cache):
+            await on_workers(self._serving, what, "start_weight_update", {})
+            info = {"version": version}
+            await on_workers(self._serving, what, "update_weights", {"update_info": info})
+            await on_workers(self._serving, what, "finish_weight_update", {})
 
-    async def load_checkpoint(self, path: str, version: int) -> None:
+    async def load_checkpoint(
+        self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
         expected, found = (CheckpointReader(p).shapes() for p in (self._model_path, path))
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
@@ -330,67 +332,69 @@ class VLLMServer:
                     f"{path}: {name} is {found.get(name, 'missing')}; the checkpoint that the "
                     f"server started from has {expected.get(name, 'no such tensor')}"
                 )
-        async with self._replacing(version):
+        async with self._replacing(version, in_flight, recompute_cache):
             what = f"weight update to version {version}"
-            await self._on_workers(what, "load_checkpoint", {"path": path})
+            await on_workers(self._serving, what, "load_checkpoint", {"path": path})
 
     @asynccontextmanager
-    async def _replacing(self, version: int) -> AsyncIterator[None]:
-        with self._lifecycle.alone(Call.UPDATE):
+    async def _replacing(
+        self, version: int, in_flight: bool, recompute_cache: bool
+    ) -> AsyncIterator[None]:
+        is_asleep = self._lifecycle.state in ASLEEP  # then nothing is cached
+        async with self._stopped(Call.UPDATE, keep=in_flight):
             engine = self._serving
-            # Asleep it is paused. Else requests that were cancelled may still run in the engine.
-            is_awake = self._lifecycle.state not in (State.EMPTY, State.LOADED)
-            if is_awake:
-                await engine.pause_generation(mode="wait")
             yield
-            if is_awake and not await engine.reset_prefix_cache():
-                raise RuntimeError(f"version {version}: the prefix cache is still in use")
-            if is_awake:
-                await engine.resume_generation()
             await engine.update_weight_version(str(version))
-            self._version = version
+            # Running requests go on with what they have cached, or compute it anew.
+            forgets = not is_asleep and (recompute_cache or not in_flight)
+            if forgets and not await engine.reset_prefix_cache(reset_running_requests=in_flight):
+                raise RuntimeError(f"version {version}: the prefix cache is still in use")
+            self._version, self._num_updates = version, self._num_updates + 1
+            if not is_asleep:
+                await engine.resume_generation()
 
-    async def sleep(self) -> None:
-        with self._lifecycle.alone(Call.SLEEP):
-            if not self._can_sleep:
-                raise StateError("the server cannot sleep: it was started without can_sleep")
-            await self._serving.sleep(level=2, mode="wait")
+    @asynccontextmanager
+    async def _stopped(self, call: Call, *, keep: bool) -> AsyncIterator[None]:
+        """Inside, the engine runs nothing; nor does it afterwards, until it is told to.
+
+        `keep`: requests may be there, else only what cancelled ones still run in the engine.
+        """
+        async with self._traffic.beside(call) if keep else self._traffic.alone(call):
+            if self._lifecycle.state not in ASLEEP:
+                mode: Literal["keep", "wait"] = "keep" if keep else "wait"
+                await self._serving.pause_generation(mode=mode, clear_cache=False)
+            yield
+
+    async def sleep(self, *, keep: bool = False) -> None:
+        if not self._can_sleep and self._lifecycle.state is State.SERVING:
+            raise StateError("the server cannot sleep: it was started without can_sleep")
+        async with self._stopped(Call.SLEEP, keep=keep):
+            # Requests that are there are preempted: nothing is cached afterwards.
+            await self._serving.sleep(level=2, mode="keep")
+            if keep:
+                self._traffic.fall_asleep()
 
     async def wake(self, tag: SleepTag) -> None:
         call = Call.WAKE_WEIGHTS if tag == "weights" else Call.WAKE_KV_CACHE
         with self._lifecycle.alone(call):
             await self._serving.wake_up([tag])
+        if tag == "kv_cache":
+            self._traffic.wake_up()
 
     async def memory(self) -> ServerMemory:
         found = await self._serving.collective_rpc("kept_bytes")
         return ServerMemory(*map(sum, zip(*found, strict=True)))
 
-    async def _on_workers(self, what: str, method: str, arguments: dict[str, Any]) -> None:
-        """A method of vLLM's workers that may fail on some of them.
-
-        An exception there would leave the other workers' answers in the queue, to be read as those
-        of the next call (v1/executor/multiproc_executor.py:433).
-        """
-        errors = await self._serving.collective_rpc("attempt", args=(method, arguments))
-        if any(errors):
-            reasons = "; ".join(f"worker {i}: {e[0]}" for i, e in enumerate(errors) if e)
-            is_peers = all(e[1] for e in errors if e)
-            raise (PeerError if is_peers else RuntimeError)(f"{what} failed: {reasons}")
-
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         self._lifecycle.close()
+        self._traffic.wake_up()
         if engine is None or self._name is None:
             return
         from mcore_rl.rollout import vllm_worker
 
         engine.shutdown()
         vllm_worker.remove_shared_memory(self._name)
-
-
-async def _traced(engine: AsyncLLM, name: str, shape: list[int]) -> torch.Tensor:
-    values, *_ = await engine.collective_rpc("traced_tensor", args=(name,))
-    return torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)
 
 
 def _check(model_path: str, dtype: str, config: RolloutConfig) -> None:

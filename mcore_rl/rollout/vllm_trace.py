@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _NORM = "model.norm"
 # Mixtral's expert layer has kept an older name (model_executor/models/mixtral.py:243).
@@ -114,3 +118,24 @@ class Trace:
 def _kept(output: torch.Tensor) -> torch.Tensor:
     """A copy: what comes next in the model works in place."""
     return output.detach().to("cpu", torch.float32, copy=True)
+
+
+async def traced(
+    engine: AsyncLLM, prefill: AsyncIterator[Any], num_tokens: int
+) -> dict[str, torch.Tensor]:
+    """What the modules of the first worker put out in a prefill of so many tokens, by name."""
+    await engine.collective_rpc("start_trace")
+    try:
+        async for _ in prefill:
+            pass
+    finally:
+        shapes: dict[str, list[int]] = (await engine.collective_rpc("end_trace"))[0]
+    for name, (num_rows, _) in shapes.items():
+        if num_rows != num_tokens:
+            raise RuntimeError(f"traced {num_rows} rows of {name} for {num_tokens} tokens")
+    return {name: await _fetched(engine, name, shape) for name, shape in shapes.items()}
+
+
+async def _fetched(engine: AsyncLLM, name: str, shape: list[int]) -> torch.Tensor:
+    values, *_ = await engine.collective_rpc("traced_tensor", args=(name,))
+    return torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)

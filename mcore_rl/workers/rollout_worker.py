@@ -24,7 +24,6 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
-from mcore_rl.rollout.gate import Gate
 from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
@@ -99,8 +98,6 @@ class RolloutWorker:
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
             )
-        # Of requests from outside: they wait while there are no weights.
-        self._gate = self._agent.gate if isinstance(self._agent, AgentRunner) else Gate()
         self._remotes: list[RemoteGenerator] = []
         self._streams: dict[Stream, RunningGroups] = {
             "train": RunningGroups(),
@@ -167,7 +164,7 @@ class RolloutWorker:
         self, asked: Sequence[Prompt], sampling: SamplingParams, stream: Stream
     ) -> None:
         own = self._streams[stream]
-        if taken := sorted(prompt.group_id for prompt in asked if prompt.group_id in own):
+        if taken := sorted(own.ids & {prompt.group_id for prompt in asked}):
             raise ConfigError(f"stream {stream!r}: groups {taken} have been begun already")
         groups = self._agent.start(asked, sampling)
         own.begin({prompt.group_id: one for prompt, one in zip(asked, groups, strict=True)})
@@ -187,7 +184,7 @@ class RolloutWorker:
         if self._headless:
             return None
         if not 0 <= wait_s < self._spec.timeout_s:
-            raise ValueError(f"wait_s={wait_s:g}; allowed: below {self._spec.timeout_s:g}")
+            raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
         with self._alive():
             samples = self._wait(self._streams[stream].collect(wait_s))
         return self._batch(samples, stream == "train")
@@ -196,7 +193,8 @@ class RolloutWorker:
     def abandon(self, stream: Stream, group_ids: Sequence[int]) -> None:
         """Ends groups and forgets them: `collect` never returns them.
 
-        Returns when nothing of them runs any more. Groups that have been collected are no error.
+        Returns when nothing of them runs any more: then their ids may be begun anew. Groups that
+        have been collected are no error.
         """
         self._wait(self._streams[stream].abandon(group_ids))
 
@@ -227,26 +225,36 @@ class RolloutWorker:
         self._ask(lambda server: server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int) -> None:
-        self._ask(lambda server: self._replacing(server.update(version)))
+    def receive_weights(
+        self, version: int, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
+        """As GenerationServer.update: `in_flight` keeps the requests that run."""
+        how = {"in_flight": in_flight, "recompute_cache": recompute_cache}
+        self._ask(lambda server: self._replacing(server.update(version, **how)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, version: int) -> None:
-        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version)))
+    def load_checkpoint(
+        self, path: str, version: int, in_flight: bool = False, recompute_cache: bool = False
+    ) -> None:
+        """As `receive_weights`."""
+        how = {"in_flight": in_flight, "recompute_cache": recompute_cache}
+        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version, **how)))
 
     async def _replacing(self, update: Coroutine[Any, Any, None]) -> None:
-        """Requests from outside wait for it."""
-        with self._gate.held("update"):
+        self._hold("update")
+        try:
             await update
+        finally:
+            self._release("update")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sleep(self) -> None:
-        """Free weights and KV cache."""
-        self._ask(self._sleep)
+    def sleep(self, keep: bool = False) -> None:
+        """Free weights and KV cache. `keep`: what has been begun goes on after the wake."""
+        self._ask(lambda server: self._sleep(server, keep))
 
-    async def _sleep(self, server: GenerationServer) -> None:
-        self._gate.hold("sleep")
-        await server.sleep()
+    async def _sleep(self, server: GenerationServer, keep: bool) -> None:
+        self._hold("sleep")
+        await server.sleep(keep=keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self, tag: SleepTag) -> None:
@@ -255,7 +263,16 @@ class RolloutWorker:
     async def _wake(self, server: GenerationServer, tag: SleepTag) -> None:
         await server.wake(tag)
         if tag == "kv_cache":
-            self._gate.release("sleep")
+            self._release("sleep")
+
+    def _hold(self, reason: str) -> None:
+        """Requests of programs outside wait, and the time of trajectories stands still."""
+        if isinstance(self._agent, AgentRunner):
+            self._agent.hold(reason)
+
+    def _release(self, reason: str) -> None:
+        if isinstance(self._agent, AgentRunner):
+            self._agent.release(reason)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory(self) -> ServerMemory:
@@ -266,6 +283,8 @@ class RolloutWorker:
     def shut_down(self) -> None:
         if self._headless:
             self._headless.close()
+        for groups in self._streams.values():
+            self._wait(groups.abandon([*groups.ids]))
         if isinstance(self._agent, AgentRunner):
             self._wait(self._agent.close())
         self._wait(self._judge.close())

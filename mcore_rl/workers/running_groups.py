@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.agent_loop import Group
@@ -20,17 +20,21 @@ class RunningGroups:
         self._groups: dict[int, Group] = {}
         self._news = asyncio.Event()  # a group has ended since it was looked
 
-    def __contains__(self, group_id: int) -> bool:
-        return group_id in self._groups
+    @property
+    def ids(self) -> Set[int]:
+        """Of groups that have been begun, and neither collected nor abandoned."""
+        return self._groups.keys()
 
     def begin(self, groups: Mapping[int, Group]) -> None:
-        """Groups whose ids are free (`in`)."""
+        """Groups whose ids are free."""
         self._groups |= groups
         for group in groups.values():
             group.add_done_callback(lambda _: self._news.set())
 
     async def collect(self, wait_s: float) -> list[Sample]:
         """Samples of all groups that have ended, in the order of group ids; each comes once.
+
+        Of a group without any, as none of its trajectories has had a turn, it is one that says so.
 
         Waits up to `wait_s` until there is one. Raises what made the first of them fail, and
         forgets that one; the others stay for the next call.
@@ -46,7 +50,7 @@ class RunningGroups:
         for group_id in ended:
             if self._groups[group_id].cancelled() or self._groups[group_id].exception():
                 self._groups.pop(group_id).result()
-        return [sample for i in ended for sample in self._groups.pop(i).result()]
+        return [s for i in ended for s in self._groups.pop(i).result() or [_nothing(i)]]
 
     async def abandon(self, group_ids: Sequence[int]) -> None:
         """Ends groups and forgets them. Returns when nothing of them runs any more.
@@ -57,3 +61,9 @@ class RunningGroups:
         for group in groups:
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
+
+
+def _nothing(group_id: int) -> Sample:
+    """A sample of no token the policy has chosen, with a token for a prompt."""
+    error = "no trajectory of the group has had a turn"
+    return Sample([0], [], [], [], [], "abort", group_id, reward_error=error, status="failed")

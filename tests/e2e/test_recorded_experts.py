@@ -74,8 +74,13 @@ def assert_transformers_agrees(
     assert found.dtype == np.uint8
     assert found.shape == (len(tokens) - 1 - start, NUM_LAYERS, TOPK)
     assert not found[:, 0].any()  # the dense layer
+    assert_chosen(model, tokens, found, start)
+
+
+def assert_chosen(model: Model, tokens: list[int], found: np.ndarray, start: int) -> None:
+    """[tokens, layers, experts] from the token `start` on have the largest logits."""
     for layer, logits in router_logits(model, tokens).items():
-        logits = logits[start:-1]
+        logits = logits[start : start + len(found)]
         best = logits.topk(TOPK + 1).values
         given = logits.gather(1, torch.from_numpy(found[:, layer].astype(np.int64)))
         assert (given.amin(1) >= best[:, TOPK - 1] - _TIED).all()
@@ -127,6 +132,47 @@ def test_a_turn_has_the_experts_of_its_own_tokens_and_of_the_weights_that_chose_
     [later] = recording.run(recording.server.submit(prompt, asked))
     assert_transformers_agrees(new, prompt, later, start)
     assert len(ids_of(first)) + len(ids_of(later)) == len(prompt) + len(later.token_ids) - 1
+
+
+@pytest.mark.parametrize("how", ["kept", "recomputed", "slept"])
+def test_a_token_keeps_the_experts_that_its_successor_was_chosen_with_as_weights_change(
+    recording, how
+):
+    """In flight: those of older tokens are of the old weights, also where they run again."""
+    recording.take(0)
+    server, number = recording.server, recording.server.weight_version + 1
+
+    async def across() -> list[Completion]:
+        asked = SamplingParams(n=2, max_tokens=150, seed=seed, experts_from=0)
+        running = asyncio.create_task(server.submit(LONG, asked))
+        await server.submit([5, 6], SamplingParams(max_tokens=5, seed=4))
+        path, recompute = recording.models[1].path, how == "recomputed"
+        if how == "slept":
+            await server.sleep(keep=True)
+            await server.wake("weights")
+        await server.load_checkpoint(path, number, in_flight=True, recompute_cache=recompute)
+        if how == "slept":
+            await server.wake("kv_cache")
+        return await running
+
+    seed = longest_of(recording, 2)
+    both = [one for one in recording.run(across()) if len(set(one.weight_versions)) == 2]
+    assert both
+    for completion in both:
+        found, tokens = ids_of(completion), LONG + completion.token_ids
+        assert len(found) == len(tokens) - 1
+        # The first token of the new weights was chosen as they ran the one before it.
+        first = len(LONG) + completion.weight_versions.index(number) - 1
+        assert_chosen(recording.models[0], tokens, found[:first], 0)
+        if how != "kept":  # else the new weights read what the old ones had cached
+            assert_chosen(recording.models[1], tokens, found[first:], first)
+
+
+def longest_of(served: Served, num: int) -> int:
+    """A seed from which on so many responses to LONG do not end soon."""
+    many = served.run(served.server.submit(LONG, SamplingParams(n=16, max_tokens=150, seed=1)))
+    lengths = [len(completion.token_ids) for completion in many]
+    return 1 + max(range(16 - num), key=lambda at: min(lengths[at : at + num]))
 
 
 def test_requests_that_wait_for_room_in_the_cache_have_the_experts_of_their_tokens(recording):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from mcore_rl.config.errors import StateError
-from mcore_rl.rollout.lifecycle import TRANSITIONS, Call, Lifecycle, State
+from mcore_rl.rollout.lifecycle import ASLEEP, TRANSITIONS, Call, Lifecycle, State
 
 ALONE = [call for call in Call if call is not Call.GENERATE]
 TURNS = (Call.SLEEP, Call.WAKE_WEIGHTS, Call.UPDATE, Call.WAKE_KV_CACHE)
@@ -75,6 +75,20 @@ def test_nothing_happens_beside_requests_but_requests(call):
         with pytest.raises(StateError), lifecycle.alone(call):
             pytest.fail("it was allowed")
     assert lifecycle.state is State.SERVING
+
+
+@pytest.mark.parametrize("state", State)
+def test_beside_requests_that_run_or_were_kept_what_is_told_to_leave_them_be(state):
+    """Where nothing can run, requests have been kept: no call is refused for them."""
+    for call in ALONE:
+        if (call, state) not in TRANSITIONS:
+            continue
+        lifecycle = in_state(State.SERVING)
+        with lifecycle.request():
+            lifecycle.state = state
+            with lifecycle.alone(call, beside_requests=state not in ASLEEP):
+                pass
+            assert lifecycle.state is TRANSITIONS[call, state]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.workers.running_groups import RunningGroups
 
@@ -45,7 +46,7 @@ def test_groups_come_once_whole_and_in_the_order_of_their_ids():
         assert await made.collected() == []
         made.end(5, 3)
         assert await made.collected(10.0) == [3, 3, 5, 5]
-        assert 3 not in made.groups and 4 in made.groups
+        assert made.groups.ids == {4}
         assert await made.collected() == []
         made.end(4)
         assert await made.collected(10.0) == [4, 4]
@@ -89,10 +90,26 @@ def test_an_abandoned_group_has_ended_and_never_comes():
         made = Made(1, 2, 3)
         made.end(1)
         await asyncio.sleep(0.01)
-        await made.groups.abandon([1, 2, 7])
+        async with asyncio.timeout(10):
+            await made.groups.abandon([1, 2, 7])
         assert made.ended == [1, 2]
         made.end(3)
         assert await made.collected(10.0) == [3, 3]
         assert await made.collected() == []
 
     asyncio.run(work())
+
+
+def test_a_group_without_a_sample_comes_as_one_that_says_so():
+    async def nothing() -> list[Sample]:
+        return []
+
+    async def work() -> list[Sample]:
+        groups = RunningGroups()
+        groups.begin({7: asyncio.create_task(nothing())})
+        return await groups.collect(10.0)
+
+    [found] = asyncio.run(work())
+    assert (found.group_id, found.response_ids, found.status) == (7, [], "failed")
+    assert found.reward_error == "no trajectory of the group has had a turn"
+    assert len(Batch.of([found])) == 1
