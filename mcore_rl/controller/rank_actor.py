@@ -177,7 +177,10 @@ class RankActor:
 
         def run() -> Any:
             here = [_here(one, self._fetch_s) for one in batches]
-            value, found[:] = pieces(self._value(method, args, kwargs, here))
+            made = self._value(method, args, kwargs, here)
+            if made is None:  # of a rank that has no part in it
+                return None
+            value, found[:] = pieces(made)
             return value
 
         return [_guarded(run), *found]

@@ -274,7 +274,10 @@ class WorkerGroup:
 
         def finish(results: Mapping[int, Any]) -> Any:
             if registration.makes:
-                return gather(parts, {r: one.at(of_columns[r]) for r, one in results.items()})
+                made = {
+                    r: None if one is None else one.at(of_columns[r]) for r, one in results.items()
+                }
+                return gather(parts, made)
             found = gather(parts, results)
             return given[0].union(found) if given and isinstance(found, RemoteBatch) else found
 

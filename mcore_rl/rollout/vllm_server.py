@@ -103,12 +103,12 @@ class VLLMServer:
         self._traffic = Traffic(self._lifecycle)
 
     @property
-    def is_dead(self) -> bool:
-        return self._engine is not None and self._engine.errored
-
-    @property
     def weight_version(self) -> int:
         return self._version
+
+    @property
+    def is_dead(self) -> bool:
+        return self._engine is not None and self._engine.errored
 
     def prepare(self) -> None:
         os.environ |= _QUIET

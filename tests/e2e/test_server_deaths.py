@@ -86,6 +86,26 @@ def test_a_server_killed_in_mid_generation_changes_no_sample(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("server", "place"), [(0, 0), (1, 1)], ids=["actor", "engine"])
+def test_a_server_killed_in_a_transfer_does_not_end_the_run(
+    start_job, own_model_and_data, tmp_path, server, place
+):
+    """The weights go to the other one, with a connection of those that are left."""
+    paused = tmp_path / "paused"
+    job = start_job(
+        *own_model_and_data, *SETTINGS, "trainer.num_steps=3", "weight_sync.timeout_s=30",
+        "algorithm.loss=tests/e2e/own_functions.py:loss_before_a_pausing_transfer",
+        "algorithm.loss_settings={}", f"algorithm.loss_settings.file={paused}",
+    )  # fmt: skip
+    job.wait_until(paused.exists, "a push")
+    processes_of(job, server)[place].kill()
+    assert job.process.wait(120) == 0, job.stderr
+    assert f"rollout-{server}.receive_weights: rank 0" in job.stdout
+    assert len(steps(job)) == 3
+    assert_gone_soon(job)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["disaggregated", "full_export"])
 def test_twenty_kills_at_any_moment_lose_no_sample_and_serve_no_old_weights(
     start_job, own_model_and_data, method
