@@ -19,7 +19,6 @@ from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, Sampl
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     AsynchronousConfig,
-    CorrectionConfig,
     RLConfig,
     SampleTablesConfig,
     TrainerConfig,
@@ -401,29 +400,3 @@ def test_a_token_of_older_weights_than_its_group_was_begun_with_stops_the_run(tm
     run.servers.lies = True
     with pytest.raises((PolicyMismatchError, RuntimeError), match="version"):
         run.train()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(staleness=-1), "trainer.staleness=-1; allowed: at least 0"),
-        (dict(asynchronous={"over_issue": 2}), "over_issue=2; allowed: 0 to 1"),
-        (dict(staleness=0, asynchronous={"over_issue": 0.5}), "over_issue=0.5 with .*staleness=0"),
-        (dict(asynchronous={"max_groups": -1}), "max_groups=-1; allowed: at least 0"),
-        (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
-        (dict(advantage="remax"), "algorithm.advantage='remax' with trainer.mode='fully_async'"),
-        (dict(correction=CorrectionConfig(level="off")), "trainer.staleness=2: old samples would"),
-        (dict(loss="decoupled_ppo"), "weight_cap=None with algorithm.loss='decoupled_ppo'"),
-        (
-            dict(samples=SamplesConfig(group_filter="drop_uniform", prompts_per_round=8)),
-            "prompts_per_round=8: .* in no rounds",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(tmp_path, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Run(tmp_path, **settings)
-
-
-def test_a_cap_on_the_weights_makes_decoupled_ppo_an_answer_to_old_samples(tmp_path):
-    Run(tmp_path, loss="decoupled_ppo", loss_settings={"weight_cap": 5.0})
