@@ -43,7 +43,7 @@ def resolved(
         (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
         (dict(advantage="remax"), "algorithm.advantage='remax' with trainer.mode='fully_async'"),
         (dict(correction=CorrectionConfig(level="off")), "trainer.staleness=2: old samples would"),
-        (dict(loss="decoupled_ppo"), "weight_cap=None with algorithm.loss='decoupled_ppo'"),
+        (dict(loss="decoupled_ppo"), "algorithm.loss='decoupled_ppo' with .* and no weight_cap"),
         (dict(replay="rollout"), "router_replay='rollout' with trainer.mode='fully_async'"),
         (
             dict(samples=SamplesConfig(group_filter="drop_uniform"), shuffle=True),
