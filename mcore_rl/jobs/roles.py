@@ -182,7 +182,7 @@ def _servers(
 ) -> Role:
     """vLLM's workers: all servers are equal."""
     sizes = model_sizes(model)
-    layout = generation_layout(rollout)
+    layout = generation_layout(rollout, rollout.num_servers)
     held = _held(
         GenerationRanks(layout, sizes.num_layers, sizes.num_experts),
         family_of(model).vllm_weights(model),
