@@ -31,6 +31,7 @@ KINDS = {
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "tools/test_bench_reshard"),
+    "bench async": (r"mcore-rl bench async\b.*", "tools/test_bench_async"),
     "kernels": (r"python benchmarks/kernels.py", "repo/test_csrc"),
     "tests": (r"pytest\b.*", "repo/test_lanes"),
     "ci": (r"bash tests/run.sh.*", "repo/test_pages"),  # by .ci/run

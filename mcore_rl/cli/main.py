@@ -23,7 +23,7 @@ COMMANDS = {
     "samples": "what a run has sampled, token by token: mcore-rl samples RUN [--list]",
     "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
-    "bench": "how fast something is on this machine: mcore-rl bench reshard [--json]",
+    "bench": "how fast something is: mcore-rl bench reshard [--json], mcore-rl bench async",
     "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",
     "verify": "whether the engines agree: mcore-rl verify parity --model DIR --layout tp=2 ...",
     "doctor": "whether the nodes have what a run needs: mcore-rl doctor [--json]",

@@ -60,9 +60,9 @@ def _resolve_fully_async(config: RLConfig) -> None:
     is_uncut = algorithm.loss == "decoupled_ppo" and not algorithm.loss_settings.get("weight_cap")
     if is_uncut and staleness_of(config.trainer):
         raise ConfigError(
-            f"algorithm.loss_settings.weight_cap=None with algorithm.loss='decoupled_ppo' and "
-            f"{mode}: training collapses by weights of old samples without a bound; allowed: above "
-            "0, such as 5"
+            f"algorithm.loss='decoupled_ppo' with {mode} and no weight_cap in "
+            "algorithm.loss_settings: training collapses by weights of old samples without a "
+            "bound; allowed: weight_cap above 0, such as 5"
         )
     if algorithm.samples.prompts_per_round:
         raise ConfigError(

@@ -44,7 +44,7 @@ class FullyAsyncTrainer:
             ConfigError: no response of a step got a reward, or too few groups passed the filter.
             WorkerError: a rank or a server failed, or no samples came in timeouts.call_s.
         """
-        self.rollout.fill()
+        self.rollout.start()
         for step in range(self.checkpointer.next_step, self.config.trainer.num_steps + 1):
             clock = Stopwatch()
             with clock("generate"):  # what the trainer waits for it

@@ -54,6 +54,11 @@ class AsyncRollout:
         self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
         self._busy_s = 0.0
 
+    def start(self) -> None:
+        """Before the first step; the servers have weights."""
+        self._busy_s = self._rollout.busy_s()
+        self.fill()
+
     def fill(self) -> None:
         """Begin as many groups as may be; returns at once."""
         per_step = self._config.trainer.prompts_per_step

@@ -19,9 +19,10 @@ NUM_STEPS, STALENESS = 5, 2
 ASYNC = (
     "trainer.mode=fully_async", f"trainer.staleness={STALENESS}",
     f"trainer.num_steps={NUM_STEPS}", "algorithm.samples.group_filter=''",
-    # Few at once, and long ones among them: a push finds some in the middle.
-    "trainer.asynchronous.max_groups=6", "evaluation.every=2",
+    "evaluation.every=2",
 )  # fmt: skip
+FEW = "trainer.asynchronous.max_groups=6"  # a push finds some in the middle
+MORE = "trainer.asynchronous.over_issue=0.5"  # some of which are too old before they have ended
 
 
 def trained(output: Path) -> list[dict[str, float]]:
@@ -36,14 +37,13 @@ def groups_of(output: Path) -> list[int]:
     return [group for groups in tables for group in sorted(set(groups))]
 
 
-@pytest.mark.parametrize("rollout", ["own", "shared"])
+@pytest.mark.parametrize(("rollout", "groups"), [("own", FEW), ("shared", MORE)])
 def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
-    start_job, own_model_and_data, rollout
+    start_job, own_model_and_data, rollout, groups
 ):
     """On devices of their own, and on the trainer's by turns; with an evaluation meanwhile."""
-    output = ended(
-        start_job(*own_model_and_data, *SETTINGS, *ASYNC, f"placement.rollout={rollout}")
-    )
+    asked = *SETTINGS, *ASYNC, groups, f"placement.rollout={rollout}"
+    output = ended(start_job(*own_model_and_data, *asked))
     rows = trained(output)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     ages = [row["samples/age"] for row in rows]
@@ -60,7 +60,7 @@ def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
 def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
     start_job, own_model_and_data, tmp_path
 ):
-    asked = (*own_model_and_data, *SETTINGS, *ASYNC, "trainer.save_every=2", "resume=auto")
+    asked = (*own_model_and_data, *SETTINGS, *ASYNC, FEW, "trainer.save_every=2", "resume=auto")
     killed = start_job(*asked, output=tmp_path / "run")
     killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
     kill(killed)

@@ -26,6 +26,7 @@ ROUNDS = (
     "algorithm.samples.max_rounds=2", "algorithm.samples.prompts_per_round=4",
     "algorithm.samples.replay.share=0.25", "algorithm.samples.replay.max_age=3",
 )  # fmt: skip
+WITHOUT_FILTER = ("algorithm.samples.group_filter=''", "trainer.num_steps=3")
 NUM_STEPS = 5
 
 
@@ -42,13 +43,13 @@ def undisturbed(start_job, own_model_and_data) -> Path:
 
 @pytest.fixture(scope="module")
 def sync(start_job, own_model_and_data) -> list[dict[str, float]]:
-    return finished(start_job, *own_model_and_data, "trainer.num_steps=3")
+    return finished(start_job, *own_model_and_data, *WITHOUT_FILTER)
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
 def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data, sync, mode):
     """Samples, rewards, losses, gradients, gaps."""
-    asked = (*own_model_and_data, "trainer.num_steps=3", "trainer.staleness=0")
+    asked = (*own_model_and_data, *WITHOUT_FILTER, "trainer.staleness=0")
     found = finished(start_job, *asked, f"trainer.mode={mode}")
     assert [{n: v for n, v in row.items() if not n.startswith("queue/")} for row in found] == sync
     assert len({row["reward/fingerprint"] for row in sync}) == 3

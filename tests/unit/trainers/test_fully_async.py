@@ -19,7 +19,6 @@ from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, Sampl
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     AsynchronousConfig,
-    CorrectionConfig,
     RLConfig,
     SampleTablesConfig,
     TrainerConfig,
@@ -35,109 +34,11 @@ from mcore_rl.workers.policy_checks import PolicyMismatchError
 from mcore_rl.workers.sample_queue import State
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
+from tests.unit.trainers.modelled_servers import Servers
 from tests.unit.trainers.test_one_step_off import log_probs_of
 from tests.unit.workers.test_checkpointer import Actor
 
 NUM_STEPS, PER_STEP = 6, 4
-
-
-class Servers:
-    """Those of a run; `now` are seconds, and `events` in the order of calls."""
-
-    def __init__(self, train_s: float):
-        self.now, self.train_s = 0.0, train_s
-        self.pushes = [(0.0, 0)]  # when each version came
-        self.running: dict[int, tuple[float, int]] = {}  # group: when it was begun, samples
-        self.events: list[str] = []
-        self.most_running = self.longest = 0
-        self.is_asleep = self.lies = self.is_silent = False
-
-    @property
-    def version(self) -> int:
-        return self.pushes[-1][1]
-
-    def begin(self, prompts, sampling, stream):
-        assert not self.is_asleep
-        groups = prompts.array("group_ids").tolist()
-        assert not self.running.keys() & groups
-        self.events.append(f"begin {groups[0]}-{groups[-1]} of {self.version}")
-        self.running |= dict.fromkeys(groups, (self.now, sampling.n))
-        self.most_running = max(self.most_running, len(self.running))
-
-    def ends(self, group: int) -> float:
-        return self.running[group][0] + max(lengths_of(group, self.running[group][1]))
-
-    def collect(self, stream, wait_s):
-        """The groups that have ended; time passes until there is one."""
-        assert not self.is_asleep
-        if self.is_silent:
-            return []
-        if self.running:
-            self.now = max(self.now, min(map(self.ends, self.running)))
-        ended = sorted(group for group in self.running if self.ends(group) <= self.now)
-        found = [self._samples(group, *self.running.pop(group)) for group in ended]
-        return [Batch.concat(found)] if found else []
-
-    def abandon(self, stream, group_ids):
-        assert not self.is_asleep
-        self.events.append(f"abandon {sorted(group_ids)}")
-        for group in group_ids:
-            del self.running[group]
-
-    def num_outstanding(self, stream):
-        return len(self.running)
-
-    has_joining = False
-
-    def busy_s(self):
-        return [self.now]
-
-    def _samples(self, group: int, began: float, num: int) -> Batch:
-        lengths = lengths_of(group, num)
-        times, versions = zip(*self.pushes, strict=True)
-        of_tokens = [
-            np.array(versions)[np.searchsorted(times, began + np.arange(n), side="right") - 1]
-            for n in lengths
-        ]
-        of_tokens = [row - int(self.lies) for row in of_tokens]
-        ids = Jagged.of([group + np.arange(n) for n in lengths], np.int64)
-        token_versions = ids.with_values(np.concatenate(of_tokens))
-        log_probs = log_probs_of(ids.values, token_versions.values)
-        rng = np.random.default_rng(group)
-        return Batch(
-            dict(
-                group_ids=np.full(num, group),
-                prompt_ids=Jagged.of([[group]] * num, np.int64),
-                response_ids=ids,
-                response_mask=ids.with_values(np.ones(len(ids.values), np.int8)),
-                rollout_log_probs=ids.with_values(log_probs),
-                weight_versions=token_versions,
-                oldest_versions=np.array([row.min() for row in of_tokens]),
-                newest_versions=np.array([row.max() for row in of_tokens]),
-                rewards=rng.integers(0, 2, num).astype(np.float32),
-                reward_errors=np.array([""] * num),
-                finish_reasons=np.array(["stop"] * num),
-            )
-        )
-
-    def push(self, version):
-        assert self.version == version - 1
-        self.events.append(f"push {version}")
-        self.pushes.append((self.now, version))
-
-    def sleep(self, keep):
-        assert keep
-        self.is_asleep = True
-        self.events.append(f"sleep with {len(self.running)}")
-
-    def wake(self, tag):
-        self.is_asleep = self.is_asleep and tag != "kv_cache"
-
-
-def lengths_of(group: int, num: int) -> list[int]:
-    """Mostly a few tokens, sometimes 60."""
-    drawn = np.random.default_rng([7, group]).pareto(1.1, num)
-    return [min(2 + int(4 * value), 60) for value in drawn]
 
 
 class Policy(Actor):
@@ -198,8 +99,9 @@ class Run:
         self.loop = Loop.of(config, turns, data, None)
         parts = self.loop.parts
         self.checkpointer = Checkpointer(config, folder, turns, parts, dict, self.stop, 0)
-        silent = SampleTablesConfig(every=0, num_shown=0, tokens=False)
-        self.tables = SampleTables(folder, None, silent)
+        self.tables = SampleTables(
+            folder, None, SampleTablesConfig(every=0, num_shown=0, tokens=False)
+        )
         self.evaluation = Evaluation(config, self.loop.rollout, {}, self.tables, lambda *_: None)
 
     def train(self, report=None):
@@ -249,7 +151,8 @@ def test_no_token_is_older_than_staleness_over_500_steps(tmp_path, staleness):
     assert max(map(max, found)) == staleness and min(map(min, found)) == 0
     groups = list(chain(*run.trained))
     assert len(groups) == len(set(groups)) == 500 * PER_STEP
-    assert sorted(groups) == list(range(500 * PER_STEP))  # what was abandoned came again
+    assert sorted(groups) == list(range(500 * PER_STEP))
+    assert run.rows[-1]["queue/abandoned_total"] == 0  # it is paced, and nothing is thrown away
     assert run.servers.most_running <= (staleness + 1) * PER_STEP
     mixed = [
         b
@@ -401,29 +304,3 @@ def test_a_token_of_older_weights_than_its_group_was_begun_with_stops_the_run(tm
     run.servers.lies = True
     with pytest.raises((PolicyMismatchError, RuntimeError), match="version"):
         run.train()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(staleness=-1), "trainer.staleness=-1; allowed: at least 0"),
-        (dict(asynchronous={"over_issue": 2}), "over_issue=2; allowed: 0 to 1"),
-        (dict(staleness=0, asynchronous={"over_issue": 0.5}), "over_issue=0.5 with .*staleness=0"),
-        (dict(asynchronous={"max_groups": -1}), "max_groups=-1; allowed: at least 0"),
-        (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
-        (dict(advantage="remax"), "algorithm.advantage='remax' with trainer.mode='fully_async'"),
-        (dict(correction=CorrectionConfig(level="off")), "trainer.staleness=2: old samples would"),
-        (dict(loss="decoupled_ppo"), "weight_cap=None with algorithm.loss='decoupled_ppo'"),
-        (
-            dict(samples=SamplesConfig(group_filter="drop_uniform", prompts_per_round=8)),
-            "prompts_per_round=8: .* in no rounds",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(tmp_path, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Run(tmp_path, **settings)
-
-
-def test_a_cap_on_the_weights_makes_decoupled_ppo_an_answer_to_old_samples(tmp_path):
-    Run(tmp_path, loss="decoupled_ppo", loss_settings={"weight_cap": 5.0})

@@ -1,0 +1,99 @@
+"""The benchmark of training loops: what it counts, and how much faster asynchronous ones are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from mcore_rl.cli import main as cli
+from mcore_rl.cli.bench import main
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.tools.bench_async.model import Clock, Servers, Workload
+from mcore_rl.tools.bench_async.run import SETUPS, Settings, measured
+from mcore_rl.tools.bench_async.timeline import _mean_used
+from tests.pages import of_kind
+
+LOAD = Workload(median=100, sigma=0.0, slots=2, tokens_per_s=10.0, push_s=3.0)  # 10 s each
+
+
+def asked(*groups: int) -> Batch:
+    return Batch(
+        {"group_ids": np.array(groups), "prompt_ids": Jagged.of([[1]] * len(groups), np.int64)}
+    )
+
+
+def test_the_command_of_the_page(monkeypatch, capsys, tmp_path):
+    """Faster than the synchronous loop by as much as is claimed; bounds of age hold."""
+    [command] = of_kind("bench async")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*command.text.split(), "--steps", "8"])
+    assert cli.main() == 0
+    report = json.loads(capsys.readouterr().out)
+    over = report["over sync"]
+    assert over["one step off"] >= 1.25 and over["fully async"] >= 1.8
+    assert report["over sync, by turns"]["fully async, by turns"] >= 1.8
+    ages = {name: found["max_age"] for name, found in report["setups"].items()}
+    assert ages["sync"] == ages["sync, by turns"] == 0 and ages["one step off"] == 1
+    assert 0 < ages["fully async"] <= 4 and 0 < ages["fully async, by turns"] <= 4
+    assert all(found["abandoned"] == 0 for found in report["setups"].values())
+    picture = ElementTree.parse(tmp_path / "async.svg").getroot()
+    texts = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert set(SETUPS) <= texts
+
+
+def test_a_step_of_sync_takes_what_its_parts_take():
+    """The longest response, log-probs and an update of all tokens, and a push; by hand."""
+    load = Workload(median=1000, sigma=0.0, slots=512, push_s=7.0)
+    found = measured(SETUPS["sync"], Settings(num_steps=2, load=load))
+    tokens = 512 * 32 * 32  # a token of a batch stands for 32: 1000 of them are 31.25, and one
+    assert found.step_s == pytest.approx(1000 / 50 + tokens / 30_000 + tokens / 10_000 + 7)
+    assert found.trainer_waits_s == pytest.approx(20)
+    assert found.servers_idle_s == pytest.approx(tokens / 30_000 + tokens / 10_000)
+    assert found.slots_used == pytest.approx(20 / found.step_s)
+
+
+def test_responses_wait_for_a_slot_and_stand_still_for_a_push_and_a_sleep():
+    clock = Clock()
+    servers = Servers(clock, LOAD, slots=2)
+    servers.begin(asked(0, 1, 2), SamplingParams(n=1, max_tokens=100), "train")
+    clock.now = 4.0
+    servers.push(1)  # to 7 s
+    [found] = servers.collect("train", 100.0)
+    assert clock.now == 13.0 and found.array("group_ids").tolist() == [0, 1]
+    servers.sleep(keep=True)
+    clock.now = 50.0
+    servers.wake("kv_cache")
+    assert servers.collect("train", 5.0) == [] and clock.now == 55.0
+    [found] = servers.collect("train", 100.0)
+    assert clock.now == pytest.approx(60.0) and found.array("group_ids").tolist() == [2]
+    assert servers.busy_s() == pytest.approx([23.0])
+
+
+def test_tokens_have_the_version_at_their_time():
+    clock, load = Clock(), Workload(median=320, sigma=0.0, tokens_per_s=32.0, push_s=0.0)
+    servers = Servers(clock, load, slots=1)
+    servers.begin(asked(7), SamplingParams(n=1, max_tokens=100), "train")
+    clock.now = 4.5  # of the 10 s, a token of the batch each second
+    servers.push(1)
+    [found] = servers.collect("train", 100.0)
+    assert found.jagged("weight_versions")[0].tolist() == [0] * 5 + [1] * 6
+
+
+def test_the_picture_has_means_of_slots():
+    edges = np.array([0.0, 10.0, 20.0])
+    assert _mean_used([(0.0, 2), (5.0, 4), (15.0, 0), (20.0, 0)], edges).tolist() == [3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--steps", "0"], "--steps=0"), (["--staleness", "-1"], "--staleness=-1")],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        main(["async", *arguments])
