@@ -7,6 +7,7 @@ it, and lost when the process dies that has stored it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -27,7 +28,9 @@ from mcore_rl.controller.remote_batch import (
 )
 from mcore_rl.data.batch import FILLED, Array, Batch, Column, Jagged
 
-OBJECT_BYTES = 4 << 20  # of an object, but for a sample that is larger
+# Of an object, but for a sample that is larger. A node that reads some rows of an object gets all
+# of it; on one node nothing travels, and few objects take the least time to be made.
+OBJECT_BYTES, ONE_NODE_OBJECT_BYTES = 4 << 20, 64 << 20
 Objects = Sequence[Mapping[str, Jagged]]
 
 
@@ -63,6 +66,11 @@ def _stored(columns: Mapping[str, Jagged], num_rows: int) -> Places:
     return Places(tuple(references), objects, rows)
 
 
+@functools.cache
+def _object_bytes() -> int:
+    return OBJECT_BYTES if len(ray.nodes()) > 1 else ONE_NODE_OBJECT_BYTES
+
+
 def _slices(columns: Mapping[str, Jagged], num_rows: int) -> Iterator[tuple[int, int]]:
     """Of consecutive rows that make an object together."""
     num_bytes = np.zeros(num_rows, np.int64)
@@ -73,7 +81,7 @@ def _slices(columns: Mapping[str, Jagged], num_rows: int) -> Iterator[tuple[int,
     start = 0
     while start < num_rows:
         before = ends[start - 1] if start else 0
-        end = max(int(np.searchsorted(ends, before + OBJECT_BYTES, "right")), start + 1)
+        end = max(int(np.searchsorted(ends, before + _object_bytes(), "right")), start + 1)
         yield start, end
         start = end
 
