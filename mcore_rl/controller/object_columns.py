@@ -8,6 +8,7 @@ they belong to the driver, and a server may die (`pieces`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -28,7 +29,9 @@ from mcore_rl.controller.remote_batch import (
 )
 from mcore_rl.data.batch import FILLED, Array, Batch, Column, Jagged
 
-OBJECT_BYTES = 4 << 20  # of an object, but for a sample that is larger
+# Of an object, but for a sample that is larger. A node that reads some rows of an object gets all
+# of it; on one node nothing travels, and few objects take the least time to be made.
+OBJECT_BYTES, ONE_NODE_OBJECT_BYTES = 4 << 20, 64 << 20
 NUM_PIECES = 8  # objects that a call may return
 # Ray sends a smaller result to the driver, in place of a reference to it (its
 # max_direct_call_object_size is 100 KiB).
@@ -48,7 +51,7 @@ def store(batch: Batch, known: Collection[str] = ()) -> RemoteBatch:
     Columns along tokens go to the object store of this node, those of one value a sample are in
     what comes back, with prompt_tokens and response_tokens where there are prompts and responses.
     """
-    found, objects = _divided(batch, known, OBJECT_BYTES)
+    found, objects = _divided(batch, known, _object_bytes())
     return found.at([ray.put(one) for one in objects])
 
 
@@ -60,7 +63,7 @@ def pieces(batch: Batch) -> tuple[RemoteBatch, list[Object | None]]:
     """
     tokens = [column for column in batch.columns.values() if isinstance(column, Jagged)]
     share = sum(column.values.nbytes for column in tokens) // NUM_PIECES * 5 // 4
-    found, objects = _divided(batch, (), max(OBJECT_BYTES, share))
+    found, objects = _divided(batch, (), max(_object_bytes(), share))
     for one in objects:
         missing = _LEAST_BYTES - sum(column.values.nbytes for column in one.values())
         if missing > 0:
@@ -86,6 +89,11 @@ def _divided(
     places = Places(tuple(range(len(found))), objects, rows)
     remote = {n: RemoteColumn(places, n, c.values[:0].copy()) for n, c in tokens.items()}
     return RemoteBatch(Batch(own), remote, num), found
+
+
+@functools.cache
+def _object_bytes() -> int:
+    return OBJECT_BYTES if len(ray.nodes()) > 1 else ONE_NODE_OBJECT_BYTES
 
 
 def _slices(

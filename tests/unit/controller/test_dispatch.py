@@ -58,11 +58,15 @@ class Child(Base):
 
 def test_marks_are_inherited_and_can_be_changed():
     assert registered_methods(Base) == {
-        "compute": Registration(Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False),
+        "compute": Registration(
+            Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
+        ),
         "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False, False, None, (), False),
     }
     assert registered_methods(Child) == {
-        "compute": Registration(Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False),
+        "compute": Registration(
+            Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
+        ),
         "save": Registration(Dispatch.RANK_ZERO, Execute.ALL, True, True, None, (), False),
     }
 

@@ -63,7 +63,7 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Store:
     """An object has about three samples."""
     made = Store()
     monkeypatch.setattr(object_columns, "ray", made)
-    monkeypatch.setattr(object_columns, "OBJECT_BYTES", 300)
+    monkeypatch.setattr(object_columns, "_object_bytes", lambda: 300)
     return made
 
 

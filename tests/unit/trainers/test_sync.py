@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.controllers import Coefficients
-from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import (
@@ -22,6 +21,7 @@ from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.learner import Learner
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
 

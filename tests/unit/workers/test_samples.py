@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, SamplesConfig
@@ -16,6 +15,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.samples import samples_of_step
 
 NUM_ROWS = 40

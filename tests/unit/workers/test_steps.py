@@ -16,7 +16,6 @@ from mcore_rl.workers.policy_checks import (
     checked_gaps,
     checked_mismatch,
     logprob_gaps,
-    logprob_gaps,
 )
 from mcore_rl.workers.steps import (
     describe,
@@ -79,11 +78,15 @@ def test_one_log_prob_that_is_not_finite_stops_the_run(column, value):
     values[4] = value
     broken = batch().with_columns(**{column: batch().jagged(column).with_values(values)})
     with pytest.raises(PolicyMismatchError, match=r"step 1: max_logprob_gap .* is (nan|inf) nats"):
-        checked_gaps(logprob_gaps(broken), TrainerConfig(max_logprob_gap=1.0, mean_logprob_gap=1.0), 1)
+        checked_gaps(
+            logprob_gaps(broken), TrainerConfig(max_logprob_gap=1.0, mean_logprob_gap=1.0), 1
+        )
 
 
 def test_a_gap_within_both_bounds_is_reported():
-    gaps = checked_gaps(logprob_gaps(batch()), TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3), 1)
+    gaps = checked_gaps(
+        logprob_gaps(batch()), TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3), 1
+    )
     assert gaps == pytest.approx({"max_logprob_gap": 0.25, "mean_logprob_gap": 0.25})
 
 
