@@ -86,11 +86,10 @@ class Registration:
     execute: Execute
     blocking: bool  # whether a plain call waits for the result or returns a Pending
     is_start: bool  # whether it may take timeouts.start_s, or timeouts.call_s
-    reads: (
-        tuple[str, ...] | None
-    )  # columns of batches by reference, those that are there; None: all
-    writes: tuple[str, ...]
-    makes: bool  # whether it returns batches of new rows, by reference
+    # Columns of batches by reference, of those that are there; None: all.
+    reads: tuple[str, ...] | None = None
+    writes: tuple[str, ...] = ()
+    makes: bool = False  # whether it returns batches of new rows, by reference
 
     def selected(self, value: Any) -> Any:
         """An argument with the columns that the method reads."""

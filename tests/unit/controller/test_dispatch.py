@@ -61,13 +61,13 @@ def test_marks_are_inherited_and_can_be_changed():
         "compute": Registration(
             Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
         ),
-        "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False, False, None, (), False),
+        "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False, False),
     }
     assert registered_methods(Child) == {
         "compute": Registration(
             Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
         ),
-        "save": Registration(Dispatch.RANK_ZERO, Execute.ALL, True, True, None, (), False),
+        "save": Registration(Dispatch.RANK_ZERO, Execute.ALL, True, True),
     }
 
 
