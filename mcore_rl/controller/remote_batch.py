@@ -142,7 +142,8 @@ class RemoteBatch(Samples):
             raise KeyError(f"the batch has no column {missing[0]!r}; it has {sorted(self.names)}")
         kept = {*names, *LENGTHS}
         own = Batch({name: c for name, c in self.own.columns.items() if name in kept})
-        return RemoteBatch(own, {name: self.remote[name] for name in names if name in self.remote})
+        remote = {name: self.remote[name] for name in names if name in self.remote}
+        return RemoteBatch(own, remote, len(self))
 
     def to_read(self) -> RemoteBatch:
         """As a worker needs it: without lengths, which its columns say, where none is filled in."""
@@ -158,7 +159,8 @@ class RemoteBatch(Samples):
 
     def renamed(self, **names: str) -> RemoteBatch:
         """With remote columns under other names: renamed(log_probs="reference_log_probs")."""
-        return RemoteBatch(self.own, {names.get(n, n): c for n, c in self.remote.items()})
+        remote = {names.get(n, n): c for n, c in self.remote.items()}
+        return RemoteBatch(self.own, remote, len(self))
 
     def union(self, other: RemoteBatch) -> RemoteBatch:
         """The columns of both, of the same samples in the same order; those of `other` count.
@@ -183,7 +185,7 @@ class RemoteBatch(Samples):
         """`moved`: by the id of the places that were."""
         columns = self.remote.items()
         remote = {n: RemoteColumn(moved[id(c.places)], c.stored_name, c.empty) for n, c in columns}
-        return RemoteBatch(self.own, remote)
+        return RemoteBatch(self.own, remote, len(self))
 
     def take(self, rows: Sequence[int]) -> RemoteBatch:
         index = np.asarray(rows, dtype=np.int64)
@@ -193,7 +195,7 @@ class RemoteBatch(Samples):
             name: RemoteColumn(moved[id(c.places)], c.stored_name, c.empty)
             for name, c in self.remote.items()
         }
-        return RemoteBatch(self.own.take(index.tolist()), remote)
+        return RemoteBatch(self.own.take(index.tolist()), remote, len(index))
 
     def chunk(self, num: int) -> list[RemoteBatch]:
         """`num` parts of consecutive rows, whose numbers differ by one at most."""
