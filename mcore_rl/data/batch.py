@@ -1,4 +1,4 @@
-"""The one batch type, in this process: named columns, one row per sample, rows of different lengths.
+"""The one batch type: named columns that are here, one row per sample, of different lengths.
 
 A column is either a `Jagged` array (one variable-length row a sample) or a plain numpy array (one
 value a sample). Nothing is padded; a batch contains data, never settings. numpy, so that Ray moves
