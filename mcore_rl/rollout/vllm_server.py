@@ -97,8 +97,7 @@ class VLLMServer:
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
         self._running: dict[str, str] = {}  # our names of running requests, and vLLM's
-        self._version = 0
-        self._num_updates = 0
+        self._version = self._num_updates = 0
         self._lifecycle = Lifecycle()
         self._traffic = Traffic(self._lifecycle)
 
@@ -137,7 +136,7 @@ class VLLMServer:
 
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.engine_arguments()
-        arguments = AsyncEngineArgs(
+        config = AsyncEngineArgs(
             model=self._model_path,
             dtype=self._dtype,
             seed=self._seed,
@@ -159,8 +158,7 @@ class VLLMServer:
             **vllm_worker.sleep_arguments(self._can_sleep),
             **vllm_routing.arguments(self._records_experts),
             **nodes,
-        )
-        config = arguments.create_engine_config(headless=headless)
+        ).create_engine_config(headless=headless)
         vllm_worker.check_heads(config.model_config)
         vllm_routing.check(config)
         # Workers that crash leave their memory behind, and the server may never be closed.
@@ -305,21 +303,19 @@ class VLLMServer:
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
-        info = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
+        own = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
+        method, info = "init_weight_transfer_engine", {"init_info": own}
         async with self._traffic.beside(Call.CONNECT):
-            what = "joining the trainer"
-            await on_workers(
-                self._serving, what, "init_weight_transfer_engine", {"init_info": info}
-            )
+            await on_workers(self._serving, "joining the trainer", method, info)
 
     async def update(
         self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
         what = f"weight update to version {version}"
         async with self._replacing(version, in_flight, recompute_cache):
+            info = {"update_info": {"version": version}}
             await on_workers(self._serving, what, "start_weight_update", {})
-            info = {"version": version}
-            await on_workers(self._serving, what, "update_weights", {"update_info": info})
+            await on_workers(self._serving, what, "update_weights", info)
             await on_workers(self._serving, what, "finish_weight_update", {})
 
     async def load_checkpoint(
