@@ -28,6 +28,10 @@ class TooLateError(RuntimeError):
 class ProcessDiedError(RuntimeError):
     """The process of a call ended."""
 
+    def __init__(self, status: int) -> None:
+        super().__init__(f"ended its process with status {status}")
+        self.is_killed = status < 0  # by a signal, perhaps from outside
+
 
 async def within(timeout_s: float, work: Awaitable[T]) -> T:
     """Its result; TooLateError after timeout_s, which a TimeoutError of its own is not."""
@@ -55,23 +59,32 @@ class RewardProcesses:
     ) -> dict[str, Any]:
         """{"result": ...} or {"error": ...} of one call, with arguments by place and by name.
 
-        Time spent waiting for a process does not count.
+        Time spent waiting for a process does not count. A call whose process was killed, as the
+        kernel does when memory is short, is made once more.
 
         Raises:
             TooLateError: after timeout_s; the process has been killed.
             ProcessDiedError: the call ended its process.
             RuntimeError: no process could be started.
         """
+        asked = {"given": given, "optional": optional, "timeout_s": timeout_s}
         async with self._places:
-            process = await self._process()
             try:
-                asked = {"given": given, "optional": optional, "timeout_s": timeout_s}
-                found = await within(timeout_s, _answer(process, asked))
-            except BaseException:  # also where the call is cancelled: it would go on
-                await _end(process)
-                raise
-            self._idle.append(process)
-            return found
+                return await self._call(asked, timeout_s)
+            except ProcessDiedError as error:
+                if not error.is_killed:
+                    raise
+                return await self._call(asked, timeout_s)
+
+    async def _call(self, asked: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        process = await self._process()
+        try:
+            found = await within(timeout_s, _answer(process, asked))
+        except BaseException:  # also where the call is cancelled: it would go on
+            await _end(process)
+            raise
+        self._idle.append(process)
+        return found
 
     async def close(self) -> None:
         while self._idle:
@@ -100,7 +113,7 @@ async def _answer(process: Process, asked: Mapping[str, Any]) -> dict[str, Any]:
         await process.stdin.drain()
     line = await process.stdout.readline()
     if not line.endswith(b"\n"):
-        raise ProcessDiedError(f"ended its process with status {await process.wait()}")
+        raise ProcessDiedError(await process.wait())
     found: dict[str, Any] = json.loads(line)
     return found
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -47,7 +47,6 @@ from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine import PauseMode
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from mcore_rl.rollout.vllm_nodes import ServerNodes
@@ -98,18 +97,17 @@ class VLLMServer:
         self._name: ServerName | None = None
         self._request_ids = itertools.count()
         self._running: dict[str, str] = {}  # our names of running requests, and vLLM's
-        self._version = 0
-        self._num_updates = 0
+        self._version = self._num_updates = 0
         self._lifecycle = Lifecycle()
         self._traffic = Traffic(self._lifecycle)
 
     @property
-    def is_dead(self) -> bool:
-        return self._engine is not None and self._engine.errored
-
-    @property
     def weight_version(self) -> int:
         return self._version
+
+    @property
+    def is_dead(self) -> bool:
+        return self._engine is not None and self._engine.errored
 
     def prepare(self) -> None:
         os.environ |= _QUIET
@@ -138,7 +136,7 @@ class VLLMServer:
 
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.engine_arguments()
-        arguments = AsyncEngineArgs(
+        config = AsyncEngineArgs(
             model=self._model_path,
             dtype=self._dtype,
             seed=self._seed,
@@ -160,8 +158,7 @@ class VLLMServer:
             **vllm_worker.sleep_arguments(self._can_sleep),
             **vllm_routing.arguments(self._records_experts),
             **nodes,
-        )
-        config = arguments.create_engine_config(headless=headless)
+        ).create_engine_config(headless=headless)
         vllm_worker.check_heads(config.model_config)
         vllm_routing.check(config)
         # Workers that crash leave their memory behind, and the server may never be closed.
@@ -306,21 +303,19 @@ class VLLMServer:
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
-        info = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
+        own = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
+        method, info = "init_weight_transfer_engine", {"init_info": own}
         async with self._traffic.beside(Call.CONNECT):
-            what = "joining the trainer"
-            await on_workers(
-                self._serving, what, "init_weight_transfer_engine", {"init_info": info}
-            )
+            await on_workers(self._serving, "joining the trainer", method, info)
 
     async def update(
         self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
         what = f"weight update to version {version}"
         async with self._replacing(version, in_flight, recompute_cache):
+            info = {"update_info": {"version": version}}
             await on_workers(self._serving, what, "start_weight_update", {})
-            info = {"version": version}
-            await on_workers(self._serving, what, "update_weights", {"update_info": info})
+            await on_workers(self._serving, what, "update_weights", info)
             await on_workers(self._serving, what, "finish_weight_update", {})
 
     async def load_checkpoint(
@@ -360,10 +355,9 @@ class VLLMServer:
 
         `keep`: requests may be there, else only what cancelled ones still run in the engine.
         """
-        around = self._traffic.beside(call) if keep else self._traffic.alone(call)
-        async with around:
+        async with self._traffic.beside(call) if keep else self._traffic.alone(call):
             if self._lifecycle.state not in ASLEEP:
-                mode: PauseMode = "keep" if keep else "wait"
+                mode: Literal["keep", "wait"] = "keep" if keep else "wait"
                 await self._serving.pause_generation(mode=mode, clear_cache=False)
             yield
 

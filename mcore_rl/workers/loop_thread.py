@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for an actor whose methods are called one by one."""
+"""An event loop in a thread of its own, for an actor whose methods wait in other threads."""
 
 from __future__ import annotations
 

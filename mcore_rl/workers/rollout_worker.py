@@ -165,21 +165,25 @@ class RolloutWorker:
         self, asked: Sequence[Prompt], sampling: SamplingParams, stream: Stream
     ) -> None:
         own = self._streams[stream]
-        if taken := sorted(prompt.group_id for prompt in asked if prompt.group_id in own):
+        if taken := sorted(own.ids & {prompt.group_id for prompt in asked}):
             raise ConfigError(f"stream {stream!r}: groups {taken} have been begun already")
         groups = self._agent.start(asked, sampling)
         own.begin({prompt.group_id: one for prompt, one in zip(asked, groups, strict=True)})
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def collect(self, stream: Stream, wait_s: float) -> Batch:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def collect(self, stream: Stream, wait_s: float) -> Batch | None:
         """Samples of the groups that have ended since the last call, in order of group ids.
 
         Waits up to `wait_s`, less than the worker's timeout_s, until there is one. Returns whole
         groups, each once, or an empty batch. In the stream "train" they have references to the
         experts of their tokens, where the server records them.
 
+        None on further nodes of the server, which are asked so that their death is told.
+
         Raises what a reward or a loop has raised; that group is forgotten.
         """
+        if self._headless:
+            return None
         if not 0 <= wait_s < self._spec.timeout_s:
             raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
         with self._alive():
@@ -190,7 +194,8 @@ class RolloutWorker:
     def abandon(self, stream: Stream, group_ids: Sequence[int]) -> None:
         """Ends groups and forgets them: `collect` never returns them.
 
-        Returns when nothing of them runs any more. Groups that have been collected are no error.
+        Returns when nothing of them runs any more: then their ids may be begun anew. Groups that
+        have been collected are no error.
         """
         self._wait(self._streams[stream].abandon(group_ids))
 
@@ -284,6 +289,8 @@ class RolloutWorker:
     def shut_down(self) -> None:
         if self._headless:
             self._headless.close()
+        for groups in self._streams.values():
+            self._wait(groups.abandon([*groups.ids]))
         if isinstance(self._agent, AgentRunner):
             self._wait(self._agent.close())
         self._wait(self._judge.close())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.agent_loop import Group
@@ -44,11 +44,13 @@ class RunningGroups:
         self._busy = BusyTime() if busy is None else busy
         self._news = asyncio.Event()  # a group has ended since it was looked
 
-    def __contains__(self, group_id: int) -> bool:
-        return group_id in self._groups
+    @property
+    def ids(self) -> Set[int]:
+        """Of groups that have been begun, and neither collected nor abandoned."""
+        return self._groups.keys()
 
     def begin(self, groups: Mapping[int, Group]) -> None:
-        """Groups whose ids are free (`in`)."""
+        """Groups whose ids are free."""
         self._groups |= groups
         for group in groups.values():
             self._busy.begin()

@@ -254,7 +254,9 @@ class ServerGroups:
             ConfigError, WorkerError: of a failure that is no death, or of one death too many.
         """
         for server in list(self._servers.values()):
-            server.sent = [call for call in server.sent if not self._answered(server, call)]
+            for call in list(server.sent):
+                if call in server.sent and self._answered(server, call):  # else it has died
+                    server.sent.remove(call)
             if server.starting and all(call.has_ended() for call in server.starting):
                 self._finish_start(server)
 
@@ -271,6 +273,8 @@ class ServerGroups:
     def _enter(self, server: Server) -> None:
         server.is_up, server.version = True, 0
         self.membership += 1
+        if server.restarts:
+            print(f"{server.group.name} is up again, and gets its weights with the next push")
         if self._models is not None:
             server.sent.append(server.group.connect_models.submit(self._models))
 

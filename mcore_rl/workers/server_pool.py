@@ -132,7 +132,7 @@ class ServerPool(ServerGroups):
             if not self._answered(server, call):
                 return
             del server.collecting[stream]
-            yield from self._wanted(server, stream, call.result())
+            yield from self._wanted(server, stream, call.result()[0])
         if self._its(server, stream):
             server.collecting[stream] = server.group.collect.submit(stream, LOOK_S)
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from mcore_rl.config.schema import GRPOSettings, PPOClipSettings
 from mcore_rl.data.batch import Jagged
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.reshard.executor import Bucket, Exchange
+from mcore_rl.reshard.transport import GroupTransport, Pending, Transfer
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,26 @@ def _pause_pushes(file: str) -> None:
             _pause(file)
 
     Exchange.run = paused
+
+
+def loss_before_a_pausing_transfer(
+    inputs: LossInputs, settings: PauseSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """In the push of what is trained here, when the servers wait for the first message."""
+    _pause_transfers(settings.file)
+    return ppo_clip(inputs, PPOClipSettings())
+
+
+@functools.cache
+def _pause_transfers(file: str) -> None:
+    start = GroupTransport.start
+
+    def paused(transport: GroupTransport, transfers: Sequence[Transfer]) -> Sequence[Pending]:
+        if transfers and transfers[0].is_send:
+            _pause(file)
+        return start(transport, transfers)
+
+    GroupTransport.start = paused
 
 
 def every_second_group(batch):

@@ -7,7 +7,8 @@ worker is on a node of its own, as far as vLLM can tell: the second is that of a
 
 It writes what it gives as lines of JSON: first its scores under the weights of checkpoint OLD, with
 a trace as FOLDER/trace.safetensors; then those of NEW as a folder; then as shards of two training
-ranks, twice by each transport, the second time after a sleep. After that it waits to be killed.
+ranks, twice by each transport, the second time after a sleep. Responses run across each of these.
+After that it waits to be killed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from safetensors.torch import save_file
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
-from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.rollout.protocol import SamplingParams, ServerMemory
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
@@ -47,8 +49,8 @@ async def main(old: Path, new: Path, folder: Path, node: int | None = None) -> N
         return await until_orphaned()
     await server.start()
     tell(await scores(server, folder))
-    await server.load_checkpoint(str(new), 1)
-    tell(await completion(server))
+    loading = server.load_checkpoint(str(new), 1, in_flight=True, recompute_cache=True)
+    tell({"across": await across(server, loading), "completion": await completion(server)})
     await by_each_transport(server, new, folder)
     await asyncio.sleep(600)
 
@@ -79,6 +81,16 @@ async def completion(server: VLLMServer) -> dict[str, Any]:
     return asdict(found)
 
 
+async def across(server: VLLMServer, change: Coroutine[Any, Any, None]) -> list[dict[str, Any]]:
+    """Responses that run while something is done to the server."""
+    running = asyncio.create_task(
+        server.submit(TOKENS, SamplingParams(n=4, max_tokens=190, seed=3))
+    )
+    await server.submit(TOKENS[:5], SamplingParams(max_tokens=5, seed=4))  # so the others run
+    await change
+    return [asdict(found) for found in await running]
+
+
 async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) -> None:
     trainer = Path(__file__).with_name("shard_trainer.py")
     ranks = [
@@ -92,17 +104,23 @@ async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) 
         endpoint, fields = json.loads(meeting.read_text())
         spec = TransferSpec.from_dict(fields)
         await server.connect_weights(RendezvousEndpoint(**endpoint), spec, 0)
-        await server.update(first)
-        awake = await server.memory()
-        await server.sleep()
-        asleep = await server.memory()
-        await server.wake("weights")
-        await server.update(second)
-        await server.wake("kv_cache")
+        in_flight = await across(server, server.update(first, in_flight=True))
+        memory = [await server.memory()]
+
+        async def sleep(version: int, memory: list[ServerMemory]) -> None:
+            await server.sleep(keep=True)
+            memory.append(await server.memory())
+            await server.wake("weights")
+            await server.update(version)
+            await server.wake("kv_cache")
+            memory.append(await server.memory())
+
+        slept = await across(server, sleep(second, memory))
         tell(
             {
                 "completion": await completion(server),
-                "memory": [asdict(awake), asdict(asleep), asdict(await server.memory())],
+                "across": in_flight + slept,
+                "memory": [asdict(one) for one in memory],
             }
         )
     assert [rank.wait(60) for rank in ranks] == [0, 0]

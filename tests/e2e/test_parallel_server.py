@@ -97,7 +97,11 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
                 with contextlib.suppress(psutil.NoSuchProcess):
                     tracker.kill()
     _check_scores(scores, models[0], tmp_path / "trace.safetensors")
-    _check_completions([loaded, *(found["completion"] for found in sharded)], models[1])
+    _check_completions([found["completion"] for found in (loaded, *sharded)], models[1])
+    _check_across(loaded["across"], models, 0)
+    for found, version in zip(sharded, (1, 3), strict=True):
+        _check_across(found["across"][:4], [models[1]] * 2, version)
+        _check_across(found["across"][4:], [models[1]] * 2, version + 1)
     for awake, asleep, again in (found["memory"] for found in sharded):
         assert asleep == {"weights_bytes": 0, "kv_cache_bytes": 0}
         assert again == awake
@@ -138,6 +142,20 @@ def _check_completions(found: list[dict[str, Any]], model: Any) -> None:
         assert other.token_ids == loaded.token_ids
         # On equal weights vLLM's latent attention gives two last bits.
         assert other.log_probs == pytest.approx(loaded.log_probs, abs=2e-6)
+
+
+def _check_across(found: list[dict[str, Any]], models: list[Any], version: int) -> None:
+    """Each token is of the model of its version, which is this one or the next."""
+    num_both = 0
+    for fields in found:
+        one = Completion(**fields)
+        by_model = [reference.expected(m, _TOKENS + one.token_ids)[0] for m in models]
+        at = len(_TOKENS) - 1
+        for number, version_of_token in enumerate(one.weight_versions):
+            expected = by_model[version_of_token - version][at + number].item()
+            assert one.log_probs[number] == pytest.approx(expected, abs=1e-4)
+        num_both += set(one.weight_versions) == {version, version + 1}
+    assert num_both
 
 
 @pytest.mark.parametrize("method", ["fork", nightly("spawn")])

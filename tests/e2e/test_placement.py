@@ -71,15 +71,15 @@ PAUSES = {
     ("while_it", "victim", "told"),
     all_but(
         [
-            ("pushes", "engine", r"rollout\.receive_weights: rank 0 raised"),
+            ("pushes", "engine", r"rollout\.receive_weights: rank 0 \(host .* died"),
         ],
         [
-            ("trains", "engine", r"rollout\.wake: rank 0 raised"),
+            ("trains", "engine", r"rollout\.wake: rank 0 \(host .* died"),
             ("trains", "actor", r"actor\.update: rank 0 \(host .* died"),
-            ("generates", "engine", r"rollout\.generate: rank 0 raised"),
+            ("generates", "engine", r"rollout\.collect: rank 0 \(host .* died"),
             ("generates", "actor", r"actor\.to: rank 0 \(host .* died"),
             ("pushes", "actor", r"actor\.send_weights: rank 0 \(host .* died"),
-            ("pushes", "engine", r"rollout\.receive_weights: rank 0 raised"),
+            ("pushes", "engine", r"rollout\.receive_weights: rank 0 \(host .* died"),
         ],
     ),
 )
@@ -93,7 +93,7 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
         "actor.layout.tp=1", "actor.layout.ep=1", "actor.optimizer.warmup_steps=0",
         "algorithm.num_mini_batches=1", "weight_sync.bucket_bytes=2097152",
         "algorithm.samples.group_filter=''", "algorithm.advantage_settings={}",
-        "algorithm.loss_settings={}", function, f"{setting}={paused}",
+        "algorithm.loss_settings={}", function, f"{setting}={paused}", "rollout.max_restarts=0",
     )  # fmt: skip
     job.wait_until(paused.exists, f"a job that {while_it}")
     (process,) = [p for p in job.processes if _is(p, victim)]

@@ -67,7 +67,7 @@ class Server:
             assert group not in self.running[stream]
             self.running[stream][group] = sampling.n, does
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register()
     def collect(self, stream: str, wait_s: float) -> Batch:
         """One group a call, those with something to do last."""
         running = self.running[stream]

@@ -17,6 +17,7 @@ from tests.unit.rewards.judging import judged, judged_by, response
 OWN = """
 import asyncio
 import math
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -73,6 +74,14 @@ async def waits(text, fields, finish_reason):
 @in_process()
 def apart(text, fields, finish_reason):
     return raises_or_sleeps(text, fields, finish_reason)
+
+@in_process()
+def killed(text, fields, finish_reason):
+    # Always, or once, where the text is a file that is not there yet.
+    if text == "always" or not os.path.exists(text):
+        open(text, "w").close()
+        os.kill(os.getpid(), 9)
+    return {"reward": 0.5}
 
 def too_few(texts, fields, finish_reasons):
     return [{"reward": 1.0}]
@@ -308,6 +317,14 @@ def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
     started = time.monotonic()
     asyncio.run(run())
     assert time.monotonic() - started < 15
+
+
+def test_a_process_that_is_killed_in_a_call_loses_no_reward(own, tmp_path):
+    config = RewardConfig(own("killed"), num_processes=1)
+    (found,) = judged(config, [str(tmp_path / "once")])
+    assert (found.reward, found.reward_error) == (0.5, "")
+    with pytest.raises(RewardError, match=r"killed' ended its process with status -9"):
+        judged(config, ["always"])
 
 
 WRONG = {

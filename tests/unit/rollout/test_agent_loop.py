@@ -100,6 +100,54 @@ def test_the_first_failure_is_raised():
         asyncio.run(loop.run_all(prompts, SamplingParams()))
 
 
+class Holding(Echo):
+    """Knows of each request whether it was made while requests are held."""
+
+    def __init__(self, fault: str = ""):
+        super().__init__()
+        self.is_held, self.were_held, self._fault = False, [], fault
+
+    @asynccontextmanager
+    async def held(self):
+        await asyncio.sleep(0.01)
+        if self._fault:
+            raise OSError(self._fault)
+        self.is_held = True
+        yield
+        self.is_held = False
+
+    async def submit(self, prompt_ids, sampling):
+        self.were_held.append(self.is_held)
+        return await super().submit(prompt_ids, sampling)
+
+
+def test_groups_start_together_and_each_ends_on_its_own():
+    async def work():
+        generator = Holding()
+        loop = SingleTurnLoop(generator, Letters(), _reward)
+        prompts = [Prompt([group], group, {"answer": ""}) for group in (_EOS, 1, 2)]
+        groups = loop.start(prompts, SamplingParams(n=2))
+        groups[2].cancel()
+        broken, fine, cancelled = await asyncio.gather(*groups, return_exceptions=True)
+        assert generator.were_held == [True] * 2
+        assert str(broken) == "broken prompt"
+        assert [sample.group_id for sample in fine] == [1, 1]
+        assert isinstance(cancelled, asyncio.CancelledError)
+
+    asyncio.run(work())
+
+
+def test_all_groups_are_told_why_they_cannot_start():
+    loop = SingleTurnLoop(Holding("it sleeps"), Letters(), _reward)
+
+    async def work():
+        groups = loop.start([Prompt([1], 1), Prompt([1], 2)], SamplingParams())
+        found = await asyncio.gather(*groups, return_exceptions=True)
+        assert [str(error) for error in found] == ["it sleeps"] * 2
+
+    asyncio.run(work())
+
+
 def test_a_reward_is_told_which_prompt_it_is_about_and_how_long_a_response_may_be():
     asked = []
 

@@ -1,0 +1,136 @@
+"""Runs whose servers are killed: they go on, and train on the samples that they would have had."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.processes import lives
+from tests.e2e.test_kill import assert_gone_soon, steps
+from tests.nightly import all_but
+
+SETTINGS = (
+    "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1", "actor.layout.ep=1",
+    "actor.optimizer.warmup_steps=0", "algorithm.samples.group_filter=''",
+    "algorithm.advantage_settings={}", "evaluation.before=false", "trainer.eval_samples=4",
+    "trainer.prompts_per_step=8", "rollout.num_servers=2", "rollout.max_restarts=100",
+    "placement.rollout=own", "weight_sync.method=disaggregated",
+)  # fmt: skip
+
+
+def samples_of(output: Path, step: int) -> list[tuple[int, ...]]:
+    """Ids and rewards."""
+    table = pq.read_table(output / "samples" / f"step_{step:06d}.parquet")
+    names = ["group", "trajectory", "response_ids", "reward"]
+    return sorted(map(str, zip(*(table[name].to_pylist() for name in names), strict=True)))
+
+
+def processes_of(job, server: int) -> list[psutil.Process]:
+    """That live: the actor first, then its engine, by the log that they write."""
+    found = [p for p in set(job.processes) if lives(p) and _prints_to(p, f"rollout-{server}-0.log")]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def _prints_to(process: psutil.Process, log: str) -> bool:
+    try:
+        return os.path.realpath(f"/proc/{process.pid}/fd/2").endswith(f"/{log}")
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def job_settings(own_model_and_data, tmp_path_factory) -> tuple[list[str], Path]:
+    """Of three steps; in the second one the file appears, and there are seconds to do something."""
+    paused = tmp_path_factory.mktemp("pause") / "paused"
+    own = (
+        "trainer.num_steps=3", "reward.settings.after=40", f"reward.settings.file={paused}",
+        "reward.name=tests/e2e/own_functions.py:later_pausing_reward",
+    )  # fmt: skip
+    return [*own_model_and_data, *SETTINGS, *own], paused
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start_job, job_settings) -> Path:
+    """The output of such a run."""
+    settings, paused = job_settings
+    paused.touch()
+    job = start_job(*settings)
+    assert job.process.wait(120) == 0, job.stderr
+    paused.unlink()
+    return job.output
+
+
+@pytest.mark.parametrize(("place", "name"), all_but([(0, "actor")], [(0, "actor"), (1, "engine")]))
+def test_a_server_killed_in_mid_generation_changes_no_sample(
+    start_job, job_settings, undisturbed, place, name
+):
+    settings, paused = job_settings
+    paused.unlink(missing_ok=True)
+    job = start_job(*settings)
+    job.wait_until(paused.exists, "the second step generates")
+    processes_of(job, 1)[place].kill()
+    assert job.process.wait(120) == 0, job.stderr
+    assert "rollout-1.collect: rank 0" in job.stdout
+    assert "It is started again: 1, rollout.max_restarts=100" in job.stdout
+    for step in (1, 2, 3):
+        assert samples_of(job.output, step) == samples_of(undisturbed, step)
+    assert_gone_soon(job)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("server", "place"), [(0, 0), (1, 1)], ids=["actor", "engine"])
+def test_a_server_killed_in_a_transfer_does_not_end_the_run(
+    start_job, own_model_and_data, tmp_path, server, place
+):
+    """The weights go to the other one, with a connection of those that are left."""
+    paused = tmp_path / "paused"
+    job = start_job(
+        *own_model_and_data, *SETTINGS, "trainer.num_steps=3", "weight_sync.timeout_s=30",
+        "algorithm.loss=tests/e2e/own_functions.py:loss_before_a_pausing_transfer",
+        "algorithm.loss_settings={}", f"algorithm.loss_settings.file={paused}",
+    )  # fmt: skip
+    job.wait_until(paused.exists, "a push")
+    processes_of(job, server)[place].kill()
+    assert job.process.wait(120) == 0, job.stderr
+    assert f"rollout-{server}.receive_weights: rank 0" in job.stdout
+    assert len(steps(job)) == 3
+    assert_gone_soon(job)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["disaggregated", "full_export"])
+def test_twenty_kills_at_any_moment_lose_no_sample_and_serve_no_old_weights(
+    start_job, own_model_and_data, method
+):
+    """Each step has its groups, each once and whole, of the version that the step before made."""
+    sync = f"weight_sync.method={method}", "weight_sync.timeout_s=30"
+    job = start_job(*own_model_and_data, *SETTINGS, "trainer.num_steps=10000", *sync)
+    draw = random.Random(0)
+    for number in range(20):
+        job.wait_until(
+            lambda killed=number: job.stdout.count("is up again") == killed, "it is up again"
+        )
+        before = len(steps(job))
+        job.wait_until(lambda before=before: len(steps(job)) > before + 1, "two more steps")
+        time.sleep(draw.random() * 3)
+        draw.choice(processes_of(job, draw.randrange(2))).kill()
+    job.wait_until(lambda: job.stdout.count("is up again") == 20, "all are up again")
+    last = len(steps(job))
+    job.wait_until(lambda: len(steps(job)) > last + 2, "it goes on")
+    for step in range(1, last + 2):
+        table = pq.read_table(job.output / "samples" / f"step_{step:06d}.parquet").to_pydict()
+        groups = Counter(table["group"])
+        assert sorted(groups) == list(range(8 * (step - 1), 8 * step))
+        assert set(groups.values()) == {8}
+        assert {v for row in table["weight_versions"] for v in row} == {step - 1}
+    job.process.send_signal(signal.SIGINT)
+    job.process.wait(60)
+    assert_gone_soon(job)
