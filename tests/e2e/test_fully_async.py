@@ -15,7 +15,7 @@ from tests.e2e.test_resume import ended, kill
 
 pytestmark = pytest.mark.job
 
-NUM_STEPS, STALENESS = 5, 2
+NUM_STEPS, STALENESS = 4, 2
 ASYNC = (
     "trainer.mode=fully_async", f"trainer.staleness={STALENESS}",
     f"trainer.num_steps={NUM_STEPS}", "algorithm.samples.group_filter=''",

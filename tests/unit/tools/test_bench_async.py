@@ -32,7 +32,7 @@ def test_the_command_of_the_page(monkeypatch, capsys, tmp_path):
     """Faster than the synchronous loop by as much as is claimed; bounds of age hold."""
     [command] = of_kind("bench async")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [*command.text.split(), "--steps", "8"])
+    monkeypatch.setattr(sys, "argv", [*command.text.split(), "--steps", "6"])
     assert cli.main() == 0
     report = json.loads(capsys.readouterr().out)
     over = report["over sync"]
