@@ -94,7 +94,8 @@ def hold(options: argparse.Namespace) -> None:
     """Runs Ray until stdin ends.
 
     Raises:
-        ConfigError: a port is taken, /dev/shm is small, or Ray ended by itself; LOGS/NAME.failed has the reason, too.
+        ConfigError: a port is taken, /dev/shm is small, or Ray ended by itself; LOGS/NAME.failed
+            has the reason, too.
     """
     logs, name = Path(options.logs), _here()
     os.environ[NODE] = name
