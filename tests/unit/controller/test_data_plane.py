@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.dispatch import ANY_COLUMNS, Dispatch, register
-from mcore_rl.controller.object_columns import fetch, store
+from mcore_rl.controller.dispatch import Dispatch, register
+from mcore_rl.controller.object_columns import LostColumnsError, fetch, store
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
@@ -87,9 +87,9 @@ class Worker:
     def undeclared(self, batch: Batch) -> Batch:
         return batch.with_columns(entropy=batch["response_ids"])
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, writes=ANY_COLUMNS)
-    def apply(self, function: Callable[[Batch], Any], batch: Batch) -> Any:
-        return function(batch)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=("said",))
+    def read_said(self, batch: Batch) -> int:
+        return len(batch.jagged("said").values)
 
 
 def batch_of(lengths: Sequence[int]) -> Batch:
@@ -223,19 +223,33 @@ def test_memory_stays_as_it_is_over_many_small_steps(pool: ResourcePool, steps: 
 
 
 def test_columns_of_a_process_that_was_killed_are_one_error(pool: ResourcePool):
-    with (
-        group_of(pool, Layout(), "alive") as alive,
-        pytest.raises(WorkerError) as caught,
-    ):
-        (made,) = made_by_one_that_is_killed()
-        alive.megatron_compute(made, 3)
+    with group_of(pool, Layout(), "alive") as alive:
+        (made,) = alive.make([50_000] * 4)
+        scored = scored_by_one_that_is_killed(made)
+        here = fetch(scored.without("said"))  # new samples are the driver's, and stay
+        assert here.lengths("response_ids").tolist() == [50_000] * 4
+        wait_until_lost(scored)
+        with pytest.raises(WorkerError) as caught:
+            alive.read_said(scored)
     message = str(caught.value)
-    assert "alive.megatron_compute" in message and "rank 0" in message
+    assert "alive.read_said" in message
+    assert "rank 0" in message
     assert "columns are lost: the process that had stored them has died" in message
 
 
-def made_by_one_that_is_killed() -> list[RemoteBatch]:
+def scored_by_one_that_is_killed(batch: RemoteBatch) -> RemoteBatch:
     with ResourcePool(1, {"CPU": 0.1}) as other, group_of(other, Layout(), "dying") as group:
-        made = group.make([50_000] * 4)
+        scored: RemoteBatch = group.megatron_compute(batch, 3)
         os.kill(group.worker_infos[0].pid, signal.SIGKILL)
-    return made
+    return scored
+
+
+def wait_until_lost(batch: RemoteBatch) -> None:
+    """Until Ray knows: 30 s at most."""
+    for _ in range(300):
+        try:
+            fetch(batch, 10)
+        except LostColumnsError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the columns of a process that is gone are still there after 30 s")

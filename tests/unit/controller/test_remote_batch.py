@@ -255,9 +255,6 @@ class Worker:
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=("response_ids",), writes=("values",))
     def score(self, batch: Batch) -> Batch: ...
 
-    @register(reads=(), makes=True)
-    def make(self, batch: Batch) -> Batch: ...
-
 
 MARKS = registered_methods(Worker)
 
