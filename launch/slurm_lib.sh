@@ -2,6 +2,7 @@
 # What every launch script does, from top to bottom: run_job. A launcher has three functions more:
 # find_nodes, on_first_node and on_all_nodes; those of SLURM are here, others in local.sh and hosts.sh.
 #
+#   MCORE_RL_OBJECT_STORE_BYTES=8589934592  shared memory of a node's Ray; without it, 512 MiB
 #   MCORE_RL_INTERFACE=eth0      the network that nodes meet on; without it, that of the default route
 #   MCORE_RL_FIRST_PORT=20000    the first of 256 ports; without it, derived from the number of the job
 #   MCORE_RL_RANKS_PER_NODE=4    CPU lane: devices that a node stands for; without it, its cores
@@ -81,6 +82,7 @@ find_image() { # containers: options of srun's, or a command before the command
 set_commands() { # what runs on the nodes, once it is known where they meet
     hold_command=("$python" -m mcore_rl.controller.node hold --head "$head" --logs "$logs")
     hold_command+=(--interface "${MCORE_RL_INTERFACE:-}" --ranks "${MCORE_RL_RANKS_PER_NODE:--1}")
+    hold_command+=(--object-store-bytes "${MCORE_RL_OBJECT_STORE_BYTES:-0}")
     wait_command=("$python" -m mcore_rl.controller.node wait --head "$head" --logs "$logs")
     wait_command+=(--names "$(joined "${nodes[@]}")" --seconds "$limit_s")
     driver_command=("$python" -m mcore_rl.cli.main rl "${overrides[@]}" output_dir="$output")

@@ -32,6 +32,7 @@ KINDS = {
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "tools/test_bench_reshard"),
     "bench async": (r"mcore-rl bench async\b.*", "tools/test_bench_async"),
+    "data plane": (r"mcore-rl bench data-plane\b.*", "tools/test_bench_data_plane"),
     "kernels": (r"python benchmarks/kernels.py", "repo/test_csrc"),
     "tests": (r"pytest\b.*", "repo/test_lanes"),
     "ci": (r"bash tests/run.sh.*", "repo/test_pages"),  # by .ci/run

@@ -1,4 +1,4 @@
-"""mcore-rl bench: weight exchanges on this machine, and training loops on a modelled one."""
+"""mcore-rl bench: weights and batches moved on this machine, and loops on a modelled one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ _RESHARD = """\
 Runs a bfloat16 model with random weights on ranks of this machine over gloo. Compares our exchange
 into vLLM's layout with gather-then-slice, and into another Megatron layout with Megatron's own
 resharding with its gloo copy service."""
+_DATA_PLANE = """\
+Times a batch from the ranks of one worker group to those of another, which write a column that goes
+back: by reference, by value through the driver, with bare Ray and, where it can be imported, with
+TransferQueue. Then looks at memory before and after many small steps."""
 _ASYNC = """\
 Runs the loops of trainer.mode on a long-tailed workload: sync, one_step_off and fully_async on a
 pool of devices for the servers and one for the trainer, and sync and fully_async on all of these
@@ -29,7 +33,8 @@ is 64 prompts of 8 responses."""
 
 def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
-    {"reshard": _bench_reshard, "async": _bench_async}[options.command](options)
+    commands = {"reshard": _bench_reshard, "data-plane": _bench_data_plane, "async": _bench_async}
+    commands[options.command](options)
 
 
 def _bench_reshard(options: argparse.Namespace) -> None:
@@ -49,6 +54,20 @@ def _bench_reshard(options: argparse.Namespace) -> None:
         _print(report.as_json())
     else:
         bench_reshard.show(report)
+
+
+def _bench_data_plane(options: argparse.Namespace) -> None:
+    sizes = ("ranks", "samples", "tokens", "repetitions", "steps", "small_samples")
+    for name in sizes:
+        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+    from mcore_rl.tools import bench_data_plane
+
+    settings = bench_data_plane.Settings(**{name: getattr(options, name) for name in sizes})
+    report = bench_data_plane.bench_data_plane(settings)
+    if options.json:
+        _print(report.as_json())
+    else:
+        bench_data_plane.show(report)
 
 
 def _bench_async(options: argparse.Namespace) -> None:
@@ -73,7 +92,7 @@ def _print(report: object) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl bench", description="Benchmarks on this machine.")
-    what = parser.add_subparsers(dest="command", required=True, metavar="reshard|async")
+    what = parser.add_subparsers(dest="command", required=True, metavar="reshard|data-plane|async")
     add = what.add_parser("reshard", description=_RESHARD).add_argument
     add("--train", default="tp=2,pp=2,ep=2", metavar="tp=2,ep=2", help=AXES)
     add("--generate", default="tp=4,ep=4", metavar="tp=4", help=SERVED_AXES)
@@ -82,6 +101,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--bucket-mib", type=int, default=8, help="a rank stages two of them; default: 8")
     add("--repetitions", type=int, default=7, help="of each candidate; default: 7")
     add("--timeout", type=float, default=3600.0, help="seconds in total; default: 3600")
+    add("--json", action="store_true", help="print one JSON object")
+    add = what.add_parser("data-plane", description=_DATA_PLANE).add_argument
+    add("--ranks", type=int, default=1, help="of either group; default: 1")
+    add("--samples", type=int, default=512, help="default: 512")
+    add("--tokens", type=int, default=3900, help="a response, on average; default: 3900, 75 MB")
+    add("--repetitions", type=int, default=11, help="of each candidate; default: 11")
+    add("--steps", type=int, default=5000, help="small ones; default: 5000")
+    add("--small-samples", type=int, default=64, help="of a small step; default: 64")
     add("--json", action="store_true", help="print one JSON object")
     add = what.add_parser("async", description=_ASYNC).add_argument
     add("--steps", type=int, default=20, help="of each loop; default: 20")

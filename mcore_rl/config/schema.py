@@ -451,6 +451,9 @@ class RLConfig:
     # none), or the folder of a training checkpoint, in this or in another output_dir.
     resume: str = "never"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    # Shared memory of a private Ray, where the columns of batches lie. 0: room for the samples of
+    # two steps, at least 512 MiB, at most 80% of what is free in /dev/shm.
+    object_store_bytes: int = 0
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

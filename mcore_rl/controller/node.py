@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.object_store import object_store_bytes
 from mcore_rl.controller.reaper import RAY_DIR, sweep_abandoned
 from mcore_rl.controller.run_scope import MARKER, run_scope, short_temp_dir
 from mcore_rl.parallel.rendezvous import address_of
@@ -93,13 +94,17 @@ def hold(options: argparse.Namespace) -> None:
     """Runs Ray until stdin ends.
 
     Raises:
-        ConfigError: a port is taken, or Ray ended by itself; LOGS/NAME.failed has the reason, too.
+        ConfigError: a port is taken, /dev/shm is small, or Ray ended by itself; LOGS/NAME.failed
+            has the reason, too.
     """
     logs, name = Path(options.logs), _here()
     os.environ[NODE] = name
     try:
         _check_logs(logs)
         print_to(logs / f"node-{name}.log")
+        options.object_store_bytes = object_store_bytes(
+            options.object_store_bytes, setting="--object-store-bytes"
+        )
         number = int(os.environ.get(NUMBER) or os.environ.get("SLURM_NODEID") or 0)
         address, first = own_address(options.interface), first_port(options.head, number)
         check_ports(address, first, is_head=number == 0)
@@ -294,7 +299,7 @@ def _parser() -> argparse.ArgumentParser:
     holding.add_argument("--interface", default="")
     holding.add_argument("--ranks", type=int, default=-1, help="CPU lane: devices of this node")
     holding.add_argument("--cpus", type=int, default=1)
-    holding.add_argument("--object-store-bytes", type=int, default=512 << 20)
+    holding.add_argument("--object-store-bytes", type=int, default=0)
     for command in (waiting, holding):
         command.add_argument("--head", required=True, help="ADDRESS:PORT")
         command.add_argument("--logs", required=True, help="a folder that all nodes share")

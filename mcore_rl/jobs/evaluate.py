@@ -80,7 +80,7 @@ def run(config: EvalConfig) -> None:
         logs = log_dir(claim.folder)
         found: dict[str, Any] = {}
         with (
-            session(num_devices, scratch),
+            session(inputs.run, num_devices, scratch),
             summarize_failure(logs / "error.txt", ConfigError, WorkerError, RunFailed),
             _serving(inputs, logs) as pool,
         ):

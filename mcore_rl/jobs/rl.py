@@ -17,6 +17,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
+from mcore_rl.controller.object_store import object_store_bytes, step_bytes
 from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.pool import ray_session
 from mcore_rl.controller.run_scope import run_scope
@@ -92,7 +93,7 @@ def run(config: RLConfig) -> None:
             inputs = check_inputs(prepared)
             room.check_room(prepared, claim.folder)
         with (
-            session(num_devices(pool_plans(prepared)), scratch),
+            session(prepared.config, num_devices(pool_plans(prepared)), scratch),
             _told(log_dir(claim.folder) / "error.txt"),
             Pools(prepared, resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as kept,
@@ -385,11 +386,23 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         servers.shut_down()
 
 
-def session(num_devices: int, scratch: Path) -> AbstractContextManager[None]:
-    """A private Ray has as much as the run needs; on the CPU lane ranks share cores by turns."""
+def session(config: RLConfig, num_devices: int, scratch: Path) -> AbstractContextManager[None]:
+    """A private Ray has as much as the run needs; on the CPU lane ranks share cores by turns.
+
+    Raises ConfigError when /dev/shm has too little for the object store.
+    """
+    store = object_store_bytes(
+        config.object_store_bytes, step_bytes(config), setting="object_store_bytes"
+    )
     needed = {resource(): num_devices}
     own = needed if RANK in needed else None
-    return ray_session(scratch=scratch, log_to_driver=False, resources=own, needed=needed)
+    return ray_session(
+        scratch=scratch,
+        log_to_driver=False,
+        resources=own,
+        needed=needed,
+        object_store_bytes=store,
+    )
 
 
 def resource() -> str:

@@ -158,6 +158,10 @@ class Groups:
         self.writers = WorkerGroup(Peer, share=0.5, name="writers", **common)
         self._numbers = list(range(len(sizes)))
 
+    def close(self) -> None:
+        self.givers.close()
+        self.writers.close()
+
     def by_reference(self, is_checked: bool = False) -> None:
         batch = RemoteBatch.concat(self.givers.give(self._numbers))
         self._there_and_back(batch, is_checked)
