@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mcore_rl.workers.sample_queue import ACTIVE, HELD, Group, LedgerError, SampleQueue, State
+from mcore_rl.workers.sample_queue import ACTIVE, HELD, LedgerError, SampleGroup, SampleQueue, State
 
 T = TypeVar("T")
 
@@ -106,13 +106,13 @@ class Admission(Generic[T]):
         """New groups that the queue lacks for `begin`."""
         return max(self.num_to_begin() - self._queue.num_groups(State.ISSUED), 0)
 
-    def begin(self) -> list[Group[T]]:
+    def begin(self) -> list[SampleGroup[T]]:
         """Issued groups, as many as may be, by id: they are generating from now on."""
         chosen = self._queue.groups(State.ISSUED)[: self.num_to_begin()]
         self._queue.begin([group.group_id for group in chosen], self.version)
         return chosen
 
-    def select(self, step: int, num_groups: int | None = None) -> list[Group[T]] | None:
+    def select(self, step: int, num_groups: int | None = None) -> list[SampleGroup[T]] | None:
         """The groups of a step in streaming order; None until as many are ready as it needs.
 
         It needs `num_groups`, at most and by default groups_per_step, of such versions that those
@@ -135,7 +135,7 @@ class Admission(Generic[T]):
         self._queue.select([group.group_id for group in chosen], step)
         return self._queue.groups(State.TRAINING)
 
-    def _leaves_time(self, chosen: list[Group[T]]) -> bool:
+    def _leaves_time(self, chosen: list[SampleGroup[T]]) -> bool:
         """Whether the steps to come can train what this one leaves, before it is too old.
 
         As in scheduling by the earliest deadline: n steps train no more than n batches. Those begun
@@ -178,7 +178,7 @@ class Admission(Generic[T]):
             )
         self.version = version
 
-    def _too_old(self, version: int) -> list[Group[T]]:
+    def _too_old(self, version: int) -> list[SampleGroup[T]]:
         """Those not selected that no step could train once `version` is pushed."""
         waiting = self._queue.groups(State.GENERATING, State.GENERATED, State.REWARDED)
         return [group for group in waiting if group.age(version) > self._pacing.staleness]

@@ -20,7 +20,7 @@ from mcore_rl.workers.admission import Admission, Pacing
 from mcore_rl.workers.near_data import kept
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
-from mcore_rl.workers.sample_queue import Group, SampleQueue, State
+from mcore_rl.workers.sample_queue import SampleGroup, SampleQueue, State
 from mcore_rl.workers.scoring import with_teacher_names
 
 SAMPLES = "samples"  # the column of the ledger that has them
@@ -124,7 +124,7 @@ class AsyncRollout:
         self.queue.load_state_dict(state["queue"])
         self.admission.load_state_dict(state["admission"])
 
-    def _chosen(self, step: int, wanted: int) -> list[Group[Batch]]:
+    def _chosen(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
         policy, limit = self._config.algorithm.samples, self._config.timeouts.call_s
         most = policy.max_rounds * self._config.trainer.prompts_per_step
         last = time.monotonic()
@@ -175,7 +175,7 @@ class AsyncRollout:
             batch = batch.take(np.flatnonzero(batch.array("reward_errors") == "").tolist())
         return len(batch) > 0 and len(kept(kept_groups, batch, policy)) > 0
 
-    def _too_few(self, step: int, wanted: int) -> list[Group[Batch]]:
+    def _too_few(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
         """What there is, where the filter has rejected as many as it may in a step."""
         num, policy = self.queue.num_groups(State.REWARDED), self._config.algorithm.samples
         if policy.if_short == "stop":

@@ -58,7 +58,7 @@ COUNTED = ("issued", "begun", "trained", "dropped", "lost", "abandoned")
 
 
 @dataclass(slots=True, eq=False)
-class Group(Generic[T]):
+class SampleGroup(Generic[T]):
     """A group in the ledger. Read only: the ledger changes it."""
 
     group_id: int
@@ -93,7 +93,7 @@ class SampleQueue(Generic[T]):
     def __init__(self, group_size: int) -> None:
         """`group_size` is the number of samples that a group is expected to have."""
         self._group_size = group_size
-        self._groups: dict[int, Group[T]] = {}
+        self._groups: dict[int, SampleGroup[T]] = {}
         self._next_id = 0  # ids below have been issued
         self.last_trained = 0  # the newest partition that is trained
         self.groups_total: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
@@ -102,7 +102,7 @@ class SampleQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def groups(self, *states: State) -> list[Group[T]]:
+    def groups(self, *states: State) -> list[SampleGroup[T]]:
         """Those in one of these states, in streaming order."""
         found = [group for group in self._groups.values() if group.state in states]
         return sorted(found, key=lambda group: (group.oldest_version, group.group_id))
@@ -125,7 +125,7 @@ class SampleQueue(Generic[T]):
                     f"group {group_id} cannot be issued: it has been before; allowed: ids from "
                     f"{self._next_id}"
                 )
-            group = Group[T](group_id, row, self._group_size)
+            group = SampleGroup[T](group_id, row, self._group_size)
             self._groups[group_id] = group
             self._next_id = group_id + 1
             self._count("issued", group)
@@ -259,7 +259,9 @@ class SampleQueue(Generic[T]):
         self.groups_total = Counter(state["groups_total"])
         self.samples_total = Counter(state["samples_total"])
         pending = zip(state["group_ids"].tolist(), state["rows"].tolist(), strict=True)
-        self._groups = {number: Group(number, row, self._group_size) for number, row in pending}
+        self._groups = {
+            number: SampleGroup(number, row, self._group_size) for number, row in pending
+        }
 
     def _back_to_issued(self, group_ids: Sequence[int], reason: str) -> None:
         for group in self._moved(group_ids, State.ISSUED):
@@ -268,12 +270,12 @@ class SampleQueue(Generic[T]):
             group.num_samples, group.num_bytes = self._group_size, 0
             group.partition, group.columns, group.taken_by = 0, {}, set()
 
-    def _let_go(self, group: Group[T]) -> None:
+    def _let_go(self, group: SampleGroup[T]) -> None:
         """Of its columns too, for whoever still has the group."""
         del self._groups[group.group_id]
         group.columns = {}
 
-    def _moved(self, group_ids: Iterable[int], to: State) -> list[Group[T]]:
+    def _moved(self, group_ids: Iterable[int], to: State) -> list[SampleGroup[T]]:
         """These groups in their new state, all of them or, with an error, none."""
         groups = [self._get(group_id) for group_id in dict.fromkeys(group_ids)]
         for group in groups:
@@ -287,7 +289,7 @@ class SampleQueue(Generic[T]):
             group.state = to
         return groups
 
-    def _get(self, group_id: int) -> Group[T]:
+    def _get(self, group_id: int) -> SampleGroup[T]:
         try:
             return self._groups[group_id]
         except KeyError:
@@ -303,6 +305,6 @@ class SampleQueue(Generic[T]):
                 f"{self.last_trained + 1}"
             )
 
-    def _count(self, name: str, group: Group[T]) -> None:
+    def _count(self, name: str, group: SampleGroup[T]) -> None:
         self.groups_total[name] += 1
         self.samples_total[name] += group.num_samples
