@@ -93,7 +93,7 @@ def run(config: RLConfig) -> None:
             inputs = check_inputs(prepared)
             room.check_room(prepared, claim.folder)
         with (
-            session(prepared.config, num_devices(pool_plans(prepared)), scratch),
+            session(prepared, num_devices(pool_plans(prepared)), scratch),
             _told(log_dir(claim.folder) / "error.txt"),
             Pools(prepared, resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as kept,
