@@ -62,6 +62,13 @@ class Coefficients:
         return config, {f"algorithm/{name}": value for name, value in metrics.items()}
 
     @property
+    def follow(self) -> bool:
+        """Whether `measured` finds anything."""
+        config = self._config
+        is_told = config.kl_in == "reward" or config.kl_target is not None
+        return is_told or config.entropy_target is not None
+
+    @property
     def config(self) -> AlgorithmConfig:
         """The settings, with the coefficients that they begin with."""
         return self._config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,12 +94,17 @@ def held_out_batch(dataset: PromptDataset, num_prompts: int, num_before: int = 0
 
 def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequence[int]) -> Batch:
     prompts = [dataset[row] for row in rows]
+
+    def texts(values: Iterable[Any]) -> Array:
+        """As objects: numpy's own texts all have four bytes a letter of the longest."""
+        return np.array([json.dumps(value, default=str) for value in values], dtype=object)
+
     return Batch(
         {
-            "prompt_ids": Jagged.of((p.prompt_ids for p in prompts), np.int64),
+            "prompt_ids": Jagged.of((p.prompt_ids for p in prompts), np.int32),
             "group_ids": np.array(group_ids, dtype=np.int64),
-            "fields": np.array([json.dumps(p.fields, default=str) for p in prompts], dtype=np.str_),
-            "messages": np.array([json.dumps(p.messages, default=str) for p in prompts], np.str_),
+            "fields": texts(p.fields for p in prompts),
+            "messages": texts(p.messages for p in prompts),
             "rows": np.array([dataset.row_number(row) for row in rows], dtype=np.int64),
         }
     )

@@ -59,7 +59,9 @@ class Learner:
         """The critic and the actor learn from a batch with log-probs."""
         config, seed = self.config, [self.config.seed, step]
         metrics, actor = dict[str, float](), self.turns.actor
-        found = near(actor, measured, batch, self.coefficients.config)
+        found = dict[str, float]()
+        if self.coefficients.follow:
+            found = near(actor, measured, batch, self.coefficients.config)
         now, followed = self.coefficients.after(found, len(batch))
         if self.turns.critic is None:
             batch, doubts = with_near(actor, _with_advantages, batch, now)
@@ -72,7 +74,9 @@ class Learner:
         for doubt in doubts:
             tell(f"step {step}: {doubt}")
         batch = steps.chosen_responses(batch, now.samples, seed)
-        batch, left_out = with_near(actor, _with_correction, batch, now)
+        left_out = dict[str, float]()
+        if now.samples.mask_truncated or now.correction.has_weights or now.correction.reject or now.top_entropy_share < 1:
+            batch, left_out = with_near(actor, _with_correction, batch, now)
         metrics |= followed | left_out
         if step > config.critic.warmup_steps:
             temperature = config.rollout.temperature

@@ -7,7 +7,7 @@ driver gets what else the function returns: numbers and sentences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -25,25 +25,40 @@ _LARGE = ("prompt_ids", COLUMN)
 
 
 def with_near(
-    group: Group, function: Callable[..., tuple[Batch, Any]], batch: B, *args: object
+    group: Group,
+    function: Callable[..., tuple[Batch, Any]],
+    batch: B,
+    *args: object,
+    reads: Collection[str] | None = None,
 ) -> tuple[B, Any]:
     """`function(batch, *args)`: the batch with columns added or replaced, and a value.
 
-    A batch that is here is worked on here.
+    `reads` are the columns that it may need, where they are known. A batch that is here is worked
+    on here.
     """
     if isinstance(batch, Batch):
         return cast(tuple[B, Any], function(batch, *args))
-    found, value = group.apply(function, batch.without(*_LARGE), *args)
+    found, value = group.apply(function, _read(batch, reads), *args)
     return batch.union(found), value
 
 
 def near(
-    group: Group, function: Callable[..., Any], batch: Samples, *args: object, whole: bool = False
+    group: Group,
+    function: Callable[..., Any],
+    batch: Samples,
+    *args: object,
+    reads: Collection[str] | None = None,
 ) -> Any:
-    """`function(batch, *args)`, which is no batch; `whole`: with prompts."""
+    """`function(batch, *args)`, which is no batch; `reads` as for with_near."""
     if isinstance(batch, Batch):
         return function(batch, *args)
-    return group.apply(function, batch if whole else batch.without(*_LARGE), *args)
+    return group.apply(function, _read(batch, reads), *args)
+
+
+def _read(batch: B, reads: Collection[str] | None) -> B:
+    if reads is None:
+        return batch.without(*_LARGE)
+    return batch.select(*(name for name in batch.names if name in reads))
 
 
 def per_sample(batch: Samples) -> Batch:

@@ -13,6 +13,9 @@ from mcore_rl.data.batch import NO_VERSION, Array, Batch, Samples
 from mcore_rl.workers.near_data import B, near, per_sample
 
 
+_COMPARED = ("log_probs", "rollout_log_probs", "response_mask")
+
+
 class PolicyMismatchError(RuntimeError):
     """The servers do not run the trainer's policy, so training would be wrong."""
 
@@ -108,7 +111,7 @@ def checked_mismatch(batch: Samples, actor: Group, config: RLConfig, step: int) 
     rows = list(range(len(batch)))
     if config.trainer.staleness:  # none is newer than the policy
         rows = np.flatnonzero(per_sample(batch).array("oldest_versions") == step - 1).tolist()
-    gaps, found = near(actor, _gaps_and_mismatch, batch, rows)
+    gaps, found = near(actor, _gaps_and_mismatch, batch, rows, reads=_COMPARED)
     return checked_gaps(gaps, config.trainer, step) | found
 
 

@@ -25,6 +25,12 @@ from mcore_rl.observability.metrics import merge
 from mcore_rl.workers.near_data import B, kept, per_sample, with_near
 
 
+# What loss weights are made of.
+_WEIGHED = (
+    "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights", "top_entropy_mask",
+)  # fmt: skip
+
+
 def with_baseline_rewards(batch: B, greedy: Samples) -> B:
     """Adds baseline_rewards: of the one greedy response to the same prompt, in the same role.
 
@@ -222,7 +228,7 @@ def update(
     """
     found = []
     for index, part in enumerate(mini_batches(batch, algorithm.num_mini_batches, seed)):
-        part, has_weights = with_near(actor, with_loss_weights, part, algorithm)
+        part, has_weights = with_near(actor, with_loss_weights, part, algorithm, reads=_WEIGHED)
         if not has_weights:
             continue
         if is_prepared(LOSSES[algorithm.loss]):
@@ -251,7 +257,13 @@ def update_critic(
     columns = "prompt_ids", "response_ids", "response_mask", "group_ids", "values", "returns"
     found = []
     for part in mini_batches(batch.select(*columns), config.algorithm.num_mini_batches, seed):
-        part, _ = with_near(critic, _with_critic_weights, part, config.critic.loss_aggregation)
+        part, _ = with_near(
+            critic,
+            _with_critic_weights,
+            part,
+            config.critic.loss_aggregation,
+            reads=("response_mask",),
+        )
         found.append(critic.update(part)[0])
     return {f"critic/{name}": value for name, value in merge(found).items()}
 
