@@ -120,7 +120,8 @@ def test_time_counts_once_while_anything_runs(monkeypatch):
     now = 0.0
     monkeypatch.setattr("mcore_rl.workers.running_groups.time.monotonic", lambda: now)
     busy = BusyTime()
-    for now, what in ((1.0, busy.begin), (2.0, busy.begin), (3.0, busy.end), (4.0, busy.end)):
+    for when, what in ((1.0, busy.begin), (2.0, busy.begin), (3.0, busy.end), (4.0, busy.end)):
+        now = when
         what()
     assert busy.seconds == 3.0
     now = 6.0
