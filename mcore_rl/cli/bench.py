@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object")
     add = what.add_parser("async", description=_ASYNC).add_argument
     add("--steps", type=int, default=20, help="of each loop; default: 20")
-    add("--staleness", type=int, default=4, help="of fully_async; default: 4")
+    add("--staleness", type=int, default=2, help="of fully_async; default: 2")
     add("--picture", type=Path, metavar="FILE.svg", help="what was done when, as a picture")
     add("--picture-s", type=float, default=1500.0, help="its modelled seconds; default: 1500")
     add("--json", action="store_true", help="print one JSON object")

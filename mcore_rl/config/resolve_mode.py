@@ -7,7 +7,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AsynchronousConfig, RLConfig, TrainerConfig
 
 MODES = ("sync", "one_step_off", "fully_async")
-DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 4}
+DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 
 def resolve_mode(config: RLConfig) -> None:

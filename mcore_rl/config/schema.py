@@ -367,7 +367,7 @@ class TrainerConfig:
     mode: str = "sync"
     # The most versions by which a token may be older than the policy that is trained on it. 0 with
     # sync; 0 or 1 with one_step_off, where 0 waits for the push as sync does; any with fully_async.
-    # Default: 1 with one_step_off, 4 with fully_async.
+    # Default: 1 with one_step_off, 2 with fully_async.
     staleness: int | None = None
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     num_steps: int = 100  # each: generate, compute log-probs, update, push the weights

@@ -45,7 +45,7 @@ SETUPS = {
 @dataclass(frozen=True, slots=True)
 class Settings:
     num_steps: int = 20
-    staleness: int = 4  # of fully_async
+    staleness: int = 2  # of fully_async
     load: Workload = field(default_factory=Workload)
 
 
