@@ -31,7 +31,7 @@ from mcore_rl.data.batch import FILLED, Array, Batch, Column, Jagged
 
 # Of an object, but for a sample that is larger. A node that reads some rows of an object gets all
 # of it; on one node nothing travels, and few objects take the least time to be made.
-OBJECT_BYTES, ONE_NODE_OBJECT_BYTES = 4 << 20, 64 << 20
+OBJECT_BYTES, ONE_NODE_OBJECT_BYTES = 4 << 20, 128 << 20
 NUM_PIECES = 8  # objects that a call may return
 # Ray sends a smaller result to the driver, in place of a reference to it (its
 # max_direct_call_object_size is 100 KiB).

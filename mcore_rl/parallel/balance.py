@@ -75,6 +75,8 @@ def balanced_partition(costs: Sequence[float], num_parts: int) -> Parts:
     """
     if not costs:
         return [[] for _ in range(num_parts)]
+    if num_parts == 1:
+        return [list(range(len(costs)))]
     # (-difference, order of making, split): the order makes ties deterministic.
     splits = [(-cost, index, [(cost, [index])]) for index, cost in enumerate(costs)]
     heapq.heapify(splits)
