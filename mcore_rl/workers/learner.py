@@ -75,7 +75,12 @@ class Learner:
             tell(f"step {step}: {doubt}")
         batch = steps.chosen_responses(batch, now.samples, seed)
         left_out = dict[str, float]()
-        if now.samples.mask_truncated or now.correction.has_weights or now.correction.reject or now.top_entropy_share < 1:
+        if (
+            now.samples.mask_truncated
+            or now.correction.has_weights
+            or now.correction.reject
+            or now.top_entropy_share < 1
+        ):
             batch, left_out = with_near(actor, _with_correction, batch, now)
         metrics |= followed | left_out
         if step > config.critic.warmup_steps:

@@ -12,7 +12,6 @@ from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Samples
 from mcore_rl.workers.near_data import B, near, per_sample
 
-
 _COMPARED = ("log_probs", "rollout_log_probs", "response_mask")
 
 

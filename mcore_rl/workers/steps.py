@@ -24,7 +24,6 @@ from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.metrics import merge
 from mcore_rl.workers.near_data import B, kept, per_sample, with_near
 
-
 # What loss weights are made of.
 _WEIGHED = (
     "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights", "top_entropy_mask",
