@@ -251,9 +251,9 @@ def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_
         pool.begin(prompts(0, 1), SAMPLING)
         assert servers(all_of(pool)) == {0}
         time.sleep(0.05)
-    pool.begin(prompts(0, 1), SAMPLING)
-    stale = all_of(pool)
-    assert servers(stale) == {0} and versions(stale) == {1}
+    pool.begin(prompts(20, 21), SAMPLING)  # that no server has in its cache
+    found = all_of(pool)
+    assert servers(found) == {0} and versions(found) == {1}
     pushed(pool, 2)
     pool.begin(prompts(0, 1), SAMPLING)
     last = all_of(pool)
@@ -317,6 +317,15 @@ def test_abandoned_groups_never_come_and_streams_are_apart(pool_of):
     pool.abandon("train", [1])
     assert_whole(all_of(pool), 0, 2)
     pool.begin(prompts(1), SAMPLING)
+    assert_whole(all_of(pool), 1)
+
+
+def test_a_group_that_has_ended_and_is_abandoned_before_it_is_collected_does_not_come(pool_of):
+    pool = pool_of(1)
+    pool.begin(prompts(0, 1), SAMPLING)
+    assert pool.collect("train", 0) == []  # the server is asked
+    time.sleep(1)
+    pool.abandon("train", [0])
     assert_whole(all_of(pool), 1)
 
 
