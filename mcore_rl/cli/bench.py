@@ -62,7 +62,8 @@ def _bench_data_plane(options: argparse.Namespace) -> None:
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     from mcore_rl.tools import bench_data_plane
 
-    settings = bench_data_plane.Settings(**{name: getattr(options, name) for name in sizes})
+    given = {name: getattr(options, name) for name in sizes}
+    settings = bench_data_plane.DataPlaneSettings(**given)
     report = bench_data_plane.bench_data_plane(settings)
     if options.json:
         _print(report.as_json())
@@ -75,7 +76,7 @@ def _bench_async(options: argparse.Namespace) -> None:
     at_least("--staleness", options.staleness, 0)
     from mcore_rl.tools.bench_async import run, timeline
 
-    settings = run.Settings(options.steps, options.staleness)
+    settings = run.WorkloadSettings(options.steps, options.staleness)
     found = run.bench_async(settings)
     if options.picture:
         timeline.write_timeline(options.picture, found, options.picture_s)

@@ -31,9 +31,10 @@ from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import STARTED, SUMMARY, exclusive_run_dir, log_dir, write_json
 from mcore_rl.jobs.placement import Pools, places
 from mcore_rl.jobs.preflight import check_model, prompts_of
-from mcore_rl.jobs.rl import resource, server_pool, session
+from mcore_rl.jobs.rl import server_pool
 from mcore_rl.jobs.roles import roles
 from mcore_rl.jobs.run_folder import model_folder
+from mcore_rl.jobs.session import resource, session
 from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.console import StepProgress, waiting
 from mcore_rl.observability.memory import PeakMemory

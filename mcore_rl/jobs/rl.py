@@ -17,9 +17,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
-from mcore_rl.controller.object_store import object_store_bytes, step_bytes
 from mcore_rl.controller.pending import WorkerError, gathered
-from mcore_rl.controller.pool import ray_session
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
@@ -46,6 +44,7 @@ from mcore_rl.jobs.placement import (
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import WARM_START, checkpoint_to_resume, clear, has_ended, prepare
 from mcore_rl.jobs.roles import expert_layers
+from mcore_rl.jobs.session import resource, session
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import offline
@@ -61,8 +60,6 @@ from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
 from mcore_rl.workers.weight_sync import ExportError, connect
-
-RANK = "rank"  # the Ray resource of the CPU lane
 
 
 def run(config: RLConfig) -> None:
@@ -384,27 +381,3 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
     ) as servers:
         yield servers
         servers.shut_down()
-
-
-def session(config: RLConfig, num_devices: int, scratch: Path) -> AbstractContextManager[None]:
-    """A private Ray has as much as the run needs; on the CPU lane ranks share cores by turns.
-
-    Raises ConfigError when /dev/shm has too little for the object store.
-    """
-    store = object_store_bytes(
-        config.object_store_bytes, step_bytes(config), setting="object_store_bytes"
-    )
-    needed = {resource(): num_devices}
-    own = needed if RANK in needed else None
-    return ray_session(
-        scratch=scratch,
-        log_to_driver=False,
-        resources=own,
-        needed=needed,
-        object_store_bytes=store,
-    )
-
-
-def resource() -> str:
-    """What Ray calls a device."""
-    return "GPU" if lane() == "cuda" else RANK

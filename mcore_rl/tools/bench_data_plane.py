@@ -25,7 +25,7 @@ from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.tools.data_plane_candidates import (
     DTYPES,
     WRITTEN,
-    Groups,
+    BothSides,
     bare_ray,
     batch_of,
     num_bytes,
@@ -38,7 +38,7 @@ _FIRST_STEPS = 200  # small ones, before memory is looked at
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DataPlaneSettings:
     ranks: int = 1  # of either group
     samples: int = 512
     tokens: int = 3900  # a response, on average
@@ -51,7 +51,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RoundTrip:
     """Of a round trip."""
 
     median_s: float
@@ -68,10 +68,10 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    settings: Settings
+class DataPlaneReport:
+    settings: DataPlaneSettings
     batch_bytes: int
-    round_trips: dict[str, Timing]
+    round_trips: dict[str, RoundTrip]
     missing: str  # why a candidate was not measured
     small_steps_s: float
     memory_before: Memory
@@ -85,7 +85,7 @@ class Report:
         return self.round_trips[other].median_s / self.round_trips["by reference"].median_s
 
 
-def bench_data_plane(settings: Settings) -> Report:
+def bench_data_plane(settings: DataPlaneSettings) -> DataPlaneReport:
     """
     Raises:
         ConfigError: the machine has too little room.
@@ -98,7 +98,7 @@ def bench_data_plane(settings: Settings) -> Report:
         ray_session(num_cpus=16, object_store_bytes=store_bytes, log_to_driver=False),
         ResourcePool(settings.ranks, {"CPU": 1}) as pool,
     ):
-        with contextlib.closing(Groups(pool, sizes)) as groups:
+        with contextlib.closing(BothSides(pool, sizes)) as groups:
             check(groups, sizes)
             candidates: dict[str, Callable[[], None]] = {
                 "by reference": groups.by_reference,
@@ -114,17 +114,17 @@ def bench_data_plane(settings: Settings) -> Report:
                 candidates["TransferQueue"] = transfer_queue(sizes)
             round_trips = measured(candidates, settings.repetitions)
         small = settings.sizes(settings.small_samples, _SMALL_TOKENS)
-        with contextlib.closing(Groups(pool, small)) as groups:
+        with contextlib.closing(BothSides(pool, small)) as groups:
             repeat(groups.by_reference, min(_FIRST_STEPS, settings.steps))
             before = memory_of(groups)
             start = time.perf_counter()
             repeat(groups.by_reference, settings.steps)
             took = time.perf_counter() - start
             after = memory_of(groups)
-    return Report(settings, batch_bytes, round_trips, missing, took, before, after)
+    return DataPlaneReport(settings, batch_bytes, round_trips, missing, took, before, after)
 
 
-def check(groups: Groups, sizes: Sequence[tuple[int, int, int]]) -> None:
+def check(groups: BothSides, sizes: Sequence[tuple[int, int, int]]) -> None:
     """Both ways of ours: each value arrives, and comes back doubled."""
     batches = [batch_of(*one) for one in sizes]
     expected = {
@@ -139,7 +139,7 @@ def check(groups: Groups, sizes: Sequence[tuple[int, int, int]]) -> None:
             raise RunFailed(f"sums of columns are {seen} and {back}; they have to be {expected}")
 
 
-def measured(candidates: dict[str, Callable[[], None]], repetitions: int) -> dict[str, Timing]:
+def measured(candidates: dict[str, Callable[[], None]], repetitions: int) -> dict[str, RoundTrip]:
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(_WARM_UPS + repetitions):
         for name, round_trip in candidates.items():
@@ -147,7 +147,7 @@ def measured(candidates: dict[str, Callable[[], None]], repetitions: int) -> dic
             round_trip()
             times[name].append(time.perf_counter() - start)
     counted = {name: all_of_it[_WARM_UPS:] for name, all_of_it in times.items()}
-    return {name: Timing(statistics.median(one), min(one)) for name, one in counted.items()}
+    return {name: RoundTrip(statistics.median(one), min(one)) for name, one in counted.items()}
 
 
 def repeat(step: Callable[[], None], times: int) -> None:
@@ -155,7 +155,7 @@ def repeat(step: Callable[[], None], times: int) -> None:
         step()
 
 
-def memory_of(groups: Groups) -> Memory:
+def memory_of(groups: BothSides) -> Memory:
     ranks = [*groups.givers.worker_infos.values(), *groups.writers.worker_infos.values()]
     return Memory(
         driver_rss=psutil.Process().memory_info().rss,
@@ -171,7 +171,7 @@ def store_bytes_used() -> int:
     return used
 
 
-def show(report: Report) -> None:
+def show(report: DataPlaneReport) -> None:
     console = Console()
     settings, before, after = report.settings, report.memory_before, report.memory_after
     table = Table(

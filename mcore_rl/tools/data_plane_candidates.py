@@ -147,7 +147,7 @@ class QueueActor:
         return {name: one(batch.jagged(name)) for name in DTYPES}
 
 
-class Groups:
+class BothSides:
     """Two worker groups of ours."""
 
     def __init__(self, pool: ResourcePool, sizes: Sequence[tuple[int, int, int]]) -> None:

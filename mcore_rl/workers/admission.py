@@ -17,7 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mcore_rl.workers.sample_queue import ACTIVE, HELD, LedgerError, SampleGroup, SampleQueue, State
+from mcore_rl.workers.sample_queue import (
+    ACTIVE,
+    HELD,
+    WAITING,
+    GroupState,
+    LedgerError,
+    SampleGroup,
+    SampleQueue,
+)
 
 T = TypeVar("T")
 
@@ -86,7 +94,7 @@ class Admission(Generic[T]):
         if batches <= 0:
             return 0
         room = batches * pacing.groups_per_step + pacing.num_extra - queue.num_groups(*ACTIVE)
-        running = queue.num_groups(State.GENERATING)
+        running = queue.num_groups(GroupState.GENERATING)
         room = min(room, self._room_for_samples(room, running))
         if pacing.depth is not None:
             room = min(room, pacing.depth - running)
@@ -99,16 +107,16 @@ class Admission(Generic[T]):
             room = (pacing.max_samples - queue.num_samples(*HELD)) // pacing.group_size - running
         if pacing.max_bytes is not None and queue.num_bytes() >= pacing.max_bytes:
             room = 0
-        waiting = queue.num_groups(State.GENERATED, State.REWARDED)
+        waiting = queue.num_groups(GroupState.GENERATED, GroupState.REWARDED)
         return max(room, pacing.groups_per_step - running - waiting)
 
     def num_to_draw(self) -> int:
         """New groups that the queue lacks for `begin`."""
-        return max(self.num_to_begin() - self._queue.num_groups(State.ISSUED), 0)
+        return max(self.num_to_begin() - self._queue.num_groups(GroupState.ISSUED), 0)
 
     def begin(self) -> list[SampleGroup[T]]:
         """Issued groups, as many as may be, by id: they are generating from now on."""
-        chosen = self._queue.groups(State.ISSUED)[: self.num_to_begin()]
+        chosen = self._queue.groups(GroupState.ISSUED)[: self.num_to_begin()]
         self._queue.begin([group.group_id for group in chosen], self.version)
         return chosen
 
@@ -128,12 +136,12 @@ class Admission(Generic[T]):
         needed = most if num_groups is None else num_groups
         if not 0 <= needed <= most:
             raise LedgerError(f"step {step} cannot select {needed} groups; allowed: 0 to {most}")
-        lacking = max(needed - self._queue.num_groups(State.TRAINING), 0)
-        chosen = self._queue.groups(State.REWARDED)[:lacking]
+        lacking = max(needed - self._queue.num_groups(GroupState.TRAINING), 0)
+        chosen = self._queue.groups(GroupState.REWARDED)[:lacking]
         if len(chosen) < lacking or not self._leaves_time(chosen):
             return None
         self._queue.select([group.group_id for group in chosen], step)
-        return self._queue.groups(State.TRAINING)
+        return self._queue.groups(GroupState.TRAINING)
 
     def _leaves_time(self, chosen: list[SampleGroup[T]]) -> bool:
         """Whether the steps to come can train what this one leaves, before it is too old.
@@ -142,7 +150,7 @@ class Admission(Generic[T]):
         beyond the batches may be late. False only if waiting can help.
         """
         pacing, ids = self._pacing, {group.group_id for group in chosen}
-        waiting = self._queue.groups(State.GENERATING, State.GENERATED, State.REWARDED)
+        waiting = self._queue.groups(*WAITING)
         left = [group.age(self.version) for group in waiting if group.group_id not in ids]
         for num_steps in range(pacing.staleness + 1):
             least = pacing.staleness - num_steps  # an age with so many steps after this one
@@ -158,7 +166,7 @@ class Admission(Generic[T]):
         Returns the ids of those that generate, which the servers have to end.
         """
         old = self._too_old(next_version)
-        running = [group.group_id for group in old if group.state is State.GENERATING]
+        running = [group.group_id for group in old if group.state is GroupState.GENERATING]
         self._queue.abandoned([group.group_id for group in old])
         return running
 
@@ -180,7 +188,7 @@ class Admission(Generic[T]):
 
     def _too_old(self, version: int) -> list[SampleGroup[T]]:
         """Those not selected that no step could train once `version` is pushed."""
-        waiting = self._queue.groups(State.GENERATING, State.GENERATED, State.REWARDED)
+        waiting = self._queue.groups(*WAITING)
         return [group for group in waiting if group.age(version) > self._pacing.staleness]
 
     def state_dict(self) -> dict[str, Any]:

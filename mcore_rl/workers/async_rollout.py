@@ -20,7 +20,7 @@ from mcore_rl.workers.admission import Admission, Pacing
 from mcore_rl.workers.near_data import kept
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
-from mcore_rl.workers.sample_queue import SampleGroup, SampleQueue, State
+from mcore_rl.workers.sample_queue import GroupState, SampleGroup, SampleQueue
 from mcore_rl.workers.scoring import with_teacher_names
 
 SAMPLES = "samples"  # the column of the ledger that has them
@@ -133,7 +133,7 @@ class AsyncRollout:
                 self.fill()
             if (chosen := self.admission.select(step, wanted)) is not None:
                 return chosen
-            if not (running := self.queue.num_groups(State.GENERATING)):
+            if not (running := self.queue.num_groups(GroupState.GENERATING)):
                 return self._too_few(step, wanted)
             if self._receive():
                 last = time.monotonic()
@@ -157,7 +157,8 @@ class AsyncRollout:
         oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
         oldest = oldest if (versions >= 0).any() else -1
         if config.teacher.column:
-            [row] = [g.row for g in self.queue.groups(State.GENERATING) if g.group_id == group_id]
+            running = self.queue.groups(GroupState.GENERATING)
+            [row] = [group.row for group in running if group.group_id == group_id]
             asked = self._prompts.again({group_id: row})
             batch = with_teacher_names(batch, asked, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
@@ -177,7 +178,7 @@ class AsyncRollout:
 
     def _too_few(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
         """What there is, where the filter has rejected as many as it may in a step."""
-        num, policy = self.queue.num_groups(State.REWARDED), self._config.algorithm.samples
+        num, policy = self.queue.num_groups(GroupState.REWARDED), self._config.algorithm.samples
         if policy.if_short == "stop":
             raise ConfigError(
                 f"step {step}: algorithm.samples.group_filter={policy.group_filter!r} has rejected "

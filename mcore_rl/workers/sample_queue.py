@@ -32,7 +32,7 @@ class LedgerError(RuntimeError):
     """A call that does not fit what the ledger has: which group, its state, what is allowed."""
 
 
-class State(StrEnum):
+class GroupState(StrEnum):
     ISSUED = "issued"  # to be begun, for the first time or again
     GENERATING = "generating"
     GENERATED = "generated"  # all of its samples have come
@@ -42,18 +42,20 @@ class State(StrEnum):
     DROPPED = "dropped"  # by a filter
 
 
-_BACK_OR_DROPPED = frozenset({State.ISSUED, State.DROPPED})
-ALLOWED: Mapping[State, frozenset[State]] = {
-    State.ISSUED: frozenset({State.GENERATING, State.DROPPED}),
-    State.GENERATING: _BACK_OR_DROPPED | {State.GENERATED},
-    State.GENERATED: _BACK_OR_DROPPED | {State.REWARDED},
-    State.REWARDED: _BACK_OR_DROPPED | {State.TRAINING},
-    State.TRAINING: frozenset({State.ISSUED, State.TRAINED}),
-    State.TRAINED: frozenset(),
-    State.DROPPED: frozenset(),
+_BACK_OR_DROPPED = frozenset({GroupState.ISSUED, GroupState.DROPPED})
+ALLOWED: Mapping[GroupState, frozenset[GroupState]] = {
+    GroupState.ISSUED: frozenset({GroupState.GENERATING, GroupState.DROPPED}),
+    GroupState.GENERATING: _BACK_OR_DROPPED | {GroupState.GENERATED},
+    GroupState.GENERATED: _BACK_OR_DROPPED | {GroupState.REWARDED},
+    GroupState.REWARDED: _BACK_OR_DROPPED | {GroupState.TRAINING},
+    GroupState.TRAINING: frozenset({GroupState.ISSUED, GroupState.TRAINED}),
+    GroupState.TRAINED: frozenset(),
+    GroupState.DROPPED: frozenset(),
 }
-HELD = (State.GENERATED, State.REWARDED, State.TRAINING)  # their samples are here, not trained yet
-ACTIVE = (State.GENERATING, *HELD)  # admitted, and not ended
+# Their samples are here, and not trained yet.
+HELD = (GroupState.GENERATED, GroupState.REWARDED, GroupState.TRAINING)
+WAITING = (GroupState.GENERATING, GroupState.GENERATED, GroupState.REWARDED)  # not selected
+ACTIVE = (GroupState.GENERATING, *HELD)  # admitted, and not ended
 COUNTED = ("issued", "begun", "trained", "dropped", "lost", "abandoned")
 
 
@@ -64,7 +66,7 @@ class SampleGroup(Generic[T]):
     group_id: int
     row: int  # of the data set: with the id, all that it takes to begin it again
     num_samples: int  # the expected number, until they have come
-    state: State = State.ISSUED
+    state: GroupState = GroupState.ISSUED
     attempt: int = 0  # of the run: no two beginnings share one
     begun_version: int = -1  # of the policy when it was begun
     oldest_version: int = -1  # of its tokens; begun_version until they have come
@@ -102,15 +104,15 @@ class SampleQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def groups(self, *states: State) -> list[SampleGroup[T]]:
+    def groups(self, *states: GroupState) -> list[SampleGroup[T]]:
         """Those in one of these states, in streaming order."""
         found = [group for group in self._groups.values() if group.state in states]
         return sorted(found, key=lambda group: (group.oldest_version, group.group_id))
 
-    def num_groups(self, *states: State) -> int:
+    def num_groups(self, *states: GroupState) -> int:
         return sum(group.state in states for group in self._groups.values())
 
-    def num_samples(self, *states: State) -> int:
+    def num_samples(self, *states: GroupState) -> int:
         return sum(g.num_samples for g in self._groups.values() if g.state in states)
 
     def num_bytes(self) -> int:
@@ -132,7 +134,7 @@ class SampleQueue(Generic[T]):
 
     def begin(self, group_ids: Sequence[int], version: int) -> None:
         """Servers with weights of `version` are about to generate these."""
-        for group in self._moved(group_ids, State.GENERATING):
+        for group in self._moved(group_ids, GroupState.GENERATING):
             self._count("begun", group)
             group.attempt = self.groups_total["begun"]
             group.begun_version = group.oldest_version = int(version)
@@ -156,14 +158,14 @@ class SampleQueue(Generic[T]):
                 f"group {group_id} has tokens of version {oldest_version}; allowed: from {begun}, "
                 "the version that it was begun with"
             )
-        (group,) = self._moved([group_id], State.GENERATED)
+        (group,) = self._moved([group_id], GroupState.GENERATED)
         if oldest_version != -1:
             group.oldest_version = int(oldest_version)
         group.num_samples, group.num_bytes = int(num_samples), int(num_bytes)
         group.columns = dict(columns)
 
     def mark_rewarded(self, group_ids: Sequence[int]) -> None:
-        self._moved(group_ids, State.REWARDED)
+        self._moved(group_ids, GroupState.REWARDED)
 
     def take(self, consumer: str, *needs: str, limit: int | None = None) -> list[Taken[T]]:
         """Groups that have all columns in `needs`, up to `limit`, in streaming order.
@@ -199,20 +201,20 @@ class SampleQueue(Generic[T]):
     def select(self, group_ids: Sequence[int], partition: int) -> None:
         """These are trained in step `partition`, the one after the last that is trained."""
         self._check_partition(partition)
-        for group in self._moved(group_ids, State.TRAINING):
+        for group in self._moved(group_ids, GroupState.TRAINING):
             group.partition = partition
 
     def mark_trained(self, partition: int) -> None:
         """The step has been trained on all groups that were selected for it."""
         self._check_partition(partition)
-        chosen = [group.group_id for group in self.groups(State.TRAINING)]
-        for group in self._moved(chosen, State.TRAINED):
+        chosen = [group.group_id for group in self.groups(GroupState.TRAINING)]
+        for group in self._moved(chosen, GroupState.TRAINED):
             self._count("trained", group)
         self.last_trained = partition
 
     def drop(self, group_ids: Sequence[int]) -> None:
         """These are not trained: the ledger lets go of them."""
-        for group in self._moved(group_ids, State.DROPPED):
+        for group in self._moved(group_ids, GroupState.DROPPED):
             self._count("dropped", group)
             self._let_go(group)
 
@@ -231,7 +233,7 @@ class SampleQueue(Generic[T]):
                 f"partition {partition} cannot be cleared: it is not trained; allowed: up to "
                 f"{self.last_trained}"
             )
-        for group in self.groups(State.TRAINED):
+        for group in self.groups(GroupState.TRAINED):
             if group.partition <= partition:
                 self._let_go(group)
 
@@ -243,7 +245,7 @@ class SampleQueue(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and ids and rows of all that has not ended. Samples are not in it."""
-        pending = sorted(self.groups(State.ISSUED, *ACTIVE), key=lambda group: group.group_id)
+        pending = sorted(self.groups(GroupState.ISSUED, *ACTIVE), key=lambda group: group.group_id)
         return {
             "next_id": self._next_id,
             "last_trained": self.last_trained,
@@ -264,7 +266,7 @@ class SampleQueue(Generic[T]):
         }
 
     def _back_to_issued(self, group_ids: Sequence[int], reason: str) -> None:
-        for group in self._moved(group_ids, State.ISSUED):
+        for group in self._moved(group_ids, GroupState.ISSUED):
             self._count(reason, group)
             group.begun_version = group.oldest_version = -1
             group.num_samples, group.num_bytes = self._group_size, 0
@@ -275,7 +277,7 @@ class SampleQueue(Generic[T]):
         del self._groups[group.group_id]
         group.columns = {}
 
-    def _moved(self, group_ids: Iterable[int], to: State) -> list[SampleGroup[T]]:
+    def _moved(self, group_ids: Iterable[int], to: GroupState) -> list[SampleGroup[T]]:
         """These groups in their new state, all of them or, with an error, none."""
         groups = [self._get(group_id) for group_id in dict.fromkeys(group_ids)]
         for group in groups:

@@ -85,15 +85,9 @@ def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
 
 @pytest.mark.parametrize(
     ("victim", "told"),
-    all_but(
-        [("servers", r"rollout\.generate: rank 0 \(host .* died")],
-        [
-            ("servers", r"rollout\.generate: rank 0 \(host .* died"),
-            ("actor", r"actor\.\w+: rank 0 \(host .* died"),
-        ],
-    ),
+    all_but([("servers", "")], [("servers", ""), ("actor", r"actor\.\w+: rank 0 \(host .* died")]),
 )
-def test_what_dies_while_samples_are_generated_ahead_ends_the_job_with_one_line(
+def test_of_what_dies_while_samples_are_generated_ahead_servers_come_back_and_others_end_the_job(
     start_job, own_model_and_data, tmp_path, victim, told
 ):
     """The samples of the second step, while the first is trained on."""
@@ -106,8 +100,10 @@ def test_what_dies_while_samples_are_generated_ahead_ends_the_job_with_one_line(
     job.wait_until(paused.exists, "samples of the second step")
     [process] = [p for p in job.processes if _is(p, "actor" if victim == "actor" else "engine")]
     (process if victim == "actor" else process.parent()).kill()
-    assert job.process.wait(120) == 1
+    assert job.process.wait(240) == (1 if told else 0)
     assert job.left() == []
-    assert len(steps(job)) == 0
+    assert len(steps(job)) == (0 if told else 3)
+    if not told:
+        return
     assert re.search(f"(?m)^mcore-rl rl: {told}", job.stderr), job.stderr
     assert len(re.findall("(?m)^mcore-rl rl: ", job.stderr)) == 1

@@ -29,9 +29,11 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.placement import Pools, num_devices, pool_plans
 from mcore_rl.jobs.preflight import prompts_of
+from mcore_rl.jobs.session import resource, session
 from mcore_rl.workers import policy_checks, steps
 from mcore_rl.workers.expert_records import COLUMN, StageExperts, with_stage_experts
 from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.workers.near_data import here
 from mcore_rl.workers.policy_loss import PolicyLoss
 from mcore_rl.workers.rollout_pool import RolloutPool
 
@@ -100,8 +102,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     )
     with (
         run_scope() as scratch,
-        rl.session(num_devices(pool_plans(config)), scratch),
-        Pools(config, rl.resource(), Path(config.output_dir)) as pools,
+        session(config, num_devices(pool_plans(config)), scratch),
+        Pools(config, resource(), Path(config.output_dir)) as pools,
         contextlib.ExitStack() as stack,
     ):
         servers = stack.enter_context(rl.server_pool(config, pools))
@@ -114,7 +116,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         gathered(servers.submit("start"))
         servers.started()
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
-        batch = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
+        batch = here(rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4))
         yield Run(actor, batch, config)
 
 
@@ -166,7 +168,7 @@ def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
     scored = run.scored(run.batch)
     ids = scored.jagged("response_ids")
     ones = ids.with_values(np.ones(len(ids.values), np.float32))
-    batch = steps.with_loss_weights(scored.with_columns(advantages=ones), run.config.algorithm)
+    batch, _ = steps.with_loss_weights(scored.with_columns(advantages=ones), run.config.algorithm)
     [metrics] = run.actor.update(batch, temperature=1.0)
     assert metrics["grad_norm"] > 0
     dropped = batch.array(COLUMN).copy()

@@ -43,14 +43,14 @@ SETUPS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WorkloadSettings:
     num_steps: int = 20
     staleness: int = 2  # of fully_async
     load: Workload = field(default_factory=Workload)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ModelledRun:
     """Of a run, in modelled seconds but for `loop_s`."""
 
     samples_per_s: float
@@ -73,11 +73,11 @@ class Measured:
         return {n: round(v, 3) if isinstance(v, float) else v for n, v in found.items()}
 
 
-def bench_async(settings: Settings) -> dict[str, Measured]:
+def bench_async(settings: WorkloadSettings) -> dict[str, ModelledRun]:
     return {name: measured(setup, settings) for name, setup in SETUPS.items()}
 
 
-def as_json(settings: Settings, found: dict[str, Measured]) -> dict[str, Any]:
+def as_json(settings: WorkloadSettings, found: dict[str, ModelledRun]) -> dict[str, Any]:
     rate = {name: one.samples_per_s for name, one in found.items()}
     return {
         "settings": asdict(settings),
@@ -89,7 +89,7 @@ def as_json(settings: Settings, found: dict[str, Measured]) -> dict[str, Any]:
     }
 
 
-def measured(setup: Setup, settings: Settings) -> Measured:
+def measured(setup: Setup, settings: WorkloadSettings) -> ModelledRun:
     """One run: the loop of a job, and modelled servers and actor."""
     config, load, clock = _config(setup, settings), settings.load, Clock()
     share = 2 if setup.is_shared else 1
@@ -112,7 +112,7 @@ def measured(setup: Setup, settings: Settings) -> Measured:
     return _measured(clock, servers, actor.updates, rows[-1], settings.num_steps, loop_s)
 
 
-def _config(setup: Setup, settings: Settings) -> RLConfig:
+def _config(setup: Setup, settings: WorkloadSettings) -> RLConfig:
     config = RLConfig()
     config.model.path = config.data.train_file = config.data.test_file = "modelled"
     config.placement.rollout = "shared" if setup.is_shared else "own"
@@ -130,14 +130,14 @@ def _measured(
     last: dict[str, float],
     num_steps: int,
     loop_s: float,
-) -> Measured:
+) -> ModelledRun:
     ages = [step - b.jagged("weight_versions").values for step, b in enumerate(updates)]
     starts, nums = (np.array(column) for column in zip(*servers.used, strict=True))
     lasted = np.diff(np.append(starts, clock.now)).clip(min=0)
     trained_s, push_s = clock.spent("log-probs", "update"), clock.spent("push")
     [busy_s] = servers.busy_s()
     asleep_s = servers.asleep_s
-    return Measured(
+    return ModelledRun(
         samples_per_s=sum(map(len, updates)) / clock.now,
         step_s=clock.now / num_steps,
         trainer_waits_s=(clock.now - trained_s - push_s) / num_steps,
@@ -153,7 +153,7 @@ def _measured(
     )
 
 
-def show(settings: Settings, found: dict[str, Measured]) -> None:
+def show(settings: WorkloadSettings, found: dict[str, ModelledRun]) -> None:
     columns = {
         "samples/s": "samples_per_s",
         "s a step": "step_s",

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from mcore_rl.tools.bench_async.run import Measured
+from mcore_rl.tools.bench_async.run import ModelledRun
 
 LABEL, WIDTH, LANE, GAP, TOP = 170, 900, 26, 22, 56  # pixels
 COLORS = {"log-probs": "#7fb3d5", "update": "#1f618d", "push": "#c0392b"}
@@ -16,7 +16,7 @@ SERVERS = "#52a352"
 NUM_BINS = 450
 
 
-def write_timeline(path: Path, found: Mapping[str, Measured], until_s: float) -> None:
+def write_timeline(path: Path, found: Mapping[str, ModelledRun], until_s: float) -> None:
     """Two lanes a run, over the first `until_s` modelled seconds."""
     parts = [_legend(), _axis(until_s, len(found))]
     for number, (name, one) in enumerate(found.items()):
@@ -32,7 +32,7 @@ def write_timeline(path: Path, found: Mapping[str, Measured], until_s: float) ->
     partial.replace(path)
 
 
-def _run(name: str, one: Measured, top: int, until_s: float) -> str:
+def _run(name: str, one: ModelledRun, top: int, until_s: float) -> str:
     found = _text(8, top + 12, name, "font-weight='bold'") + _text(8, top + 26, "trainer")
     found += _text(8, top + LANE + 18, "servers: slots in use")
     for start, end, kind in one.spans:
@@ -43,7 +43,7 @@ def _run(name: str, one: Measured, top: int, until_s: float) -> str:
     return found + _used(one, top + LANE, until_s)
 
 
-def _used(one: Measured, top: int, until_s: float) -> str:
+def _used(one: ModelledRun, top: int, until_s: float) -> str:
     """The share of slots with a response, as an area."""
     edges = np.linspace(0, until_s, NUM_BINS + 1)
     shares = _mean_used(one.used, edges) / one.slots

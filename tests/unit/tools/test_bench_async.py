@@ -15,7 +15,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.tools.bench_async.model import Clock, Servers, Workload
-from mcore_rl.tools.bench_async.run import SETUPS, Settings, measured
+from mcore_rl.tools.bench_async.run import SETUPS, WorkloadSettings, measured
 from mcore_rl.tools.bench_async.timeline import _mean_used
 from tests.pages import of_kind
 
@@ -50,7 +50,7 @@ def test_the_command_of_the_page(monkeypatch, capsys, tmp_path):
 def test_a_step_of_sync_takes_what_its_parts_take():
     """The longest response, log-probs and an update of all tokens, and a push; by hand."""
     load = Workload(median=1000, sigma=0.0, slots=512, push_s=7.0)
-    found = measured(SETUPS["sync"], Settings(num_steps=2, load=load))
+    found = measured(SETUPS["sync"], WorkloadSettings(num_steps=2, load=load))
     tokens = 512 * 32 * 32  # a token of a batch stands for 32: 1000 of them are 31.25, and one
     assert found.step_s == pytest.approx(1000 / 50 + tokens / 30_000 + tokens / 10_000 + 7)
     assert found.trainer_waits_s == pytest.approx(20)

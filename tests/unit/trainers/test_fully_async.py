@@ -31,7 +31,7 @@ from mcore_rl.jobs.loop import Loop
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.policy_checks import PolicyMismatchError
-from mcore_rl.workers.sample_queue import State
+from mcore_rl.workers.sample_queue import GroupState
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
 from tests.unit.trainers.modelled_servers import Servers
@@ -235,7 +235,7 @@ def test_staleness_0_goes_on_bit_for_bit(tmp_path):
 def test_the_run_that_has_ended_leaves_nothing_that_generates(tmp_path):
     run = Run(tmp_path, asynchronous={"over_issue": 0.5}).train()
     assert run.servers.running == {}
-    assert run.loop.ahead.queue.num_groups(State.GENERATING) == 0
+    assert run.loop.ahead.queue.num_groups(GroupState.GENERATING) == 0
 
 
 def test_groups_that_the_filter_rejects_are_replaced(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.workers.admission import Admission, Pacing
-from mcore_rl.workers.sample_queue import LedgerError, SampleQueue, State
+from mcore_rl.workers.sample_queue import GroupState, LedgerError, SampleQueue
 
 
 def paced(**settings) -> Pacing:
@@ -88,7 +88,7 @@ def test_stragglers_are_begun_again_as_many_as_are_begun_beyond_the_batches():
     assert begun(queue, admission) == [0, 7, 8]  # version 2; groups 5 and 6 wait, of version 1
     rewarded(queue, 0, 7)
     assert selected(admission, 3) == [5, 6]
-    ages = [(group.group_id, group.age(2)) for group in queue.groups(State.TRAINING)]
+    ages = [(group.group_id, group.age(2)) for group in queue.groups(GroupState.TRAINING)]
     assert ages == [(5, 1), (6, 1)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoints, read_checkpoint
 from mcore_rl.workers.admission import Admission, Pacing
-from mcore_rl.workers.sample_queue import ACTIVE, LedgerError, SampleQueue, State, Taken
+from mcore_rl.workers.sample_queue import ACTIVE, GroupState, LedgerError, SampleQueue, Taken
 
 NUM_STEPS = 500
 
@@ -141,7 +141,7 @@ class Run:
                 continue
             for _ in range(int(self.rng.integers(0, 2 * self.pacing.groups_per_step))):
                 self.moment()
-            if all(group.state is State.TRAINING for group in batch):
+            if all(group.state is GroupState.TRAINING for group in batch):
                 break
             self.seen["redone"] += 1
         else:
@@ -162,7 +162,7 @@ class Run:
     def push(self, step: int) -> None:
         for group_id in self.admission.evict(step):
             del self.running[group_id]
-        for group in self.queue.groups(State.ISSUED):
+        for group in self.queue.groups(GroupState.ISSUED):
             self.current.pop(group.group_id, None)
         if self.chance(0.5):
             self.begin()  # another thread may, with weights that are about to be replaced
@@ -199,7 +199,7 @@ class Run:
 
     def check_end(self) -> None:
         """Each group that was issued has ended once, or is in the ledger."""
-        left = {group.group_id for group in self.queue.groups(State.ISSUED, *ACTIVE)}
+        left = {group.group_id for group in self.queue.groups(GroupState.ISSUED, *ACTIVE)}
         assert left.isdisjoint(self.done.ends)
         assert left | self.done.ends.keys() == set(range(self.done.num_prompts))
         ends = list(self.done.ends.values())
@@ -255,7 +255,7 @@ def faults() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
 
     def forgets_rewarded(self):
         state = state_of(self)
-        kept = [g.group_id for g in groups(self, State.ISSUED, State.GENERATING)]
+        kept = [g.group_id for g in groups(self, GroupState.ISSUED, GroupState.GENERATING)]
         chosen = np.isin(state["group_ids"], kept)
         return {**state, "group_ids": state["group_ids"][chosen], "rows": state["rows"][chosen]}
 
@@ -290,13 +290,13 @@ def faults() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
         pacing = self._pacing
         last = min(self.version + pacing.staleness + 1, pacing.num_steps)
         in_all = last * pacing.groups_per_step + pacing.num_extra
-        admitted = self._queue._next_id - self._queue.num_groups(State.ISSUED)
+        admitted = self._queue._next_id - self._queue.num_groups(GroupState.ISSUED)
         return max(min(num_to_begin(self), in_all - admitted), 0)
 
     def select_short(self, step, num_groups=None):
-        ready = self._queue.groups(State.REWARDED)[: self._pacing.groups_per_step]
+        ready = self._queue.groups(GroupState.REWARDED)[: self._pacing.groups_per_step]
         self._queue.select([group.group_id for group in ready], step)
-        return self._queue.groups(State.TRAINING) or None
+        return self._queue.groups(GroupState.TRAINING) or None
 
     return {
         "version not restored": (admission, "load_state_dict", lambda self, state: None),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoints, read_checkpoint
-from mcore_rl.workers.sample_queue import ALLOWED, LedgerError, SampleQueue, State
+from mcore_rl.workers.sample_queue import ALLOWED, GroupState, LedgerError, SampleQueue
 
 
 class Samples:
@@ -29,26 +29,26 @@ def finished(queue: SampleQueue[object], *group_ids: int, version: int = 0) -> N
         queue.finish(group_id, version, 2, {"samples": Samples()}, 10)
 
 
-def in_state(state: State) -> SampleQueue[object]:
+def in_state(state: GroupState) -> SampleQueue[object]:
     """Group 0 is in it."""
     queue = queue_of(1)
-    path = [State.DROPPED] if state is State.DROPPED else KEPT[1 : KEPT.index(state) + 1]
+    path = [GroupState.DROPPED] if state is GroupState.DROPPED else KEPT[1 : KEPT.index(state) + 1]
     for step in path:
         MOVES[step](queue)
     return queue
 
 
 MOVES = {
-    State.ISSUED: lambda queue: queue.lost([0]),
-    State.GENERATING: lambda queue: queue.begin([0], 0),
-    State.GENERATED: lambda queue: queue.finish(0, 0, 2, {}),
-    State.REWARDED: lambda queue: queue.mark_rewarded([0]),
-    State.TRAINING: lambda queue: queue.select([0], queue.last_trained + 1),
-    State.TRAINED: lambda queue: queue.mark_trained(1),
-    State.DROPPED: lambda queue: queue.drop([0]),
+    GroupState.ISSUED: lambda queue: queue.lost([0]),
+    GroupState.GENERATING: lambda queue: queue.begin([0], 0),
+    GroupState.GENERATED: lambda queue: queue.finish(0, 0, 2, {}),
+    GroupState.REWARDED: lambda queue: queue.mark_rewarded([0]),
+    GroupState.TRAINING: lambda queue: queue.select([0], queue.last_trained + 1),
+    GroupState.TRAINED: lambda queue: queue.mark_trained(1),
+    GroupState.DROPPED: lambda queue: queue.drop([0]),
 }
-BY_GROUP = [state for state in MOVES if state is not State.TRAINED]  # moves of chosen groups
-KEPT = [state for state in State if state is not State.DROPPED]
+BY_GROUP = [state for state in MOVES if state is not GroupState.TRAINED]  # moves of chosen groups
+KEPT = [state for state in GroupState if state is not GroupState.DROPPED]
 
 
 @pytest.mark.parametrize("state", KEPT)
@@ -57,7 +57,7 @@ def test_a_group_goes_where_its_state_allows_or_the_error_says_where_it_may(stat
     queue = in_state(state)
     if to in ALLOWED[state]:
         MOVES[to](queue)
-        assert queue.num_groups(to) == (to is not State.DROPPED)
+        assert queue.num_groups(to) == (to is not GroupState.DROPPED)
         return
     allowed = ", ".join(sorted(ALLOWED[state])) or "nothing, it has ended"
     with pytest.raises(LedgerError, match=f"group 0 is {state} and .* {to}; allowed: {allowed}$"):
@@ -82,7 +82,7 @@ def test_states_are_those_of_the_diagram():
 @pytest.mark.parametrize("to", BY_GROUP)
 def test_a_group_that_is_not_there_is_told(to):
     with pytest.raises(LedgerError, match="group 0 is not in the ledger: never issued, dropped, "):
-        MOVES[to](in_state(State.DROPPED))
+        MOVES[to](in_state(GroupState.DROPPED))
 
 
 def test_a_call_with_one_wrong_group_changes_none():
@@ -90,7 +90,7 @@ def test_a_call_with_one_wrong_group_changes_none():
     finished(queue, 1)
     with pytest.raises(LedgerError, match="group 0 is issued and cannot become rewarded"):
         queue.mark_rewarded([1, 0])
-    assert queue.num_groups(State.GENERATED) == 1
+    assert queue.num_groups(GroupState.GENERATED) == 1
 
 
 def test_no_group_is_issued_twice():
@@ -109,7 +109,9 @@ def test_tokens_are_no_older_than_the_weights_that_a_group_was_begun_with():
         queue.finish(0, 4, 2, {})
     queue.finish(0, 7, 2, {})
     queue.finish(1, -1, 2, {})  # the policy has chosen none
-    assert [(g.group_id, g.oldest_version, g.age(8)) for g in queue.groups(State.GENERATED)] == [
+    assert [
+        (g.group_id, g.oldest_version, g.age(8)) for g in queue.groups(GroupState.GENERATED)
+    ] == [
         (1, 5, 3),
         (0, 7, 1),
     ]
@@ -154,9 +156,9 @@ def test_what_was_made_of_lost_samples_is_refused():
 
 @pytest.mark.parametrize("state", ["generating", "generated", "rewarded", "training"])
 def test_a_lost_group_is_issued_as_if_it_had_never_been_begun(state):
-    queue = in_state(State(state))
+    queue = in_state(GroupState(state))
     queue.lost([0, 0])  # told twice in one call
-    (group,) = queue.groups(State.ISSUED)
+    (group,) = queue.groups(GroupState.ISSUED)
     assert (group.row, group.begun_version, group.oldest_version) == (100, -1, -1)
     assert (group.partition, group.num_bytes, group.columns) == (0, 0, {})
     assert queue.groups_total == dict(issued=1, begun=1, trained=0, dropped=0, lost=1, abandoned=0)
@@ -167,7 +169,7 @@ def test_a_lost_group_is_issued_as_if_it_had_never_been_begun(state):
 def test_partitions_are_trained_and_cleared_in_order_and_samples_are_let_go_of():
     queue = queue_of(3)
     finished(queue, 0, 1, 2)
-    kept = [weakref.ref(group.columns["samples"]) for group in queue.groups(State.GENERATED)]
+    kept = [weakref.ref(group.columns["samples"]) for group in queue.groups(GroupState.GENERATED)]
     queue.mark_rewarded([0, 1, 2])
     with pytest.raises(LedgerError, match="partition 2 cannot be trained after 0; allowed: 1"):
         queue.select([0], 2)
@@ -195,8 +197,8 @@ def test_groups_samples_and_bytes_are_counted_by_state():
     queue.mark_rewarded([0, 1])
     queue.select([0], 1)
     queue.abandoned([2])
-    assert queue.num_groups(State.ISSUED) == 3 and queue.num_samples(State.ISSUED) == 6
-    assert queue.num_samples(State.GENERATED) == 5 and queue.num_bytes() == 10 + 10 + 7
+    assert queue.num_groups(GroupState.ISSUED) == 3 and queue.num_samples(GroupState.ISSUED) == 6
+    assert queue.num_samples(GroupState.GENERATED) == 5 and queue.num_bytes() == 10 + 10 + 7
     assert queue.metrics() == {
         "queue/generating": 0,
         "queue/generated": 1,
@@ -232,7 +234,7 @@ def test_a_checkpoint_has_counters_and_what_has_not_ended(tmp_path: Path):
     path = written.publish(1, {"parts": {"queue": queue.state_dict()}})
     resumed = queue_of(0)
     resumed.load_state_dict(read_checkpoint(path).state["parts"]["queue"])
-    issued = resumed.groups(State.ISSUED)
+    issued = resumed.groups(GroupState.ISSUED)
     assert [(g.group_id, g.row) for g in issued] == [(1, 101), (2, 102), (4, 104), (5, 105)]
     assert len(resumed) == 4 and resumed.last_trained == 1
     assert resumed.groups_total == queue.groups_total
