@@ -1,4 +1,4 @@
-"""Columns that a loss reads and that are made of the whole mini-batch, on the driver."""
+"""Columns that a loss reads and that are made of the whole mini-batch, in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prepared_by(prepare: Callable[..., Mapping[str, Jagged]]) -> Callable[[G], G
     """Decorator of a loss that reads columns made of the whole mini-batch.
 
     `prepare(inputs: MiniBatchInputs)`, or `prepare(inputs, settings)` with the settings of the
-    loss, runs on the driver before the update. It returns columns by name, a number for each
+    loss, runs on rank 0 of the actor before the update. It returns columns by name, a number for each
     response token, which the loss reads with `LossInputs.prepared`. So they do not depend on how
     the mini-batch is split over micro-batches and ranks.
     """
