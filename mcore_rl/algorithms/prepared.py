@@ -21,9 +21,9 @@ def prepared_by(prepare: Callable[..., Mapping[str, Jagged]]) -> Callable[[G], G
     """Decorator of a loss that reads columns made of the whole mini-batch.
 
     `prepare(inputs: MiniBatchInputs)`, or `prepare(inputs, settings)` with the settings of the
-    loss, runs on rank 0 of the actor before the update. It returns columns by name, a number for each
-    response token, which the loss reads with `LossInputs.prepared`. So they do not depend on how
-    the mini-batch is split over micro-batches and ranks.
+    loss, runs on rank 0 of the actor before the update. It returns columns by name, a number for
+    each response token, which the loss reads with `LossInputs.prepared`. So they do not depend on
+    how the mini-batch is split over micro-batches and ranks.
     """
     found = tuple(inspect.signature(prepare).parameters)
     if found not in (("inputs",), ("inputs", "settings")):

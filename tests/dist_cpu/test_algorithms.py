@@ -243,25 +243,24 @@ def sampled_batch() -> Batch:
 
 
 def gspo_batch() -> Batch:
-    return with_loss_weights(sampled_batch(), GSPO)
+    return with_loss_weights(sampled_batch(), GSPO)[0]
 
 
 def kl_cov_batch() -> Batch:
     batch = sampled_batch()
     _, log_probs, entropy = tiny_models.reference_scores(tiny_models.build("qwen3"), batch)
-    columns = {"log_probs": log_probs, "entropy": entropy}
+    columns = {"current_log_probs": log_probs, "entropy": entropy}
     responses = batch.jagged("response_ids")
     scored = {n: responses.with_values(c.astype(np.float32)) for n, c in columns.items()}
-    return with_prepared_columns(
-        with_loss_weights(batch, KL_COV), batch.with_columns(**scored), KL_COV, [0]
-    )
+    weighted = with_loss_weights(batch, KL_COV)[0].with_columns(**scored)
+    return with_prepared_columns(weighted, KL_COV, [0])[0]
 
 
 def rewarded_batch() -> Batch:
     batch = sampled_batch()
     rewards = np.random.default_rng(3).normal(size=len(batch)).astype(np.float32)
     groups = np.arange(len(batch)) // 2
-    return with_loss_weights(batch, GAE).with_columns(rewards=rewards, group_ids=groups)
+    return with_loss_weights(batch, GAE)[0].with_columns(rewards=rewards, group_ids=groups)
 
 
 def token_rewarded_batch() -> Batch:

@@ -57,7 +57,7 @@ def batch_of_all() -> Batch:
         rollout_log_probs=log_probs.with_values(rollout),
         reference_log_probs=log_probs.with_values(near),
     )
-    return with_loss_weights(with_correction(batch, ALGORITHM)[0], ALGORITHM)
+    return with_loss_weights(with_correction(batch, ALGORITHM)[0], ALGORITHM)[0]
 
 
 @pytest.fixture(scope="module")

@@ -138,13 +138,11 @@ def input_batch(name: str, config: AlgorithmConfig) -> Batch:
     """The mini-batch as the driver sends it."""
     batch = made_batch()
     if name.partition("/")[0] in OTHERS:
-        return with_loss_weights(
-            batch.select(*batch.columns.keys() - {"correction_weights"}), config
-        )
-    batch = with_loss_weights(batch, config)
+        return with_loss_weights(batch.without("correction_weights"), config)[0]
+    batch, _ = with_loss_weights(batch, config)
     if is_prepared(LOSSES[config.loss]):
-        scored = Batch({n: batch[f"new/{n}"] for n in ("log_probs", "entropy")})
-        batch = with_prepared_columns(batch, scored, config, [3])
+        now = {"current_log_probs": batch["new/log_probs"], "entropy": batch["new/entropy"]}
+        batch, _ = with_prepared_columns(batch.with_columns(**now), config, [3])
     return batch
 
 
@@ -209,7 +207,7 @@ def split(layout: Layout, shares: str, weighed_alone: bool = False) -> ranks.Res
     for name, (loss, config) in cases().items():
         mine = input_batch(name, config).take(rows)
         if weighed_alone and rows:
-            own = with_loss_weights(mine, config).jagged(LOSS_WEIGHTS)
+            own = with_loss_weights(mine, config)[0].jagged(LOSS_WEIGHTS)
             mine = mine.with_columns(loss_weights=own.with_values(own.values / layout.dp))
         found[name] = _added(mine, [[rows.index(row) for row in part] for part in parts], loss)
     return found
