@@ -1,4 +1,4 @@
-"""Losses that treat some tokens of the mini-batch in another way: which, is known before the update.
+"""Losses that treat some tokens of the mini-batch in another way: which is known before the update.
 
 So the choice does not depend on how the mini-batch is split over micro-batches and ranks. It is
 that of the policy before the update.
