@@ -160,11 +160,26 @@ def memory_of(groups: BothSides) -> Memory:
     return Memory(
         driver_rss=psutil.Process().memory_info().rss,
         ranks_rss=sum(psutil.Process(info.pid).memory_info().rss for info in ranks),
-        object_store=store_bytes_used(),
+        object_store=settled_store_bytes(),
     )
 
 
-def store_bytes_used() -> int:
+def settled_store_bytes() -> int:
+    """What is used once two looks, a second apart, are the same: Ray frees objects in bunches.
+
+    Raises:
+        RunFailed: it still changes after 20 s.
+    """
+    found = _store_bytes_used()
+    for _ in range(20):
+        time.sleep(1)
+        last, found = found, _store_bytes_used()
+        if found == last:
+            return found
+    raise RunFailed(f"what the object store holds still changes after 20 s: {found} bytes")
+
+
+def _store_bytes_used() -> int:
     """Of the object stores of all nodes."""
     state = get_state_from_address(ray.get_runtime_context().gcs_address)
     used: int = get_memory_info_reply(state).store_stats.object_store_bytes_used

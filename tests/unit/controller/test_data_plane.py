@@ -21,7 +21,7 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.tools.bench_data_plane import store_bytes_used
+from mcore_rl.tools.bench_data_plane import settled_store_bytes
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
@@ -178,27 +178,16 @@ def test_a_column_that_is_not_declared_ends_the_call(pool: ResourcePool):
 
 def test_objects_are_freed_when_no_batch_refers_to_them(pool: ResourcePool):
     with group_of(pool, Layout()) as group:
-        before = store_bytes_used()
+        before = settled_store_bytes()
         (made,) = group.make([200_000] * 5)
         part = group.megatron_compute(made.select("response_ids", "prompt_ids"), 3)
-        full = settled(lambda: store_bytes_used() - before)
+        full = settled_store_bytes() - before
         assert full > 20e6  # three columns of eight bytes a token
         del made
         part = part.select("said")
-        assert settled(lambda: store_bytes_used() - before) < 10e6
+        assert settled_store_bytes() - before < 10e6
         del part
-        assert settled(lambda: store_bytes_used() - before) < 1e6
-
-
-def settled(look: Callable[[], float]) -> float:
-    """The last of looks until two, a second apart, are the same; 20 s at most."""
-    found = look()
-    for _ in range(20):
-        time.sleep(1)
-        last, found = found, look()
-        if found == last:
-            return found
-    raise AssertionError(f"it still changes after 20 s: {found}")
+        assert settled_store_bytes() - before < 1e6
 
 
 @pytest.mark.parametrize("steps", [300, nightly(5000)])
@@ -214,10 +203,10 @@ def test_memory_stays_as_it_is_over_many_small_steps(pool: ResourcePool, steps: 
         for _ in range(100):
             step()
         before = [one.memory_info().rss for one in processes]
-        stored = settled(store_bytes_used)
+        stored = settled_store_bytes()
         for _ in range(steps):
             step()
-        assert settled(store_bytes_used) <= stored + (1 << 20)
+        assert settled_store_bytes() <= stored + (1 << 20)
         for process, start in zip(processes, before, strict=True):
             assert process.memory_info().rss < start + (24 << 20)
 
