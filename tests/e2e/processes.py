@@ -32,9 +32,12 @@ def wait_until_gone(name: str, value: str, seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
+_GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
 def lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() not in _GONE
     return False
 
 
