@@ -126,7 +126,7 @@ def test_a_driver_of_1024_ranks_moves_few_bytes_a_sample():
 
 def test_what_the_driver_does_grows_with_the_ranks_and_no_faster():
     batch = generated()
-    times = {ranks: min(one_call(batch, ranks)[0] for _ in range(3)) for ranks in (256, 512, 1024)}
+    times = {ranks: min(one_call(batch, ranks)[0] for _ in range(3)) for ranks in (256, 1024)}
     assert times[1024] < 8 * times[256]  # 4 times where it is linear, 16 where it is quadratic
     few = batch.take(range(1024))
     assert one_call(few, 512)[2] == one_call(batch, 512)[2] == 512
