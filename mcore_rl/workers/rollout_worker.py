@@ -47,9 +47,8 @@ class RolloutSpec:
     seed: int
     timeout_s: float  # of everything that the worker asks of its server
     can_sleep: bool = False
-    gpu_ids: tuple[
-        str, ...
-    ] = ()  # of each node of each server, where they are not those that Ray shows it
+    # Of each node of each server, where they are not those that Ray shows it.
+    gpu_ids: tuple[str, ...] = ()
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
     experts: ExpertLayers | None = None  # of which those that are used are recorded; None: of none
 

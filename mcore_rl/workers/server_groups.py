@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -45,7 +46,7 @@ class Server:
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
 
 
-class ServerGroups:
+class ServerGroups(ABC):
     """One thread at a time may use it, but for `close`."""
 
     name = "rollout"
@@ -335,6 +336,6 @@ class ServerGroups:
         if not self._can_sleep:
             server.starting.append(group.start.submit())
 
+    @abstractmethod
     def _release(self, server: Server) -> None:
         """What it has not answered belongs to nobody."""
-        raise NotImplementedError

@@ -236,8 +236,8 @@ def update(
             scored = part if is_scored else actor.compute_log_probs(part, temperature=temperature)
             current = scored.select("log_probs", "entropy")
             part = part.union(current.renamed(log_probs="current_log_probs"))
-            step = with_prepared_columns, part, algorithm, [*seed, 1 + index]
-            part, _ = with_near(actor, *step)
+            its_seed = [*seed, 1 + index]
+            part, _ = with_near(actor, with_prepared_columns, part, algorithm, its_seed)
         # Every data-parallel rank reports what is true of all of them.
         found.append(actor.update(part, temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
