@@ -25,8 +25,12 @@ class Coefficients:
         self._config = config
         self._kl, self._entropy = config.kl_coef, config.entropy_coef
 
-    def of_step(self, batch: Batch) -> tuple[AlgorithmConfig, dict[str, float]]:
-        """The settings with the coefficients of the step of this batch; what they follow.
+    def of_step(
+        self, found: Mapping[str, float], num_samples: int
+    ) -> tuple[AlgorithmConfig, dict[str, float]]:
+        """The settings with the coefficients of a step; and what they follow.
+
+        `found` is what `measured` finds in its `num_samples` samples.
 
         With algorithm.kl_target: Ziegler et al. 2019 (arXiv:1909.08593), with samples
         and horizon as in its code: coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples /
@@ -38,12 +42,6 @@ class Coefficients:
         up by entropy_coef_step where the entropy is below the target, down where it is above. Ours
         stays within 0 and entropy_coef_max. The entropy is of a token, over all of the step.
         """
-        return self.after(measured(batch, self._config), len(batch))
-
-    def after(
-        self, found: Mapping[str, float], num_samples: int
-    ) -> tuple[AlgorithmConfig, dict[str, float]]:
-        """The same from what `measured` finds in a batch."""
         config, metrics = self._config, dict[str, float]()
         if "kl" in found:
             kl = found["kl"]

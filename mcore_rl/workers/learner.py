@@ -62,7 +62,7 @@ class Learner:
         found = dict[str, float]()
         if self.coefficients.follow:
             found = near(actor, measured, batch, self.coefficients.config)
-        now, followed = self.coefficients.after(found, len(batch))
+        now, followed = self.coefficients.of_step(found, len(batch))
         if self.turns.critic is None:
             batch, doubts = with_near(actor, _with_advantages, batch, now)
         else:

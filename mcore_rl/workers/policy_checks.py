@@ -76,11 +76,6 @@ def checked_age(batch: Samples, version: int, max_age: int) -> dict[str, float]:
     return {"samples/age": float(found.mean())} if max_age else {}
 
 
-def chosen(batch: Batch, name: str) -> Array:
-    """A column along response tokens, where the policy chose the token."""
-    return np.asarray(batch.jagged(name).values[batch.jagged("response_mask").values != 0])
-
-
 def split_replayed(batch: B) -> tuple[B, B]:
     """The samples of this step, and those of earlier ones."""
     if "replayed" not in batch:

@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.aggregation import top_entropy_mask
-from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.controllers import Coefficients, measured
 from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.algorithms.token_rewards import reference_kl, with_token_rewards
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.data.batch import Batch, Jagged
+
+
+def of_step(coefficients: Coefficients, batch: Batch):
+    return coefficients.of_step(measured(batch, coefficients.config), len(batch))
 
 
 def random_batch(seed: int) -> Batch:
@@ -49,7 +53,7 @@ def test_the_kl_coefficient_follows_its_target():
     for seed in range(1000):
         batch = random_batch(seed)
         kl = kl_by_loops(batch)
-        used, metrics = coefficients.of_step(batch)
+        used, metrics = of_step(coefficients, batch)
         assert used.kl_coef == metrics["algorithm/kl_coef"] == pytest.approx(wanted, rel=1e-4)
         assert metrics["algorithm/reference_kl"] == pytest.approx(kl, abs=1e-6)
         error = kl / 0.1 - 1
@@ -67,7 +71,7 @@ def test_the_entropy_coefficient_follows_its_target():
         mask = batch.jagged("response_mask").values
         found = [float(e) for e, m in zip(batch.jagged("entropy").values, mask, strict=True) if m]
         entropy = sum(found) / len(found) if found else 0.0
-        used, metrics = coefficients.of_step(batch)
+        used, metrics = of_step(coefficients, batch)
         assert metrics["algorithm/entropy"] == pytest.approx(entropy)
         assert used.entropy_coef == pytest.approx(wanted if entropy <= 0.6003 else 0.0)
         if entropy < 0.6003:
@@ -84,11 +88,11 @@ def test_a_run_that_goes_on_has_the_coefficients_it_had():
     )
     one = Coefficients(config)
     for seed in range(5):
-        one.of_step(random_batch(seed))
+        of_step(one, random_batch(seed))
     other = Coefficients(config)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert one.of_step(random_batch(9)) == other.of_step(random_batch(9))
-    assert one.of_step(random_batch(9)) != Coefficients(config).of_step(random_batch(9))
+    assert of_step(one, random_batch(9)) == of_step(other, random_batch(9))
+    assert of_step(one, random_batch(9)) != of_step(Coefficients(config), random_batch(9))
 
 
 def test_coefficients_without_a_target_are_those_of_the_settings_now():
@@ -96,7 +100,7 @@ def test_coefficients_without_a_target_are_those_of_the_settings_now():
     config = AlgorithmConfig(kl_coef=0.7, entropy_coef=0.1)
     after = Coefficients(config)
     after.load_state_dict(before.state_dict())
-    assert after.of_step(random_batch(0)) == (config, {})
+    assert of_step(after, random_batch(0)) == (config, {})
 
 
 @pytest.mark.parametrize(("has_process", "coef"), [(True, 0.25), (False, 0.25), (True, 0.0)])

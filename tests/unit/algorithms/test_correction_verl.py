@@ -16,7 +16,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 
 from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.algorithms.controllers import Coefficients, measured
 from mcore_rl.algorithms.correction import corrected, mismatch
 from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
@@ -168,7 +168,7 @@ def test_the_kl_controller_and_rewards_of_tokens():
         if not mask.any(-1).all():  # verl counts sequences without a token as of no KL
             continue
         batch = with_reference(rng, batch)
-        settings, _ = ours.of_step(batch)
+        settings, _ = ours.of_step(measured(batch, algorithm), len(batch))
         assert settings.kl_coef == pytest.approx(theirs.value, rel=1e-5)
         old, reference = (padded(batch.jagged(n)) for n in ("log_probs", "reference_log_probs"))
         kl = core_algos.kl_penalty(old, reference, "low_var_kl") * mask
