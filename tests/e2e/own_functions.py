@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,12 +139,14 @@ _CALLS = itertools.count()  # of later_pausing_reward, in the process of a serve
 class LaterPauseSettings:
     file: str
     after: int  # calls before the one that pauses
+    log: str  # of the server whose calls they are
 
 
 def later_pausing_reward(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: LaterPauseSettings
 ) -> dict[str, float]:
-    """While the servers generate what comes later."""
-    if next(_CALLS) >= settings.after:
+    """While a server generates what comes later."""
+    is_its = os.path.basename(os.path.realpath("/proc/self/fd/2")) == settings.log
+    if is_its and next(_CALLS) >= settings.after:
         _pause(settings.file)
     return {"reward": float(len(text))}

@@ -48,10 +48,11 @@ def _prints_to(process: psutil.Process, log: str) -> bool:
 
 @pytest.fixture(scope="module")
 def job_settings(own_model_and_data, tmp_path_factory) -> tuple[list[str], Path]:
-    """Of three steps; in the second one the file appears, and there are seconds to do something."""
+    """Of three steps; when the file appears, server 1 has a group of the second one for seconds."""
     paused = tmp_path_factory.mktemp("pause") / "paused"
     own = (
         "trainer.num_steps=3", "reward.settings.after=40", f"reward.settings.file={paused}",
+        "reward.settings.log=rollout-1-0.log",
         "reward.name=tests/e2e/own_functions.py:later_pausing_reward",
     )  # fmt: skip
     return [*own_model_and_data, *SETTINGS, *own], paused
