@@ -95,7 +95,8 @@ def test_of_what_dies_while_samples_are_generated_ahead_servers_come_back_and_ot
     job = start_job(
         *own_model_and_data, *SETTINGS, "trainer.mode=one_step_off", "trainer.num_steps=3",
         "evaluation.before=false", "algorithm.samples.group_filter=''", f"reward.name={function}",
-        f"reward.settings.file={paused}", "reward.settings.after=64", "reward.settings.log=rollout-0.log",
+        f"reward.settings.file={paused}", "reward.settings.after=64",
+        "reward.settings.log=rollout-0.log",
     )  # fmt: skip
     job.wait_until(paused.exists, "samples of the second step")
     [process] = [p for p in job.processes if _is(p, "actor" if victim == "actor" else "engine")]
