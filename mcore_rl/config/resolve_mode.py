@@ -15,6 +15,9 @@ def resolve_mode(config: RLConfig) -> None:
     one_of("trainer.mode", trainer.mode, MODES)
     at_least("trainer.asynchronous.max_groups", trainer.asynchronous.max_groups, 0)
     between("trainer.asynchronous.over_issue", trainer.asynchronous.over_issue, 0, 1)
+    if waiting := trainer.asynchronous.max_waiting_samples:
+        a_step = trainer.prompts_per_step * config.algorithm.group_size
+        at_least("trainer.asynchronous.max_waiting_samples", waiting, a_step)
     if trainer.mode == "sync" and trainer.staleness:
         raise ConfigError(
             f"trainer.staleness={trainer.staleness}: trainer.mode='sync' trains on samples of the "

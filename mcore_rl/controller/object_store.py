@@ -6,24 +6,26 @@ import os
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_mode import staleness_of
 from mcore_rl.config.schema import RLConfig
 
 LEAST_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
 BYTES_PER_TOKEN = 96  # of all columns that a sample gets in a step, recorded experts apart
-_STEPS = 2  # one that is trained on, and one that is generated
 _MOST = 0.8  # of what is free
 
 
-def step_bytes(config: RLConfig) -> int:
-    """What the samples of a step hold at most."""
-    samples = config.trainer.prompts_per_step * config.algorithm.group_size
+def held_bytes(config: RLConfig) -> int:
+    """What samples hold at most: of a step that is trained on, and of those that are generated."""
+    trainer = config.trainer
+    samples = trainer.prompts_per_step * config.algorithm.group_size
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return samples * tokens * BYTES_PER_TOKEN
+    ahead = 1 + (staleness_of(trainer) if trainer.mode == "fully_async" else 0)
+    return (1 + ahead) * samples * tokens * BYTES_PER_TOKEN
 
 
-def object_store_bytes(wanted: int, a_step: int = 0, *, setting: str, shm: int = -1) -> int:
-    """`wanted`, or with 0 room for two steps within what is free, and no less than LEAST_BYTES.
+def object_store_bytes(wanted: int, held: int = 0, *, setting: str, shm: int = -1) -> int:
+    """`wanted`, or with 0 what samples hold within what is free, and no less than LEAST_BYTES.
 
     Memory is taken when objects are stored. `shm` is for tests: what is free.
 
@@ -34,7 +36,7 @@ def object_store_bytes(wanted: int, a_step: int = 0, *, setting: str, shm: int =
         space = os.statvfs(SHARED_MEMORY)
         shm = space.f_bavail * space.f_frsize
     if not wanted:
-        return max(LEAST_BYTES, min(_STEPS * a_step, int(_MOST * shm)))
+        return max(LEAST_BYTES, min(held, int(_MOST * shm)))
     if not LEAST_BYTES <= wanted <= shm:
         raise ConfigError(
             f"{setting}={wanted}; allowed: 0, or from {LEAST_BYTES} to what is free in "

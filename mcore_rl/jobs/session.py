@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.object_store import object_store_bytes, step_bytes
+from mcore_rl.controller.object_store import held_bytes, object_store_bytes
 from mcore_rl.controller.pool import ray_session
 from mcore_rl.engine.lane import lane
 
@@ -19,7 +19,7 @@ def session(config: RLConfig, num_devices: int, scratch: Path) -> AbstractContex
     Raises ConfigError when /dev/shm has too little for the object store.
     """
     store = object_store_bytes(
-        config.object_store_bytes, step_bytes(config), setting="object_store_bytes"
+        config.object_store_bytes, held_bytes(config), setting="object_store_bytes"
     )
     needed = {resource(): num_devices}
     own = needed if RANK in needed else None

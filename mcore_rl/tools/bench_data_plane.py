@@ -102,7 +102,8 @@ def bench_data_plane(settings: DataPlaneSettings) -> DataPlaneReport:
             check(groups, sizes)
             candidates: dict[str, Callable[[], None]] = {
                 "by reference": groups.by_reference,
-                "by value, through the driver": groups.by_value,
+                "by value, inputs come back": groups.by_value_with_inputs,
+                "by value": groups.by_value,
                 "bare Ray, numpy": bare_ray(sizes),
             }
             missing = (
@@ -125,13 +126,13 @@ def bench_data_plane(settings: DataPlaneSettings) -> DataPlaneReport:
 
 
 def check(groups: BothSides, sizes: Sequence[tuple[int, int, int]]) -> None:
-    """Both ways of ours: each value arrives, and comes back doubled."""
+    """All ways of ours: each value arrives, and comes back doubled."""
     batches = [batch_of(*one) for one in sizes]
     expected = {
         name: sum(float(batch.jagged(name).values.sum(dtype=float)) for batch in batches)
         for name in DTYPES
     }
-    for round_trip in (groups.by_reference, groups.by_value):
+    for round_trip in (groups.by_reference, groups.by_value, groups.by_value_with_inputs):
         round_trip(is_checked=True)
         seen = {name: sum(one[name] for one in groups.writers.seen()) for name in DTYPES}
         back = sum(one[WRITTEN] for one in groups.givers.seen())

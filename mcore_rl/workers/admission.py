@@ -42,14 +42,13 @@ class Pacing:
     # Groups begun beyond those that the batches need, as a share of groups_per_step. What of them
     # ends too late for a batch waits for the next one, if staleness lets it.
     over_issue: float = 0.0
-    # Samples, and bytes of them, that wait for training before nothing more is begun. What the
-    # next batch lacks is begun all the same. None: no bound but that of staleness.
+    # Samples that are held or generated before nothing more is begun. What the next batch lacks is
+    # begun all the same. None: no bound but that of staleness.
     max_samples: int | None = None
-    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         lowest = {"groups_per_step": 1, "group_size": 1, "num_steps": 0, "staleness": 0}
-        lowest |= {"depth": 1, "over_issue": 0, "max_bytes": 1}
+        lowest |= {"depth": 1, "over_issue": 0}
         lowest["max_samples"] = self.groups_per_step * self.group_size
         for name, low in lowest.items():
             value = getattr(self, name)
@@ -105,8 +104,6 @@ class Admission(Generic[T]):
         queue, pacing = self._queue, self._pacing
         if pacing.max_samples is not None:
             room = (pacing.max_samples - queue.num_samples(*HELD)) // pacing.group_size - running
-        if pacing.max_bytes is not None and queue.num_bytes() >= pacing.max_bytes:
-            room = 0
         waiting = queue.num_groups(GroupState.GENERATED, GroupState.REWARDED)
         return max(room, pacing.groups_per_step - running - waiting)
 

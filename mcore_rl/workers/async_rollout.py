@@ -49,6 +49,7 @@ class AsyncRollout:
             staleness=self._staleness,
             depth=trainer.asynchronous.max_groups or None,
             over_issue=trainer.asynchronous.over_issue,
+            max_samples=trainer.asynchronous.max_waiting_samples or None,
         )
         self.admission = Admission(self.queue, pacing)
         self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step

@@ -71,7 +71,6 @@ class SampleGroup(Generic[T]):
     begun_version: int = -1  # of the policy when it was begun
     oldest_version: int = -1  # of its tokens; begun_version until they have come
     partition: int = 0  # the step that it is trained in
-    num_bytes: int = 0
     columns: dict[str, T] = field(default_factory=dict)
     taken_by: set[str] = field(default_factory=set)
 
@@ -115,10 +114,6 @@ class SampleQueue(Generic[T]):
     def num_samples(self, *states: GroupState) -> int:
         return sum(g.num_samples for g in self._groups.values() if g.state in states)
 
-    def num_bytes(self) -> int:
-        """Of the samples that are here and not trained, as `finish` was told."""
-        return sum(group.num_bytes for group in self.groups(*HELD))
-
     def issue(self, group_ids: Sequence[int], rows: Sequence[int]) -> None:
         """New groups. Their ids are higher than any before, so that none is issued twice."""
         for group_id, row in zip(map(int, group_ids), map(int, rows), strict=True):
@@ -140,12 +135,7 @@ class SampleQueue(Generic[T]):
             group.begun_version = group.oldest_version = int(version)
 
     def finish(
-        self,
-        group_id: int,
-        oldest_version: int,
-        num_samples: int,
-        columns: Mapping[str, T],
-        num_bytes: int = 0,
+        self, group_id: int, oldest_version: int, num_samples: int, columns: Mapping[str, T]
     ) -> None:
         """All samples of a group have come. `oldest_version` is -1 if no token was chosen.
 
@@ -161,8 +151,7 @@ class SampleQueue(Generic[T]):
         (group,) = self._moved([group_id], GroupState.GENERATED)
         if oldest_version != -1:
             group.oldest_version = int(oldest_version)
-        group.num_samples, group.num_bytes = int(num_samples), int(num_bytes)
-        group.columns = dict(columns)
+        group.num_samples, group.columns = int(num_samples), dict(columns)
 
     def mark_rewarded(self, group_ids: Sequence[int]) -> None:
         self._moved(group_ids, GroupState.REWARDED)
@@ -269,8 +258,8 @@ class SampleQueue(Generic[T]):
         for group in self._moved(group_ids, GroupState.ISSUED):
             self._count(reason, group)
             group.begun_version = group.oldest_version = -1
-            group.num_samples, group.num_bytes = self._group_size, 0
-            group.partition, group.columns, group.taken_by = 0, {}, set()
+            group.num_samples, group.partition = self._group_size, 0
+            group.columns, group.taken_by = {}, set()
 
     def _let_go(self, group: SampleGroup[T]) -> None:
         """Of its columns too, for whoever still has the group."""

@@ -40,6 +40,7 @@ def resolved(
         (dict(asynchronous={"over_issue": 2}), "over_issue=2; allowed: 0 to 1"),
         (dict(staleness=0, asynchronous={"over_issue": 0.5}), "over_issue=0.5 with .*staleness=0"),
         (dict(asynchronous={"max_groups": -1}), "max_groups=-1; allowed: at least 0"),
+        (dict(asynchronous={"max_waiting_samples": 511}), "samples=511; allowed: at least 512"),
         (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
         (dict(advantage="remax"), "algorithm.advantage='remax' with trainer.mode='fully_async'"),
         (dict(correction=CorrectionConfig(level="off")), "trainer.staleness=2: old samples would"),

@@ -6,17 +6,17 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.object_store import LEAST_BYTES, object_store_bytes, step_bytes
+from mcore_rl.controller.object_store import LEAST_BYTES, held_bytes, object_store_bytes
 
 GIB = 1 << 30
 
 
-def test_without_a_setting_it_has_two_steps_within_what_is_free():
-    def size(a_step: int, free: int) -> int:
-        return object_store_bytes(0, a_step, setting="object_store_bytes", shm=free)
+def test_without_a_setting_it_has_what_samples_hold_within_what_is_free():
+    def size(held: int, free: int) -> int:
+        return object_store_bytes(0, held, setting="object_store_bytes", shm=free)
 
     assert size(0, 64 * GIB) == size(LEAST_BYTES // 4, 64 * GIB) == LEAST_BYTES == GIB // 2
-    assert size(3 * GIB, 64 * GIB) == 6 * GIB
+    assert size(3 * GIB, 64 * GIB) == 3 * GIB
     assert size(100 * GIB, 10 * GIB) == 8 * GIB
     assert size(100 * GIB, 64 << 20) == LEAST_BYTES
 
@@ -31,8 +31,12 @@ def test_what_does_not_fit_is_refused():
             size(wanted)
 
 
-def test_a_step_holds_every_sample_at_its_longest():
+@pytest.mark.parametrize(
+    ("mode", "steps"), [("sync", 2), ("one_step_off", 2), ("fully_async", 2 + 3)]
+)
+def test_steps_hold_every_sample_at_its_longest(mode: str, steps: int):
     config = RLConfig()
     config.trainer.prompts_per_step, config.algorithm.group_size = 4, 8
     config.data.max_prompt_tokens, config.rollout.max_response_tokens = 100, 900
-    assert step_bytes(config) == 32 * 1000 * 96
+    config.trainer.mode, config.trainer.staleness = mode, 3 if mode == "fully_async" else None
+    assert held_bytes(config) == steps * 32 * 1000 * 96

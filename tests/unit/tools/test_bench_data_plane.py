@@ -26,7 +26,7 @@ def test_a_small_run_reports_times_and_memory(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*command.text.split(), *smaller])
     assert cli.main() == 0
     report = json.loads(capsys.readouterr().out)
-    names = {"by reference", "by value, through the driver", "bare Ray, numpy"}
+    names = {"by reference", "by value", "by value, inputs come back", "bare Ray, numpy"}
     assert names <= set(report["round_trips"])
     assert bool(report["missing"]) == ("TransferQueue" not in report["round_trips"])
     for timing in report["round_trips"].values():

@@ -190,6 +190,15 @@ def test_a_slow_trainer_lets_no_more_be_begun(tmp_path):
     assert sorted(chain(*few.trained)) == list(range(NUM_STEPS * PER_STEP))
 
 
+def test_no_more_groups_are_begun_than_may_wait(tmp_path):
+    """With servers that are faster than the trainer, which begin 12 groups of 3 ahead."""
+    bound = {"max_waiting_samples": 3 * PER_STEP}
+    run = Run(tmp_path, train_s=1e4, asynchronous=bound).train()
+    assert run.servers.events[:3] == ["begin 0-3 of 0", "push 1", "begin 4-7 of 1"]
+    assert {row["queue/waiting_samples"] for row in run.rows} == {3 * PER_STEP}
+    assert sorted(chain(*run.trained)) == list(range(NUM_STEPS * PER_STEP))
+
+
 def test_groups_that_would_be_too_old_are_ended_before_the_push_and_begun_after_it(tmp_path):
     run = Run(tmp_path, staleness=1, num_steps=40, asynchronous={"over_issue": 0.5}).train()
     events = run.servers.events

@@ -24,9 +24,9 @@ def begun(queue, admission) -> list[int]:
     return [group.group_id for group in admission.begin()]
 
 
-def rewarded(queue, *group_ids: int, num_bytes: int = 0) -> None:
+def rewarded(queue, *group_ids: int) -> None:
     for group_id in group_ids:
-        queue.finish(group_id, -1, 3, {}, num_bytes)
+        queue.finish(group_id, -1, 3, {})
     queue.mark_rewarded(group_ids)
 
 
@@ -157,20 +157,6 @@ def test_samples_that_wait_hold_back_new_groups_but_not_those_of_the_next_batch(
     assert begun(queue, admission) == [4]
 
 
-def test_bytes_that_wait_hold_back_new_groups_but_not_those_of_the_next_batch():
-    queue, admission = of(paced(staleness=3, max_bytes=100, depth=1))
-    for group_id in range(3):
-        assert begun(queue, admission) == [group_id]
-        rewarded(queue, group_id, num_bytes=40)
-    assert begun(queue, admission) == []
-    selected(admission, 1)
-    assert begun(queue, admission) == [3]
-    rewarded(queue, 3, num_bytes=40)
-    assert begun(queue, admission) == []
-    trained(queue, admission, 1)
-    assert begun(queue, admission) == [4]
-
-
 def test_nothing_is_begun_for_steps_that_the_run_does_not_have():
     queue, admission = of(paced(staleness=3, num_steps=2, over_issue=0.5))
     assert begun(queue, admission) == [0, 1, 2, 3, 4]
@@ -238,7 +224,6 @@ def test_a_push_is_refused_until_what_would_be_too_old_is_evicted():
         ({"depth": 0}, "depth=0; allowed: 1 or more"),
         ({"over_issue": float("nan")}, "over_issue=nan; allowed: 0 or more"),
         ({"max_samples": 5}, "max_samples=5; allowed: 6 or more"),
-        ({"max_bytes": 0}, "max_bytes=0; allowed: 1 or more"),
         (
             {"staleness": 0, "over_issue": 0.5},
             "over_issue=0.5 with staleness=0, .*; allowed: 0, or",

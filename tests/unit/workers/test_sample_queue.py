@@ -26,7 +26,7 @@ def queue_of(num: int = 4, group_size: int = 2) -> SampleQueue[object]:
 def finished(queue: SampleQueue[object], *group_ids: int, version: int = 0) -> None:
     queue.begin(group_ids, version)
     for group_id in group_ids:
-        queue.finish(group_id, version, 2, {"samples": Samples()}, 10)
+        queue.finish(group_id, version, 2, {"samples": Samples()})
 
 
 def in_state(state: GroupState) -> SampleQueue[object]:
@@ -160,7 +160,7 @@ def test_a_lost_group_is_issued_as_if_it_had_never_been_begun(state):
     queue.lost([0, 0])  # told twice in one call
     (group,) = queue.groups(GroupState.ISSUED)
     assert (group.row, group.begun_version, group.oldest_version) == (100, -1, -1)
-    assert (group.partition, group.num_bytes, group.columns) == (0, 0, {})
+    assert (group.partition, group.columns) == (0, {})
     assert queue.groups_total == dict(issued=1, begun=1, trained=0, dropped=0, lost=1, abandoned=0)
     with pytest.raises(LedgerError, match="group 0 is issued and cannot become issued"):
         queue.lost([0])
@@ -189,16 +189,16 @@ def test_partitions_are_trained_and_cleared_in_order_and_samples_are_let_go_of()
     assert queue.last_trained == 2
 
 
-def test_groups_samples_and_bytes_are_counted_by_state():
+def test_groups_and_samples_are_counted_by_state():
     queue = queue_of(6)
     finished(queue, 0, 1)
     queue.begin([2, 3], 0)
-    queue.finish(3, 0, 5, {"samples": Samples()}, 7)  # more samples than were expected
+    queue.finish(3, 0, 5, {"samples": Samples()})  # more samples than were expected
     queue.mark_rewarded([0, 1])
     queue.select([0], 1)
     queue.abandoned([2])
     assert queue.num_groups(GroupState.ISSUED) == 3 and queue.num_samples(GroupState.ISSUED) == 6
-    assert queue.num_samples(GroupState.GENERATED) == 5 and queue.num_bytes() == 10 + 10 + 7
+    assert queue.num_samples(GroupState.GENERATED) == 5
     assert queue.metrics() == {
         "queue/generating": 0,
         "queue/generated": 1,
@@ -223,7 +223,7 @@ def test_a_checkpoint_has_counters_and_what_has_not_ended(tmp_path: Path):
     queue = queue_of(6)
     finished(queue, *np.arange(4))  # numbers of numpy, as batches have them
     queue.begin([4], 0)
-    queue.finish(4, np.int64(0), np.int64(3), {}, np.int64(1))
+    queue.finish(4, np.int64(0), np.int64(3), {})
     queue.mark_rewarded([0, 1, 2])
     queue.select([0], 1)
     queue.mark_trained(1)
