@@ -52,6 +52,9 @@ class AsyncRollout:
             max_samples=trainer.asynchronous.max_waiting_samples or None,
         )
         self.admission = Admission(self.queue, pacing)
+        # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
+        policy = config.algorithm.samples
+        self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
         self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
         self._busy_s = 0.0
 
@@ -62,6 +65,8 @@ class AsyncRollout:
 
     def fill(self) -> None:
         """Begin as many groups as may be; returns at once."""
+        if self._in_rounds:
+            return
         per_step = self._config.trainer.prompts_per_step
         while num := min(self.admission.num_to_draw(), per_step):
             drawn = self._prompts.draw(num)
@@ -74,7 +79,8 @@ class AsyncRollout:
         """The samples of a step with their rewards, and metrics of all that have come since.
 
         Waits until enough groups are complete, and begins others for those that the filter of
-        groups rejects. What would be too old for the next step is ended.
+        groups rejects. What would be too old for the next step is ended. With staleness 0 and a
+        filter or replay it generates in rounds, as `samples_of_step`.
 
         Raises:
             PolicyMismatchError: a token is too old, or newer than the policy.
@@ -82,6 +88,8 @@ class AsyncRollout:
             WorkerError: no group has come for timeouts.call_s.
         """
         config = self._config
+        if self._in_rounds:
+            return samples.samples_of_step(config, self._rollout, self._prompts, self._replay, step)
         replayed, wanted = samples.replayed_and_wanted(config, self._replay, step)
         chosen = self._chosen(step, wanted)
         came = [group.columns[SAMPLES] for group in chosen] + self._rejected

@@ -19,6 +19,7 @@ from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, Sampl
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     AsynchronousConfig,
+    CorrectionConfig,
     RLConfig,
     SampleTablesConfig,
     TrainerConfig,
@@ -127,15 +128,25 @@ def ages(run: Run) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"num_mini_batches": 2}, {"curriculum": CurriculumConfig(name="learnability")}],
-    ids=["plain", "mini-batches", "curriculum"],
+    [
+        {},
+        {"num_mini_batches": 2},
+        {"curriculum": CurriculumConfig(name="learnability")},
+        {"samples": SamplesConfig(group_filter="drop_uniform", max_rounds=4, if_short="train")},
+        {
+            "samples": SamplesConfig(replay=ReplayConfig(share=0.5, max_age=2)),
+            "correction": CorrectionConfig(level="token"),
+        },
+    ],
+    ids=["plain", "mini-batches", "curriculum", "filter", "replay"],
 )
 def test_staleness_0_is_the_synchronous_run(tmp_path, settings):
     """Samples, advantages, losses and metrics of each step, to the digit."""
     found = Run(tmp_path, staleness=0, **settings).train()
     wanted = Run(tmp_path, mode="sync", staleness=0, **settings).train()
     assert found.servers.events == wanted.servers.events
-    assert [{name: row[name] for name in wanted.rows[0]} for row in found.rows] == wanted.rows
+    rows = zip(found.rows, wanted.rows, strict=True)
+    assert [{name: row[name] for name in other} for row, other in rows] == wanted.rows
     for mine, theirs in zip(found.actor.updates, wanted.actor.updates, strict=True):
         assert mine.columns.keys() == theirs.columns.keys()
         for name, column in mine.columns.items():
