@@ -11,7 +11,7 @@ from tests.e2e.outcomes import rows_of, timeless
 from tests.e2e.test_kill import steps
 from tests.e2e.test_placement import _is
 from tests.e2e.test_resume import assert_the_same_run, ended, kill
-from tests.nightly import all_but
+from tests.nightly import all_but, nightly
 
 pytestmark = pytest.mark.job
 
@@ -46,7 +46,7 @@ def sync(start_job, own_model_and_data) -> list[dict[str, float]]:
     return finished(start_job, *own_model_and_data, *WITHOUT_FILTER)
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+@pytest.mark.parametrize("mode", [nightly("one_step_off"), "fully_async"])
 def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data, sync, mode):
     """Samples, rewards, losses, gradients, gaps."""
     asked = (*own_model_and_data, *WITHOUT_FILTER, "trainer.staleness=0")

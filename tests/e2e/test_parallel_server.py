@@ -82,7 +82,7 @@ def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -
     pytest.fail(f"still there after {within_s:g} s: {left}")
 
 
-@pytest.mark.parametrize("method", ["fork", "nodes"])
+@pytest.mark.parametrize("method", [nightly("fork"), "nodes"])
 def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_nothing(
     paths, models, tmp_path, method
 ):
