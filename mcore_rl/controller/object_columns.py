@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.experimental import get_local_object_locations
 
 from mcore_rl.controller.remote_batch import (
     NOWHERE,
@@ -36,6 +37,7 @@ NUM_PIECES = 8  # objects that a call may return
 # Ray sends a smaller result to the driver, in place of a reference to it (its
 # max_direct_call_object_size is 100 KiB).
 _LEAST_BYTES = 128 << 10
+_LOST_S = 30.0  # for Ray to know of an object whose node has died
 _FILLER = "."  # a column of an object that would be smaller
 Object = dict[str, Jagged]
 Objects = Sequence[Mapping[str, Jagged]]
@@ -147,6 +149,49 @@ def fetch(batch: RemoteBatch, timeout_s: float | None = None) -> Batch:
             known[key] = _gathered(column, own, batch, name)
         columns[name] = known[key]
     return Batch({**columns, **batch.own.columns})
+
+
+def lost_rows(batches: Sequence[RemoteBatch]) -> list[npt.NDArray[np.bool_]]:
+    """[samples] of each batch: whether an object with columns of it died with its node.
+
+    For objects that this process owns, as those of `pieces`. What they contain is not looked at.
+    Ray notices after some seconds that a node has died, and nobody can tell before. While no node
+    has died this is one call, which has nothing to do with how many objects there are.
+    """
+    alive = {node["NodeID"]: node["Alive"] for node in ray.nodes()}
+    if all(alive.values()):
+        return [np.zeros(len(batch), np.bool_) for batch in batches]
+    places = [list({id(c.places): c.places for c in b.remote.values()}.values()) for b in batches]
+    references = dict.fromkeys(ref for those in places for one in those for ref in one.references)
+    gone = _gone(list(references), {node for node, is_alive in alive.items() if is_alive})
+    found = []
+    for batch, those in zip(batches, places, strict=True):
+        is_lost = np.zeros(len(batch), np.bool_)
+        for one in those:
+            numbers = [number for number, ref in enumerate(one.references) if ref in gone]
+            is_lost |= np.isin(one.objects, numbers)
+        found.append(is_lost)
+    return found
+
+
+def _gone(references: list[Any], alive: set[str]) -> set[Any]:
+    """In the place of an object that is lost Ray puts an error, into the store of this node.
+
+    So what another node that lives has is there. The others are asked for: they are here.
+    """
+    elsewhere = alive - {ray.get_runtime_context().get_node_id()}
+    known = get_local_object_locations(references)
+    places = {ref: known[ref]["node_ids"] if ref in known else () for ref in references}
+    asked = [ref for ref, nodes in places.items() if elsewhere.isdisjoint(nodes)]
+    return set() if _are_here(asked) else {ref for ref in asked if not _are_here([ref])}
+
+
+def _are_here(references: list[Any]) -> bool:
+    try:
+        ray.get(references, timeout=_LOST_S)
+    except RayError:
+        return False
+    return True
 
 
 def _objects(references: list[Any], timeout_s: float | None) -> Objects:

@@ -17,10 +17,10 @@ from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import policy_checks, samples
 from mcore_rl.workers.admission import Admission, Pacing
-from mcore_rl.workers.near_data import kept
+from mcore_rl.workers.near_data import kept, lost_groups
 from mcore_rl.workers.replay import ReplayBuffer
-from mcore_rl.workers.rollout_pool import RolloutPool
-from mcore_rl.workers.sample_queue import GroupState, SampleGroup, SampleQueue
+from mcore_rl.workers.rollout_pool import RolloutPool, tell_lost
+from mcore_rl.workers.sample_queue import HELD, GroupState, SampleGroup, SampleQueue
 from mcore_rl.workers.scoring import with_teacher_names
 
 SAMPLES = "samples"  # the column of the ledger that has them
@@ -32,7 +32,8 @@ class AsyncRollout:
 
     In between nothing is asked of the servers: they have been given groups enough to go on. The
     ledger is a state of a checkpoint. It has the prompts of what was begun and not trained on, and
-    a run that goes on begins those again.
+    a run that goes on begins those again. So do groups whose samples were lost with a node before a
+    step has taken them; those that were rejected count all the same.
     """
 
     def __init__(
@@ -65,12 +66,17 @@ class AsyncRollout:
 
     def fill(self) -> None:
         """Begin as many groups as may be; returns at once."""
-        if self._in_rounds:
-            return
+        if not self._in_rounds:
+            self._draw()
+            self._begin()
+
+    def _draw(self) -> None:
         per_step = self._config.trainer.prompts_per_step
         while num := min(self.admission.num_to_draw(), per_step):
             drawn = self._prompts.draw(num)
             self.queue.issue(list(drawn), list(drawn.values()))
+
+    def _begin(self) -> None:
         if begun := self.admission.begin():
             asked = self._prompts.again({group.group_id: group.row for group in begun})
             self._rollout.begin(asked, n=self._config.algorithm.group_size)
@@ -115,6 +121,7 @@ class AsyncRollout:
         self.queue.mark_trained(step)
         self.admission.pushed(step)
         self.queue.clear(step)
+        self._put_back_lost()
         self.fill()
 
     def idle_s(self, clock: Stopwatch) -> float:
@@ -134,12 +141,27 @@ class AsyncRollout:
         self.admission.load_state_dict(state["admission"])
 
     def _chosen(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
+        while True:
+            chosen = self._ready(step, wanted)
+            if not self._put_back_lost():
+                return chosen
+
+    def _put_back_lost(self) -> bool:
+        """Whether there were groups whose samples are lost: they are to be begun again."""
+        held = {group.group_id: group.columns[SAMPLES] for group in self.queue.groups(*HELD)}
+        if lost := lost_groups(list(held.values())):
+            tell_lost(lost)
+            self.queue.lost(lost)
+        return bool(lost)
+
+    def _ready(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
         policy, limit = self._config.algorithm.samples, self._config.timeouts.call_s
         most = policy.max_rounds * self._config.trainer.prompts_per_step
         last = time.monotonic()
         while True:
             if len(self._rejected) < most:
-                self.fill()
+                self._draw()
+            self._begin()
             if (chosen := self.admission.select(step, wanted)) is not None:
                 return chosen
             if not (running := self.queue.num_groups(GroupState.GENERATING)):

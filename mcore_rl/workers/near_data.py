@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from mcore_rl.controller.dispatch import Group
-from mcore_rl.controller.object_columns import fetch, store
+from mcore_rl.controller.object_columns import fetch, lost_rows, store
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
 from mcore_rl.workers.expert_records import COLUMN
@@ -91,6 +91,23 @@ def joined(batches: Sequence[B]) -> B:
         raise ValueError("no batches to join")
     found: B = type(batches[0]).concat(batches)
     return found
+
+
+def lost_groups(batches: Sequence[Samples]) -> list[int]:
+    """The ids of groups that have lost columns with a node that died (`lost_rows`), in order.
+
+    A batch that is here has lost none.
+    """
+    remote = [batch for batch in batches if isinstance(batch, RemoteBatch) and batch.remote]
+    if not remote:
+        return []
+    pairs = zip(remote, lost_rows(remote), strict=True)
+    return sorted({int(group) for b, rows in pairs for group in b.array("group_ids")[rows]})
+
+
+def without_groups(batch: B, group_ids: Collection[int]) -> B:
+    is_left = ~np.isin(batch.array("group_ids"), list(group_ids))
+    return batch.take(np.flatnonzero(is_left).tolist())
 
 
 def here(batch: Samples) -> Batch:

@@ -11,13 +11,22 @@ from mcore_rl.algorithms.sample_choice import priority_of
 from mcore_rl.config.samples_schema import ReplayConfig
 from mcore_rl.data.batch import NO_VERSION, Array, Samples
 from mcore_rl.data.trajectories import compared
-from mcore_rl.workers.near_data import from_arrays, joined, per_sample, to_arrays
+from mcore_rl.workers.near_data import (
+    from_arrays,
+    joined,
+    lost_groups,
+    per_sample,
+    to_arrays,
+    without_groups,
+)
 
 _STREAM = 0x7265706C  # sets its random numbers apart from others of the same seed and step
 
 
 class ReplayBuffer:
     """What was trained on in the last max_age steps, as whole groups; a state of a checkpoint.
+
+    Groups that are lost with a node leave it.
 
     Samples keep the log-probs and weight versions of the servers that generated them. Those that
     are drawn have 1 in the column `replayed`.
@@ -32,6 +41,7 @@ class ReplayBuffer:
 
         Those of priority 0 are never drawn. None where there is none.
         """
+        self._let_go_of_lost()
         if self._kept is None or num_groups < 1:
             return None
         ids = self._kept.array("group_ids")
@@ -58,14 +68,24 @@ class ReplayBuffer:
         return found
 
     def add(self, batch: Samples, step: int) -> None:
-        """Keeps new samples for later steps, and lets go of those that are then too old."""
+        """Keeps new samples for later steps, and lets go of those that are then too old.
+
+        A group that is there already is replaced: it was generated again.
+        """
         if not self._config.share:
             return
-        kept = batch if self._kept is None else joined([self._kept, batch])
+        ids = np.unique(batch.array("group_ids"))
+        kept = batch if self._kept is None else joined([without_groups(self._kept, ids), batch])
         oldest = _oldest_versions(kept)
         self._kept = kept.take(np.flatnonzero(step - oldest <= self._config.max_age).tolist())
 
+    def _let_go_of_lost(self) -> None:
+        if self._kept is not None and (lost := lost_groups([self._kept])):
+            print(f"{len(lost)} groups died with their node: they are not replayed any more")
+            self._kept = without_groups(self._kept, lost)
+
     def state_dict(self) -> dict[str, Any]:
+        self._let_go_of_lost()
         return {"samples": to_arrays(self._kept) if self._kept is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers.near_data import joined, lost_groups, without_groups
 from mcore_rl.workers.server_pool import ServerPool
 
 _WAIT_S = 10.0
@@ -30,7 +31,7 @@ class RolloutPool:
         """`n` samples per prompt, in the order of the prompts.
 
         A response depends on the run's seed, its group id, its number in the group, `n` and the
-        weights, not on the server.
+        weights, not on the server. Those that die with a node are generated again.
         """
         sampling = self._sampling(n, 0.0 if is_greedy else self.config.temperature)
         if self.records_experts and not is_greedy:
@@ -83,14 +84,26 @@ class RolloutPool:
         )
 
     def _answers(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> Batch:
+        batch = self._collected(prompts, sampling, stream)
+        while lost := lost_groups([batch]):
+            tell_lost(lost)
+            again = prompts.take(np.flatnonzero(np.isin(prompts.array("group_ids"), lost)).tolist())
+            found = self._collected(again, sampling, stream)
+            batch = joined([without_groups(batch, lost), found])
+        place = {int(group): row for row, group in enumerate(prompts.array("group_ids"))}
+        places = [place[int(group)] for group in batch.array("group_ids")]
+        return batch.take(np.argsort(places, kind="stable").tolist())
+
+    def _collected(self, prompts: Batch, sampling: SamplingParams, stream: str) -> Batch:
         found: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
         while self.servers.num_outstanding(stream):
             found += self.servers.collect(stream, _WAIT_S)
-        batch = type(found[0]).concat(found)
-        place = {int(group): row for row, group in enumerate(prompts.array("group_ids"))}
-        places = [place[int(group)] for group in batch.array("group_ids")]
-        return batch.take(np.argsort(places, kind="stable").tolist())
+        return joined(found)
+
+
+def tell_lost(group_ids: Sequence[int]) -> None:
+    print(f"{len(group_ids)} groups of samples died with their node: they are generated again")
 
 
 def first_seed(run_seed: int) -> int:

@@ -18,9 +18,9 @@ from mcore_rl.data.batch import Array, Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers import policy_checks, steps
-from mcore_rl.workers.near_data import joined, kept, per_sample
+from mcore_rl.workers.near_data import joined, kept, lost_groups, per_sample, without_groups
 from mcore_rl.workers.replay import ReplayBuffer
-from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.rollout_pool import RolloutPool, tell_lost
 from mcore_rl.workers.scoring import with_teacher_names
 
 
@@ -37,19 +37,27 @@ def samples_of_step(
     The servers have the weights of the policy that the step trains, or those of `age` versions
     before it. Round after round is generated until the groups that pass
     algorithm.samples.group_filter and those that are replayed make trainer.prompts_per_step. The
-    last round's groups beyond that are dropped. The batch is empty if no group has passed, and
-    if_short is not stop.
+    last round's groups beyond that are dropped. A round that has lost samples with a node meanwhile
+    is generated again, and what was to be replayed is left out. The batch is empty if no group has
+    passed, and if_short is not stop.
 
     Raises:
         PolicyMismatchError: samples came from other weights.
         ConfigError: no response got a reward; too few groups have passed, and if_short is stop.
     """
     policy, (replayed, wanted) = config.algorithm.samples, replayed_and_wanted(config, replay, step)
+    asked: list[Batch] = []
     rounds: list[Samples] = []
     while True:
-        rounds.append(_round(config, rollout, prompts.take(policy.prompts_per_round or wanted)))
-        policy_checks.check_versions(rounds[-1], step - 1 - age)
+        asked.append(prompts.take(policy.prompts_per_round or wanted))
+        rounds.append(_round(config, rollout, asked[-1]))
+        while lost := lost_groups(rounds):
+            tell_lost(lost)
+            for number, of_round in enumerate(rounds):
+                if np.isin(of_round.array("group_ids"), lost).any():
+                    rounds[number] = _round(config, rollout, asked[number])
         came = joined(rounds)
+        policy_checks.check_versions(came, step - 1 - age)
         batch, metrics = rewarded(config, came, step)
         passed = kept(kept_groups, batch, policy)
         if num_groups(passed) >= wanted or len(rounds) == policy.max_rounds:
@@ -136,7 +144,9 @@ def _with_replayed(
     """Both; and the buffer has the fresh ones from now on."""
     replay.add(fresh, step)
     fresh = fresh.with_columns(replayed=np.zeros(len(fresh), np.int8))
-    if replayed is None:
+    if replayed is not None:
+        replayed = without_groups(replayed, lost_groups([replayed]))
+    if replayed is None or not len(replayed):
         return fresh, {"samples/replayed": 0.0}
     policy_checks.check_versions(replayed, step - 1, max_age)
     metrics = {"samples/replayed": float(num_groups(replayed))}

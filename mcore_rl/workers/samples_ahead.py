@@ -11,9 +11,9 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers.near_data import from_arrays, to_arrays
+from mcore_rl.workers.near_data import from_arrays, lost_groups, to_arrays
 from mcore_rl.workers.replay import ReplayBuffer
-from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.rollout_pool import RolloutPool, tell_lost
 from mcore_rl.workers.samples import samples_of_step
 
 Found = tuple[Samples, dict[str, float]]  # samples and metrics
@@ -24,7 +24,8 @@ class SamplesAhead:
 
     While it generates nobody else may use the servers, the prompts or the buffer. Samples that have
     come and have not been taken are a state of a checkpoint: a run that goes on trains on them, so
-    that it draws the prompts, and gets the samples, that it would have had.
+    that it draws the prompts, and gets the samples, that it would have had. A step that has lost
+    samples with a node is generated again, with the same prompts and the weights that servers have.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class SamplesAhead:
     ) -> None:
         """`thread` has to outlive the servers, whose end ends what it waits for."""
         self._config, self._source = config, (config, rollout, prompts, replay)
-        self._thread = thread
+        self._thread, self._prompts = thread, prompts
+        self._version = 0  # of the weights that it is generated with
+        self._drawn_from: dict[str, Any] = {}  # the state of the prompts before they were drawn
         self._step = 0  # of what is generated, or has been and was not taken
         self._pending: Future[Found] | None = None
         self._generated_s = 0.0
@@ -50,7 +53,8 @@ class SamplesAhead:
         """
         if self._pending is not None:
             raise RuntimeError(f"step {step} was begun before step {self._step} was taken")
-        self._step = step
+        self._step, self._version = step, version
+        self._drawn_from = self._prompts.state_dict()
         self._pending = self._thread.submit(self._generate, step, step - 1 - version)
 
     def _generate(self, step: int, age: int) -> Found:
@@ -82,8 +86,20 @@ class SamplesAhead:
             self.begin(step, version)
         if self._pending is None or self._step != step:
             raise RuntimeError(f"step {step} was asked for; begun was step {self._step}")
-        found = self._pending.result()
+        found = self._found(version)
         self._pending = None
+        return found
+
+    def _found(self, version: int) -> Found:
+        """What was begun; if it is lost, it is generated again by servers of this version."""
+        assert self._pending is not None
+        found = self._pending.result()
+        while self._drawn_from and (lost := lost_groups([found[0]])):
+            tell_lost(lost)
+            self._prompts.load_state_dict(self._drawn_from)
+            found = self._generate(self._step, self._step - 1 - version)
+            self._pending = Future()
+            self._pending.set_result(found)
         return found
 
     def idle_s(self, clock: Stopwatch) -> float:
@@ -99,11 +115,11 @@ class SamplesAhead:
     def state_dict(self) -> dict[str, Any]:
         if self._pending is None:
             return {"step": 0, "metrics": {}, "samples": None}
-        batch, metrics = self._pending.result()
+        batch, metrics = self._found(self._version)  # a step is saved before its push
         return {"step": self._step, "metrics": dict(metrics), "samples": to_arrays(batch)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step, self._pending = state["step"], None
+        self._step, self._pending, self._drawn_from = state["step"], None, {}
         if state["samples"] is not None:
             self._pending = Future()
             self._pending.set_result((from_arrays(state["samples"]), dict(state["metrics"])))

@@ -1,0 +1,262 @@
+"""Samples that die with the node of their server: real servers and objects on two nodes of Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.samples_schema import ReplayConfig
+from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig, TimeoutsConfig, TrainerConfig
+from mcore_rl.controller.dispatch import Dispatch, register
+from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows
+from mcore_rl.controller.pool import ResourcePool, lean_node, ray_session
+from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.datasets import PromptDataset, PromptRow
+from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.sample import Sample
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers.async_rollout import AsyncRollout
+from mcore_rl.workers.near_data import lost_groups
+from mcore_rl.workers.replay import ReplayBuffer
+from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.sample_queue import GroupState
+from mcore_rl.workers.samples_ahead import SamplesAhead
+from mcore_rl.workers.server_pool import ServerPool
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+
+PER_STEP, GROUP_SIZE, NUM_STEPS = 4, 2, 3
+TIMEOUTS = TimeoutsConfig(start_s=120, call_s=60)
+HEALTH = {  # a node that is gone is known to be so after half a second
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 200,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 2,
+}
+
+
+class Server:
+    """Answers with tokens that say the group and the seed; the reward is the server's number."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.begun = number, list[tuple[int, SamplingParams]]()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: str) -> None:
+        self.begun += [(group, sampling) for group in prompts.array("group_ids").tolist()]
+
+    @register(makes=True)
+    def collect(self, stream: str, wait_s: float) -> Batch:
+        begun, self.begun = self.begun, []
+        return Batch.of([self.sample(*one, i) for one in begun for i in range(one[1].n)])
+
+    def sample(self, group: int, sampling: SamplingParams, number: int) -> Sample:
+        ids = tokens_of(group, number)
+        sample = Sample([1], ids, [1] * 2, [0.0] * 2, [0] * 2, "stop", group)
+        sample.trajectory, sample.reward = number, float(self.number)
+        return sample
+
+    @register(is_start=True)
+    def prepare(self) -> None: ...
+
+    @register(is_start=True)
+    def start(self) -> None: ...
+
+    @register()
+    def shut_down(self) -> None: ...
+
+
+def tokens_of(group: int, number: int) -> list[int]:
+    return [group, 10 * group + number]
+
+
+class LosesFirst:
+    """A pool of servers that answers first with what has been lost meanwhile."""
+
+    def __init__(self, pool: ServerPool, lost: RemoteBatch) -> None:
+        self._pool, self._lost, self.asked = pool, [lost], list[list[int]]()
+
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: str) -> None:
+        self.asked.append(prompts.array("group_ids").tolist())
+        if not self._lost:
+            self._pool.begin(prompts, sampling, stream)
+
+    def num_outstanding(self, stream: str) -> int:
+        return len(self._lost) or self._pool.num_outstanding(stream)
+
+    def collect(self, stream: str, wait_s: float) -> list[Any]:
+        return [self._lost.pop()] if self._lost else self._pool.collect(stream, wait_s)
+
+
+@dataclass
+class Scene:
+    """What there is of samples when the second of two nodes has died."""
+
+    asynchronous: AsyncRollout  # with all groups of three steps
+    ahead: SamplesAhead  # with those of step 1
+    replay: ReplayBuffer  # with eight groups
+    made: RemoteBatch  # groups 100 to 107
+    on_second: list[int]  # of them
+    rollout: RolloutPool
+
+
+def settings() -> RLConfig:
+    config = RLConfig(output_dir="out")
+    config.trainer = TrainerConfig(
+        mode="fully_async", staleness=NUM_STEPS - 1, num_steps=NUM_STEPS, prompts_per_step=PER_STEP
+    )
+    config.algorithm = AlgorithmConfig(group_size=GROUP_SIZE)
+    config.placement.rollout = "own"
+    config.model.path = config.data.train_file = config.data.test_file = "given"
+    resolve(config)
+    return for_lane(config, "cpu")
+
+
+def prompt_batches() -> PromptBatches:
+    return PromptBatches(PromptDataset([PromptRow([row], {}) for row in range(30)]), PER_STEP, 0)
+
+
+@pytest.fixture(scope="module")
+def second_node() -> Iterator[Any]:
+    """Beside the one that this process is on, in a session that it has joined."""
+    head = {"num_cpus": 1, "resources": {"first": 1}, "include_dashboard": False}
+    with lean_node(), pytest.MonkeyPatch.context() as patch:
+        cluster = Cluster(True, head_node_args=head | {"_system_config": HEALTH})
+        try:
+            node = cluster.add_node(num_cpus=1, resources={"second": 1})
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            with ray_session(log_to_driver=False):
+                cluster.wait_for_nodes()
+                yield node
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def servers(second_node: Any) -> Iterator[ServerPool]:
+    """One on each node."""
+    with ResourcePool(1, {"first": 1}) as first, ResourcePool(1, {"second": 1}) as second:
+
+        def start(number: int) -> WorkerGroup:
+            return WorkerGroup(
+                Server, layout=Layout(), pool=(first, second)[number], timeouts=TIMEOUTS,
+                wait=False, init_args=(number,), name=f"rollout-{number}",
+            )  # fmt: skip
+
+        pool = ServerPool(start, 2, timeouts=TIMEOUTS, max_restarts=1, can_sleep=False)
+        wait_until_built(pool.groups)
+        pool.started()
+        yield pool
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def scene(second_node: Any, servers: ServerPool) -> Iterator[Scene]:
+    config = settings()
+    rollout = RolloutPool(servers, config.rollout, seed=0)
+    replay_config = ReplayConfig(share=1.0, max_age=9, priority="uniform")
+    replay, unused = ReplayBuffer(replay_config, 0), ReplayBuffer(ReplayConfig(), 0)
+    asynchronous = AsyncRollout(config, rollout, prompt_batches(), unused)
+    asynchronous.fill()
+    while asynchronous.queue.num_groups(GroupState.GENERATING):
+        asynchronous._receive()
+    with ThreadPoolExecutor(1) as thread:
+        ahead = SamplesAhead(config, rollout, prompt_batches(), unused, thread)
+        ahead.begin(2, version=0)
+        ahead.wait()
+        made = rollout.generate(prompts(*range(100, 108)), n=GROUP_SIZE)
+        assert isinstance(made, RemoteBatch)
+        replay.add(made, 0)
+        on_second = groups_of(made, made.array("rewards") == 1)
+        assert 0 < len(on_second) < 8 and lost_groups([made]) == []
+        os.kill(second_node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        until(lambda: not all(node["Alive"] for node in ray.nodes()))
+        yield Scene(asynchronous, ahead, replay, made, on_second, rollout)
+
+
+def prompts(*groups: int) -> Batch:
+    batch = prompt_batches().take(len(groups))
+    return batch.with_columns(group_ids=np.array(groups))
+
+
+def groups_of(batch: Any, chosen: Any) -> list[int]:
+    return sorted({*batch.array("group_ids")[chosen].tolist()})
+
+
+def until(has_come: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not has_come():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def assert_whole(batch: Any, groups: Any) -> None:
+    """Each sample of the groups is there once, with the tokens of its group and number."""
+    ids = sorted(ids.tolist() for ids in fetch(batch).jagged("response_ids"))
+    assert ids == sorted(tokens_of(group, i) for group in groups for i in range(GROUP_SIZE))
+
+
+def test_what_was_on_the_node_is_lost_and_what_others_have_is_not(scene: Scene):
+    """Also once Ray has put an error in its place, which is an object, too."""
+    for _ in range(2):
+        (is_lost,) = lost_rows([scene.made])
+        assert groups_of(scene.made, is_lost) == scene.on_second
+        assert groups_of(scene.made, ~is_lost) == sorted({*range(100, 108)} - {*scene.on_second})
+        with pytest.raises(LostColumnsError):
+            fetch(scene.made, 30)
+    left = scene.made.take(np.flatnonzero(~is_lost).tolist())
+    assert_whole(left, groups_of(left, slice(None)))
+
+
+def test_an_asynchronous_run_begins_lost_groups_again_and_trains_each_prompt_once(scene, capsys):
+    run, trained = scene.asynchronous, list[int]()
+    for step in range(1, NUM_STEPS + 1):
+        batch, metrics = run.take(step)
+        groups = groups_of(batch, slice(None))
+        assert len(groups) == PER_STEP
+        assert_whole(batch, groups)
+        trained += groups
+        run.pushed(step)
+    assert sorted(trained) == list(range(NUM_STEPS * PER_STEP))
+    assert 0 < metrics["queue/lost_total"] < NUM_STEPS * PER_STEP
+    told = f"{metrics['queue/lost_total']:g} groups of samples died with their node: they are"
+    assert told in capsys.readouterr().out
+
+
+def test_samples_that_were_made_ahead_are_made_again_with_the_same_prompts(scene: Scene):
+    saved = Batch.from_arrays(scene.ahead.state_dict()["samples"])  # of a checkpoint
+    assert groups_of(saved, slice(None)) == list(range(PER_STEP))
+    batch, _ = scene.ahead.take(2, version=1)
+    assert_whole(batch, range(PER_STEP))
+
+
+def test_lost_groups_leave_the_replay_buffer(scene: Scene):
+    left = {*range(100, 108)} - {*scene.on_second}
+    drawn = scene.replay.draw(8, 1)
+    assert drawn is not None
+    assert_whole(drawn, left)
+    saved = Batch.from_arrays(scene.replay.state_dict()["samples"])
+    assert groups_of(saved, slice(None)) == sorted(left)
+
+
+def test_groups_that_are_lost_while_others_are_generated_are_generated_again(scene: Scene):
+    servers = LosesFirst(scene.rollout.servers, scene.made)
+    rollout = RolloutPool(servers, scene.rollout.config, seed=0)  # type: ignore[arg-type]
+    batch = rollout.generate(prompts(*range(107, 99, -1)), n=GROUP_SIZE)
+    assert servers.asked == [list(range(107, 99, -1)), scene.on_second[::-1]]
+    assert_whole(batch, range(100, 108))
+    assert batch.array("group_ids").tolist() == [g for g in range(107, 99, -1) for _ in range(2)]
