@@ -34,6 +34,7 @@ from mcore_rl.workers.near_data import lost_groups
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.sample_queue import GroupState
+from mcore_rl.workers.samples import samples_of_step
 from mcore_rl.workers.samples_ahead import SamplesAhead
 from mcore_rl.workers.server_pool import ServerPool
 
@@ -100,6 +101,19 @@ class LosesFirst:
 
     def collect(self, stream: str, wait_s: float) -> list[Any]:
         return [self._lost.pop()] if self._lost else self._pool.collect(stream, wait_s)
+
+
+class LosesLate:
+    """A pool whose first answers are lost once others come."""
+
+    def __init__(self, pool: RolloutPool, lost: RemoteBatch) -> None:
+        self._pool, self._lost = pool, [lost]
+
+    def generate(self, prompts: Batch, n: int) -> Batch:
+        if not self._lost:
+            return self._pool.generate(prompts, n)
+        ids = np.repeat(prompts.array("group_ids"), n)
+        return self._lost.pop().with_columns(group_ids=ids)  # type: ignore[return-value]
 
 
 @dataclass
@@ -182,7 +196,7 @@ def scene(second_node: Any, servers: ServerPool) -> Iterator[Scene]:
         assert isinstance(made, RemoteBatch)
         replay.add(made, 0)
         on_second = groups_of(made, made.array("rewards") == 1)
-        assert 0 < len(on_second) < 8 and lost_groups([made]) == []
+        assert PER_STEP <= len(on_second) < 8 and lost_groups([made]) == []
         os.kill(second_node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
         until(lambda: not all(node["Alive"] for node in ray.nodes()))
         yield Scene(asynchronous, ahead, replay, made, on_second, rollout)
@@ -260,3 +274,13 @@ def test_groups_that_are_lost_while_others_are_generated_are_generated_again(sce
     assert servers.asked == [list(range(107, 99, -1)), scene.on_second[::-1]]
     assert_whole(batch, range(100, 108))
     assert batch.array("group_ids").tolist() == [g for g in range(107, 99, -1) for _ in range(2)]
+
+
+def test_a_round_of_a_step_that_is_lost_meanwhile_is_generated_again(scene: Scene):
+    ids = scene.made.array("group_ids")
+    lost = scene.made.take(np.flatnonzero(np.isin(ids, scene.on_second[:PER_STEP])).tolist())
+    rollout: Any = LosesLate(scene.rollout, lost)
+    source = settings(), rollout, prompt_batches(), ReplayBuffer(ReplayConfig(), 0)
+    batch, metrics = samples_of_step(*source, 1)
+    assert_whole(batch, range(PER_STEP))
+    assert metrics["reward"] == 0  # of the server that is left: metrics are of what came again
