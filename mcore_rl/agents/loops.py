@@ -67,6 +67,12 @@ class Agent(Protocol):
         role is a trajectory of its own, compared with those of the same prompt and role.
         """
 
+    def begin_anew(self, task: Task) -> None:
+        """The trajectory begins again: its sessions are forgotten, and the next have their seeds.
+
+        None of them may be in use. It has the whole of its time again.
+        """
+
     def tools(self) -> AbstractAsyncContextManager[ToolSet]:
         """Those of agent.tools, set up for one trajectory and closed after it."""
 

@@ -248,6 +248,12 @@ class AgentRunner:
         made.sessions.append(session)
         return session
 
+    def begin_anew(self, task: Task) -> None:
+        made = self._open[task.group_id, task.trajectory]
+        made.sessions.clear()
+        made.num_sessions = 0
+        made.limit.begin_anew()
+
     @asynccontextmanager
     async def served(self, task: Task) -> AsyncIterator[Served]:
         url, made = await self._endpoint.url(), list[ClientSession]()

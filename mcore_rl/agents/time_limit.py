@@ -11,7 +11,7 @@ class TimeLimit:
     """An asyncio.Timeout for `async with`, of whose time nothing passes while it is stopped."""
 
     def __init__(self, limit_s: float) -> None:
-        self.timeout = asyncio.timeout(limit_s)
+        self._limit_s, self.timeout = limit_s, asyncio.timeout(limit_s)
         self._clock = asyncio.get_running_loop().time
         self._num_stops = 0
         self._left_s = 0.0
@@ -29,6 +29,12 @@ class TimeLimit:
         self._num_stops -= 1
         if not self._num_stops:
             self._reschedule(self._clock() + self._left_s)
+
+    def begin_anew(self) -> None:
+        """With the whole time; what is stopped stays so."""
+        self._left_s = self._limit_s
+        if not self._num_stops:
+            self._reschedule(self._clock() + self._limit_s)
 
     def _reschedule(self, ends: float | None) -> None:
         if not self.timeout.expired():  # else the trajectory is being cancelled

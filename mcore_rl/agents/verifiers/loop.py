@@ -28,15 +28,20 @@ class RecordMismatchError(RuntimeError):
 
 
 class VerifiersLoop:
-    """One process has all rollouts of a server. Its end or hang ends the run.
+    """One process has all rollouts of a server.
+
+    One that has ended, or hangs, is started again max_restarts times. The rollouts that it had
+    begin anew, with the same seeds. One more ends the run, and so does one that cannot load its
+    environment at first.
 
     The reward is the environment's. A rollout that fails after a limit of the trajectory was
     reached is truncated, with the reward 0.
     """
 
     def __init__(self, agent: Agent, settings: VerifiersSettings) -> None:
-        self._agent = agent
+        self._agent, self._settings = agent, settings
         self._process = BridgeProcess(settings, agent.max_turns)
+        self._num_restarts, self._is_closed = 0, False
 
     @staticmethod
     def try_out(settings: VerifiersSettings, max_turns: int, fields: Mapping[str, Any]) -> None:
@@ -61,21 +66,45 @@ class VerifiersLoop:
             raise ConfigError(f"agent.settings.environment: {told}") from error
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._process.close()
 
     async def run(self, task: Task) -> list[Sample]:
-        async with self._agent.served(task) as served:
+        while True:
+            process = self._process
             try:
-                found = await self._process.ask(
-                    "run",
-                    task=_task_of(task.fields),
-                    base_url=served.base_url,
-                    api_key=served.api_key,
-                    model=MODEL,
-                )
+                async with self._agent.served(task) as served:
+                    found = await process.ask(
+                        "run",
+                        task=_task_of(task.fields),
+                        base_url=served.base_url,
+                        api_key=served.api_key,
+                        model=MODEL,
+                    )
             except BridgeError as error:
-                raise GenerationError(str(error)) from error
-        return self._samples(task, served, found)
+                await self._replace(process, error)
+                self._agent.begin_anew(task)
+            else:
+                return self._samples(task, served, found)
+
+    async def _replace(self, process: BridgeProcess, error: BridgeError) -> None:
+        """Once for all rollouts that a process had.
+
+        Raises:
+            GenerationError: no other is started.
+        """
+        if process is not self._process:
+            return
+        if self._is_closed or not (process.has_loaded or self._num_restarts):
+            raise GenerationError(str(error)) from error
+        limit = f"agent.settings.max_restarts={self._settings.max_restarts}"
+        if self._num_restarts >= self._settings.max_restarts:
+            told = BridgeError(f"{error}\n\n(It is not started again: {limit})")
+            raise GenerationError(str(told)) from told
+        self._num_restarts += 1
+        print(f"{str(error).splitlines()[0]}. It is started again: {self._num_restarts}, {limit}")
+        self._process = BridgeProcess(self._settings, self._agent.max_turns)
+        await process.close()
 
     def _samples(self, task: Task, served: Served, found: Mapping[str, Any]) -> list[Sample]:
         if found["error"] is not None:

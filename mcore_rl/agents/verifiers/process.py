@@ -43,6 +43,14 @@ class BridgeProcess:
         self._work: list[asyncio.Task[None]] = []
         self._said = ""  # the end of its stderr
 
+    @property
+    def has_loaded(self) -> bool:
+        """Whether its environment was there once."""
+        starting = self._starting
+        if starting is None or not starting.done() or starting.cancelled():
+            return False
+        return starting.exception() is None
+
     async def start(self) -> dict[str, Any]:
         """What the process says of itself.
 

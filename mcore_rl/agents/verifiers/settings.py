@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.checks import positive
+from mcore_rl.config.checks import at_least, positive
 from mcore_rl.config.errors import ConfigError
 
 
@@ -21,6 +21,7 @@ class VerifiersSettings:
     folders: str = ""  # with packages that are not installed; several have a : between them
     start_timeout_s: float = 180.0  # for the process to load the environment
     answer_timeout_s: float = 120.0  # that its event loop may stand still
+    max_restarts: int = 3  # of a process that has ended or hangs, of each server
 
     def __post_init__(self) -> None:
         if not self.environment:
@@ -36,6 +37,7 @@ class VerifiersSettings:
                 raise ConfigError(f"folders={self.folders!r}: there is no folder {folder!r}")
         for name in ("start_timeout_s", "answer_timeout_s"):
             positive(name, getattr(self, name))
+        at_least("max_restarts", self.max_restarts, 0)
 
     def parsed_args(self) -> dict[str, Any]:
         """Raises ConfigError where they cannot be read."""

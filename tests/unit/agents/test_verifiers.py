@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,19 +123,62 @@ def test_a_trajectory_that_takes_too_long_is_cancelled_and_the_process_goes_on(s
 @pytest.mark.parametrize(
     ("environment", "own", "told"),
     [
-        ("dies", {}, r"'dies' ended with status -9; it said: no memory is left$"),
-        ("hangs", {"answer_timeout_s": 0.4}, r"(?s)hangs: .* in 0.4 s .* in hang_here\n"),
+        (
+            "dies",
+            {"max_restarts": 1},
+            r"'dies' ended with status -9; it said: no memory is left\n\n"
+            r"\(It is not started again: agent\.settings\.max_restarts=1\)$",
+        ),
+        (
+            "hangs",
+            {"answer_timeout_s": 0.4, "max_restarts": 0},
+            r"(?s)hangs: .* in 0.4 s .* in hang_here\n",
+        ),
         ("refused", {}, r"cannot load its environment: ModuleNotFoundError: no such taskset$"),
         ("old", {}, r"has verifiers 0\.3\.1; allowed: 0\.4\.x$"),
         ("silent", {"start_timeout_s": 0.4}, r"has not loaded its environment in 0.4 s"),
     ],
 )
-def test_the_end_or_hang_of_the_process_ends_the_run_with_what_it_said(
+def test_what_a_restart_does_not_help_ends_the_run_with_what_the_process_said(
     scripted, environment, own, told
 ):
     """Also where an error of a trajectory does not."""
     with pytest.raises(BridgeError, match=told):
         run(scripted(environment, **own), [["one"]], stops=False)
+
+
+def test_a_process_that_is_killed_in_mid_rollout_is_started_again_with_the_same_seeds(
+    scripted, capsys
+):
+    async def work() -> tuple[list[Sample], Policy]:
+        policy = Policy(["42"] * 6, waits={number: asyncio.Event() for number in range(3)})
+        config = AgentConfig(loop="verifiers", settings=scripted("good"))
+        runner = AgentRunner(policy, TOKENIZER, None, config, 4096, stops_on_error=True)
+        prompts = [
+            Prompt([], i, {"task": task}, row=7, messages=MESSAGES)
+            for i, task in enumerate(["one", "two", "three"])
+        ]
+        sampling = SamplingParams(n=1, max_tokens=1000, seed=5)
+        try:
+            async with asyncio.timeout(50):
+                running = asyncio.create_task(runner.run_all(prompts, sampling))
+                while len(policy.asked) < 3:
+                    await asyncio.sleep(0.01)
+                os.kill(runner._loop._process._process.pid, signal.SIGKILL)
+                return await running, policy
+        finally:
+            await runner.close()
+
+    samples, policy = asyncio.run(work())
+    assert [(s.group_id, s.status, s.reward) for s in samples] == [
+        (group, "finished", 1.5) for group in range(3)
+    ]
+    assert [sum(sample.response_mask) for sample in samples] == [3] * 3
+    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.asked)
+    assert asked[::2] == asked[1::2] and len({seed for _, seed in asked}) == 3
+    assert sorted(policy.cancelled) == [0, 1, 2]
+    told = "ended with status -9. It is started again: 1, agent.settings.max_restarts=3\n"
+    assert capsys.readouterr().out == f"the process of the verifiers environment 'good' {told}"
 
 
 def test_what_the_process_has_started_ends_with_it(scripted):
