@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 from typing import Any
 
 import psutil
@@ -18,6 +20,7 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.verifiers.settings import VerifiersSettings
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.sample import Sample
 from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rollout.agent_loop import Prompt
@@ -123,6 +126,36 @@ def test_an_environment_that_raises_fails_its_trajectory(played):
 def test_a_rollout_at_the_limit_of_turns_is_cut_off_and_scored(played):
     limited = played["limited"]
     assert (limited.reward, limited.status, len(limited.turn_spans)) == (0.25, "truncated", 2)
+
+
+def test_rollouts_of_a_process_that_is_killed_are_played_again(settings):
+    """Two of them, in the middle of a turn: the same prompts, with the same seeds."""
+    row = {"task": '{"prompt": "How much is 3 + 4?", "answer": "7"}'}
+    messages = [{"role": "user", "content": "How much is 3 + 4?"}]
+    policy = Policy(["It is 7."] * 4, waits={number: asyncio.Event() for number in range(2)})
+
+    async def work() -> list[Sample]:
+        config = AgentConfig(loop="verifiers", settings=settings, max_turns=2)
+        runner = AgentRunner(policy, TOKENIZER, None, config, 4096, stops_on_error=True)
+        prompts = [Prompt([], i, row, row=i, messages=messages) for i in range(2)]
+        sampling = SamplingParams(n=1, max_tokens=1000, seed=5)
+        try:
+            async with asyncio.timeout(240):
+                running = asyncio.create_task(runner.run_all(prompts, sampling))
+                while len(policy.asked) < 2:
+                    await asyncio.sleep(0.05)
+                os.kill(runner._loop._process._process.pid, signal.SIGKILL)
+                return await running
+        finally:
+            await runner.close()
+
+    samples = asyncio.run(work())
+    assert [(s.group_id, s.status, s.reward) for s in samples] == [
+        (0, "finished", 2.0),
+        (1, "finished", 2.0),
+    ]
+    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.asked)
+    assert asked[0] == asked[1] != asked[2] == asked[3]
 
 
 def test_its_process_ends_by_itself_and_leaves_nothing(played):
