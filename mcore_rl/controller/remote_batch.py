@@ -23,6 +23,7 @@ from mcore_rl.data.batch import FILLED, Array, Batch, Samples
 
 NOWHERE = -1  # the object of a row that has no entry in a column, and gets what FILLED says
 PROMPT_TOKENS, RESPONSE_TOKENS = LENGTHS = "prompt_tokens", "response_tokens"  # as columns
+_FEW = 128  # different numbers that a code of one byte tells apart
 _LENGTHS = {"prompt_ids": PROMPT_TOKENS}  # of other columns: those of the response
 Rows = npt.NDArray[np.int32]
 
@@ -239,7 +240,8 @@ def _restored(own: Mapping[str, Any], stored: Sequence[Any], num_rows: int) -> R
 def _packed(column: Array) -> Any:
     """To travel: numbers as bytes, integers in as few as they need; equal texts once.
 
-    numpy's own pickle of an array takes more than what a rank gets of a column.
+    Fractions too, where few differ, as rewards do: bit for bit. numpy's own pickle of an array
+    takes more than what a rank gets of a column.
     """
     kind, sent = column.dtype.kind, column
     if kind == "U":
@@ -248,6 +250,10 @@ def _packed(column: Array) -> Any:
     if kind not in "iufb":
         return column
     shape = len(column) if column.ndim == 1 else column.shape
+    if kind == "f" and column.ndim == 1 and column.itemsize in (4, 8):
+        bits, codes = np.unique(column.view(f"i{column.itemsize}"), return_inverse=True)
+        if len(bits) <= _FEW and 2 * len(bits) < len(column):
+            return column.dtype.str, bits.view(column.dtype).tobytes(), _packed(codes)
     if kind == "i" and column.size:
         steps = np.diff(column, axis=0)
         if column.ndim == 1 and not (steps != steps[:1]).any():
@@ -265,8 +271,10 @@ def _unpacked(packed: Any) -> Array:
     if isinstance(packed, np.ndarray):
         return packed
     if len(packed) == 3:
-        dtype, texts, codes = packed
-        return np.array(texts, dtype)[_unpacked(codes)]
+        dtype, different, codes = packed
+        is_text = isinstance(different, list)
+        values = np.array(different, dtype) if is_text else np.frombuffer(different, dtype)
+        return values[_unpacked(codes)]
     dtype, shape, sent, content = packed
     if isinstance(sent, int):  # evenly spaced: the first, and the step
         return (sent + content * np.arange(shape)).astype(dtype)

@@ -52,6 +52,20 @@ class PromptDataset:
         file = bisect_right(self._ends, row)
         return self._files[file][row - (self._ends[file - 1] if file else 0)]
 
+    def take(self, rows: Sequence[int]) -> list[PromptRow]:
+        """The same of several, whose texts are tokenised together."""
+        found: dict[int, PromptRow] = {}
+        of_files: dict[int, list[int]] = {}
+        for row in dict.fromkeys(rows):
+            of_files.setdefault(bisect_right(self._ends, row), []).append(row)
+        for file, own in of_files.items():
+            source, first = self._files[file], self._ends[file - 1] if file else 0
+            numbers = [row - first for row in own]
+            is_file = isinstance(source, FilePrompts)
+            taken = source.take(numbers) if is_file else [source[number] for number in numbers]
+            found |= dict(zip(own, taken, strict=True))
+        return [found[row] for row in rows]
+
     def row_number(self, row: int) -> int:
         """Where a prompt is in its files, counted one after the other with what was left out."""
         file = bisect_right(self._ends, row)
@@ -98,11 +112,16 @@ class FilePrompts:
         return prompt if self._kept is None else int(self._kept[prompt])
 
     def __getitem__(self, prompt: int) -> PromptRow:
-        row = self._rows[self.row_number(prompt)]
+        return self.take([prompt])[0]
+
+    def take(self, prompts: Sequence[int]) -> list[PromptRow]:
+        rows = [self._rows[self.row_number(prompt)] for prompt in prompts]
+        ids = _encode([self._text(row) for row in rows], self._tokenizer)
+        return [self._prompt_row(*pair) for pair in zip(rows, ids, strict=True)]
+
+    def _prompt_row(self, row: Row, ids: list[int]) -> PromptRow:
         fields = {n: value for n, value in row.values.items() if n != self._prompt.name}
-        [ids] = _encode([self._text(row)], self._tokenizer)
-        messages = chat(row, self._prompt)
-        return PromptRow(ids, {**fields, "answer": self._answer.of(row)}, messages)
+        return PromptRow(ids, {**fields, "answer": self._answer.of(row)}, chat(row, self._prompt))
 
     def _text(self, row: Row) -> str:
         return _templated(row, self._prompt, self._tools, self._tokenizer)

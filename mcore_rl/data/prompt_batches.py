@@ -93,7 +93,7 @@ def held_out_batch(dataset: PromptDataset, num_prompts: int, num_before: int = 0
 
 
 def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequence[int]) -> Batch:
-    prompts = [dataset[row] for row in rows]
+    prompts = dataset.take(rows)
 
     def texts(values: Iterable[Any]) -> Array:
         """As objects: numpy's own texts all have four bytes a letter of the longest."""

@@ -11,7 +11,7 @@ class Stopwatch:
     """Seconds of named phases, as metrics "time/<phase>_s", and of everything since it was made."""
 
     def __init__(self) -> None:
-        self._started = time.perf_counter()
+        self._started, self._cpu_started_s = time.perf_counter(), time.process_time()
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -26,3 +26,9 @@ class Stopwatch:
     @property
     def total_s(self) -> float:
         return time.perf_counter() - self._started
+
+    @property
+    def driver(self) -> dict[str, float]:
+        """CPU seconds of this process, of all its threads; and as a share of one core."""
+        cpu_s = time.process_time() - self._cpu_started_s
+        return {"driver/cpu_s": cpu_s, "driver/cpu_share": cpu_s / self.total_s}

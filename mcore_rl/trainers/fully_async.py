@@ -62,7 +62,7 @@ class FullyAsyncTrainer:
             if self.evaluation.is_due(step):
                 with clock("evaluate"):
                     metrics |= self.evaluation.run(step)
-            metrics |= clock.seconds
+            metrics |= clock.seconds | clock.driver
             metrics["time/servers_idle_s"] = self.rollout.idle_s(clock)
             report(step, metrics)
             self.checkpointer.step_ended(step, metrics)

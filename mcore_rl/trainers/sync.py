@@ -56,6 +56,6 @@ class SyncTrainer:
             if self.evaluation.is_due(step):
                 with clock("evaluate"):
                     metrics |= self.evaluation.run(step)
-            metrics |= clock.seconds
+            metrics |= clock.seconds | clock.driver
             report(step, metrics)
             self.checkpointer.step_ended(step, metrics)

@@ -20,6 +20,8 @@ from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Sample
 from mcore_rl.workers.expert_records import COLUMN
 
 B = TypeVar("B", bound=Samples)
+# One value a sample: where its experts are, and by what they are found.
+_OF_ENGINES = (COLUMN, "group_ids", "trajectories", "segments")
 # Columns that no such function reads, unless it is asked to.
 _LARGE = ("prompt_ids", COLUMN)
 
@@ -59,6 +61,14 @@ def _read(batch: B, reads: Collection[str] | None) -> B:
     if reads is None:
         return batch.without(*_LARGE)
     return batch.select(*(name for name in batch.names if name in reads))
+
+
+def along_tokens(batch: B) -> B:
+    """Without the columns of one value a sample that no engine reads."""
+    if isinstance(batch, Batch):
+        return batch
+    unread = {*per_sample(batch).names} - {*_OF_ENGINES}
+    return batch.without(*unread)
 
 
 def per_sample(batch: Samples) -> Batch:

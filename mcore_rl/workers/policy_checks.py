@@ -102,7 +102,7 @@ def checked_mismatch(batch: Samples, actor: Group, config: RLConfig, step: int) 
     batch = split_replayed(batch)[0]
     if config.algorithm.correction.use_rollout_log_probs or not len(batch):
         return {}
-    rows = list(range(len(batch)))
+    rows: list[int] | None = None
     if config.trainer.staleness:  # none is newer than the policy
         rows = np.flatnonzero(per_sample(batch).array("oldest_versions") == step - 1).tolist()
     gaps, found = near(actor, _gaps_and_mismatch, batch, rows, reads=_COMPARED)
@@ -110,10 +110,11 @@ def checked_mismatch(batch: Samples, actor: Group, config: RLConfig, step: int) 
 
 
 def _gaps_and_mismatch(
-    batch: Batch, current: list[int]
+    batch: Batch, current: list[int] | None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Gaps are of these rows alone; no others come into question."""
-    return logprob_gaps(batch.take(current)) if current else {}, mismatch(batch)
+    """Gaps are of these rows alone, or of all; no others come into question."""
+    compared = batch if current is None else batch.take(current)
+    return logprob_gaps(compared) if len(compared) else {}, mismatch(batch)
 
 
 def checked_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> dict[str, float]:

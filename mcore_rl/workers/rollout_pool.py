@@ -98,7 +98,7 @@ class RolloutPool:
         found: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
         while self.servers.num_outstanding(stream):
-            found += self.servers.collect(stream, _WAIT_S)
+            found += self.servers.collect(stream, _WAIT_S, together=True)
         return joined(found)
 
 

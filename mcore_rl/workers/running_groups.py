@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence, Set
 
@@ -60,26 +61,31 @@ class RunningGroups:
         self._busy.end()
         self._news.set()
 
-    async def collect(self, wait_s: float) -> list[Sample]:
+    async def collect(self, wait_s: float, together: bool = False) -> list[Sample]:
         """Samples of all groups that have ended, in the order of group ids; each comes once.
 
         Of a group without any, as none of its trajectories has had a turn, it is one that says so.
 
-        Waits up to `wait_s` until there is one. Raises what made the first of them fail, and
-        forgets that one; the others stay for the next call.
+        Waits up to `wait_s` until there is one or, `together`, until none runs any more or one has
+        failed. Raises what made the first of them fail, and forgets that one; the others stay for
+        the next call.
         """
-        deadline = asyncio.get_running_loop().time() + wait_s
-        while not (ended := [i for i in sorted(self._groups) if self._groups[i].done()]):
-            self._news.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self._has_come(together):
+                    self._news.clear()
                     await self._news.wait()
-            except TimeoutError:
-                return []
+        ended = sorted(i for i, group in self._groups.items() if group.done())
         for group_id in ended:
-            if self._groups[group_id].cancelled() or self._groups[group_id].exception():
+            if _has_failed(self._groups[group_id]):
                 self._groups.pop(group_id).result()
         return [s for i in ended for s in self._groups.pop(i).result() or [_nothing(i)]]
+
+    def _has_come(self, together: bool) -> bool:
+        ended = [group for group in self._groups.values() if group.done()]
+        if together and len(ended) < len(self._groups):
+            return any(map(_has_failed, ended))
+        return bool(ended)
 
     async def abandon(self, group_ids: Sequence[int]) -> None:
         """Ends groups and forgets them. Returns when nothing of them runs any more.
@@ -90,6 +96,10 @@ class RunningGroups:
         for group in groups:
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
+
+
+def _has_failed(group: Group) -> bool:
+    return group.cancelled() or group.exception() is not None
 
 
 def _nothing(group_id: int) -> Sample:

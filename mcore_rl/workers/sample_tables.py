@@ -58,27 +58,36 @@ class SampleTables:
 
         A table has the first trajectories, as many as samples.max_rows and max_tokens let in.
         """
-        config = self._config
+        config, rows = self._config, list[int]()
         if config.every and step % config.every == 0:
             rows = first_trajectories(batch, config.max_rows, config.max_tokens)
-            self._write(table_path(self._folder, step), batch.take(rows), len(batch))
-        if num_shown := min(config.num_shown, len(batch)):
-            for line in self._there(_in_short, batch.take(range(num_shown))):
+        shown = range(min(config.num_shown, len(batch)))
+        of_both = rows + [row for row in shown if row not in rows]
+        places = [of_both.index(row) for row in shown]
+        if of_both:
+            path = table_path(self._folder, step)
+            for line in self._write(path, batch.take(of_both), len(batch), len(rows), places):
                 show_line(line)
 
     def of_evaluation(self, step: int, name: str, batch: Samples) -> None:
         """evaluations/step_NNNNNN/NAME.parquet, with all samples."""
-        self._write(table_path(self._folder, step, name), batch, len(batch))
+        self._write(table_path(self._folder, step, name), batch, len(batch), len(batch), [])
 
-    def _write(self, path: Path, batch: Samples, num_samples: int) -> None:
-        try:
-            if self._has_tokens:
+    def _write(
+        self, path: Path, batch: Samples, num_samples: int, num_rows: int, shown: list[int]
+    ) -> list[str]:
+        """A table of the first `num_rows`, if there are any; a line for each row that is shown."""
+        refused = ""
+        if num_rows and self._has_tokens:
+            try:
                 self._keep_tokenizer()
-            refused = self._there(_written, batch, self._has_tokens, path, num_samples)
-        except OSError as error:
-            refused = str(error)
-        if refused:
+            except OSError as error:
+                refused, num_rows = str(error), 0
+        written = self._has_tokens, path, num_samples, num_rows, shown
+        found, lines = self._there(_written_and_shown, batch, *written)
+        if refused := refused or found:
             tell(f"{path} cannot be written: {refused}; the run goes on")
+        return lines
 
     def _there(self, function: Callable[..., Any], batch: Samples, *args: object) -> Any:
         if isinstance(batch, Batch):
@@ -108,19 +117,23 @@ def _with_tokenizer(batch: Batch, function: Callable[..., Any], path: str, *args
     return function(batch, _tokenizer(path), *args)
 
 
-def _written(
+def _written_and_shown(
     batch: Batch,
     tokenizer: PreTrainedTokenizerBase,
     has_tokens: bool,
     path: Path,
     num_samples: int,
-) -> str:
-    """Why the disk does not take a table; "" if it does."""
+    num_rows: int,
+    shown: list[int],
+) -> tuple[str, list[str]]:
+    """Why the disk does not take a table of the first rows, "" if it does; and lines of some."""
+    lines, table = _in_short(batch.take(shown), tokenizer), batch.take(range(num_rows))
     try:
-        write_table(path, table_columns(batch, tokenizer, has_tokens), num_samples)
+        if num_rows:
+            write_table(path, table_columns(table, tokenizer, has_tokens), num_samples)
     except OSError as error:
-        return str(error)
-    return ""
+        return str(error), lines
+    return "", lines
 
 
 def table_columns(

@@ -18,6 +18,9 @@ from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers.routing import Asked, route, tokens_by_server
 from mcore_rl.workers.server_groups import LOOK_S, Server, ServerGroups
 
+# How long a server waits for all its groups: what it has made since is lost where it dies.
+TOGETHER_S = 5.0
+
 
 class ServerPool(ServerGroups):
     """See `ServerGroups` for how servers come and go."""
@@ -50,10 +53,12 @@ class ServerPool(ServerGroups):
         self._asked |= {(stream, one.group_id): one for one in made}
         self._route()
 
-    def collect(self, stream: str, wait_s: float) -> list[Batch]:
+    def collect(self, stream: str, wait_s: float, together: bool = False) -> list[Batch]:
         """Samples of groups of a stream that have ended since the last call, in whole groups.
 
         Waits up to `wait_s` until there is one; returns at once if none is being generated.
+        `together`: for who needs all of them. A server then answers when none of its groups runs
+        any more, and every few seconds, where it would answer for each group that ends.
 
         Raises:
             ConfigError, WorkerError: a reward or a loop raised; a server died once too often; no
@@ -64,7 +69,8 @@ class ServerPool(ServerGroups):
             self._tend()
             self._refill()
             self._route()
-            found = [batch for server in self._serving for batch in self._taken(server, stream)]
+            taken = (self._taken(server, stream, together) for server in self._serving)
+            found = [batch for batches in taken for batch in batches]
             left_s = begun + wait_s - time.monotonic()
             if found or left_s <= 0:
                 break
@@ -125,7 +131,7 @@ class ServerPool(ServerGroups):
             )
         self.resend()
 
-    def _taken(self, server: Server, stream: str) -> Iterator[Batch]:
+    def _taken(self, server: Server, stream: str, together: bool) -> Iterator[Batch]:
         """What it has answered; while it has more of the stream, it is asked again."""
         call = server.collecting.get(stream)
         if call is not None:
@@ -134,7 +140,8 @@ class ServerPool(ServerGroups):
             del server.collecting[stream]
             yield from self._wanted(server, stream, call.result()[0])
         if self._its(server, stream):
-            server.collecting[stream] = server.group.collect.submit(stream, LOOK_S)
+            held_s = min(TOGETHER_S, self._call_limit.seconds / 4) if together else LOOK_S
+            server.collecting[stream] = server.group.collect.submit(stream, held_s, together)
 
     def _its(self, server: Server, stream: str) -> list[Asked]:
         asked = self._asked.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,11 +22,14 @@ from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.metrics import merge
-from mcore_rl.workers.near_data import B, kept, per_sample, with_near
+from mcore_rl.workers.near_data import B, along_tokens, kept, per_sample, with_near
+
+T = TypeVar("T")
 
 # What loss weights are made of.
 _WEIGHED = (
-    "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights", "top_entropy_mask",
+    "group_ids", "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights",
+    "top_entropy_mask",
 )  # fmt: skip
 
 
@@ -135,14 +138,28 @@ def chosen_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B
     return kept(kept_responses, batch, samples, [*seed, CHOICE_STREAM]) if is_later else batch
 
 
-def mini_batches(batch: B, num: int, seed: Sequence[int]) -> list[B]:
-    """Full groups, distributed at random over at most `num` mini-batches; none is empty."""
-    groups = np.random.default_rng(seed).permutation(np.unique(batch.array("group_ids")))
+def mini_batches(batch: Samples, num: int, seed: Sequence[int]) -> list[list[int]]:
+    """Rows of full groups, distributed at random over at most `num` mini-batches; none is empty."""
+    group_ids = batch.array("group_ids")
+    groups = np.random.default_rng(seed).permutation(np.unique(group_ids))
     parts = [part for part in np.array_split(groups, num) if len(part)]
-    return [
-        batch.take(np.flatnonzero(np.isin(batch.array("group_ids"), part)).tolist())
-        for part in parts
-    ]
+    return [np.flatnonzero(np.isin(group_ids, part)).tolist() for part in parts]
+
+
+def _with_each(
+    batch: Batch,
+    num: int,
+    seed: Sequence[int],
+    function: Callable[..., tuple[Batch, T]],
+    *args: object,
+) -> tuple[Batch, list[T]]:
+    """Adds the columns that a function adds to each mini-batch; with its value of each."""
+    parts = mini_batches(batch, num, seed)
+    found = [function(batch.take(rows), *args) for rows in parts]
+    order = np.argsort(np.concatenate(parts)).tolist()
+    joined = Batch.concat([part for part, _ in found]).take(order)
+    added = {name: joined[name] for name in joined.names if name not in batch}
+    return batch.with_columns(**added), [value for _, value in found]
 
 
 def with_correction(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
@@ -225,11 +242,15 @@ def update(
     For a loss that is prepared (algorithms/inputs.py), the columns that it reads are made of each
     mini-batch and the policy as it is then.
     """
-    found = []
-    for index, part in enumerate(mini_batches(batch, algorithm.num_mini_batches, seed)):
-        part, has_weights = with_near(actor, with_loss_weights, part, algorithm, reads=_WEIGHED)
+    found, num = [], algorithm.num_mini_batches
+    batch, have_weights = with_near(
+        actor, _with_each, batch, num, seed, with_loss_weights, algorithm, reads=_WEIGHED
+    )
+    parts = mini_batches(batch, num, seed)
+    for index, (rows, has_weights) in enumerate(zip(parts, have_weights, strict=True)):
         if not has_weights:
             continue
+        part = batch.take(rows)
         if is_prepared(LOSSES[algorithm.loss]):
             # Before the first one it is still the policy that has scored the batch.
             is_scored = not index and not algorithm.correction.use_rollout_log_probs
@@ -239,7 +260,7 @@ def update(
             its_seed = [*seed, 1 + index]
             part, _ = with_near(actor, with_prepared_columns, part, algorithm, its_seed)
         # Every data-parallel rank reports what is true of all of them.
-        found.append(actor.update(part, temperature=temperature)[0])
+        found.append(actor.update(along_tokens(part), temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
 
 
@@ -254,16 +275,12 @@ def update_critic(
 ) -> dict[str, float]:
     """One optimizer step per mini-batch, towards the column returns."""
     columns = "prompt_ids", "response_ids", "response_mask", "group_ids", "values", "returns"
-    found = []
-    for part in mini_batches(batch.select(*columns), config.algorithm.num_mini_batches, seed):
-        part, _ = with_near(
-            critic,
-            _with_critic_weights,
-            part,
-            config.critic.loss_aggregation,
-            reads=("response_mask",),
-        )
-        found.append(critic.update(part)[0])
+    num, aggregation = config.algorithm.num_mini_batches, config.critic.loss_aggregation
+    read = batch.select(*columns)
+    given = _with_each, read, num, seed, _with_critic_weights, aggregation
+    weighted, _ = with_near(critic, *given, reads=_WEIGHED)
+    parts = mini_batches(weighted, num, seed)
+    found = [critic.update(along_tokens(weighted.take(rows)))[0] for rows in parts]
     return {f"critic/{name}": value for name, value in merge(found).items()}
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-_CLOCK = re.compile(r"wall_time_s|(.*/)?(time/.*|tokens_per_s)")
+_CLOCK = re.compile(r"wall_time_s|(.*/)?((time|driver)/.*|tokens_per_s)")
 
 
 def rows_of(output: Path) -> list[dict[str, float]]:

@@ -106,7 +106,7 @@ class Servers:
             self._waiting.extend((group, number) for number in range(sampling.n))
         self._fill_slots()
 
-    def collect(self, stream: str, wait_s: float) -> list[Batch]:
+    def collect(self, stream: str, wait_s: float, together: bool = False) -> list[Batch]:
         """As those of servers; waiting lets the clock go on."""
         self._go_on()
         until = self._clock.now + wait_s

@@ -34,7 +34,7 @@ class Servers:
     def ends(self, group: int) -> float:
         return self.running[group][0] + max(lengths_of(group, self.running[group][1]))
 
-    def collect(self, stream, wait_s):
+    def collect(self, stream, wait_s, together=False):
         """The groups that have ended; time passes until there is one."""
         assert not self.is_asleep
         if self.is_silent:

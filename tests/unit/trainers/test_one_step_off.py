@@ -157,7 +157,9 @@ class Run:
 
     def train(self, report=None):
         def kept(step, metrics):
-            self.rows.append({n: v for n, v in metrics.items() if not n.startswith("time/")})
+            self.rows.append(
+                {n: v for n, v in metrics.items() if not n.startswith(("time/", "driver/"))}
+            )
             self.rows[-1].pop("tokens_per_s")
             (report or (lambda *_: None))(step, metrics)
 

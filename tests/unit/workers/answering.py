@@ -22,6 +22,6 @@ class Answering:
     def num_outstanding(self, stream: str) -> int:
         return len(self.found)
 
-    def collect(self, stream: str, wait_s: float) -> list[Batch]:
+    def collect(self, stream: str, wait_s: float, together: bool = False) -> list[Batch]:
         found, self.found = [*self.found], ()
         return found
