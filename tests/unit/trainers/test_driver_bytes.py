@@ -1,0 +1,254 @@
+"""What a step of the quickstart moves through the driver, with all of its own code, but Ray.
+
+Two ranks of an actor and a server are in this process. What goes to them and what comes back is
+pickled as Ray does it, and counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray import cloudpickle
+
+from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.controller import object_columns, sending
+from mcore_rl.controller.pending import Limit
+from mcore_rl.controller.rank_actor import RankActor
+from mcore_rl.controller.stop_signals import StopSignals
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.datasets import PromptDataset, load_prompts
+from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.tasks import last_digit
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.engine.base import MemoryReport
+from mcore_rl.rollout.agent_loop import SingleTurnLoop
+from mcore_rl.rollout.protocol import Completion
+from mcore_rl.trainers.sync import SyncTrainer
+from mcore_rl.workers.checkpointer import Checkpointer
+from mcore_rl.workers.evaluation import Evaluation
+from mcore_rl.workers.learner import Learner
+from mcore_rl.workers.loop_thread import LoopThread
+from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.workers.replay import ReplayBuffer
+from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.workers.rollout_worker import RolloutWorker
+from mcore_rl.workers.running_groups import RunningGroups
+from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.server_pool import ServerPool
+from mcore_rl.workers.turns import Turns
+from mcore_rl.workers.weight_sync import TransportSync
+from tests.unit.controller.test_driver_work import Reference
+
+
+class Ray:
+    """Objects by reference, and actors that answer at once."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.num_bytes, self.calls = Counter[str](), Counter[str]()
+
+    def keep(self, value: Any) -> Reference:
+        self.objects.append(value)
+        return Reference(len(self.objects) - 1)
+
+    def travels(self, method: str, value: Any) -> Any:
+        """A copy of it."""
+        pickled = cloudpickle.dumps(value)
+        self.num_bytes[method] += len(pickled)
+        return cloudpickle.loads(pickled)
+
+    def put(self, value: Any) -> Reference:
+        return self.keep(self.travels("put", value))
+
+    def get(self, references: list[Reference], timeout: float | None = None) -> list[Any]:
+        return [self.objects[reference.number] for reference in references]
+
+    def is_initialized(self) -> bool:
+        return False
+
+
+class Reply(Reference):
+    def __init__(self, number: int, value: Any) -> None:
+        super().__init__(number)
+        self._value = value
+
+    def future(self) -> Future[Any]:
+        found: Future[Any] = Future()
+        found.set_result(self._value)
+        return found
+
+
+class Actor:
+    """A rank with this worker."""
+
+    def __init__(self, ray: Ray, worker: Any) -> None:
+        self._ray, self._host = ray, RankActor.__new__(RankActor)
+        self._host._worker, self._host._fetch_s = worker, None
+        self.call = SimpleNamespace(remote=self._call)
+        self.make = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make))
+
+    def _given(self, method: str, given: tuple[Any, ...]) -> list[Any]:
+        self._ray.calls[method] += 1
+        came = self._ray.travels(method, given)
+        return [self._ray.get([v])[0] if isinstance(v, Reference) else v for v in came]
+
+    def _reply(self, method: str, value: Any) -> Reply:
+        value = self._ray.travels(method, value)
+        return Reply(self._ray.keep(value).number, value)
+
+    def _call(self, method: str, *given: Any) -> Reply:
+        return self._reply(method, self._host.call(method, *self._given(method, given)))
+
+    def _make(self, method: str, *given: Any) -> list[Any]:
+        reply, *columns = self._host.make(method, *self._given(method, given))
+        return [self._reply(method, reply), *map(self._ray.keep, columns)]
+
+
+class Engine:
+    """Every token has a log-prob of -1 nat; an update reports as much as the quickstart's."""
+
+    def infer_batch(self, batch, **_):
+        ids = batch.jagged("response_ids")
+        column = ids.with_values(np.full(len(ids.values), -1.0, np.float32))
+        return batch.with_columns(log_probs=column, entropy=column)
+
+    def train_batch(self, batch, loss_function, *, temperature):
+        lengths = batch.jagged("loss_weights").lengths
+        assert lengths.tolist() == batch.jagged("advantages").lengths.tolist()
+        return {f"metric_{number}": 0.5 * number for number in range(12)}
+
+    def to(self, place, **_): ...
+
+    def memory_report(self):
+        return MemoryReport(5_600_000, 0, 11_200_000, 0)
+
+    def local_weights(self): ...
+
+
+class Rank(ModelWorker):
+    _replays_rollout = False
+
+    def __init__(self) -> None:
+        self._engine, self._loss_function = Engine(), len
+        self._transport = SimpleNamespace(send=lambda *_: None)
+
+
+class Generator:
+    is_dead = False
+
+    @asynccontextmanager
+    async def held(self):
+        yield
+
+    async def submit(self, prompt_ids, sampling):
+        return [
+            Completion([7] * length, [-1.0] * length, "stop", [0] * length)
+            for length in range(12, 12 + sampling.n)
+        ]
+
+    async def nothing(self, *_, **__): ...
+
+    update = sleep = wake = nothing
+
+
+async def every_second_group_differs(samples, texts, max_tokens, where):
+    for number, sample in enumerate(samples):
+        sample.reward = float(sample.group_id % 2 == 0 and number % 3 == 0)
+        sample.reward_parts = {"format": sample.reward}
+
+
+class Server(RolloutWorker):
+    _nodes = _headless = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._spec = SimpleNamespace(experts=None, timeout_s=60.0)
+        self._server = Generator()
+        self._agent = SingleTurnLoop(self._server, tokenizer, every_second_group_differs)
+        self._streams, self._wait = {"train": RunningGroups()}, LoopThread(60.0).wait
+
+
+def group(ray: Ray, config: RLConfig, name: str, layout: Layout, make: Any) -> WorkerGroup:
+    workers = [make() for _ in range(layout.world_size)]
+    made = WorkerGroup.__new__(WorkerGroup)
+    made._set_up(name, type(workers[0]), layout, config.timeouts, lambda: None)
+    made._actors = [Actor(ray, worker) for worker in workers]
+    return made
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    made = Ray()
+    monkeypatch.setattr(sending, "ray", made)
+    ranks = SimpleNamespace(put=made.keep, get=made.get)  # of which the driver sees nothing
+    monkeypatch.setattr(object_columns, "ray", ranks)
+    monkeypatch.setattr(object_columns, "_object_bytes", lambda: 128 << 20)
+    return made
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return last_digit.prepare(tmp_path_factory.mktemp("task"), 0, 0.35)
+
+
+def one_step(ray: Ray, task: Any, folder: Path, *overrides: str) -> dict[str, float]:
+    """Metrics of the first step of the quickstart."""
+    given = ["recipe=quickstart", "trainer.num_steps=1", f"output_dir={folder}", *overrides]
+    config = compose_config(RLConfig, given)
+    resolve(config)
+    config = for_lane(config, "cpu")
+    tokenizer = load_tokenizer(task.model_dir)
+    actor = group(ray, config, "actor", config.actor.layout, Rank)
+
+    def start(number: int) -> WorkerGroup:
+        return group(ray, config, "rollout", Layout(), lambda: Server(tokenizer))
+
+    limits = {"max_restarts": 0, "can_sleep": True, "timeouts": config.timeouts}
+    servers = ServerPool(start, 1, **limits)
+    servers.started()
+    sync = TransportSync(
+        actor, servers, Limit(60, "weight_sync.timeout_s"), config.rollout, config.weight_sync,
+        _connected=servers.membership,
+    )  # fmt: skip
+    turns = Turns(config.placement, {"actor": actor}, servers, sync)
+    rollout = RolloutPool(servers, config.rollout, config.seed)
+    data = PromptDataset(load_prompts(task.train_file, config.data, tokenizer))
+    source = (
+        rollout,
+        PromptBatches(data, config.trainer.prompts_per_step, config.seed),
+        ReplayBuffer(config.algorithm.samples.replay, config.seed),
+    )
+    tables = SampleTables(folder, tokenizer, config.samples, actor)
+    learner = Learner(config, turns, Coefficients(config.algorithm), tables)
+    checkpointer = Checkpointer(config, folder, turns, {}, dict, StopSignals(), 0)
+    evaluation = Evaluation(config, rollout, {}, tables, lambda when, found: None)
+    found: dict[str, float] = {}
+    trainer = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)
+    trainer.train(lambda step, metrics: found.update(metrics))
+    return found
+
+
+def test_a_step_of_the_quickstart_moves_few_bytes_a_sample_in_few_calls(ray, task, tmp_path):
+    """Of 512 samples 256 are trained on, in 2 mini-batches: nobody learns of the others."""
+    metrics = one_step(ray, task, tmp_path)
+    assert metrics["samples/passed"] == 0.5 and metrics["actor/metric_1"] == 0.5
+    assert sum(ray.num_bytes.values()) / 256 <= 256, ray.num_bytes
+    assert ray.calls == {
+        "begin": 1, "collect": 1, "apply": 4, "compute_log_probs": 2, "update": 2 * 2,
+        "sleep": 1, "wake": 2, "to": 3 * 2, "send_weights": 2, "receive_weights": 1,
+    }  # fmt: skip
+    assert metrics["driver/cpu_s"] > 0 and metrics["driver/cpu_share"] > 0
+
+
+def test_more_mini_batches_take_updates_and_no_other_call(ray, task, tmp_path):
+    one_step(ray, task, tmp_path, "algorithm.num_mini_batches=4")
+    assert (ray.calls["update"], ray.calls["apply"]) == (4 * 2, 4)
