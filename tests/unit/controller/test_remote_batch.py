@@ -224,6 +224,9 @@ def test_take_drops_references_that_no_row_is_left_of(objects: Store):
         np.array([-(1 << 63), (1 << 63) - 1], np.int64),
         np.array([True, False, True]),
         np.array([0.1, np.nan, -np.inf], np.float32),
+        np.array([0.1, 0.0, -0.0, np.nan] * 3, np.float32),
+        np.array([[0.5, 0.5]] * 5),
+        np.array([1.5] * 5, np.float16),
         np.array([[1, 2], [3, 4000]], np.int64),
         np.array(["", "stop", "stop"]),
         np.array(["ä" * 40]),
@@ -237,6 +240,8 @@ def test_a_column_travels_with_its_dtype(column: Array):
     assert found.dtype == column.dtype
     assert found.shape == column.shape
     np.testing.assert_array_equal(found, column)
+    if column.dtype.kind == "f":
+        np.testing.assert_array_equal(np.signbit(found), np.signbit(column))
 
 
 def test_numbers_travel_in_as_few_bytes_as_they_need():
@@ -248,6 +253,9 @@ def test_numbers_travel_in_as_few_bytes_as_they_need():
     assert size(np.arange(10_000)) < empty + 20
     assert size(rng.integers(0, 100, 10_000)) < 10_000 + empty + 20
     assert size(rng.integers(0, 30_000, 10_000)) < 20_000 + empty + 20
+    few, many = (rng.integers(0, high, 10_000).astype(np.float32) for high in (100, 1000))
+    assert size(few) < 10_000 + 400 + empty + 60
+    assert size(many) < 40_000 + empty + 60
     assert size(rng.choice(np.array(["stop", "length"]), 10_000)) < 10_000 + empty + 40
 
 

@@ -60,6 +60,29 @@ def test_the_peak_outlives_the_memory():
     assert 180 * MB <= memory.peak_bytes - start < 250 * MB
 
 
+def test_what_its_thread_takes_is_bounded_and_growth_between_counts(monkeypatch):
+    """PSS, which takes all that the thread may, is asked once; memory that is not shared counts."""
+    asked: list[int] = []
+
+    def slow(process: psutil.Process) -> int:
+        asked.append(process.pid)
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        return psutil.Process(process.pid).memory_info().rss
+
+    monkeypatch.setattr("mcore_rl.observability.memory.process_memory_bytes", slow)
+    with PeakMemory(interval_s=0.02, share=1e-6) as memory:
+        start = memory.peak_bytes
+        block = bytearray(b"x") * (100 * MB)
+        deadline = time.monotonic() + 30
+        while memory.peak_bytes - start < 90 * MB and time.monotonic() < deadline:
+            time.sleep(0.02)
+        del block
+    assert 90 * MB <= memory.peak_bytes - start < 150 * MB
+    assert len(asked) == len(set(asked))
+
+
 def test_memory_that_processes_share_counts_once(tmp_path):
     path = tmp_path / "shared"
     path.write_bytes(b"x" * (64 * MB))

@@ -6,6 +6,7 @@ pickled as Ray does it, and counted.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -144,13 +145,20 @@ class Rank(ModelWorker):
 
 
 class Generator:
+    """Each prompt is answered 2 ms after the one before."""
+
     is_dead = False
+
+    def __init__(self) -> None:
+        self._num_asked = 0
 
     @asynccontextmanager
     async def held(self):
         yield
 
     async def submit(self, prompt_ids, sampling):
+        self._num_asked += 1
+        await asyncio.sleep(0.002 * self._num_asked)
         return [
             Completion([7] * length, [-1.0] * length, "stop", [0] * length)
             for length in range(12, 12 + sampling.n)
@@ -241,7 +249,7 @@ def test_a_step_of_the_quickstart_moves_few_bytes_a_sample_in_few_calls(ray, tas
     """Of 512 samples 256 are trained on, in 2 mini-batches: nobody learns of the others."""
     metrics = one_step(ray, task, tmp_path)
     assert metrics["samples/passed"] == 0.5 and metrics["actor/metric_1"] == 0.5
-    assert sum(ray.num_bytes.values()) / 256 <= 256, ray.num_bytes
+    assert sum(ray.num_bytes.values()) / 256 <= 200, ray.num_bytes
     assert ray.calls == {
         "begin": 1, "collect": 1, "apply": 4, "compute_log_probs": 2, "update": 2 * 2,
         "sleep": 1, "wake": 2, "to": 3 * 2, "send_weights": 2, "receive_weights": 1,

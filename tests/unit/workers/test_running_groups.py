@@ -85,6 +85,29 @@ def test_what_made_a_group_fail_is_raised_once_and_the_others_stay():
     asyncio.run(work())
 
 
+def test_together_it_waits_until_none_runs_or_one_has_failed():
+    async def work() -> None:
+        made = Made(1, 2, 3)
+        made.end(1)
+        collecting = asyncio.create_task(made.groups.collect(10.0, together=True))
+        for group_id in (2, 3):
+            await asyncio.sleep(0.01)
+            assert not collecting.done()
+            made.end(group_id)
+        assert [one.group_id for one in await collecting] == [1, 1, 2, 2, 3, 3]
+        made = Made(4, 5)
+        made.end(4)
+        await asyncio.sleep(0.01)
+        found = await made.groups.collect(0.05, together=True)  # what there is when time is over
+        assert [one.group_id for one in found] == [4, 4]
+        made = Made(6, 7)
+        made.ends[6].set_exception(OSError("no reward"))
+        with pytest.raises(OSError, match="no reward"):
+            await made.groups.collect(10.0, together=True)
+
+    asyncio.run(work())
+
+
 def test_an_abandoned_group_has_ended_and_never_comes():
     async def work() -> None:
         made = Made(1, 2, 3)
