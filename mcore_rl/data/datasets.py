@@ -61,8 +61,10 @@ class PromptDataset:
         for file, own in of_files.items():
             source, first = self._files[file], self._ends[file - 1] if file else 0
             numbers = [row - first for row in own]
-            is_file = isinstance(source, FilePrompts)
-            taken = source.take(numbers) if is_file else [source[number] for number in numbers]
+            if isinstance(source, FilePrompts):
+                taken = source.take(numbers)
+            else:
+                taken = [source[number] for number in numbers]
             found |= dict(zip(own, taken, strict=True))
         return [found[row] for row in rows]
 
