@@ -61,7 +61,7 @@ class Server:
         self.begun += [(group, sampling) for group in prompts.array("group_ids").tolist()]
 
     @register(makes=True)
-    def collect(self, stream: str, wait_s: float) -> Batch:
+    def collect(self, stream: str, wait_s: float, together: bool) -> Batch:
         begun, self.begun = self.begun, []
         return Batch.of([self.sample(*one, i) for one in begun for i in range(one[1].n)])
 
@@ -99,8 +99,8 @@ class LosesFirst:
     def num_outstanding(self, stream: str) -> int:
         return len(self._lost) or self._pool.num_outstanding(stream)
 
-    def collect(self, stream: str, wait_s: float) -> list[Any]:
-        return [self._lost.pop()] if self._lost else self._pool.collect(stream, wait_s)
+    def collect(self, stream: str, wait_s: float, together: bool) -> list[Any]:
+        return [self._lost.pop()] if self._lost else self._pool.collect(stream, wait_s, together)
 
 
 class LosesLate:
