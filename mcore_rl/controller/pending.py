@@ -175,18 +175,24 @@ def gathered(calls: Sequence[PendingCall], limit: Limit | None = None) -> list[A
 
 
 def outlived(
-    calls: Sequence[PendingCall], mortal: Collection[CalledGroup], limit: Limit | None = None
+    calls: Sequence[PendingCall],
+    mortal: Collection[CalledGroup],
+    limit: Limit | None = None,
+    on_death: Callable[[], None] | None = None,
 ) -> dict[int, WorkerError]:
     """Waits for calls on several groups together; a `mortal` one may die of it, or meanwhile.
 
-    Then the calls of others may fail, as long as they blame a peer. It returns when all have ended:
-    the deaths, by the places of their calls. Without any, all have succeeded.
+    Then it ends, `on_death` is called, and the calls of others may fail, as long as they blame a
+    peer. After a death a mortal group that does not answer in time ends too: others may wait for
+    it. It returns when all have ended: the deaths, by the places of their calls. Without any, all
+    have succeeded.
 
     Raises:
         ConfigError, WorkerError: as `gathered`, for anything else that fails.
     """
     limit = limit or max((call._limit for call in calls), key=lambda limit: limit.seconds)
     deadline, blamed_at = time.monotonic() + limit.seconds, 0.0
+    deaths: dict[int, WorkerError] = {}
     while any(call._waiting for call in calls):
         wait_for_any(calls, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
         kinds = _failed_kinds(calls, mortal)
@@ -196,14 +202,37 @@ def outlived(
             gathered(calls, limit)
         if kinds == {FailureKind.BLAMED} and is_over:
             raise _ended_by_failure(calls)
+        if found := _new_deaths(calls, deaths):
+            deaths |= found
+            if on_death is not None:
+                on_death()
         if time.monotonic() >= deadline:
-            raise _ended_by_limit(calls, limit)
-    if kinds := _failed_kinds(calls, mortal):
-        if kinds != {FailureKind.BLAMED} and kinds <= {FailureKind.DIED, FailureKind.BLAMED}:
-            deaths = {place: call.death() for place, call in enumerate(calls)}
-            return {place: error for place, error in deaths.items() if error is not None}
+            deaths |= _given_up(calls, mortal, deaths, limit)
+            deadline = time.monotonic() + NODE_GRACE_S
+    kinds = _failed_kinds(calls, mortal)
+    if kinds == {FailureKind.BLAMED} or not kinds <= {FailureKind.DIED, FailureKind.BLAMED}:
         raise _ended_by_failure(calls)
-    return {}
+    return deaths | _new_deaths(calls, deaths)
+
+
+def _new_deaths(calls: Sequence[PendingCall], known: Collection[int]) -> dict[int, WorkerError]:
+    """By place; their groups end."""
+    found = {place: call.death() for place, call in enumerate(calls) if place not in known}
+    return {place: error for place, error in found.items() if error is not None}
+
+
+def _given_up(
+    calls: Sequence[PendingCall],
+    mortal: Collection[CalledGroup],
+    deaths: Collection[int],
+    limit: Limit,
+) -> dict[int, WorkerError]:
+    """Ends the mortal groups that have not answered; raises where that is not to be done."""
+    late = [p for p, c in enumerate(calls) if c._waiting and c._group in mortal and p not in deaths]
+    if not deaths or not late:
+        raise _ended_by_limit(calls, limit)
+    error = _ended_by_limit([calls[place] for place in late], limit)
+    return dict.fromkeys(late, error)
 
 
 def wait_for_any(calls: Sequence[PendingCall], seconds: float) -> None:

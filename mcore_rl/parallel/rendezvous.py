@@ -154,6 +154,7 @@ class RendezvousServer:
         self._peers: dict[int, _Peer] = {}  # by file descriptor, the oldest first
         self._waiting: dict[bytes, list[_Peer]] = {}  # by a missing key
         self._ranks_seen: set[int] = set()
+        self._why_ended = b""  # empty while ranks may wait for each other
         self._next_deadline = math.inf
         self._operations: dict[bytes, Callable[..., None]] = {
             b"join": self._join,
@@ -167,6 +168,7 @@ class RendezvousServer:
             b"check": self._check,
             b"num_keys": self._num_keys,
             b"time": self._time,
+            b"end_waits": self._end_waits,
         }
         self._closing, self._bell = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -329,6 +331,18 @@ class RendezvousServer:
         self._set_deadline(peer, *struct.unpack(">d", timeout_s))
         peer.wanted, peer.is_get = keys, is_get
         self._answer_when_there(peer)
+        if peer.wanted and self._why_ended:
+            self._refuse(peer)
+
+    def _end_waits(self, peer: _Peer, reason: bytes) -> None:
+        self._why_ended = reason
+        for waiting in [one for one in self._peers.values() if one.wanted]:
+            self._refuse(waiting)
+        self._send(peer, frame(OK))
+
+    def _refuse(self, peer: _Peer) -> None:
+        peer.wanted, peer.deadline = (), math.inf
+        self._send(peer, frame(BAD, self._why_ended))
 
     def _answer_when_there(self, peer: _Peer) -> None:
         for key in peer.wanted:

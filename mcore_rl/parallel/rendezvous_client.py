@@ -14,6 +14,7 @@ from mcore_rl.parallel.rendezvous import BAD, LATE, RendezvousEndpoint, frame
 
 _GRACE_S = 10.0  # what the server may take longer than the wait that it was asked for
 _RETRY_S = 0.05
+_NO_RANK = -1
 
 
 class LateError(RuntimeError):
@@ -144,6 +145,18 @@ class RendezvousClient:
         return LostError(
             f"rank {self._rank} of {self._world_size}: the rendezvous at {self._endpoint}: {error}"
         )
+
+
+def end_waits(endpoint: RendezvousEndpoint, reason: str, timeout_s: float) -> None:
+    """From now on nobody waits there for keys that are missing: ranks get LateError with `reason`.
+
+    For who knows that a rank will not come. Raises LostError when no server answers in `timeout_s`.
+    """
+    client = RendezvousClient(endpoint, _NO_RANK, 0, timeout_s)
+    try:
+        client.call(b"end_waits", reason.encode())
+    finally:
+        client.close()
 
 
 def _ranks(listed: bytes) -> set[int]:

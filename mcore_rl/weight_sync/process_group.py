@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
 c10d: Any = torch.distributed  # which says nothing of its groups' types
+# For all ranks to connect to each other when all are there: a rank that dies meanwhile, before it
+# has connected to another one, is not missed by that one in any other way.
+_MESH_S = 15.0
 
 
 class ProcessGroupTransport(ExchangeTransport):
@@ -44,8 +47,11 @@ class ProcessGroupTransport(ExchangeTransport):
         try:
             store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
             self._store = store
-            self._group = _joined(store, rank, spec.world_size, device, timeout_s)
+            _meet(store, rank, spec.world_size)
+            mesh_s = timeout_s if device.type == "cuda" else min(_MESH_S, timeout_s)
+            self._group = _joined(store, rank, spec.world_size, device, mesh_s)
             self._transport = GroupTransport(self._group, timeout_s)
+            self._group.set_timeout(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' group: {error}") from error
 
@@ -71,6 +77,12 @@ class ProcessGroupTransport(ExchangeTransport):
         versions = [int(tensor) for tensor in found]
         if len(set(versions)) > 1:
             raise StreamError(f"ranks of the weights' group are at versions {versions}")
+
+
+def _meet(store: RendezvousStore, rank: int, world_size: int) -> None:
+    """Returns when all are there; this wait ends when the rendezvous is told of a death."""
+    store.set(f"here-{rank}", b"")
+    store.wait([f"here-{peer}" for peer in range(world_size)])
 
 
 def _joined(

@@ -10,6 +10,7 @@ Generation rank g is rank spec.num_training + g.
 from __future__ import annotations
 
 import importlib
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from types import MappingProxyType
 
 import torch
 
+from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
@@ -81,14 +83,21 @@ class ExchangeTransport(WeightTransport):
         self._verify, self._rank, self._device = spec.settings.verify, rank, device
 
     def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
-        for _ in self._run(weights, update.version):
-            raise RuntimeError("a bucket arrived on a training rank")
+        try:
+            for _ in self._run(weights, update.version):
+                raise RuntimeError("a bucket arrived on a training rank")
+        except PeerError as error:
+            _let_go(error)
+            raise
 
     def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
         buckets = self._run(LocalWeights({}), update.version)
         try:
             for bucket in buckets:
                 yield list(bucket)
+        except PeerError as error:
+            _let_go(error)
+            raise
         finally:
             for _ in buckets:  # a consumer that stops must not stop the others' exchanges
                 continue
@@ -107,6 +116,14 @@ class ExchangeTransport(WeightTransport):
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+def _let_go(error: PeerError) -> None:
+    """Frees what the calls that failed hold on to: messages in flight, and so the connections.
+
+    Else these stay open after `close` for as long as anybody has the error, and peers wait.
+    """
+    traceback.clear_frames(error.__traceback__)
 
 
 # Imported when they are used: vLLM's workers start with this file.

@@ -159,11 +159,13 @@ class ServerGroups(ABC):
         arguments: Callable[[int], tuple[Any, ...]],
         beside: Sequence[PendingCall],
         limit: Limit,
+        on_death: Callable[[], None] | None = None,
     ) -> bool:
         """Calls a method that replaces weights on all servers that are up, beside other calls.
 
         `arguments` takes the place of a server among them. False if some have died: they are out,
-        and what the others have is not to be served before another attempt.
+        and what the others have is not to be served before another attempt. `on_death` ends what
+        the others would wait for.
 
         Raises:
             ConfigError, WorkerError: as `gathered`, for what is not due to a death.
@@ -173,7 +175,8 @@ class ServerGroups(ABC):
             getattr(server.group, method).submit(*arguments(place))
             for place, server in enumerate(servers)
         ]
-        deaths = outlived([*calls, *beside], [server.group for server in servers], limit)
+        groups = [server.group for server in servers]
+        deaths = outlived([*calls, *beside], groups, limit, on_death)
         if deaths:
             for server in servers:
                 server.version = None

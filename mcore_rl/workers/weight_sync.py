@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Protocol
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending import Limit, gathered
 from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.parallel import rendezvous_client
+from mcore_rl.parallel.rendezvous_client import LostError
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.workers.server_pool import ServerPool
+
+_END_S = 5.0  # for the rendezvous to hear of a death
 
 
 class ExportError(RuntimeError):
@@ -64,8 +69,14 @@ class TransportSync:
             # The workers of all servers are the generation ranks in a row.
             return endpoint, spec, place * self.rollout.tp
 
+        def end_waits() -> None:
+            # Where the driver does not reach it, ranks wait as long as they may.
+            with contextlib.suppress(LostError):
+                rendezvous_client.end_waits(endpoint, "a server has died", _END_S)
+
         self._connected = -1
-        if not self.servers.attempt("connect_weights", place_of, [actors], self.limit):
+        attempt = self.servers.attempt
+        if not attempt("connect_weights", place_of, [actors], self.limit, end_waits):
             return False
         self._connected = membership
         return True
