@@ -12,7 +12,14 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller import pending
-from mcore_rl.controller.pending import GRACE_S, Limit, PendingCall, WorkerError, gathered
+from mcore_rl.controller.pending import (
+    GRACE_S,
+    Limit,
+    PendingCall,
+    WorkerError,
+    gathered,
+    outlived,
+)
 from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply
 
 LIMIT = Limit(10.0, "timeouts.call_s")
@@ -183,3 +190,50 @@ def test_replies_that_come_one_by_one_are_each_looked_at_a_few_times(
     call = PendingCall(Group(), "update", {reply: reply.rank for reply in replies}, dict, LIMIT)
     assert call.result() == {rank: rank for rank in range(num_ranks)}
     assert Counted.looks <= 8 * num_ranks
+
+
+class Sent:
+    """A call to one rank that is answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.answer = Future[Reply]()
+
+    def future(self) -> Future[Reply]:
+        return self.answer
+
+
+class Killed(Group):
+    """Its rank dies when it ends, and the trainer that waits for it learns of it."""
+
+    def __init__(self, name: str, sent: Sent, waiting: Sent) -> None:
+        super().__init__(name)
+        self._sent, self._waiting = sent, waiting
+
+    def close(self, reason: str = "") -> None:
+        super().close(reason)
+        self._sent.answer.set_result(failure(FailureKind.DIED, "killed"))
+        self._waiting.answer.set_result(failure(FailureKind.BLAMED, "rank 2 is gone"))
+
+
+def sent(call: Sent, group: Group) -> PendingCall:
+    return PendingCall(group, "update", {call: 0}, dict, LIMIT)
+
+
+def test_after_a_death_a_server_that_is_silent_ends_and_so_does_who_waits_for_it():
+    """The trainer waits for a server that is stopped: the run goes on without both servers."""
+    first, second, trainer = Sent(), Sent(), Sent()
+    dead, silent = Group("rollout-0"), Killed("rollout-1", second, trainer)
+    calls = [sent(first, dead), sent(second, silent), sent(trainer, Group("actor"))]
+    first.answer.set_result(failure(FailureKind.DIED, "killed"))
+    told = list[str]()
+    limit = Limit(0.1, "weight_sync.timeout_s")
+    deaths = outlived(calls, [dead, silent], limit, lambda: told.append(dead.ended))
+    assert sorted(deaths) == [0, 1] and len(told) == 1 and "killed" in told[0]
+    assert "rollout-1.update: rank 0 has not answered in 0.1 s" in str(deaths[1])
+
+
+def test_without_a_death_a_server_that_is_silent_ends_the_run():
+    first, second = Group("rollout-0"), Group("rollout-1")
+    calls = [sent(Sent(), first), sent(Sent(), second)]
+    with pytest.raises(WorkerError, match=r"has not answered in 0\.1 s"):
+        outlived(calls, [first, second], Limit(0.1, "weight_sync.timeout_s"))

@@ -46,7 +46,12 @@ class Servers:
     def admit(self) -> None: ...
 
     def attempt(
-        self, method: str, arguments: Callable[[int], Any], beside: list[str], limit: Limit
+        self,
+        method: str,
+        arguments: Callable[[int], Any],
+        beside: list[str],
+        limit: Limit,
+        on_death: Callable[[], None] | None = None,
     ) -> bool:
         self.tries.append((method, arguments(0), arguments(1), beside, limit))
         if len(self.tries) not in self.deaths:
