@@ -28,6 +28,7 @@ from mcore_rl.parallel import handshake
 from mcore_rl.parallel.handshake import Challenge
 
 OK, LATE, BAD = b"ok", b"late", b"bad"
+ENDED = "waits-ended"  # the key that is there when a rank is known not to come, or to be gone
 MAX_FRAME_BYTES = 16 << 20
 _MAX_STRANGERS = 128  # connections that have not proved the token yet
 _IDLE_S = 3600.0  # select takes no more than an int of milliseconds
@@ -336,6 +337,7 @@ class RendezvousServer:
 
     def _end_waits(self, peer: _Peer, reason: bytes) -> None:
         self._why_ended = reason
+        self._put(ENDED.encode(), reason)
         for waiting in [one for one in self._peers.values() if one.wanted]:
             self._refuse(waiting)
         self._send(peer, frame(OK))

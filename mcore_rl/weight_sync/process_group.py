@@ -14,9 +14,9 @@ import torch
 import torch.distributed
 
 from mcore_rl.models.base import HFConfig
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
-from mcore_rl.reshard.transport import Group, GroupTransport, Transport
+from mcore_rl.reshard.transport import Group, GroupTransport, Transport, wait_watching
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import ExchangeTransport
@@ -44,13 +44,14 @@ class ProcessGroupTransport(ExchangeTransport):
         """Returns when all ranks of both sides have joined."""
         super().__init__(spec, model, rank, device)
         timeout_s = spec.settings.timeout_s
+        self._timeout = timedelta(seconds=timeout_s)
         try:
             store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
             self._store = store
             _meet(store, rank, spec.world_size)
             mesh_s = timeout_s if device.type == "cuda" else min(_MESH_S, timeout_s)
             self._group = _joined(store, rank, spec.world_size, device, mesh_s)
-            self._transport = GroupTransport(self._group, timeout_s)
+            self._transport = GroupTransport(self._group, timeout_s, self._is_lost)
             self._group.set_timeout(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' group: {error}") from error
@@ -66,12 +67,20 @@ class ProcessGroupTransport(ExchangeTransport):
         self._agree(version)
         yield self._transport
 
+    def _is_lost(self) -> bool:
+        """Whether the rendezvous has been told that a rank is gone."""
+        return bool(self._store.check([ENDED]))
+
     def _agree(self, version: int) -> None:
         """Raises StreamError unless every rank is at the same version."""
         mine = torch.tensor([version], dtype=torch.int64, device=self._device)
         found = [torch.empty_like(mine) for _ in range(self._group.size())]
         try:
-            self._group.allgather([found], [mine]).wait()
+            work = self._group.allgather([found], [mine])
+            if self._device.type == "cuda":
+                work.wait()
+            else:
+                wait_watching(self._group, work, self._timeout, self._is_lost)
         except RuntimeError as error:
             raise StreamError(f"version {version}, rank {self._rank}: {error}") from error
         versions = [int(tensor) for tensor in found]

@@ -12,6 +12,7 @@ from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending import Limit, gathered
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.parallel import rendezvous_client
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.parallel.rendezvous_client import LostError
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.workers.server_pool import ServerPool
@@ -49,6 +50,7 @@ class TransportSync:
     in_flight: bool = False
     recompute_cache: bool = False
     _connected: int = -1  # which membership of the servers has connected
+    _endpoint: RendezvousEndpoint | None = None  # where they met
 
     def push(self, version: int) -> None:
         self.servers.admit()
@@ -69,14 +71,10 @@ class TransportSync:
             # The workers of all servers are the generation ranks in a row.
             return endpoint, spec, place * self.rollout.tp
 
-        def end_waits() -> None:
-            # Where the driver does not reach it, ranks wait as long as they may.
-            with contextlib.suppress(LostError):
-                rendezvous_client.end_waits(endpoint, "a server has died", _END_S)
-
+        self._endpoint = endpoint
         self._connected = -1
         attempt = self.servers.attempt
-        if not attempt("connect_weights", place_of, [actors], self.limit, end_waits):
+        if not attempt("connect_weights", place_of, [actors], self.limit, self._end_waits):
             return False
         self._connected = membership
         return True
@@ -85,7 +83,16 @@ class TransportSync:
         sending = self.actor.send_weights.submit(version)
         kept = (True, self.recompute_cache) if self.in_flight else ()
         arguments = version, *kept
-        return self.servers.attempt("receive_weights", lambda _: arguments, [sending], self.limit)
+        attempt, method = self.servers.attempt, "receive_weights"
+        return attempt(method, lambda _: arguments, [sending], self.limit, self._end_waits)
+
+    def _end_waits(self) -> None:
+        """Of ranks for a server that has died. If the driver does not reach them, their time-out
+        ends them.
+        """
+        assert self._endpoint is not None  # connect came first
+        with contextlib.suppress(LostError):
+            rendezvous_client.end_waits(self._endpoint, "a server has died", _END_S)
 
 
 @dataclass(frozen=True, slots=True)

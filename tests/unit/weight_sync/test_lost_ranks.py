@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -83,33 +83,33 @@ def test_a_rank_that_dies_before_it_has_connected_to_all_ends_the_others_soon(
     assert time.monotonic() - begun < SOON_S
 
 
-def test_the_connections_of_a_rank_that_failed_end_though_its_error_is_kept(
-    checkpoint, monkeypatch
+@pytest.mark.parametrize("stage", ["agreeing", "sending"])
+def test_who_waits_in_a_transfer_for_a_rank_that_makes_no_move_ends_when_it_is_told(
+    checkpoint, monkeypatch, stage
 ):
-    """A rank that fails in a transfer closes its end; those that wait for it fail, one by one."""
+    """As gloo leaves a wait, when it has missed the end of a connection."""
     route = routes.Route(checkpoint, "process_group", timeout_s=LONG_S)
-    start, kept = GroupTransport.start, threading.Event()
+    told, start = threading.Event(), GroupTransport.start
 
-    def broken(transport, transfers):
-        if transport.rank == 3 and kept.is_set():
-            raise ReshardError("this rank has lost a peer")
+    def silent(transport, transfers):
         if transport.rank == 3:
-            kept.set()  # it fails in its second round, with messages under way
+            told.wait(LONG_S)
+            raise ReshardError("it is gone")
         return start(transport, transfers)
 
-    monkeypatch.setattr(GroupTransport, "start", broken)
-
-    def part(rank: int) -> None:
-        try:
-            route.send(1, rank) if rank < 2 else route.receive(1, rank - 2)
-        except PeerError:
-            route.ends[rank].close()
-            raise
-
-    begun = time.monotonic()
+    monkeypatch.setattr(GroupTransport, "start", silent)
+    parts = [lambda rank=rank: route.send(1, rank) for rank in range(2)]
+    parts += [lambda rank=rank: route.receive(1, rank) for rank in range(1 + (stage == "sending"))]
     with ThreadPoolExecutor(4) as threads:
-        parts: list[Future[None]] = [threads.submit(part, rank) for rank in range(4)]
-        wait(parts, SOON_S)  # the futures keep the errors
+        found = [threads.submit(part) for part in parts]
+        time.sleep(0.5)
+        assert not any(part.done() for part in found)
+        begun = time.monotonic()
+        end_waits(route.rendezvous.endpoint, "a server has died", LONG_S)
+        wait(found[:3], SOON_S)
         took = time.monotonic() - begun
-        assert all(isinstance(part.exception(LONG_S), PeerError) for part in parts)
+        told.set()
+        for part in found[:3]:
+            with pytest.raises(PeerError, match="a peer has died"):
+                part.result(LONG_S)
     assert took < SOON_S
