@@ -197,7 +197,8 @@ def group(ray: Ray, config: RLConfig, name: str, layout: Layout, make: Any) -> W
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
     monkeypatch.setattr(sending, "ray", made)
-    ranks = SimpleNamespace(put=made.keep, get=made.get)  # of which the driver sees nothing
+    # Of which the driver sees nothing.
+    ranks = SimpleNamespace(put=made.keep, get=made.get, nodes=lambda: [])
     monkeypatch.setattr(object_columns, "ray", ranks)
     monkeypatch.setattr(object_columns, "_object_bytes", lambda: 128 << 20)
     return made
