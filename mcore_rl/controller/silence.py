@@ -71,6 +71,8 @@ def _looks(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[Look]]:
     by_node: dict[str, list[WorkerInfo]] = defaultdict(list)
     for info in worker_infos:
         by_node[info.node_id].append(info)
+    if not by_node:  # Ray would start for the wait
+        return {}
     tasks = {
         _look_at_all.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
