@@ -19,6 +19,10 @@ from mcore_rl.observability.garbage import leave_garbage_at_exit
 
 LANES = ("job", "ranks", "server")  # the longest first
 JOBS_ON_NODES = {"test_slurm.py", "test_launch.py", "test_doctor.py", "test_server_nodes.py"}
+JOBS_OF_TRAINERS = {
+    "test_fully_async.py", "test_one_step_off.py", "test_placement.py", "test_quickstart.py",
+    "test_resume.py", "test_server_deaths.py", "test_train_jobs.py",
+}  # fmt: skip
 LANE_OF_FOLDER = {"dist_cpu": "ranks", "e2e": "job"}
 UNIT = "not (ranks or server or job or nightly)"  # as in pyproject.toml
 
@@ -86,9 +90,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def group_of(item: pytest.Item, lane: str | None) -> str:
-    """Tests of a group run one after the other. Jobs on several nodes are a group of their own."""
+    """Tests of a group run one after the other. Jobs are three groups, each as long as a lane."""
     if lane == "job" and item.path.name in JOBS_ON_NODES:
         return "job on nodes"
+    if lane == "job" and item.path.name in JOBS_OF_TRAINERS:
+        return "job of trainers"
     return lane or "/".join(item.path.parts[-2:])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import socket
@@ -91,7 +93,17 @@ def temporary(slurm: SlurmCluster) -> set[str]:
     """What jobs leave when they leave something, and no living process uses."""
     mapped = reaper.mapped_by(set(reaper.processes()))
     files = {name for name, inode in reaper.shared_memory().items() if inode not in mapped}
+    files -= _of_other_runs()
     return files | {str(folder) for folder in slurm.temp.glob("mcr_*") if _is_unlocked(folder)}
+
+
+def _of_other_runs() -> set[str]:
+    """What reapers of other tests' jobs will remove, as of servers that a test has killed."""
+    found = set[str]()
+    for note in Path("/tmp").glob(f"job*/{reaper.PREFIX}*/{reaper.NOTE}"):
+        with contextlib.suppress(OSError, ValueError):  # its job has ended meanwhile
+            found |= json.loads(note.read_text())["files"].keys()
+    return found
 
 
 def _is_unlocked(scratch: Path) -> bool:
