@@ -16,7 +16,7 @@ from mcore_rl.config.errors import PeerError
 
 c10d: Any = torch.distributed  # whose groups have no type stubs
 IsLost = Callable[[], bool]  # whether it is known that a peer has gone
-_LOOK_S = 0.5
+LOOK_S = 0.5  # how often a wait asks whether a peer has gone
 
 
 class ReshardError(PeerError):
@@ -147,7 +147,7 @@ def wait_watching(group: Group, work: Any, timeout: timedelta, is_lost: IsLost) 
     threading.Thread(target=wait, daemon=True).start()
     while True:
         try:
-            error = ended.get(timeout=_LOOK_S)
+            error = ended.get(timeout=LOOK_S)
         except queue.Empty:
             if is_lost():
                 raise RuntimeError("a peer has died, or has left") from None

@@ -29,12 +29,12 @@ import torch
 import torch.distributed
 
 from mcore_rl.models.base import HFConfig
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Bucket, Exchange, LocalWeights, ReceivedSlice
 from mcore_rl.reshard.planner import Plan
-from mcore_rl.reshard.transport import GroupTransport
+from mcore_rl.reshard.transport import LOOK_S, GroupTransport, IsLost
 from mcore_rl.weight_sync.checksums import is_checked
 from mcore_rl.weight_sync.connection import (
     Connection,
@@ -67,15 +67,17 @@ def shared_memory_end(
         found = store.multi_get([f"site-{peer}" for peer in range(spec.world_size)])
         if guest >= 0:
             told = json.loads(store.get(f"host-of-{guest}"))
+            store.close()
             return _Guest(ShardEndpoint(**told), device)
         sites = sites_of([tuple(json.loads(one)) for one in found], spec.num_training)
         plan = plan_transfer(spec, model, dtype.itemsize, sites)
         sender = None
         if rank in plan.devices.generation:
-            sender = ShardSender(plan.devices.generation.index(rank), timeout_s)
+            guest = plan.devices.generation.index(rank)
+            sender = ShardSender(guest, timeout_s, lambda: store.check([ENDED]))
             told = json.dumps(asdict(sender.endpoint))
             store.set(f"host-of-{sender.endpoint.generation_rank}", told)
-        return _Host(spec, plan, device, sender)
+        return _Host(spec, plan, device, store, sender)
     except RuntimeError as error:
         raise StreamError(f"rank {rank} of the weight transport: {error}") from error
 
@@ -84,9 +86,15 @@ class _Host(WeightTransport):
     """A training rank, with or without a guest. All of them are made, and send, together."""
 
     def __init__(
-        self, spec: TransferSpec, plan: Plan, device: torch.device, sender: ShardSender | None
+        self,
+        spec: TransferSpec,
+        plan: Plan,
+        device: torch.device,
+        store: RendezvousStore,
+        sender: ShardSender | None,
     ) -> None:
-        self._verify, self._device, self._sender = spec.settings.verify, device, sender
+        self._verify, self._device = spec.settings.verify, device
+        self._store, self._sender = store, sender
         half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
         transport = GroupTransport(torch.distributed.group.WORLD, spec.settings.timeout_s)
         rounds = schedule(plan, transport.rank, half)
@@ -110,6 +118,7 @@ class _Host(WeightTransport):
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
+        self._store.close()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -144,7 +153,11 @@ class ShardEndpoint:
 class ShardSender:
     """The trainer's side, for one generation rank. Binds now; each `send` takes a connection."""
 
-    def __init__(self, generation_rank: int, timeout_s: float) -> None:
+    def __init__(
+        self, generation_rank: int, timeout_s: float, is_lost: IsLost | None = None
+    ) -> None:
+        """The wait for a connection ends when `is_lost` says so."""
+        self._is_lost = is_lost or (lambda: False)
         name = f"mcore_rl-weights-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0{name}")
@@ -157,20 +170,23 @@ class ShardSender:
         When the receiver fails the other buckets are still taken, since other ranks' exchanges
         depend on it. Raises StreamError after that.
         """
-        connection = self._accept(update)
+        connection = None
         try:
+            connection = self._accept(update)
             count = self._hand_over(connection, buckets, memory)
             connection.send({"kind": "end", "count": count, "version": update.version})
             connection.read_expected("done", "waiting for the receiver's last word")
         except BaseException as error:
-            connection.tell_failure(f"{type(error).__name__}: {error}")
+            if connection is not None:
+                connection.tell_failure(f"{type(error).__name__}: {error}")
             if isinstance(error, StreamError):
                 for _ in buckets:
                     continue
             raise
         finally:
             memory.close()
-            connection.close()
+            if connection is not None:
+                connection.close()
 
     def _hand_over(
         self, connection: Connection, buckets: Iterator[Bucket], memory: SharedBuckets
@@ -194,14 +210,16 @@ class ShardSender:
     def _accept(self, update: WeightUpdate) -> Connection:
         endpoint = self.endpoint
         deadline = time.monotonic() + endpoint.timeout_s
+        guest = f"version {update.version}: generation rank {endpoint.generation_rank}"
         while True:
             try:
-                sock, _ = accept(self._listener, deadline)
+                sock, _ = accept(self._listener, min(deadline, time.monotonic() + LOOK_S))
             except TimeoutError:
-                raise StreamError(
-                    f"version {update.version}: generation rank {endpoint.generation_rank} did not "
-                    f"come within {endpoint.timeout_s:g} s"
-                ) from None
+                if self._is_lost():
+                    raise StreamError(f"{guest} did not come: a server has died") from None
+                if time.monotonic() < deadline:
+                    continue
+                raise StreamError(f"{guest} did not come within {endpoint.timeout_s:g} s") from None
             connection = Connection(sock, f"generation rank {endpoint.generation_rank}")
             if _user_of(sock) != os.getuid():
                 connection.close()

@@ -44,6 +44,8 @@ class Server:
     version: int | None = None  # of its weights; None while it has none, or not all of them
     sent: list[PendingCall] = field(default_factory=list)  # calls whose results nobody waits for
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
+    busy_s: float = 0.0  # since it was started last; when it was last asked
+    busy_before_s: float = 0.0
 
 
 class ServerGroups(ABC):
@@ -116,8 +118,16 @@ class ServerGroups(ABC):
         return self._call(self._up, "memory")
 
     def busy_s(self) -> list[float]:
-        """Seconds since its start in which each server that is up had a group to generate."""
-        return [found for found in self._call(self._up, "busy_s") if found is not None]
+        """Seconds of the run in which each server had a group to generate.
+
+        Of those that have died, and for the time before a restart, until they were last asked.
+        """
+        asked = self._up
+        found = [seconds for seconds in self._call(asked, "busy_s") if seconds is not None]
+        alive = [server for server in asked if server.is_up]
+        for server, seconds in zip(alive, found, strict=True):
+            server.busy_s = seconds
+        return [server.busy_before_s + server.busy_s for server in self._servers.values()]
 
     def shut_down(self) -> None:
         """At the end of a run, whatever has died."""
@@ -323,6 +333,7 @@ class ServerGroups(ABC):
                 raise error
             self._release(server)
             server.is_up, server.version = False, None
+            server.busy_before_s, server.busy_s = server.busy_before_s + server.busy_s, 0.0
             server.starting, server.sent, server.collecting = [], [], {}
             self.membership += 1
             limit = f"rollout.max_restarts={self._max_restarts}"

@@ -119,6 +119,10 @@ class Server:
         self.version = -1
 
     @register()
+    def busy_s(self) -> float:
+        return 5.0
+
+    @register()
     def told(self) -> tuple[int, ...]:
         return self.connected
 
@@ -155,11 +159,8 @@ def bundles() -> Iterator[ResourcePool]:
         yield pool
 
 
-MakePool = Callable[..., ServerPool]
-
-
 @pytest.fixture
-def pool_of(bundles: ResourcePool, tmp_path: Path) -> Iterator[MakePool]:
+def pool_of(bundles: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., ServerPool]]:
     """pool_of(num_servers, ...) has started."""
     made: list[ServerPool] = []
 
@@ -239,6 +240,7 @@ def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_
 ):
     pool = pool_of(2)
     pushed(pool, 1)
+    assert pool.busy_s() == [5, 5]
     pool.begin(prompts(*range(12), **{how: 5}), SAMPLING)
     first = all_of(pool)
     assert_whole(first, *range(12))
@@ -258,6 +260,7 @@ def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_
     pool.begin(prompts(0, 1), SAMPLING)
     last = all_of(pool)
     assert servers(last) == {0, 1} and versions(last) == {2}
+    assert pool.busy_s() == [5, 10]  # before and after the death
 
 
 def test_the_only_server_gets_its_weights_again_and_then_its_groups(pool_of):
@@ -359,8 +362,7 @@ def test_a_push_in_which_a_server_dies_is_done_again_between_those_that_are_left
         ResourcePool(1, {"CPU": 0.1}) as own,
         WorkerGroup(Trainer, layout=Layout(), pool=own, timeouts=timeouts, name="actor") as actor,
     ):
-        config = RolloutConfig(num_servers=2, tp=4)
-        sync = TransportSync(actor, pool, LIMIT, config, WeightSyncConfig())
+        sync = TransportSync(actor, pool, LIMIT, RolloutConfig(tp=4), WeightSyncConfig())
         sync.push(1)
         assert [group.told() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
         sync.push(10)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +157,17 @@ def test_a_receiver_that_does_not_come_and_a_sender_that_is_not_there():
     sender.close()
     with pytest.raises(StreamError, match="cannot reach the trainer on this device"):
         received(sender.endpoint)
+
+
+def test_a_receiver_that_is_known_to_be_dead_is_not_waited_for_and_all_buckets_are_taken():
+    """Else the ranks that this one exchanges with would wait for it."""
+    sender, memory = ShardSender(3, 60, is_lost=lambda: True), shared_buckets(CPU)
+    exchange, begun = buckets(memory, 3), time.monotonic()
+    with pytest.raises(StreamError, match="generation rank 3 did not come: a server has died"):
+        sender.send(exchange, memory, WeightUpdate(1))
+    assert time.monotonic() - begun < 10
+    assert next(exchange, None) is None
+    sender.close()
 
 
 def test_a_connection_that_says_nothing_does_not_block_the_receiver(monkeypatch):
