@@ -34,7 +34,7 @@ from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Bucket, Exchange, LocalWeights, ReceivedSlice
 from mcore_rl.reshard.planner import Plan
-from mcore_rl.reshard.transport import LOOK_S, GroupTransport, IsLost
+from mcore_rl.reshard.transport import GroupTransport
 from mcore_rl.weight_sync.checksums import is_checked
 from mcore_rl.weight_sync.connection import (
     Connection,
@@ -47,6 +47,7 @@ from mcore_rl.weight_sync.connection import (
 from mcore_rl.weight_sync.shared_memory import SharedBuckets, map_buckets, shared_buckets, site_of
 from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer, sites_of
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate
+from mcore_rl.weight_sync.watched import LOOK_S, IsLost
 
 _MAX_SLICES_BYTES = 64 << 20  # of the list of a bucket's slices
 

@@ -16,10 +16,12 @@ import torch.distributed
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
-from mcore_rl.reshard.transport import Group, GroupTransport, Transport, wait_watching
+from mcore_rl.reshard.executor import Bucket, LocalWeights
+from mcore_rl.reshard.transport import Group, GroupTransport, Transport
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import ExchangeTransport
+from mcore_rl.weight_sync.watched import watched
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL
@@ -44,14 +46,13 @@ class ProcessGroupTransport(ExchangeTransport):
         """Returns when all ranks of both sides have joined."""
         super().__init__(spec, model, rank, device)
         timeout_s = spec.settings.timeout_s
-        self._timeout = timedelta(seconds=timeout_s)
         try:
             store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
             self._store = store
             _meet(store, rank, spec.world_size)
             mesh_s = timeout_s if device.type == "cuda" else min(_MESH_S, timeout_s)
             self._group = _joined(store, rank, spec.world_size, device, mesh_s)
-            self._transport = GroupTransport(self._group, timeout_s, self._is_lost)
+            self._transport = GroupTransport(self._group, timeout_s)
             self._group.set_timeout(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' group: {error}") from error
@@ -61,6 +62,10 @@ class ProcessGroupTransport(ExchangeTransport):
             self._group.abort()
         del self._transport, self._group  # gloo's connections end with it
         self._store.close()
+
+    def _run(self, weights: LocalWeights, version: int) -> Iterator[Bucket]:
+        buckets = super()._run(weights, version)
+        return buckets if self._device.type == "cuda" else watched(buckets, self._is_lost)
 
     @contextmanager
     def _messages(self, version: int) -> Iterator[Transport]:
@@ -73,14 +78,11 @@ class ProcessGroupTransport(ExchangeTransport):
 
     def _agree(self, version: int) -> None:
         """Raises StreamError unless every rank is at the same version."""
+        group = self._group  # whose end, in `close`, would wait for the work
         mine = torch.tensor([version], dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(mine) for _ in range(self._group.size())]
+        found = [torch.empty_like(mine) for _ in range(group.size())]
         try:
-            work = self._group.allgather([found], [mine])
-            if self._device.type == "cuda":
-                work.wait()
-            else:
-                wait_watching(self._group, work, self._timeout, self._is_lost)
+            group.allgather([found], [mine]).wait()
         except RuntimeError as error:
             raise StreamError(f"version {version}, rank {self._rank}: {error}") from error
         versions = [int(tensor) for tensor in found]

@@ -21,6 +21,7 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.weight_sync.connection import StreamError
@@ -101,7 +102,7 @@ class Server:
             self.running[stream].pop(group, None)
 
     @register()
-    def connect_weights(self, endpoint: str, spec: int, first_rank: int) -> None:
+    def connect_weights(self, endpoint: RendezvousEndpoint, spec: int, first_rank: int) -> None:
         self.connected = spec, first_rank
 
     @register()
@@ -137,11 +138,12 @@ class Trainer:
         self.failed: set[int] = set()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_weights(self, layout: object, settings: object) -> tuple[str, int]:
-        return "here", layout.dp  # type: ignore[attr-defined]
+    def open_weights(self, layout: object, settings: object) -> tuple[RendezvousEndpoint, int]:
+        self.rendezvous = RendezvousServer("127.0.0.1")
+        return self.rendezvous.endpoint, layout.dp  # type: ignore[attr-defined]
 
     @register()
-    def connect_weights(self, endpoint: str, spec: int) -> None: ...
+    def connect_weights(self, endpoint: RendezvousEndpoint, spec: int) -> None: ...
 
     @register()
     def send_weights(self, version: int) -> None:
@@ -357,10 +359,9 @@ def test_servers_leave_and_join_while_groups_run(pool_of):
 
 def test_a_push_in_which_a_server_dies_is_done_again_between_those_that_are_left(pool_of, bundles):
     pool = pool_of(2)
-    timeouts = TimeoutsConfig(start_s=120, call_s=60)
     with (
         ResourcePool(1, {"CPU": 0.1}) as own,
-        WorkerGroup(Trainer, layout=Layout(), pool=own, timeouts=timeouts, name="actor") as actor,
+        WorkerGroup(Trainer, layout=Layout(), pool=own, timeouts=TimeoutsConfig()) as actor,
     ):
         sync = TransportSync(actor, pool, LIMIT, RolloutConfig(tp=4), WeightSyncConfig())
         sync.push(1)
