@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from mcore_rl.weight_sync.connection import StreamError
@@ -16,7 +15,7 @@ LOOK_S = 0.5  # how often who waits asks that
 
 
 def watched(steps: Iterator[T], is_lost: IsLost) -> Iterator[T]:
-    """As `steps`; each is made in a thread, when it is asked for.
+    """As `steps`, of which none is None; each is made in a thread, when it is asked for.
 
     gloo now and then misses that a connection was closed: of 40 exchanges in which a rank closed
     its own in the first messages, 3 had a peer that waited for the whole time-out. Such a wait goes
@@ -25,29 +24,43 @@ def watched(steps: Iterator[T], is_lost: IsLost) -> Iterator[T]:
     Raises:
         StreamError: a peer has gone; and what `steps` raises.
     """
-    asked: queue.SimpleQueue[Future[T | None] | None] = queue.SimpleQueue()
-    thread = threading.Thread(target=_make, args=(steps, asked), daemon=True)
+    asked: SimpleQueue[bool] = SimpleQueue()  # for a step, or to end
+    made: SimpleQueue[T | Exception | None] = SimpleQueue()
+    thread = threading.Thread(target=_make, args=(steps, asked, made), daemon=True)
     thread.start()
+    is_late = False
     try:
         while True:
-            step: Future[T | None] = Future()
-            asked.put(step)
-            while not wait([step], LOOK_S).done:
-                if is_lost():
-                    raise StreamError("a peer has died, or has left")
-            if (found := step.result()) is None:
+            asked.put(True)
+            is_late = True
+            found = _answer(made, is_lost)
+            is_late = False
+            if found is None:
                 return
+            if isinstance(found, Exception):
+                raise found
             yield found
     finally:
-        asked.put(None)
-        if step.done():  # so that nothing of the exchange is left
+        asked.put(False)
+        if not is_late:  # so that nothing of the exchange is left
             thread.join()
 
 
-def _make(steps: Iterator[T], asked: queue.SimpleQueue[Future[T | None] | None]) -> None:
-    while (step := asked.get()) is not None:
+def _answer(made: SimpleQueue[T | Exception | None], is_lost: IsLost) -> T | Exception | None:
+    while True:
         try:
-            step.set_result(next(steps, None))
+            return made.get(timeout=LOOK_S)
+        except Empty:
+            if is_lost():
+                raise StreamError("a peer has died, or has left") from None
+
+
+def _make(
+    steps: Iterator[T], asked: SimpleQueue[bool], made: SimpleQueue[T | Exception | None]
+) -> None:
+    while asked.get():
+        try:
+            made.put(next(steps, None))
         except Exception as error:  # noqa: BLE001 (it is raised where the step is waited for)
-            step.set_exception(error)
+            made.put(error)
             return
