@@ -96,6 +96,9 @@ class Turns:
             self.actor.to("host", model=False)
         if servers_slept:
             self.servers.wake("weights")
+            while not self.servers.num_up:  # all have died asleep
+                self._start_servers(actor_moves)
+                self.servers.wake("weights")
         self.weight_sync.push(version)
         if actor_moves:
             self.actor.to("host")

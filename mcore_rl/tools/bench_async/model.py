@@ -136,7 +136,7 @@ class Servers:
             self._left.pop(group, None)
         self._fill_slots()
 
-    has_joining, resend = False, None
+    has_joining, resend, num_up = False, None, 1
 
     def push(self, version: int) -> None:
         with self._standing_still():

@@ -54,7 +54,7 @@ class Servers:
     def num_outstanding(self, stream):
         return len(self.running)
 
-    has_joining = False
+    has_joining, num_up = False, 1
 
     def busy_s(self):
         return [self.now]

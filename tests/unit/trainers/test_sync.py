@@ -61,7 +61,7 @@ class Servers:
     def __init__(self, batch: Batch):
         self.batch, self.versions = batch, []
 
-    has_joining = False
+    has_joining, num_up = False, 1
 
     def take(self, num):
         """As the prompts of a run, too."""

@@ -24,10 +24,11 @@ class Group:
         parts = ", the model alone" * (model and not optimizer and not grad)
         self.told.append(f"{self.name} to {place}" + " but for the model" * (not model) + parts)
 
-    has_joining, version = False, 3
+    has_joining, version, num_up = False, 3, 1
 
     def start_asleep(self) -> None:
         self.told.append("start asleep")
+        self.num_up = 1
 
     def sleep(self, keep: bool) -> None:
         self.told.append("sleep")
@@ -181,6 +182,19 @@ def test_servers_that_join_start_while_no_other_role_is_on_their_devices(placeme
     turns = Turns(PlacementConfig(**{"rollout": "shared"} | placement), models, servers, servers)
     turns.serve(4)
     assert told == order
+
+
+def test_servers_that_have_all_died_asleep_start_before_the_push():
+    told: list[str] = []
+    servers: Any = Group("servers", told)
+    servers.num_up = 0
+    models: Any = {"actor": Group("actor", told)}
+    Turns(PlacementConfig(rollout="shared"), models, servers, servers).serve(4)
+    assert told == [
+        "actor to host but for the model", "wake weights",
+        "actor to host", "start asleep", "actor to device, the model alone", "wake weights",
+        "push 4", "actor to host", "wake kv_cache",
+    ]  # fmt: skip
 
 
 def test_the_version_that_was_served_is_sent_again_from_the_device():
