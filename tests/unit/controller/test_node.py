@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,12 +25,23 @@ from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.controller.worker_group import WorkerGroup
 
 
+@contextlib.contextmanager
+def taken_after_three_free() -> Iterator[int]:
+    """A port below those that the kernel hands out to others meanwhile."""
+    for first in range(20000, 32000, 64):
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
+            for port in range(first, first + 4):
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            break
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 3))
+        taken.listen()
+        yield first + 3
+
+
 def test_a_busy_port_is_named_with_its_node_and_the_remedy(monkeypatch):
     monkeypatch.setenv(node.NODE, "n7")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with taken_after_three_free() as port:
         told = rf"n7: port 127\.0\.0\.1:{port} cannot be had .*MCORE_RL_FIRST_PORT"
         with pytest.raises(ConfigError, match=told):
             node.check_ports("127.0.0.1", port - 3, is_head=True)
