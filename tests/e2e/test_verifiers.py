@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import signal
 from typing import Any
 
 import psutil
@@ -20,7 +18,6 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.verifiers.settings import VerifiersSettings
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.sample import Sample
 from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rollout.agent_loop import Prompt
@@ -30,6 +27,7 @@ from tests.e2e.test_resume import ONE_RANK
 from tests.e2e.verifiers_environment import FOLDERS, interpreter
 from tests.unit.agents.served import Policy
 from tests.unit.agents.test_loops import TOKENIZER, text_of
+from tests.unit.agents.test_verifiers import played_through_a_kill
 
 pytestmark = [pytest.mark.job, pytest.mark.nightly]
 
@@ -133,23 +131,9 @@ def test_rollouts_of_a_process_that_is_killed_are_played_again(settings):
     row = {"task": '{"prompt": "How much is 3 + 4?", "answer": "7"}'}
     messages = [{"role": "user", "content": "How much is 3 + 4?"}]
     policy = Policy(["It is 7."] * 4, waits={number: asyncio.Event() for number in range(2)})
-
-    async def work() -> list[Sample]:
-        config = AgentConfig(loop="verifiers", settings=settings, max_turns=2)
-        runner = AgentRunner(policy, TOKENIZER, None, config, 4096, stops_on_error=True)
-        prompts = [Prompt([], i, row, row=i, messages=messages) for i in range(2)]
-        sampling = SamplingParams(n=1, max_tokens=1000, seed=5)
-        try:
-            async with asyncio.timeout(240):
-                running = asyncio.create_task(runner.run_all(prompts, sampling))
-                while len(policy.asked) < 2:
-                    await asyncio.sleep(0.05)
-                os.kill(runner._loop._process._process.pid, signal.SIGKILL)
-                return await running
-        finally:
-            await runner.close()
-
-    samples = asyncio.run(work())
+    config = AgentConfig(loop="verifiers", settings=settings, max_turns=2)
+    prompts = [Prompt([], i, row, row=i, messages=messages) for i in range(2)]
+    samples = asyncio.run(played_through_a_kill(policy, config, prompts, 240))
     assert [(s.group_id, s.status, s.reward) for s in samples] == [
         (0, "finished", 2.0),
         (1, "finished", 2.0),

@@ -99,8 +99,8 @@ class VerifiersLoop:
             raise GenerationError(str(error)) from error
         limit = f"agent.settings.max_restarts={self._settings.max_restarts}"
         if self._num_restarts >= self._settings.max_restarts:
-            told = BridgeError(f"{error}\n\n(It is not started again: {limit})")
-            raise GenerationError(str(told)) from told
+            last = BridgeError(f"{error}\n\n(It is not started again: {limit})")
+            raise GenerationError(str(last)) from last  # whoever runs the loop raises the cause
         self._num_restarts += 1
         print(f"{str(error).splitlines()[0]}. It is started again: {self._num_restarts}, {limit}")
         self._process = BridgeProcess(self._settings, self._agent.max_turns)

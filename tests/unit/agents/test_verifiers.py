@@ -147,29 +147,33 @@ def test_what_a_restart_does_not_help_ends_the_run_with_what_the_process_said(
         run(scripted(environment, **own), [["one"]], stops=False)
 
 
+async def played_through_a_kill(
+    policy: Policy, config: AgentConfig, prompts: list[Prompt], limit_s: float
+) -> list[Sample]:
+    """Samples whose process is killed when each prompt has asked the policy once."""
+    runner = AgentRunner(policy, TOKENIZER, None, config, 4096, stops_on_error=True)
+    sampling = SamplingParams(n=1, max_tokens=1000, seed=5)
+    try:
+        async with asyncio.timeout(limit_s):
+            running = asyncio.create_task(runner.run_all(prompts, sampling))
+            while len(policy.asked) < len(prompts):
+                await asyncio.sleep(0.01)
+            os.kill(runner._loop._process._process.pid, signal.SIGKILL)
+            return await running
+    finally:
+        await runner.close()
+
+
 def test_a_process_that_is_killed_in_mid_rollout_is_started_again_with_the_same_seeds(
     scripted, capsys
 ):
-    async def work() -> tuple[list[Sample], Policy]:
-        policy = Policy(["42"] * 6, waits={number: asyncio.Event() for number in range(3)})
-        config = AgentConfig(loop="verifiers", settings=scripted("good"))
-        runner = AgentRunner(policy, TOKENIZER, None, config, 4096, stops_on_error=True)
-        prompts = [
-            Prompt([], i, {"task": task}, row=7, messages=MESSAGES)
-            for i, task in enumerate(["one", "two", "three"])
-        ]
-        sampling = SamplingParams(n=1, max_tokens=1000, seed=5)
-        try:
-            async with asyncio.timeout(50):
-                running = asyncio.create_task(runner.run_all(prompts, sampling))
-                while len(policy.asked) < 3:
-                    await asyncio.sleep(0.01)
-                os.kill(runner._loop._process._process.pid, signal.SIGKILL)
-                return await running, policy
-        finally:
-            await runner.close()
-
-    samples, policy = asyncio.run(work())
+    policy = Policy(["42"] * 6, waits={number: asyncio.Event() for number in range(3)})
+    config = AgentConfig(loop="verifiers", settings=scripted("good"))
+    prompts = [
+        Prompt([], i, {"task": task}, row=7, messages=MESSAGES)
+        for i, task in enumerate(["one", "two", "three"])
+    ]
+    samples = asyncio.run(played_through_a_kill(policy, config, prompts, 50))
     assert [(s.group_id, s.status, s.reward) for s in samples] == [
         (group, "finished", 1.5) for group in range(3)
     ]
