@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.rollout.protocol import SamplingParams
 
 
-class Answering:
+class Answering(ABC):
     """Of ServerPool, what generation calls; `answers` says what comes back."""
 
     found: Sequence[Batch] = ()
 
-    def answers(self, prompts: Batch, sampling: SamplingParams) -> list[Batch]:
-        raise NotImplementedError
+    @abstractmethod
+    def answers(self, prompts: Batch, sampling: SamplingParams) -> list[Batch]: ...
 
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> None:
         self.found = self.answers(prompts, sampling)
