@@ -166,18 +166,18 @@ def memory_of(groups: BothSides) -> Memory:
 
 
 def settled_store_bytes() -> int:
-    """What is used once two looks, a second apart, are the same: Ray frees objects in bunches.
+    """What is used once three looks, a second apart, are the same: Ray frees objects in bunches.
 
     Raises:
         RunFailed: it still changes after 20 s.
     """
-    found = _store_bytes_used()
+    looks = [_store_bytes_used()]
     for _ in range(20):
         time.sleep(1)
-        last, found = found, _store_bytes_used()
-        if found == last:
-            return found
-    raise RunFailed(f"what the object store holds still changes after 20 s: {found} bytes")
+        looks.append(_store_bytes_used())
+        if len(looks) > 2 and len({*looks[-3:]}) == 1:
+            return looks[-1]
+    raise RunFailed(f"what the object store holds still changes after 20 s: {looks[-1]} bytes")
 
 
 def _store_bytes_used() -> int:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout, WeightSyncConfig
+from mcore_rl.controller import reaper
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
@@ -198,13 +199,14 @@ def reports(
         said = [line for pipe in pipes if pipe.poll() for line in pipe.recv().complaints]
         raise AssertionError("\n".join(said)) from error
     finally:
-        for processes, _ in workers:
-            for process in processes:
-                process.kill()
-                process.join()
-        for name in names.values():
-            for file in Path("/dev/shm").glob(f"*mcore_rl_{name}*"):
-                file.unlink(missing_ok=True)
+        everybody = [process for found, _ in workers for process in found]
+        mapped = reaper.mapped_by({process.pid for process in everybody})
+        for process in everybody:
+            process.kill()
+            process.join()
+        for file, inode in reaper.shared_memory().items():
+            if inode in mapped or any(f"mcore_rl_{name}" in file for name in names.values()):
+                Path("/dev/shm", file).unlink(missing_ok=True)
 
 
 def _start(

@@ -68,10 +68,10 @@ class PauseSettings:
     file: str  # made when the function is called first; then there are seconds to do something
 
 
-def _pause(file: str) -> None:
+def _pause(file: str, seconds: float = 4) -> None:
     with contextlib.suppress(FileExistsError):
         Path(file).touch(exist_ok=False)
-        time.sleep(4)
+        time.sleep(seconds)
 
 
 def pausing_reward(
@@ -84,7 +84,7 @@ def pausing_reward(
 
 def pausing_loss(inputs: LossInputs, settings: PauseSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """While the actor is on its devices and has all that an update needs."""
-    _pause(settings.file)
+    _pause(settings.file, 8)  # its memory is looked at every 4 s
     return ppo_clip(inputs, PPOClipSettings())
 
 
@@ -103,7 +103,7 @@ def _pause_pushes(file: str) -> None:
     def paused(*args: Any) -> Iterator[Bucket]:
         for bucket in run(*args):
             yield bucket
-            _pause(file)
+            _pause(file, 8)
 
     Exchange.run = paused
 
@@ -148,5 +148,5 @@ def later_pausing_reward(
     """While a server generates what comes later."""
     is_its = os.path.basename(os.path.realpath("/proc/self/fd/2")) == settings.log
     if is_its and next(_CALLS) >= settings.after:
-        _pause(settings.file)
+        _pause(settings.file, 30)  # its process is killed meanwhile
     return {"reward": float(len(text))}

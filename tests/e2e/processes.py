@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +32,14 @@ def wait_until_gone(name: str, value: str, seconds: float = 30) -> None:
     while left := started_with(name, value):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """One that the kernel hands to nobody meanwhile: above launch scripts', below its own."""
+    for port in random.sample(range(32600, 32768), 168):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError("no free port")
 
 
 _GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

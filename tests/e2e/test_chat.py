@@ -134,6 +134,15 @@ class Terminal:
     def type(self, *keys: str) -> None:
         self.ask("send-keys", *keys)
 
+    def enter(self, line: str) -> None:
+        """Types a line, again where it came while the line editor was starting."""
+        limit = time.monotonic() + 120
+        while not self.screen.rstrip().endswith(f"> {line}"):
+            assert time.monotonic() < limit, self.screen
+            self.type("C-u", line)
+            time.sleep(0.5)
+        self.type("Enter")
+
     def wait_for(self, happened: Callable[[str], bool], what: str) -> str:
         limit = time.monotonic() + 120
         while not happened(screen := self.screen):
@@ -167,13 +176,13 @@ def test_ctrl_c_in_a_terminal_ends_the_answer_and_not_the_program(models, open_t
     screen = terminal.wait_for(lambda s: s.rstrip().endswith("\n>"), "the prompt")
     assert "/exit or Ctrl-D ends" in screen
     for number in (1, 2):  # the second one with the first answer before it
-        terminal.type("hello", "Enter")
+        terminal.enter("hello")
         terminal.wait_for(lambda s: s.rpartition(" ...\n")[2].count(TEXT) > 2, "an answer")
         terminal.type("C-c")
         ended = terminal.wait_for(lambda s: s.rstrip().endswith("\n>"), "the next prompt")
         assert ended.count(" ...\n") == number, ended
         assert "\ufffd" not in ended
-        time.sleep(1)  # what is typed while the line editor starts is lost, as on any terminal
+    time.sleep(1)  # what is typed while the line editor starts is lost, as on any terminal
     terminal.type("lost")
     terminal.wait_for(lambda s: s.rstrip().endswith("> lost"), "the line")
     terminal.type("C-c")

@@ -41,7 +41,7 @@ from mcore_rl.workers.server_pool import ServerPool
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
 PER_STEP, GROUP_SIZE, NUM_STEPS = 4, 2, 3
-TIMEOUTS = TimeoutsConfig(start_s=120, call_s=60)
+TIMEOUTS = TimeoutsConfig(start_s=900, call_s=60)  # a server is started where no node is
 HEALTH = {  # a node that is gone is known to be so after half a second
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 200,

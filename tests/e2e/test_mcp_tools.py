@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rl.agents.tools.base import ToolError, ToolSet, tool
 from mcore_rl.agents.tools.mcp_tools import McpTools
-from tests.e2e.processes import command_line
+from tests.e2e.processes import command_line, free_port
 from tests.nightly import all_but
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def url():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL) as server:
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline and server.poll() is None:

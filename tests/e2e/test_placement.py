@@ -20,7 +20,7 @@ SETTINGS = (
     "algorithm.kl_coef=0.01", "algorithm.num_mini_batches=1",
     "reward.name=tests/e2e/own_functions.py:fingerprint",
     # Much of a cache that sleeps while there is much of what an update needs, long enough to be
-    # seen by a look every 2 s.
+    # seen by a look every 4 s.
     "rollout.kv_cache_bytes=600000000", "actor.max_tokens_per_micro_batch=65536",
     "algorithm.loss_settings={}", "algorithm.loss=tests/e2e/own_functions.py:pausing_loss",
 )  # fmt: skip
@@ -35,7 +35,7 @@ def outputs(
     for place in ("shared", "own"):
         pause = f"algorithm.loss_settings.file={tmp_path_factory.mktemp('pause') / place}"
         job = start_job(*SETTINGS, pause, *(f"placement.{role}={place}" for role in ROLES))
-        assert job.process.wait(300) == 0, job.stderr
+        assert job.process.wait(900) == 0, job.stderr
         summary = json.loads((job.output / "summary.json").read_text())
         found[place] = timeless(job.output), summary
     return found
@@ -96,7 +96,7 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
         "algorithm.loss_settings={}", function, f"{setting}={paused}", "rollout.max_restarts=0",
     )  # fmt: skip
     job.wait_until(paused.exists, f"a job that {while_it}")
-    (process,) = [p for p in job.processes if _is(p, victim)]
+    (process,) = [p for p in set(job.processes) if _is(p, victim)]
     process.kill()
     assert job.process.wait(120) == 1
     assert job.left() == []

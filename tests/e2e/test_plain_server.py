@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,6 +37,7 @@ from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.rewards.judge import Judge
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.e2e import served
+from tests.e2e.processes import free_port
 from tests.unit.rewards.judging import response
 
 pytestmark = pytest.mark.server
@@ -54,8 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[served.Model]:
 @pytest.fixture(scope="module")
 def ask(models: list[served.Model], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """ask(path, **fields) of vLLM's HTTP server with our backend."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("plain") / "log"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", models[0].path,

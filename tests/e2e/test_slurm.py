@@ -146,7 +146,7 @@ def test_a_run_that_was_told_to_end_saves_is_queued_again_and_ends_the_same(
 ):
     before = temporary(slurm)
     job = Submitted(slurm, tmp_path)
-    job.wait_for_step(2)
+    job.wait_for_step(1)
     # As before the time limit (#SBATCH --signal=B:USR1): only the batch script is told.
     assert slurm.run("scancel", "--batch", "--signal=USR1", job.number).returncode == 0
     found = job.wait("COMPLETED", "FAILED")

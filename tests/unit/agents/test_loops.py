@@ -182,7 +182,7 @@ def test_turns_tokens_and_time_are_limited():
     start = len(policy.prompts[0])
     [sample], policy = run([call("1"), "42"], TOOLS, max_context=start + 8)
     assert (len(sample.response_ids), sample.finish_reason) == (8, "length")
-    config = AgentConfig("tools", tools=["calculator"], timeout_s=0.5)
+    config = AgentConfig("tools", tools=["calculator"], timeout_s=2.0)
     [sample], _ = run([call("1"), "waits"], config)
     assert (sample.status, sample.reward, sample.reward_error) == ("aborted", 0.0, "")
     assert sum(sample.response_mask) == len(TOKENIZER.encode(call("1"))) + 1
@@ -238,7 +238,7 @@ def test_tokens_have_the_state_that_their_turn_was_chosen_in():
     assert second == third == state_id("Too low.")
     of_turn = {-1 if mask == 0 else state for mask, state in states_of(sample)}
     assert of_turn == {-1, first, second} == {state for _, state in states_of(sample)}
-    config = AgentConfig("environment", environment=f"{HERE}:Named", timeout_s=0.5)
+    config = AgentConfig("environment", environment=f"{HERE}:Named", timeout_s=2.0)
     [sample], _ = run(["40", "41", "waits"], config)
     assert sample.status == "aborted"
     assert {state for mask, state in states_of(sample) if mask} == {first, state_id("below 42")}
@@ -287,13 +287,13 @@ def test_the_code_of_the_page_runs(page):
 
 def test_a_slow_reward_takes_no_time_of_its_trajectory():
     async def slow(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.5)
         await is_42(samples, texts, max_tokens, where)
 
-    config = AgentConfig("tools", tools=["calculator"], timeout_s=0.5)
+    config = AgentConfig("tools", tools=["calculator"], timeout_s=2.0)
     [sample], _ = run(["42"], config, reward=slow)
     assert (sample.status, sample.reward) == ("finished", 1.0)
-    config = AgentConfig(f"{HERE}:AsksAgain", timeout_s=0.5)
+    config = AgentConfig(f"{HERE}:AsksAgain", timeout_s=2.0)
     [sample], _ = run(["42", "waits"], config, reward=slow)
     assert (sample.status, sample.reward) == ("aborted", 0.0)
 

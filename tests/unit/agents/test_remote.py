@@ -124,7 +124,8 @@ def test_requests_go_where_the_fewest_are():
         servers = [Server("waits"), Server(), Server("waits")]
         async with serving(*servers) as remote:
             asked = [asyncio.create_task(remote.submit([1], SAMPLING)) for _ in range(7)]
-            await asyncio.sleep(0.5)
+            await until(lambda: sum(task.done() for task in asked) == 2)
+            await until(lambda: sum(len(server.asked) for server in servers) == 7)
             for _ in range(3):  # the second has none any more
                 await remote.submit([1], SAMPLING)
             assert [len(server.asked) for server in servers] == [3, 5, 2]

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from mcore_rl.agents.time_limit import TimeLimit
+from tests.unit.rewards.test_http_reward import SkippedTime
 
 
 async def ended_in_time(limit: TimeLimit, *pauses_s: float) -> bool:
@@ -27,7 +28,13 @@ def test_time_stands_still_while_it_is_stopped(limit_s, ends):
     async def work() -> bool:
         return await ended_in_time(TimeLimit(limit_s), 0.3, 0.1)
 
-    assert asyncio.run(work()) is ends
+    clock = SkippedTime()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now  # type: ignore[method-assign]
+    try:
+        assert loop.run_until_complete(work()) is ends
+    finally:
+        loop.close()
 
 
 def test_a_trajectory_whose_time_is_over_can_be_stopped_while_it_ends():

@@ -7,9 +7,11 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,12 +156,17 @@ def test_a_scope_whose_reaper_was_killed_with_it_is_swept_by_the_next(tmp_path):
         "import multiprocessing.shared_memory as m, time\n"
         "from mcore_rl.controller.run_scope import run_scope\n"
         "with run_scope() as scratch:\n"
-        "    time.sleep(1)\n"  # what was there before the reaper looked is not the scope's
+        "    while not (scratch / 'note.json').exists():\n"
+        "        time.sleep(0.05)\n"  # what is there before the reaper looks is not the scope's
         "    memory = m.SharedMemory('test_scope_left', create=True, size=8)\n"
         "    print(scratch, flush=True)\n"
         "    time.sleep(1000)\n"
     )
-    scope = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    place = tempfile.mkdtemp(dir="/tmp")  # others sweep /tmp; a socket's path is short
+    scope = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": place},
+    )  # fmt: skip
     assert scope.stdout is not None
     scratch = Path(scope.stdout.readline().strip())
     note = scratch / reaper.NOTE
@@ -176,6 +183,7 @@ def test_a_scope_whose_reaper_was_killed_with_it_is_swept_by_the_next(tmp_path):
         assert not Path("/dev/shm/test_scope_left").exists()
     finally:
         Path("/dev/shm/test_scope_left").unlink(missing_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _wait(happened: Callable[[], bool]) -> None:

@@ -159,15 +159,15 @@ def test_what_watches_ray_beside_the_driver_leaves_nothing_when_the_driver_has_e
         logs={tmp_path}
         sleep 0 & ray_pid=$!
         wait $ray_pid
-        sleep 2 & driver_pid=$!
+        sleep 4 & driver_pid=$!
         watch_ray & watcher_pid=$!
-        sleep 0.5 # until it has seen that
+        sleep 2 # until it has seen that
         {{end}}
         wait $watcher_pid
     """
     for end in ("kill $watcher_pid", "wait $driver_pid"):
         done = subprocess.run(
             ["bash", "-c", script.format(end=end)],
-            timeout=10, stdout=subprocess.PIPE, text=True, check=False,
+            timeout=30, stdout=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
         assert "Ray has ended on a node" in done.stdout

@@ -39,7 +39,7 @@ FORMULAS = [
 @pytest.mark.skipif(not isinstance(probed("auto"), Tier), reason=f"no sandbox: {probed('auto')}")
 @pytest.mark.parametrize("number", all_but([24], [24, 950]))
 def test_programs(number):
-    settings = {"cpu_s": 0.3, "wall_s": 1.0, "memory_mb": 128, "scratch_mb": 4, "processes": 8}
+    settings = {"cpu_s": 0.3, "wall_s": 5.0, "memory_mb": 128, "scratch_mb": 4, "processes": 8}
     config = RewardConfig("code", settings, num_processes=4)
     texts = [f"```python\n{PROGRAMS[row % len(PROGRAMS)]}\n```" for row in range(number)]
     texts.append("```python\ndef f(): return 1\n```")
@@ -52,7 +52,7 @@ def test_programs(number):
 
 @pytest.mark.parametrize("number", all_but([5], [5, 50]))
 def test_formulas(number):
-    config = RewardConfig("math", {"timeout_s": 1.0}, num_processes=2)
+    config = RewardConfig("math", {"timeout_s": 2.0}, num_processes=2)
     texts = [rf"\boxed{{{FORMULAS[row % len(FORMULAS)]}}}" for row in range(number)]
     texts.append(r"\boxed{7}")
     samples = judged(config, texts, [response("7") for _ in texts])

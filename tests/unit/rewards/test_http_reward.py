@@ -204,8 +204,8 @@ def test_requests_wait_for_a_place_which_takes_no_time_of_theirs():
         open_now["requests"] -= 1
         await RIGHT(writer)
 
-    found, _ = asked([slow], ["a"] * 8, concurrent_requests=2, timeout_s=1.2)  # in 1.6 s
-    assert [sample.reward_error for sample in found] == [""] * 8
+    found, _ = asked([slow], ["a"] * 16, concurrent_requests=2, timeout_s=2.4)  # in 3.2 s
+    assert [sample.reward_error for sample in found] == [""] * 16
     assert most["requests"] == 2
 
 

@@ -228,7 +228,7 @@ ERRORS = [
     "raised KeyError: 'solution'",
     "raised StopIteration:",
     "raised SystemExit: 3",
-    "took longer than 0.5 s (reward.timeout_s)",
+    "took longer than 2 s (reward.timeout_s)",
     "returned nan for 'reward', which is no finite number",
     "",
 ]
@@ -238,7 +238,7 @@ ERRORS = [
 @pytest.mark.parametrize("on_error", ["drop", "zero"])
 def test_an_error_marks_its_sample_and_no_other(own, function, on_error):
     """Whether in a thread or in a process; a call that goes on does not delay those after it."""
-    config = RewardConfig(own(function), on_error=on_error, timeout_s=0.5)
+    config = RewardConfig(own(function), on_error=on_error, timeout_s=2.0)
     found = judged(config, TEXTS)
     expected = list(ERRORS)
     if function == "apart":  # there it ends its process

@@ -82,7 +82,7 @@ def attempted(run: Callable[[str, str], str]) -> dict[str, bool]:
 
 
 def _can_be_read(source: object) -> bool:
-    return bool(select.select([source], [], [], 0.1)[0])
+    return bool(select.select([source], [], [], 0.5)[0])
 
 
 @functools.cache

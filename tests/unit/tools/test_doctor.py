@@ -77,13 +77,13 @@ def test_a_fault_of_one_node_is_found_there_and_nowhere_else(tmp_path, request_,
     ],
 )
 def test_a_node_that_does_not_come_is_named_within_the_limit(tmp_path, request_, command, value):
-    limited = DoctorRequest(request_.output_dir, "run", min_disk_gb=0.01, timeout_s=6.0)
+    limited = DoctorRequest(request_.output_dir, "run", min_disk_gb=0.01, timeout_s=16.0)
     start = time.monotonic()
     report = run.examine(limited, ProcessNodes(plant(tmp_path, World(command=command))))
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 40
     found = {f.node: f for f in faults(report.findings)}
     assert re.search(value, found[NODE].value)
-    assert found["n1"].value == "n2 did not come in 3 s"  # who came tells what it found
+    assert found["n1"].value == "n2 did not come in 8 s"  # who came tells what it found
     assert {f.check for f in report.findings} > {"open files", "shared memory"}
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -93,7 +93,7 @@ def test_a_node_that_hangs_is_named_with_what_it_was_doing(tmp_path, request_):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "model" / "config.json").unlink()
     (tmp_path / "model" / "config.json").symlink_to(tmp_path / "fifo")
-    limited = DoctorRequest(request_.output_dir, "run", request_.model_path, timeout_s=3.0)
+    limited = DoctorRequest(request_.output_dir, "run", request_.model_path, timeout_s=10.0)
     report = run.examine(limited, ProcessNodes(plant(tmp_path, World())))
     assert {(f.node, re.sub(r"\d+ s", "N s", f.value)) for f in faults(report.findings)} == {
         (node, f"no answer in N s, while reading {tmp_path / 'model'}") for node in NODES
@@ -129,9 +129,9 @@ def test_the_command_tells_a_low_limit_by_its_status(tmp_path, hard, status, wor
 
 def test_a_busy_port_is_named_and_a_free_one_is_not(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as busy, socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # nobody else is given it
         free.bind(("127.0.0.1", 0))
         ports = busy.getsockname()[1], free.getsockname()[1]
-        free.close()
         given = ",".join(map(str, ports))
         done = mcore_rl("doctor", "--json", *SMALL, "--output-dir", str(tmp_path), "--ports", given)
     assert done.returncode == 1

@@ -80,10 +80,10 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
 
 
 def test_over_nixl_a_rank_that_is_at_another_version_is_named(checkpoint):
-    route = routes.Route(checkpoint, "nixl", timeout_s=3.0)  # also for them to meet
+    route = routes.Route(checkpoint, "nixl", timeout_s=8.0)  # also for them to meet
     calls = [lambda rank=rank: route.send(5, rank) for rank in range(2)]
     calls += [lambda rank=rank: route.receive(4, rank) for rank in range(2)]
-    with pytest.raises(StreamError, match=r"made no move for 3 s"):
+    with pytest.raises(StreamError, match=r"made no move for 8 s"):
         routes.together(calls)
     with pytest.raises(StreamError, match=r"version 4, bucket 0: rank [01] .* is at version 5"):
         route.receive(4, 0)

@@ -1,0 +1,88 @@
+"""A run over several nodes of Ray, one of which dies: it goes on, and one that comes is used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+
+from mcore_rl.controller.node import HEALTH, RAY_CONFIG
+from mcore_rl.controller.pool import lean_node
+from tests.e2e.processes import lives
+from tests.e2e.test_kill import steps
+from tests.e2e.test_server_deaths import (
+    SETTINGS,
+    assert_each_group_is_trained_once_and_in_time,
+    assert_each_step_has_its_own,
+    tables_at_the_end,
+)
+
+pytestmark = [pytest.mark.job, pytest.mark.nightly]
+
+STORE = {"object_store_memory": 200 << 20}
+DEVICE = {"num_cpus": 1, "resources": {"rank": 1}}
+STALENESS = 2
+ASYNCHRONOUS = (
+    "trainer.mode=fully_async", f"trainer.staleness={STALENESS}",
+    "trainer.asynchronous.max_groups=6",
+)  # fmt: skip
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """That jobs join: the driver's, and three with a device each."""
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": RAY_CONFIG | HEALTH}
+    with lean_node():
+        cluster = Cluster(True, head_node_args=head | STORE)
+        try:
+            for _ in range(3):
+                cluster.add_node(**DEVICE, **STORE)
+            monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+def kill_node_of(log: str) -> None:
+    """All that has descended from the raylet of the worker with that log, and itself."""
+    everything = psutil.Process().children(recursive=True)
+    worker = next(process for process in everything if _writes(process, log))
+    raylet = next(process for process in worker.parents() if process.name() == "raylet")
+    for process in [raylet, *raylet.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _writes(process: psutil.Process, log: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.realpath(f"/proc/{process.pid}/fd/2").endswith(f"/{log}") and lives(process)
+    return False
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_a_node_that_dies_loses_no_sample_and_another_takes_its_place(
+    nodes, start_job, own_model_and_data, mode
+):
+    settings = ASYNCHRONOUS if mode == "fully_async" else ()
+    job = start_job(
+        *own_model_and_data, *SETTINGS, *settings, "trainer.num_steps=10000",
+        "weight_sync.timeout_s=30",
+    )  # fmt: skip
+    job.wait_until(lambda: len(steps(job)) > 1, "it trains")
+    kill_node_of("rollout-1-0.log")
+    before = len(steps(job))
+    job.wait_until(lambda: len(steps(job)) > before + 4, "it goes on with a server less")
+    assert "It is started again: 1," in job.stdout and "is up again" not in job.stdout
+    nodes.add_node(**DEVICE, **STORE)
+    job.wait_until(lambda: "rollout-1 is up again" in job.stdout, "another node")
+    tables = tables_at_the_end(job)
+    if mode == "sync":
+        assert_each_step_has_its_own(tables)
+    else:
+        assert_each_group_is_trained_once_and_in_time(tables, STALENESS)
