@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental import get_local_object_locations
 
+from mcore_rl.controller.living_nodes import living_nodes
 from mcore_rl.controller.remote_batch import (
     NOWHERE,
     PROMPT_TOKENS,
@@ -155,10 +156,10 @@ def lost_rows(batches: Sequence[RemoteBatch]) -> list[npt.NDArray[np.bool_]]:
     """[samples] of each batch: whether an object with columns of it died with its node.
 
     For objects that this process owns, as those of `pieces`. What they contain is not looked at.
-    Ray notices after some seconds that a node has died, and nobody can tell before. While no node
-    has died this is one call, which has nothing to do with how many objects there are.
+    While no node has died this asks the nodes whether they live, which has nothing to do with how
+    many objects there are.
     """
-    alive = {node["NodeID"]: node["Alive"] for node in ray.nodes()}
+    alive = living_nodes()
     if all(alive.values()):
         return [np.zeros(len(batch), np.bool_) for batch in batches]
     places = [list({id(c.places): c.places for c in b.remote.values()}.values()) for b in batches]

@@ -140,6 +140,7 @@ class LaterPauseSettings:
     file: str
     after: int  # calls before the one that pauses
     log: str  # of the server whose calls they are
+    seconds: float = 30  # its process is killed meanwhile
 
 
 def later_pausing_reward(
@@ -148,5 +149,5 @@ def later_pausing_reward(
     """While a server generates what comes later."""
     is_its = os.path.basename(os.path.realpath("/proc/self/fd/2")) == settings.log
     if is_its and next(_CALLS) >= settings.after:
-        _pause(settings.file, 30)  # its process is killed meanwhile
+        _pause(settings.file, settings.seconds)
     return {"reward": float(len(text))}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import time
 from collections.abc import Iterator
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 from ray.cluster_utils import Cluster
 
 from mcore_rl.controller.node import HEALTH, RAY_CONFIG
 from mcore_rl.controller.pool import lean_node
+from mcore_rl.data.sample_tables import tables_in
 from tests.e2e.processes import lives
 from tests.e2e.test_kill import steps
 from tests.e2e.test_server_deaths import (
@@ -86,3 +90,24 @@ def test_a_node_that_dies_loses_no_sample_and_another_takes_its_place(
         assert_each_step_has_its_own(tables)
     else:
         assert_each_group_is_trained_once_and_in_time(tables, STALENESS)
+
+
+def test_a_node_that_has_just_died_with_samples_is_missed_before_a_step_trains_on_them(
+    nodes, start_job, own_model_and_data, tmp_path
+):
+    """One server still generates for a second when the other's node dies; Ray needs five."""
+    paused = tmp_path / "paused"
+    job = start_job(
+        *own_model_and_data, *SETTINGS, "trainer.num_steps=3",
+        "reward.name=tests/e2e/own_functions.py:later_pausing_reward", "reward.settings.after=40",
+        f"reward.settings.file={paused}", "reward.settings.log=rollout-0-0.log",
+        "reward.settings.seconds=5",
+    )  # fmt: skip
+    job.wait_until(paused.exists, "the second step generates")
+    time.sleep(4)  # the other has long ended its groups
+    kill_node_of("rollout-1-0.log")
+    assert job.process.wait(300) == 0, job.stderr
+    assert re.search(r"\d groups of samples died with their node", job.stdout), job.stdout
+    assert_each_step_has_its_own(
+        [pq.read_table(table).to_pydict() for table in tables_in(job.output).values()]
+    )
