@@ -51,7 +51,8 @@ class FullyAsyncTrainer:
                 batch, metrics = self.rollout.take(step)
             with clock("log_probs"):
                 self.turns.stop_serving()
-            metrics |= self.learner.learn(batch, step, clock)
+            with self.rollout.tended():
+                metrics |= self.learner.learn(batch, step, clock)
             if self.checkpointer.is_due(step):
                 with clock("save"):
                     self.checkpointer.save(step)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -81,6 +84,30 @@ class AsyncRollout:
             asked = self._prompts.again({group.group_id: group.row for group in begun})
             self._rollout.begin(asked, n=self._config.algorithm.group_size)
 
+    @contextlib.contextmanager
+    def tended(self) -> Iterator[None]:
+        """Inside, while the trainer computes, others are begun as groups end and servers die.
+
+        Nobody else may use the servers, which have devices of their own; in turns nothing happens.
+        What goes wrong is raised at the end.
+        """
+        if self._rollout.servers.takes_turns:
+            yield
+            return
+        is_over = threading.Event()
+        with ThreadPoolExecutor(1, "tends-servers") as thread:
+            tending = thread.submit(self._tend, is_over)
+            try:
+                yield
+            finally:
+                is_over.set()
+        tending.result()
+
+    def _tend(self, is_over: threading.Event) -> None:
+        while not is_over.wait(POLL_S):
+            self._take_in(self._rollout.tend())
+            self._begin_more()
+
     def take(self, step: int) -> tuple[Samples, dict[str, float]]:
         """The samples of a step with their rewards, and metrics of all that have come since.
 
@@ -155,18 +182,15 @@ class AsyncRollout:
         return bool(lost)
 
     def _ready(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
-        policy, limit = self._config.algorithm.samples, self._config.timeouts.call_s
-        most = policy.max_rounds * self._config.trainer.prompts_per_step
-        last = time.monotonic()
+        limit, last = self._config.timeouts.call_s, time.monotonic()
         while True:
-            if len(self._rejected) < most:
-                self._draw()
-            self._begin()
+            self._begin_more()
             if (chosen := self.admission.select(step, wanted)) is not None:
                 return chosen
             if not (running := self.queue.num_groups(GroupState.GENERATING)):
                 return self._too_few(step, wanted)
-            if self._receive():
+            ready = self.queue.num_groups(GroupState.REWARDED, GroupState.TRAINING)
+            if self._take_in(self._rollout.collect(POLL_S, max(wanted - ready, 1))):
                 last = time.monotonic()
             elif time.monotonic() - last > limit:
                 raise WorkerError(
@@ -174,9 +198,18 @@ class AsyncRollout:
                     f"s, of {running} that are generated"
                 )
 
-    def _receive(self) -> bool:
-        """Takes what has come into the ledger, if anything has."""
-        found = self._rollout.collect(POLL_S)
+    def _begin_more(self) -> None:
+        """Also for those that the filter has rejected, up to max_rounds times a step's."""
+        policy, per_step = self._config.algorithm.samples, self._config.trainer.prompts_per_step
+        if len(self._rejected) < policy.max_rounds * per_step:
+            self._draw()
+        self._begin()
+
+    def _take_in(self, found: list[Batch]) -> bool:
+        """Whether samples have come, for the ledger; it hears of dead servers, too."""
+        again = self._rollout.rerouted()
+        self.queue.lost(again)
+        self.queue.begin(again, self.admission.version)
         for batch in found:
             ids = batch.array("group_ids")
             for group_id in np.unique(ids).tolist():

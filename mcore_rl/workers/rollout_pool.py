@@ -11,7 +11,7 @@ from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers.near_data import joined, lost_groups, without_groups
-from mcore_rl.workers.server_pool import ServerPool
+from mcore_rl.workers.server_pool import ALL, ServerPool
 
 _WAIT_S = 10.0
 
@@ -43,13 +43,23 @@ class RolloutPool:
         sampling = self._sampling(n, self.config.temperature)
         self.servers.begin(prompts, sampling, stream=TRAIN)
 
-    def collect(self, wait_s: float) -> list[Batch]:
+    def collect(self, wait_s: float, at_least: int) -> list[Batch]:
         """Whole groups that were begun and have ended since the last call.
 
-        Waits up to `wait_s` until there is one. Raises what a reward or a loop raised.
+        Waits up to `wait_s` until there is one; servers may wait for their share of `at_least` so
+        many. Raises what a reward or a loop raised.
         """
-        found: list[Batch] = self.servers.collect(TRAIN, wait_s)
+        found: list[Batch] = self.servers.collect(TRAIN, wait_s, at_least)
         return found
+
+    def tend(self) -> list[Batch]:
+        """As `collect`, at once, while the weights of the trainer change."""
+        found: list[Batch] = self.servers.tend(TRAIN)
+        return found
+
+    def rerouted(self) -> list[int]:
+        """Groups that were begun again since the last call, as the server that had them died."""
+        return self.servers.rerouted(TRAIN)
 
     def abandon(self, group_ids: Sequence[int]) -> None:
         """These groups never come."""
@@ -98,7 +108,7 @@ class RolloutPool:
         found: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
         while self.servers.num_outstanding(stream):
-            found += self.servers.collect(stream, _WAIT_S, together=True)
+            found += self.servers.collect(stream, _WAIT_S, ALL)
         return joined(found)
 
 

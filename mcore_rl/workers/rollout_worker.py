@@ -170,11 +170,11 @@ class RolloutWorker:
         own.begin({prompt.group_id: one for prompt, one in zip(asked, groups, strict=True)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, makes=True)
-    def collect(self, stream: Stream, wait_s: float, together: bool = False) -> Batch | None:
+    def collect(self, stream: Stream, wait_s: float, at_least: int = 1) -> Batch | None:
         """Samples of the groups that have ended since the last call, in order of group ids.
 
-        Waits up to `wait_s`, less than the worker's timeout_s, until there is one or, `together`,
-        until none runs any more. Returns whole groups, each once, or an empty batch. In the stream
+        Waits up to `wait_s`, less than the worker's timeout_s, until there are `at_least` so many
+        or none runs any more. Returns whole groups, each once, or an empty batch. In the stream
         "train" they have references to the experts of their tokens, where the server records them.
 
         None on further nodes of the server, which are asked so that their death is told.
@@ -186,7 +186,7 @@ class RolloutWorker:
         if not 0 <= wait_s < self._spec.timeout_s:
             raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
         with self._alive():
-            samples = self._wait(self._streams[stream].collect(wait_s, together))
+            samples = self._wait(self._streams[stream].collect(wait_s, at_least))
         return self._batch(samples, stream == "train")
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

@@ -18,6 +18,7 @@ class Asked:
     prompts: Batch  # one row
     sampling: SamplingParams
     server: int | None = None  # that generates it
+    is_again: bool = False  # a server that generated it has died, or was removed
 
     @property
     def tokens(self) -> int:

@@ -61,18 +61,18 @@ class RunningGroups:
         self._busy.end()
         self._news.set()
 
-    async def collect(self, wait_s: float, together: bool = False) -> list[Sample]:
+    async def collect(self, wait_s: float, at_least: int = 1) -> list[Sample]:
         """Samples of all groups that have ended, in the order of group ids; each comes once.
 
         Of a group without any, as none of its trajectories has had a turn, it is one that says so.
 
-        Waits up to `wait_s` until there is one or, `together`, until none runs any more or one has
+        Waits up to `wait_s` until there are `at_least` so many, none runs any more, or one has
         failed. Raises what made the first of them fail, and forgets that one; the others stay for
         the next call.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._has_come(together):
+                while not self._has_come(at_least):
                     self._news.clear()
                     await self._news.wait()
         ended = sorted(i for i, group in self._groups.items() if group.done())
@@ -81,9 +81,9 @@ class RunningGroups:
                 self._groups.pop(group_id).result()
         return [s for i in ended for s in self._groups.pop(i).result() or [_nothing(i)]]
 
-    def _has_come(self, together: bool) -> bool:
+    def _has_come(self, at_least: int) -> bool:
         ended = [group for group in self._groups.values() if group.done()]
-        if together and len(ended) < len(self._groups):
+        if len(ended) < min(at_least, len(self._groups)):
             return any(map(_has_failed, ended))
         return bool(ended)
 

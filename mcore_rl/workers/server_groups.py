@@ -44,6 +44,8 @@ class Server:
     version: int | None = None  # of its weights; None while it has none, or not all of them
     sent: list[PendingCall] = field(default_factory=list)  # calls whose results nobody waits for
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
+    # Groups that were abandoned since it was asked to collect: that answer may have them.
+    unwanted: dict[str, set[int]] = field(default_factory=dict)
     busy_s: float = 0.0  # since it was started last; when it was last asked
     busy_before_s: float = 0.0
 
@@ -201,6 +203,11 @@ class ServerGroups(ABC):
             server.version = version
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether they share devices with other roles."""
+        return self._can_sleep
+
+    @property
     def num_up(self) -> int:
         return len(self._up)
 
@@ -271,8 +278,26 @@ class ServerGroups(ABC):
             for call in list(server.sent):
                 if call in server.sent and self._answered(server, call):  # else it has died
                     server.sent.remove(call)
-            if server.starting and all(call.has_ended() for call in server.starting):
+            if server.starting and self._start_has_ended(server):
                 self._finish_start(server)
+
+    def _start_has_ended(self, server: Server) -> bool:
+        """Where it takes too long while others serve, as its node is gone, it begins again.
+
+        Raises WorkerError when no other is up.
+        """
+        try:
+            return all(call.has_ended() for call in server.starting)
+        except WorkerError as error:
+            if not self._up:
+                raise
+            with self._lock:
+                if self._closed:
+                    raise
+                print(f"{str(error).splitlines()[0]} It is started again")
+                server.group = self._start(server.number)
+                self._launch(server)
+            return False
 
     def _finish_start(self, server: Server) -> None:
         try:
@@ -334,7 +359,8 @@ class ServerGroups(ABC):
             self._release(server)
             server.is_up, server.version = False, None
             server.busy_before_s, server.busy_s = server.busy_before_s + server.busy_s, 0.0
-            server.starting, server.sent, server.collecting = [], [], {}
+            server.starting, server.sent = [], []
+            server.collecting, server.unwanted = {}, {}
             self.membership += 1
             limit = f"rollout.max_restarts={self._max_restarts}"
             if server.restarts >= self._max_restarts:

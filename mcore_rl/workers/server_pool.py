@@ -7,6 +7,7 @@ seeds.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -18,8 +19,11 @@ from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers.routing import Asked, route, tokens_by_server
 from mcore_rl.workers.server_groups import LOOK_S, Server, ServerGroups
 
+ALL = 1 << 31  # more groups than anybody asks for at once
 # How long a server waits for all its groups: what it has made since is lost where it dies.
 TOGETHER_S = 5.0
+# How many servers may be asked again every LOOK_S: with more of them each waits longer.
+_AT_ONCE, _MOST_S = 8, 2.0
 
 
 class ServerPool(ServerGroups):
@@ -29,6 +33,7 @@ class ServerPool(ServerGroups):
         """As ServerGroups."""
         self._asked: dict[tuple[str, int], Asked] = {}  # what has not come back, by group
         self._homes: dict[int, int] = {}  # the last server of a group, with these weights
+        self._rerouted: list[tuple[str, int]] = []  # groups that another server has begun again
         self._waited_s = 0.0  # since a group has come
         # Sends the version that is to be served again; None where no trainer could. It is called
         # when no server is left that has it.
@@ -53,12 +58,13 @@ class ServerPool(ServerGroups):
         self._asked |= {(stream, one.group_id): one for one in made}
         self._route()
 
-    def collect(self, stream: str, wait_s: float, together: bool = False) -> list[Batch]:
+    def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
         """Samples of groups of a stream that have ended since the last call, in whole groups.
 
         Waits up to `wait_s` until there is one; returns at once if none is being generated.
-        `together`: for who needs all of them. A server then answers when none of its groups runs
-        any more, and every few seconds, where it would answer for each group that ends.
+        `at_least` is for who can do nothing with fewer: a server answers when its share of them has
+        ended, or none of its groups runs any more, and otherwise every quarter of a second; with
+        `ALL` every few seconds.
 
         Raises:
             ConfigError, WorkerError: a reward or a loop raised; a server died once too often; no
@@ -69,8 +75,7 @@ class ServerPool(ServerGroups):
             self._tend()
             self._refill()
             self._route()
-            taken = (self._taken(server, stream, together) for server in self._serving)
-            found = [batch for batches in taken for batch in batches]
+            found = self._answers(stream, at_least)
             left_s = begun + wait_s - time.monotonic()
             if found or left_s <= 0:
                 break
@@ -78,13 +83,28 @@ class ServerPool(ServerGroups):
         self._check_waited(0.0 if found else time.monotonic() - begun)
         return found
 
+    def tend(self, stream: str) -> list[Batch]:
+        """As `collect`, at once, for while the trainer changes its weights: they are not resent."""
+        self._tend()
+        self._route()
+        return self._answers(stream, 1)
+
+    def rerouted(self, stream: str) -> list[int]:
+        """Groups of a stream that were begun again since the last call: their server has died."""
+        found = [group for its, group in self._rerouted if its == stream]
+        self._rerouted = [one for one in self._rerouted if one[0] != stream]
+        return [group for group in dict.fromkeys(found) if (stream, group) in self._asked]
+
     def abandon(self, stream: str, group_ids: Collection[int]) -> None:
         """Ends these groups: they never come by `collect`."""
         ended = [self._asked.pop((stream, group)) for group in group_ids]
         for server in self._serving:
             its = [one.group_id for one in ended if one.server == server.number]
-            if its:
-                server.sent.append(server.group.abandon.submit(stream, its))
+            if not its:
+                continue
+            if stream in server.collecting:  # that answer may have them, and they may begin again
+                server.unwanted.setdefault(stream, set()).update(its)
+            server.sent.append(server.group.abandon.submit(stream, its))
 
     def num_outstanding(self, stream: str) -> int:
         """Groups of a stream that have not come back."""
@@ -102,7 +122,7 @@ class ServerPool(ServerGroups):
     def _release(self, server: Server) -> None:
         for one in self._asked.values():
             if one.server == server.number:
-                one.server = None
+                one.server, one.is_again = None, True
 
     def _route(self) -> None:
         """Begins the groups that no server has."""
@@ -114,6 +134,8 @@ class ServerPool(ServerGroups):
         parts: dict[tuple[int, str, SamplingParams], list[Asked]] = {}
         for one, number in zip(waiting, route(waiting, outstanding, self._homes), strict=True):
             one.server = self._homes[one.group_id] = number
+            if one.is_again:
+                self._rerouted.append((one.stream, one.group_id))
             parts.setdefault((number, one.stream, one.sampling), []).append(one)
         for (number, stream, sampling), part in parts.items():
             server, prompts = self._servers[number], Batch.concat([one.prompts for one in part])
@@ -131,7 +153,14 @@ class ServerPool(ServerGroups):
             )
         self.resend()
 
-    def _taken(self, server: Server, stream: str, together: bool) -> Iterator[Batch]:
+    def _answers(self, stream: str, at_least: int) -> list[Batch]:
+        serving = self._serving
+        taken = [self._taken(server, stream, at_least, len(serving)) for server in serving]
+        return [batch for batches in taken for batch in batches]
+
+    def _taken(
+        self, server: Server, stream: str, at_least: int, num_serving: int
+    ) -> Iterator[Batch]:
         """What it has answered; while it has more of the stream, it is asked again."""
         call = server.collecting.get(stream)
         if call is not None:
@@ -140,21 +169,22 @@ class ServerPool(ServerGroups):
             del server.collecting[stream]
             yield from self._wanted(server, stream, call.result()[0])
         if self._its(server, stream):
-            held_s = min(TOGETHER_S, self._call_limit.seconds / 4) if together else LOOK_S
-            server.collecting[stream] = server.group.collect.submit(stream, held_s, together)
+            held_s = min(LOOK_S * max(num_serving / _AT_ONCE, 1), _MOST_S)
+            held_s = min(TOGETHER_S if at_least == ALL else held_s, self._call_limit.seconds / 4)
+            share = math.ceil(at_least / num_serving)
+            server.collecting[stream] = server.group.collect.submit(stream, held_s, share)
 
     def _its(self, server: Server, stream: str) -> list[Asked]:
         asked = self._asked.values()
         return [one for one in asked if one.stream == stream and one.server == server.number]
 
     def _wanted(self, server: Server, stream: str, batch: Batch) -> Iterator[Batch]:
-        """The batch without groups that were abandoned since."""
+        """The batch without groups that were abandoned since it was asked for."""
+        unwanted = server.unwanted.pop(stream, set())
         if not len(batch):
             return
-        ids, its = (
-            batch.array("group_ids").tolist(),
-            {a.group_id for a in self._its(server, stream)},
-        )
+        ids = batch.array("group_ids").tolist()
+        its = {one.group_id for one in self._its(server, stream)} - unwanted
         rows = [row for row, group in enumerate(ids) if group in its]
         for group in {ids[row] for row in rows}:
             del self._asked[stream, group]

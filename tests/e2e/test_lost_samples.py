@@ -58,7 +58,7 @@ class Server:
         self.begun += [(group, sampling) for group in prompts.array("group_ids").tolist()]
 
     @register(makes=True)
-    def collect(self, stream: str, wait_s: float, together: bool) -> Batch:
+    def collect(self, stream: str, wait_s: float, at_least: int) -> Batch:
         begun, self.begun = self.begun, []
         return Batch.of([self.sample(*one, i) for one in begun for i in range(one[1].n)])
 
@@ -96,8 +96,8 @@ class LosesFirst:
     def num_outstanding(self, stream: str) -> int:
         return len(self._lost) or self._pool.num_outstanding(stream)
 
-    def collect(self, stream: str, wait_s: float, together: bool) -> list[Any]:
-        return [self._lost.pop()] if self._lost else self._pool.collect(stream, wait_s, together)
+    def collect(self, stream: str, wait_s: float, at_least: int) -> list[Any]:
+        return [self._lost.pop()] if self._lost else self._pool.collect(stream, wait_s, at_least)
 
 
 class LosesLate:
@@ -184,7 +184,7 @@ def scene(second_node: Any, servers: ServerPool) -> Iterator[Scene]:
     asynchronous = AsyncRollout(config, rollout, prompt_batches(), unused)
     asynchronous.fill()
     while asynchronous.queue.num_groups(GroupState.GENERATING):
-        asynchronous._receive()
+        asynchronous._take_in(asynchronous._rollout.collect(1.0, 1))
     with ThreadPoolExecutor(1) as thread:
         ahead = SamplesAhead(config, rollout, prompt_batches(), unused, thread)
         ahead.begin(2, version=0)

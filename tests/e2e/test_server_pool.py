@@ -68,7 +68,7 @@ class Server:
             self.running[stream][group] = sampling.n, does
 
     @register()
-    def collect(self, stream: str, wait_s: float, together: bool = False) -> Batch:
+    def collect(self, stream: str, wait_s: float, at_least: int = 1) -> Batch:
         """One group a call, those with something to do last."""
         running = self.running[stream]
         for group, (n, does) in sorted(running.items(), key=lambda item: (item[1][1], item[0])):

@@ -106,7 +106,7 @@ class Servers:
             self._waiting.extend((group, number) for number in range(sampling.n))
         self._fill_slots()
 
-    def collect(self, stream: str, wait_s: float, together: bool = False) -> list[Batch]:
+    def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
         """As those of servers; waiting lets the clock go on."""
         self._go_on()
         until = self._clock.now + wait_s
@@ -136,7 +136,15 @@ class Servers:
             self._left.pop(group, None)
         self._fill_slots()
 
-    has_joining, resend, num_up = False, None, 1
+    has_joining, resend, num_up, takes_turns = False, None, 1, False
+
+    def tend(self, stream: str) -> list[Batch]:
+        """Nothing: no real second passes while a trainer of the model computes."""
+        return []
+
+    def rerouted(self, stream: str) -> list[int]:
+        """None: these servers live."""
+        return []
 
     def push(self, version: int) -> None:
         with self._standing_still():

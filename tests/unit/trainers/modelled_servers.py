@@ -34,7 +34,7 @@ class Servers:
     def ends(self, group: int) -> float:
         return self.running[group][0] + max(lengths_of(group, self.running[group][1]))
 
-    def collect(self, stream, wait_s, together=False):
+    def collect(self, stream, wait_s, at_least=1):
         """The groups that have ended; time passes until there is one."""
         assert not self.is_asleep
         if self.is_silent:
@@ -54,7 +54,13 @@ class Servers:
     def num_outstanding(self, stream):
         return len(self.running)
 
-    has_joining, num_up = False, 1
+    has_joining, num_up, takes_turns = False, 1, False
+
+    def tend(self, stream):
+        return []
+
+    def rerouted(self, stream):
+        return []
 
     def busy_s(self):
         return [self.now]

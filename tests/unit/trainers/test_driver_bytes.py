@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,32 +18,27 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.controller import object_columns, sending
+from mcore_rl.controller import living_nodes, object_columns, sending
 from mcore_rl.controller.pending import Limit
 from mcore_rl.controller.rank_actor import RankActor
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.datasets import PromptDataset, load_prompts
-from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.base import MemoryReport
+from mcore_rl.jobs.loop import Loop
 from mcore_rl.rollout.agent_loop import SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion
-from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.learner import Learner
 from mcore_rl.workers.loop_thread import LoopThread
 from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.replay import ReplayBuffer
-from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.rollout_worker import RolloutWorker
-from mcore_rl.workers.running_groups import RunningGroups
+from mcore_rl.workers.running_groups import BusyTime, RunningGroups
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.turns import Turns
@@ -145,12 +140,12 @@ class Rank(ModelWorker):
 
 
 class Generator:
-    """Each prompt is answered 2 ms after the one before."""
+    """Each prompt is answered `apart_s` after the one before."""
 
     is_dead = False
 
-    def __init__(self) -> None:
-        self._num_asked = 0
+    def __init__(self, apart_s: float) -> None:
+        self._num_asked, self._apart_s, self._version = 0, apart_s, 0
 
     @asynccontextmanager
     async def held(self):
@@ -158,15 +153,19 @@ class Generator:
 
     async def submit(self, prompt_ids, sampling):
         self._num_asked += 1
-        await asyncio.sleep(0.002 * self._num_asked)
+        await asyncio.sleep(self._apart_s * self._num_asked)
+        self._num_asked -= 1
         return [
-            Completion([7] * length, [-1.0] * length, "stop", [0] * length)
+            Completion([7] * length, [-1.0] * length, "stop", [self._version] * length)
             for length in range(12, 12 + sampling.n)
         ]
 
+    async def update(self, version, **_):
+        self._version = version
+
     async def nothing(self, *_, **__): ...
 
-    update = sleep = wake = nothing
+    sleep = wake = nothing
 
 
 async def every_second_group_differs(samples, texts, max_tokens, where):
@@ -178,9 +177,9 @@ async def every_second_group_differs(samples, texts, max_tokens, where):
 class Server(RolloutWorker):
     _nodes = _headless = None
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, apart_s: float) -> None:
         self._spec = SimpleNamespace(experts=None, timeout_s=60.0)
-        self._server = Generator()
+        self._server, self._busy = Generator(apart_s), BusyTime()
         self._agent = SingleTurnLoop(self._server, tokenizer, every_second_group_differs)
         self._streams, self._wait = {"train": RunningGroups()}, LoopThread(60.0).wait
 
@@ -199,7 +198,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     monkeypatch.setattr(sending, "ray", made)
     # Of which the driver sees nothing.
     ranks = SimpleNamespace(put=made.keep, get=made.get, nodes=lambda: [])
-    monkeypatch.setattr(object_columns, "ray", ranks)
+    for module in (object_columns, living_nodes):
+        monkeypatch.setattr(module, "ray", ranks)
     monkeypatch.setattr(object_columns, "_object_bytes", lambda: 128 << 20)
     return made
 
@@ -209,8 +209,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return last_digit.prepare(tmp_path_factory.mktemp("task"), 0, 0.35)
 
 
-def one_step(ray: Ray, task: Any, folder: Path, *overrides: str) -> dict[str, float]:
-    """Metrics of the first step of the quickstart."""
+def steps_of(
+    ray: Ray, task: Any, folder: Path, *overrides: str, apart_s: float = 0.002
+) -> dict[str, float]:
+    """Metrics of the last step of the quickstart, of one where nothing else is said."""
     given = ["recipe=quickstart", "trainer.num_steps=1", f"output_dir={folder}", *overrides]
     config = compose_config(RLConfig, given)
     resolve(config)
@@ -219,9 +221,10 @@ def one_step(ray: Ray, task: Any, folder: Path, *overrides: str) -> dict[str, fl
     actor = group(ray, config, "actor", config.actor.layout, Rank)
 
     def start(number: int) -> WorkerGroup:
-        return group(ray, config, "rollout", Layout(), lambda: Server(tokenizer))
+        return group(ray, config, "rollout", Layout(), lambda: Server(tokenizer, apart_s))
 
-    limits = {"max_restarts": 0, "can_sleep": True, "timeouts": config.timeouts}
+    can_sleep = config.placement.rollout != "own"
+    limits = {"max_restarts": 0, "can_sleep": can_sleep, "timeouts": config.timeouts}
     servers = ServerPool(start, 1, **limits)
     servers.started()
     sync = TransportSync(
@@ -229,26 +232,20 @@ def one_step(ray: Ray, task: Any, folder: Path, *overrides: str) -> dict[str, fl
         _connected=servers.membership,
     )  # fmt: skip
     turns = Turns(config.placement, {"actor": actor}, servers, sync)
-    rollout = RolloutPool(servers, config.rollout, config.seed)
     data = PromptDataset(load_prompts(task.train_file, config.data, tokenizer))
-    source = (
-        rollout,
-        PromptBatches(data, config.trainer.prompts_per_step, config.seed),
-        ReplayBuffer(config.algorithm.samples.replay, config.seed),
-    )
-    tables = SampleTables(folder, tokenizer, config.samples, actor)
-    learner = Learner(config, turns, Coefficients(config.algorithm), tables)
-    checkpointer = Checkpointer(config, folder, turns, {}, dict, StopSignals(), 0)
-    evaluation = Evaluation(config, rollout, {}, tables, lambda when, found: None)
-    found: dict[str, float] = {}
-    trainer = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)
-    trainer.train(lambda step, metrics: found.update(metrics))
+    with ThreadPoolExecutor(1) as thread:
+        loop = Loop.of(config, turns, data, thread)
+        tables = SampleTables(folder, tokenizer, config.samples, actor)
+        checkpointer = Checkpointer(config, folder, turns, {}, dict, StopSignals(), 0)
+        evaluation = Evaluation(config, loop.rollout, {}, tables, lambda when, found: None)
+        found: dict[str, float] = {}
+        loop.train(checkpointer, evaluation, tables, lambda step, metrics: found.update(metrics))
     return found
 
 
 def test_a_step_of_the_quickstart_moves_few_bytes_a_sample_in_few_calls(ray, task, tmp_path):
     """Of 512 samples 256 are trained on, in 2 mini-batches: nobody learns of the others."""
-    metrics = one_step(ray, task, tmp_path)
+    metrics = steps_of(ray, task, tmp_path)
     assert metrics["samples/passed"] == 0.5 and metrics["actor/metric_1"] == 0.5
     assert sum(ray.num_bytes.values()) / 256 <= 185, ray.num_bytes
     assert ray.calls == {
@@ -259,5 +256,14 @@ def test_a_step_of_the_quickstart_moves_few_bytes_a_sample_in_few_calls(ray, tas
 
 
 def test_more_mini_batches_take_updates_and_no_other_call(ray, task, tmp_path):
-    one_step(ray, task, tmp_path, "algorithm.num_mini_batches=4")
+    steps_of(ray, task, tmp_path, "algorithm.num_mini_batches=4")
     assert (ray.calls["update"], ray.calls["apply"]) == (4 * 2, 4)
+
+
+def test_fully_asynchronous_steps_move_as_few_though_groups_come_one_by_one(ray, task, tmp_path):
+    """Each step trains on 64 groups of 8, and the filter rejects as many: servers bunch them."""
+    given = ["trainer.mode=fully_async", "trainer.staleness=2", "placement.rollout=own"]
+    metrics = steps_of(ray, task, tmp_path, *given, "trainer.num_steps=2")
+    assert metrics["queue/trained_total"] == 64 and metrics["queue/begun_total"] > 250
+    assert sum(ray.num_bytes.values()) / (2 * 512) <= 256, ray.num_bytes
+    assert ray.calls["collect"] < 64 and ray.calls["begin"] < 64, ray.calls  # of 256 groups

@@ -23,6 +23,6 @@ class Answering(ABC):
     def num_outstanding(self, stream: str) -> int:
         return len(self.found)
 
-    def collect(self, stream: str, wait_s: float, together: bool = False) -> list[Batch]:
+    def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
         found, self.found = [*self.found], ()
         return found

@@ -89,7 +89,7 @@ def test_together_it_waits_until_none_runs_or_one_has_failed():
     async def work() -> None:
         made = Made(1, 2, 3)
         made.end(1)
-        collecting = asyncio.create_task(made.groups.collect(10.0, together=True))
+        collecting = asyncio.create_task(made.groups.collect(10.0, at_least=9))
         for group_id in (2, 3):
             await asyncio.sleep(0.01)
             assert not collecting.done()
@@ -98,12 +98,12 @@ def test_together_it_waits_until_none_runs_or_one_has_failed():
         made = Made(4, 5)
         made.end(4)
         await asyncio.sleep(0.01)
-        found = await made.groups.collect(0.05, together=True)  # what there is when time is over
+        found = await made.groups.collect(0.05, at_least=9)  # what there is when time is over
         assert [one.group_id for one in found] == [4, 4]
         made = Made(6, 7)
         made.ends[6].set_exception(OSError("no reward"))
         with pytest.raises(OSError, match="no reward"):
-            await made.groups.collect(10.0, together=True)
+            await made.groups.collect(10.0, at_least=9)
 
     asyncio.run(work())
 

@@ -1,0 +1,122 @@
+"""Servers while the trainer computes, and groups whose server has died, in fully asynchronous runs.
+
+The servers and their time are modelled, and looked after in a real thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import chain
+
+import pytest
+
+from mcore_rl.data.batch import Batch
+from mcore_rl.rewards.base import RewardError
+from tests.unit.trainers.modelled_servers import Servers
+from tests.unit.trainers.test_fully_async import NUM_STEPS, PER_STEP, Policy, Run
+
+
+class Going(Servers):
+    """A group ends whenever they are tended."""
+
+    def tend(self, stream: str) -> list[Batch]:
+        assert threading.current_thread() is not threading.main_thread()
+        return self.collect(stream, 0)
+
+
+class Waits(Policy):
+    """Computes until something has happened in its first update."""
+
+    def __init__(self, servers: Servers, until: Callable[[], bool]) -> None:
+        super().__init__(servers)
+        self._until = until
+
+    def update(self, batch, *, temperature):
+        deadline = time.monotonic() + 30
+        while not self.updates and not self._until():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return super().update(batch, temperature=temperature)
+
+
+def run_of(folder, servers: Servers, until: Callable[[], bool] = lambda: True, **settings) -> Run:
+    run = Run(folder, **settings)
+    run.actor = run.loop.turns.models["actor"] = Waits(servers, until)
+    for owner, name in ((run.loop.turns, "servers"), (run.loop.turns, "weight_sync"),
+                        (run.loop.rollout, "servers")):  # fmt: skip
+        object.__setattr__(owner, name, servers)
+    run.servers = servers
+    return run
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_rl.workers.async_rollout.POLL_S", 0.005)
+
+
+def test_while_the_trainer_computes_groups_are_begun_as_others_end(tmp_path):
+    servers = Going(train_s=0.0)
+
+    def begun() -> int:
+        return sum(event.startswith("begin") for event in servers.events)
+
+    settings = {"asynchronous": {"max_groups": 1}}
+    run = run_of(tmp_path, servers, lambda: begun() == 3 * PER_STEP, **settings).train()
+    first_push = servers.events.index("push 1")
+    assert servers.events[:first_push] == [f"begin {n}-{n} of 0" for n in range(3 * PER_STEP)]
+    assert servers.most_running == 1
+    assert sorted(chain(*run.trained)) == list(range(NUM_STEPS * PER_STEP))
+
+
+def test_what_goes_wrong_meanwhile_is_raised_when_the_trainer_has_computed(tmp_path):
+    failed = threading.Event()
+
+    class Failing(Servers):
+        def tend(self, stream: str) -> list[Batch]:
+            failed.set()
+            raise RewardError("no reward")
+
+    with pytest.raises(RewardError, match="no reward"):
+        run_of(tmp_path, Failing(train_s=0.0), failed.is_set).train()
+
+
+def test_on_shared_devices_nobody_asks_servers_that_sleep(tmp_path):
+    class Asleep(Servers):
+        takes_turns = True
+
+        def tend(self, stream: str) -> list[Batch]:
+            raise AssertionError("asked")
+
+    servers = Asleep(train_s=0.0)
+    pause = time.monotonic() + 0.1
+    run = run_of(tmp_path, servers, lambda: time.monotonic() > pause, rollout="shared").train()
+    assert len(run.trained) == NUM_STEPS
+
+
+def test_a_group_that_another_server_has_begun_is_as_new_as_its_weights(tmp_path):
+    """It was begun of version 0 and again of version 2: so a later step may train it."""
+
+    class Dying(Servers):
+        died: int | None = None
+
+        def rerouted(self, stream: str) -> list[int]:
+            if self.died is not None or self.version < 2 or not self.running:
+                return []
+            self.died = min(self.running)
+            self.running[self.died] = (self.now, self.running[self.died][1])
+            return [self.died]
+
+    servers = Dying(train_s=8.0)
+    run = run_of(tmp_path, servers)
+    begun = {}
+
+    def kept(step, metrics):
+        queue = run.loop.ahead.queue
+        begun.update({group: queue._groups[group].begun_version for group in queue._groups})
+
+    run.train(kept)
+    assert servers.died is not None and begun[servers.died] == 2
+    assert run.rows[-1]["queue/lost_total"] == 1
+    assert sorted(chain(*run.trained)) == list(range(NUM_STEPS * PER_STEP))

@@ -1,0 +1,193 @@
+"""Groups and servers of a pool, whose servers answer when a test says so; no Ray."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from mcore_rl.config.schema import TimeoutsConfig
+from mcore_rl.controller.pending import Limit, PendingCall, WorkerError
+from mcore_rl.controller.rank_actor import Reply, WorkerInfo
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.sample import Sample
+from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers.server_pool import ALL, LOOK_S, TOGETHER_S, ServerPool
+
+SAMPLING = SamplingParams(n=2, max_tokens=3)
+NEVER = Limit(3600, "timeouts.start_s")
+
+
+class Call(PendingCall):
+    """Of one rank, that a test answers."""
+
+    def __init__(self, group: ServedGroup, method: str, given: tuple[Any, ...], limit: Limit):
+        self.reply, self.method, self.given = Future[Reply](), method, given
+        super().__init__(group, method, {self: 0}, lambda values: [values[0]], limit)  # type: ignore[dict-item]
+
+    def future(self) -> Future[Reply]:
+        return self.reply
+
+    def answer(self, value: Any = None) -> None:
+        self.reply.set_result(Reply(value))
+
+
+class ServedGroup:
+    """The group of a server; all calls on it stay on record."""
+
+    def __init__(self, number: int, start_limit: Limit = NEVER) -> None:
+        self.name, self.ended, self._start_limit = f"rollout-{number}", "", start_limit
+        self.worker_infos = {0: WorkerInfo("host", "node", 1, "/nowhere")}
+        self.calls, self.building = list[Call](), list[Call]()
+
+    def close(self, reason: str = "") -> None:
+        self.ended = self.ended or reason or "closed"
+
+    def __getattr__(self, method: str) -> Any:
+        limit = (
+            self._start_limit if method in ("prepare", "start") else Limit(60, "timeouts.call_s")
+        )
+
+        class Method:
+            @staticmethod
+            def submit(*given: Any) -> Call:
+                self.calls.append(Call(self, method, given, limit))
+                return self.calls[-1]
+
+        return Method
+
+    def last(self, method: str) -> Call:
+        return next(call for call in reversed(self.calls) if call.method == method)
+
+
+def pool_of(*groups: ServedGroup, again: Callable[[int], ServedGroup] = ServedGroup) -> ServerPool:
+    """Servers of number 0, 1, ... that have started; those started again are `again`'s."""
+    first = dict(enumerate(groups))
+
+    def start(number: int) -> Any:
+        return first.pop(number, None) or again(number)
+
+    pool = ServerPool(
+        start, len(groups), max_restarts=3, can_sleep=False, timeouts=TimeoutsConfig()
+    )
+    pool.started()
+    return pool
+
+
+def prompts(*groups: int) -> Batch:
+    ids = Jagged.of([[1] for _ in groups], np.int64)
+    return Batch({"prompt_ids": ids, "group_ids": np.array(groups)})
+
+
+def samples(version: int, *groups: int) -> Batch:
+    return Batch.of(
+        [
+            Sample([1], [group, i], [1, 1], [0.0, 0.0], [version] * 2, "stop", group)
+            for group in groups
+            for i in range(2)
+        ]
+    )
+
+
+def found(batches: list[Batch]) -> list[tuple[list[int], set[int]]]:
+    """Groups and versions of each."""
+    return [
+        (sorted({*b.array("group_ids").tolist()}), {*b.jagged("weight_versions").values.tolist()})
+        for b in batches
+    ]
+
+
+def test_an_answer_that_was_under_way_is_not_taken_for_the_group_that_has_begun_again():
+    group = ServedGroup(0)
+    pool = pool_of(group)
+    pool.begin(prompts(5, 6), SAMPLING)
+    assert pool.collect("train", 0) == []
+    old = group.last("collect")
+    pool.abandon("train", [5])
+    pool.updated(3)
+    pool.begin(prompts(5), SAMPLING)
+    old.answer(samples(0, 5, 6))  # both had ended before the server was told
+    assert found(pool.collect("train", 0)) == [([6], {0})]
+    assert pool.num_outstanding("train") == 1
+    group.last("collect").answer(samples(3, 5))
+    assert found(pool.collect("train", 0)) == [([5], {3})]
+    assert pool.num_outstanding("train") == 0
+
+
+def test_groups_whose_server_has_died_are_told_once_they_have_begun_again():
+    groups = ServedGroup(0), ServedGroup(1)
+    pool = pool_of(*groups)
+    pool.begin(prompts(0, 1, 2, 3), SAMPLING)
+    pool.begin(prompts(3), SAMPLING, "evaluation")
+    assert pool.rerouted("train") == []
+    pool.collect("train", 0)
+    groups[1].last("collect").reply.set_exception(RayActorError())
+    for _ in range(2):
+        pool.collect("train", 0)
+    begun = [c.given[0].array("group_ids").tolist() for c in groups[0].calls if c.method == "begin"]
+    assert begun == [[0, 2], [1, 3], [3]]  # and that of the evaluation
+    assert pool.rerouted("train") == [1, 3] and pool.rerouted("train") == []
+
+
+def test_a_server_that_finds_no_node_in_time_is_asked_for_again_while_others_serve(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: silent[0].call)
+    started: list[ServedGroup] = []
+
+    def again(number: int) -> ServedGroup:
+        started.append(ServedGroup(number, Limit(0, "timeouts.start_s")))
+        return started[-1]
+
+    groups = ServedGroup(0), ServedGroup(1)
+    pool = pool_of(*groups, again=again)
+    pool.begin(prompts(0, 1), SAMPLING)
+    pool.collect("train", 0)
+    groups[1].last("collect").reply.set_exception(RayActorError())
+    for _ in range(9):
+        pool.collect("train", 0)
+    assert len(started) > 5 and all(group.ended for group in started[:-1])
+    told = capsys.readouterr().out
+    assert told.count("It is started again: 1, rollout.max_restarts=3\n") == 1
+    assert len(re.findall(r"(?m)^rollout-1\.prepare It is started again$", told)) > 4
+    groups[0].last("collect").reply.set_exception(RayActorError())
+    with pytest.raises(
+        WorkerError, match=r"rollout-[01]\.prepare"
+    ):  # now there is none that serves
+        for _ in range(9):
+            pool.collect("train", 0)
+
+
+def test_servers_are_asked_for_their_share_and_the_more_there_are_the_longer_each_waits():
+    for num, held_s in ((1, LOOK_S), (2, LOOK_S), (16, 2 * LOOK_S), (400, 2.0)):
+        groups = [ServedGroup(number) for number in range(num)]
+        pool = pool_of(*groups)
+        pool.begin(prompts(*range(num)), SAMPLING)
+        pool.collect("train", 0, at_least=3 * num - 1)
+        assert {g.last("collect").given for g in groups} == {("train", held_s, 3 if num > 1 else 2)}
+    pool = pool_of(group := ServedGroup(0))
+    pool.begin(prompts(0), SAMPLING)
+    pool.collect("train", 0, ALL)
+    assert group.last("collect").given[1:] == (TOGETHER_S, ALL)
+
+
+def test_while_weights_change_groups_are_taken_and_begun_and_no_weights_are_asked_for():
+    groups = ServedGroup(0), ServedGroup(1)
+    pool = pool_of(*groups)
+    pool.resend = lambda: pytest.fail("the trainer has other weights now")
+    pool.begin(prompts(0, 1), SAMPLING)
+    assert pool.tend("train") == []
+    groups[0].last("collect").answer(samples(0, 0))
+    assert found(pool.tend("train")) == [([0], {0})]
+    groups[1].last("collect").reply.set_exception(RayActorError())
+    for _ in range(2):
+        pool.tend("train")
+    assert groups[0].last("begin").given[0].array("group_ids").tolist() == [1]
+    groups[0].last("collect").reply.set_exception(RayActorError())
+    pool.tend("train")
+    assert pool.tend("train") == [] and pool.num_outstanding("train") == 1
