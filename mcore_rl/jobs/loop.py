@@ -58,10 +58,14 @@ class Loop:
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
-        """Of a training checkpoint."""
-        found: dict[str, Stateful] = {"prompts": self.prompts, "coefficients": self.coefficients}
-        found["replay"] = self.replay
-        return found if self.ahead is None else found | {"ahead": self.ahead}
+        """Of a training checkpoint, in the order in which their states are taken.
+
+        First what is ahead: samples that it has lost it generates again, which draws prompts and
+        changes the buffer.
+        """
+        found: dict[str, Stateful] = {} if self.ahead is None else {"ahead": self.ahead}
+        found |= {"prompts": self.prompts, "coefficients": self.coefficients}
+        return found | {"replay": self.replay}
 
     def train(
         self,

@@ -84,6 +84,14 @@ class ReplayBuffer:
             print(f"{len(lost)} groups died with their node: they are not replayed any more")
             self._kept = without_groups(self._kept, lost)
 
+    def snapshot(self) -> Samples | None:
+        """What there is, by reference; for `go_back`."""
+        return self._kept
+
+    def go_back(self, snapshot: Samples | None) -> None:
+        """To what was there. What is lost meanwhile leaves it when it is next looked at."""
+        self._kept = snapshot
+
     def state_dict(self) -> dict[str, Any]:
         self._let_go_of_lost()
         return {"samples": to_arrays(self._kept) if self._kept is not None else None}

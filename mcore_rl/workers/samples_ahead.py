@@ -25,7 +25,8 @@ class SamplesAhead:
     While it generates nobody else may use the servers, the prompts or the buffer. Samples that have
     come and have not been taken are a state of a checkpoint: a run that goes on trains on them, so
     that it draws the prompts, and gets the samples, that it would have had. A step that has lost
-    samples with a node is generated again, with the same prompts and the weights that servers have.
+    samples with a node is generated again, with the same prompts, the buffer as it was before, and
+    the weights that servers have by then.
     """
 
     def __init__(
@@ -37,10 +38,9 @@ class SamplesAhead:
         thread: Executor,
     ) -> None:
         """`thread` has to outlive the servers, whose end ends what it waits for."""
-        self._config, self._source = config, (config, rollout, prompts, replay)
-        self._thread, self._prompts = thread, prompts
-        self._version = 0  # of the weights that it is generated with
-        self._drawn_from: dict[str, Any] = {}  # the state of the prompts before they were drawn
+        self._source, self._thread = (config, rollout, prompts, replay), thread
+        # Prompts and buffer before the step; None if it cannot be lost.
+        self._begun_from: tuple[dict[str, Any], Samples | None] | None = None
         self._step = 0  # of what is generated, or has been and was not taken
         self._pending: Future[Found] | None = None
         self._generated_s = 0.0
@@ -53,8 +53,9 @@ class SamplesAhead:
         """
         if self._pending is not None:
             raise RuntimeError(f"step {step} was begun before step {self._step} was taken")
-        self._step, self._version = step, version
-        self._drawn_from = self._prompts.state_dict()
+        _, _, prompts, replay = self._source
+        self._step = step
+        self._begun_from = prompts.state_dict(), replay.snapshot()
         self._pending = self._thread.submit(self._generate, step, step - 1 - version)
 
     def _generate(self, step: int, age: int) -> Found:
@@ -86,18 +87,20 @@ class SamplesAhead:
             self.begin(step, version)
         if self._pending is None or self._step != step:
             raise RuntimeError(f"step {step} was asked for; begun was step {self._step}")
-        found = self._found(version)
-        self._pending = None
+        found = self._found()
+        self._pending = self._begun_from = None
         return found
 
-    def _found(self, version: int) -> Found:
-        """What was begun; if it is lost, it is generated again by servers of this version."""
+    def _found(self) -> Found:
+        """What was begun; if it is lost, it is generated again by servers as they are now."""
         assert self._pending is not None
         found = self._pending.result()
-        while self._drawn_from and (lost := lost_groups([found[0]])):
+        while self._begun_from is not None and (lost := lost_groups([found[0]])):
             tell_lost(lost)
-            self._prompts.load_state_dict(self._drawn_from)
-            found = self._generate(self._step, self._step - 1 - version)
+            _, rollout, prompts, replay = self._source
+            prompts.load_state_dict(self._begun_from[0])
+            replay.go_back(self._begun_from[1])
+            found = self._generate(self._step, self._step - 1 - rollout.servers.version)
             self._pending = Future()
             self._pending.set_result(found)
         return found
@@ -115,11 +118,11 @@ class SamplesAhead:
     def state_dict(self) -> dict[str, Any]:
         if self._pending is None:
             return {"step": 0, "metrics": {}, "samples": None}
-        batch, metrics = self._found(self._version)  # a step is saved before its push
+        batch, metrics = self._found()
         return {"step": self._step, "metrics": dict(metrics), "samples": to_arrays(batch)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step, self._pending, self._drawn_from = state["step"], None, {}
+        self._step, self._pending, self._begun_from = state["step"], None, None
         if state["samples"] is not None:
             self._pending = Future()
             self._pending.set_result((from_arrays(state["samples"]), dict(state["metrics"])))

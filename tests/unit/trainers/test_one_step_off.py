@@ -131,13 +131,14 @@ def log_probs_of(ids, version):
 
 
 class Run:
-    """A loop of five steps of two prompts, each answered twice."""
+    """A loop of five steps, by default of two prompts, each answered twice."""
 
     def __init__(self, folder, mode="one_step_off", staleness=None, num_steps=NUM_STEPS, **other):
         self.rows: list[dict[str, float]] = []
         config = RLConfig(output_dir=str(folder))
-        trainer = dict(mode=mode, staleness=staleness, num_steps=num_steps, prompts_per_step=2)
-        config.trainer = TrainerConfig(**trainer, save_every=other.pop("save_every", 0))
+        own = {"save_every": 0, "prompts_per_step": 2}
+        own = {name: other.pop(name, value) for name, value in own.items()}
+        config.trainer = TrainerConfig(mode=mode, staleness=staleness, num_steps=num_steps, **own)
         config.placement.rollout = "own"
         config.model.path = config.data.train_file = config.data.test_file = "given"
         config.algorithm = AlgorithmConfig(group_size=2, **other)
