@@ -190,7 +190,8 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
     with StepProgress(name, math.ceil(len(prompts) / size)) as progress:
         for start in range(0, len(prompts), size):
             rows = range(start, min(start + size, len(prompts)))
-            parts.append(here(pool.generate(prompts.take(rows), servers.n)))
+            made = pool.generate(prompts.take(rows), servers.n)
+            parts.append(here(made, f"the samples of {name}", config.timeouts.call_s))
             num_tokens = sum(len(part.jagged("response_ids").values) for part in parts)
             rate = num_tokens / (time.monotonic() - begun)
             reward = sum(part.array("rewards").sum() for part in parts) / sum(map(len, parts))

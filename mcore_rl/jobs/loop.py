@@ -46,7 +46,8 @@ class Loop:
         rollout = RolloutPool(turns.servers, config.rollout, config.seed, replays)
         prompts = _prompts(config, train)
         ahead: SamplesAhead | AsyncRollout | None = None
-        replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
+        kept = config.algorithm.samples.replay
+        replay = ReplayBuffer(kept, config.seed, config.timeouts.call_s)
         if config.trainer.mode == "one_step_off":
             ahead = SamplesAhead(config, rollout, prompts, replay, thread)
         else:  # the actor has the weights that are served for as long as it waits for samples

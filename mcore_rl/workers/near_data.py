@@ -14,7 +14,8 @@ import numpy as np
 import ray
 
 from mcore_rl.controller.dispatch import Group
-from mcore_rl.controller.object_columns import fetch, lost_rows, store
+from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows, store
+from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
 from mcore_rl.workers.expert_records import COLUMN
@@ -120,14 +121,25 @@ def without_groups(batch: B, group_ids: Collection[int]) -> B:
     return batch.take(np.flatnonzero(is_left).tolist())
 
 
-def here(batch: Samples) -> Batch:
-    """With all columns in this process."""
-    return fetch(batch) if isinstance(batch, RemoteBatch) else cast(Batch, batch)
+def here(batch: Samples, what: str, call_s: float) -> Batch:
+    """With all columns in this process; `what` they are is for the error.
+
+    Raises:
+        WorkerError: they have not come in `call_s`, which is timeouts.call_s, or are lost.
+    """
+    if not isinstance(batch, RemoteBatch):
+        return cast(Batch, batch)
+    try:
+        return fetch(batch, call_s)
+    except TimeoutError as error:
+        raise WorkerError(f"{what}: {error} (timeouts.call_s)") from error
+    except LostColumnsError as error:
+        raise WorkerError(f"{what}: {error}") from error
 
 
-def to_arrays(batch: Samples) -> dict[str, dict[str, Array]]:
-    """As Batch.to_arrays: all that a checkpoint keeps of it is fetched for that."""
-    return here(batch).to_arrays()
+def to_arrays(batch: Samples, what: str, call_s: float) -> dict[str, dict[str, Array]]:
+    """As Batch.to_arrays: all that a checkpoint keeps of it is fetched for that, as by `here`."""
+    return here(batch, what, call_s).to_arrays()
 
 
 def from_arrays(arrays: Mapping[str, Mapping[str, Array]]) -> Samples:

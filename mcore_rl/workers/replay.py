@@ -32,8 +32,9 @@ class ReplayBuffer:
     are drawn have 1 in the column `replayed`.
     """
 
-    def __init__(self, config: ReplayConfig, seed: int) -> None:
-        self._config, self._seed = config, seed
+    def __init__(self, config: ReplayConfig, seed: int, call_s: float) -> None:
+        """`call_s` is how long a checkpoint waits for the samples."""
+        self._config, self._seed, self._call_s = config, seed, call_s
         self._kept: Samples | None = None
 
     def draw(self, num_groups: int, step: int) -> Samples | None:
@@ -94,7 +95,10 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         self._let_go_of_lost()
-        return {"samples": to_arrays(self._kept) if self._kept is not None else None}
+        if self._kept is None:
+            return {"samples": None}
+        what = "a checkpoint needs the samples that are replayed"
+        return {"samples": to_arrays(self._kept, what, self._call_s)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Without a share nothing is kept, whatever was."""

@@ -39,6 +39,7 @@ class SamplesAhead:
     ) -> None:
         """`thread` has to outlive the servers, whose end ends what it waits for."""
         self._source, self._thread = (config, rollout, prompts, replay), thread
+        self._call_s = config.timeouts.call_s
         # Prompts and buffer before the step; None if it cannot be lost.
         self._begun_from: tuple[dict[str, Any], Samples | None] | None = None
         self._step = 0  # of what is generated, or has been and was not taken
@@ -119,7 +120,9 @@ class SamplesAhead:
         if self._pending is None:
             return {"step": 0, "metrics": {}, "samples": None}
         batch, metrics = self._found()
-        return {"step": self._step, "metrics": dict(metrics), "samples": to_arrays(batch)}
+        what = f"a checkpoint needs the samples of step {self._step}"
+        samples = to_arrays(batch, what, self._call_s)
+        return {"step": self._step, "metrics": dict(metrics), "samples": samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step, self._pending, self._begun_from = state["step"], None, None

@@ -180,7 +180,7 @@ def scene(second_node: Any, servers: ServerPool) -> Iterator[Scene]:
     config = settings()
     rollout = RolloutPool(servers, config.rollout, seed=0)
     replay_config = ReplayConfig(share=1.0, max_age=9, priority="uniform")
-    replay, unused = ReplayBuffer(replay_config, 0), ReplayBuffer(ReplayConfig(), 0)
+    replay, unused = (ReplayBuffer(one, 0, call_s=60) for one in (replay_config, ReplayConfig()))
     asynchronous = AsyncRollout(config, rollout, prompt_batches(), unused)
     asynchronous.fill()
     while asynchronous.queue.num_groups(GroupState.GENERATING):
@@ -272,7 +272,7 @@ def test_a_round_of_a_step_that_is_lost_meanwhile_is_generated_again(scene: Scen
     ids = scene.made.array("group_ids")
     lost = scene.made.take(np.flatnonzero(np.isin(ids, scene.on_second[:PER_STEP])).tolist())
     rollout: Any = LosesLate(scene.rollout, lost)
-    source = settings(), rollout, prompt_batches(), ReplayBuffer(ReplayConfig(), 0)
+    source = settings(), rollout, prompt_batches(), ReplayBuffer(ReplayConfig(), 0, 60)
     batch, metrics = samples_of_step(*source, 1)
     assert_whole(batch, range(PER_STEP))
     assert metrics["reward"] == 0  # of the server that is left: metrics are of what came again

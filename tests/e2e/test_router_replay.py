@@ -116,7 +116,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         gathered(servers.submit("start"))
         servers.started()
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
-        batch = here(rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4))
+        made = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
+        batch = here(made, "a test needs the samples", config.timeouts.call_s)
         yield Run(actor, batch, config)
 
 

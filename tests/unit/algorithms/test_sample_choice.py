@@ -137,7 +137,7 @@ def test_priorities_and_weights_by_hand():
 
 
 def buffer(**changed) -> ReplayBuffer:
-    return ReplayBuffer(ReplayConfig(**{"share": 0.5, "max_age": 2, **changed}), seed=0)
+    return ReplayBuffer(ReplayConfig(**{"share": 0.5, "max_age": 2, **changed}), seed=0, call_s=60)
 
 
 def test_what_is_replayed_is_whole_marked_and_not_too_old():
@@ -177,7 +177,7 @@ def test_a_buffer_that_goes_on_from_its_arrays_draws_the_same():
         if isinstance(column, Jagged):
             column, other = column.values, other.values
         assert column.dtype == other.dtype and column.tolist() == other.tolist(), name
-    off = ReplayBuffer(ReplayConfig(), 0)
+    off = ReplayBuffer(ReplayConfig(), 0, 60)
     off.load_state_dict(first.state_dict())
     off.add(batch([1, 0], [7, 7]), 2)
     assert off.state_dict() == {"samples": None}

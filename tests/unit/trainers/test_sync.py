@@ -117,7 +117,7 @@ def one_step_of(tmp_path, settings, models, warmup_steps=0, made=None):
     turns = Turns(placement_of(config), models, servers, servers)
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     coefficients = Coefficients(config.algorithm)
-    replay = ReplayBuffer(config.algorithm.samples.replay, config.seed)
+    replay = ReplayBuffer(config.algorithm.samples.replay, config.seed, config.timeouts.call_s)
     tables = SampleTables(tmp_path, None, SampleTablesConfig(every=0, num_shown=0, tokens=False))
     evaluation = Evaluation(config, servers, {}, tables, lambda when, found: None)
     learner, source = Learner(config, turns, coefficients, tables), (servers, servers, replay)

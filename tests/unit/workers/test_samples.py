@@ -55,7 +55,7 @@ def run_of(samples: SamplesConfig, curriculum: CurriculumConfig | None = None):
         weight = CURRICULA.bound(curriculum.name, curriculum.settings)
         sampler = CurriculumSampler(NUM_ROWS, 6, 0, curriculum, weight)
     prompts = PromptBatches(data, 6, 0, curriculum=sampler)
-    return config, Pool(), prompts, ReplayBuffer(samples.replay, 0)
+    return config, Pool(), prompts, ReplayBuffer(samples.replay, 0, 60)
 
 
 def stepped(run, step):
