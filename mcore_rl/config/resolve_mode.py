@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mcore_rl.config.checks import at_least, between, one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AsynchronousConfig, RLConfig, TrainerConfig
@@ -40,6 +42,11 @@ def staleness_of(config: TrainerConfig) -> int:
     if config.staleness is not None:
         return config.staleness
     return DEFAULT_STALENESS[config.mode]
+
+
+def num_over_issued(over_issue: float, prompts_per_step: int) -> int:
+    """Groups begun beyond those that steps need: the share of a step, rounded up."""
+    return math.ceil(round(over_issue * prompts_per_step, 9))  # 0.07 of 100 is 7
 
 
 def _resolve_fully_async(config: RLConfig) -> None:

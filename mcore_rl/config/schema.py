@@ -351,8 +351,9 @@ class AsynchronousConfig:
     """How generation goes on beside training, with trainer.mode=fully_async."""
 
     max_groups: int = 0  # groups that are generated at once; 0: as many as staleness lets in
-    # Groups begun beyond those, as a share of trainer.prompts_per_step: a step takes the first that
-    # are complete. Those that are too old then are begun again, which favours short responses.
+    # Groups begun beyond those, as a share of trainer.prompts_per_step, rounded up: a step takes
+    # the first that are complete. Those that are too old then are begun again, which favours short
+    # responses.
     over_issue: float = 0.0
     # Samples that may be held or generated for later steps: with more no group is begun but those
     # that the next step lacks. It bounds the memory of samples. 0: as many as staleness lets in.
@@ -455,8 +456,9 @@ class RLConfig:
     resume: str = "never"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     # Shared memory of a private Ray, where the columns of batches lie. 0: room for the samples of
-    # two steps, and with trainer.mode=fully_async of as many more as trainer.staleness; at least
-    # 512 MiB, at most 80% of what is free in /dev/shm.
+    # two steps, with trainer.mode=fully_async of trainer.staleness more and what is over-issued,
+    # with replay of algorithm.samples.replay.max_age more; at least 512 MiB, at most 80% of what is
+    # free in /dev/shm.
     object_store_bytes: int = 0
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_mode import staleness_of
+from mcore_rl.config.resolve_mode import num_over_issued, staleness_of
 from mcore_rl.config.schema import RLConfig
 
 LEAST_BYTES = 512 << 20
@@ -16,12 +16,21 @@ _MOST = 0.8  # of what is free
 
 
 def held_bytes(config: RLConfig) -> int:
-    """What samples hold at most: of a step that is trained on, and of those that are generated."""
-    trainer = config.trainer
-    samples = trainer.prompts_per_step * config.algorithm.group_size
+    """What samples hold at most.
+
+    Those of a step that is trained on, those that are generated, and those that may be replayed:
+    with priorities of 0 none is drawn, and all groups of max_age steps are new.
+    """
+    trainer, replay = config.trainer, config.algorithm.samples.replay
+    per_step, steps, extra = trainer.prompts_per_step, 2, 0
+    if trainer.mode == "fully_async":
+        steps += staleness_of(trainer)
+        extra = num_over_issued(trainer.asynchronous.over_issue, per_step)
+    if replay.share:
+        steps += replay.max_age
+    samples = (steps * per_step + extra) * config.algorithm.group_size
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    ahead = 1 + (staleness_of(trainer) if trainer.mode == "fully_async" else 0)
-    return (1 + ahead) * samples * tokens * BYTES_PER_TOKEN
+    return samples * tokens * BYTES_PER_TOKEN
 
 
 def object_store_bytes(wanted: int, held: int = 0, *, setting: str, shm: int = -1) -> int:

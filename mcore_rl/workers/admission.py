@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from mcore_rl.workers.sample_queue import (
     ACTIVE,
     HELD,
+from mcore_rl.config.resolve_mode import num_over_issued
     WAITING,
     GroupState,
     LedgerError,
@@ -63,7 +64,12 @@ class Pacing:
     @property
     def num_extra(self) -> int:
         """Groups that may be begun beyond what the batches need."""
-        return round(self.over_issue * self.groups_per_step)
+        return num_over_issued(self.over_issue, self.groups_per_step)
+
+    @property
+    def num_new(self) -> int:
+        """Groups that are counted for a step of which no more is known."""
+        return self.groups_per_step if self.new_per_step is None else self.new_per_step
 
 
 class Admission(Generic[T]):
