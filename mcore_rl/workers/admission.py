@@ -6,9 +6,12 @@ Why no token older than `staleness` s versions is ever trained:
    `evict(v)` sends those back.
 3. Step v + 1, which trains version v, selects and trains while v is pushed: ages are at most s.
 
-That alone would waste work, so `num_to_begin` paces: while version v is pushed, v + s + 1 batches
-may have been begun in all, and those over; and a step waits for a group that no later one could
-train in time. So at most as many as are over are sent back.
+That alone would waste work, so `num_to_begin` paces: while version v is pushed, as many groups may
+have been begun as the batches up to step v + s + 1 need, and those over; and a step waits for a
+group that no later one could train in time. So at most as many as are over are sent back.
+
+What is replayed takes the place of new groups. `expect` says how many the next step needs; later
+ones need no fewer than new_per_step, and are counted as that.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from mcore_rl.config.resolve_mode import num_over_issued
 from mcore_rl.workers.sample_queue import (
     ACTIVE,
     HELD,
-from mcore_rl.config.resolve_mode import num_over_issued
     WAITING,
     GroupState,
     LedgerError,
@@ -35,7 +38,7 @@ T = TypeVar("T")
 class Pacing:
     """Settings of `Admission`. ValueError when one is not allowed."""
 
-    groups_per_step: int
+    groups_per_step: int  # the most that a step trains
     group_size: int  # samples
     num_steps: int  # of the run: nothing is begun for later ones
     staleness: int  # versions that the oldest token may be older than the policy that is trained
@@ -46,6 +49,8 @@ class Pacing:
     # Samples that are held or generated before nothing more is begun. What the next batch lacks is
     # begun all the same. None: no bound but that of staleness.
     max_samples: int | None = None
+    # Groups that a step needs where as many are replayed as may be. None: groups_per_step.
+    new_per_step: int | None = None
 
     def __post_init__(self) -> None:
         lowest = {"groups_per_step": 1, "group_size": 1, "num_steps": 0, "staleness": 0}
@@ -55,6 +60,10 @@ class Pacing:
             value = getattr(self, name)
             if value is not None and not value >= low:
                 raise ValueError(f"{name}={value}; allowed: {low} or more")
+        if not 1 <= self.num_new <= self.groups_per_step:
+            raise ValueError(
+                f"new_per_step={self.new_per_step}; allowed: 1 to {self.groups_per_step}"
+            )
         if self.over_issue and not self.staleness:
             raise ValueError(
                 f"over_issue={self.over_issue} with staleness=0, where what is left over is too "
@@ -75,6 +84,7 @@ class Pacing:
 class Admission(Generic[T]):
     """Decides over the groups of a queue; a state of a checkpoint. A step of a trainer:
 
+        expect(step, ...)                    # new groups that it needs, where some are replayed
         queue.issue(...)                     # num_to_draw new groups, whenever it is not 0
         begin()                              # ids and rows of groups for the servers
         queue.finish(...), mark_rewarded, drop
@@ -90,6 +100,19 @@ class Admission(Generic[T]):
     def __init__(self, queue: SampleQueue[T], pacing: Pacing) -> None:
         self._queue, self._pacing = queue, pacing
         self.version = 0  # that the servers have
+        self._expected = (0, 0)  # a step, and how many groups it needs
+
+    def expect(self, step: int, num_groups: int) -> None:
+        """The next step needs so many new groups: it replays the others."""
+        most = self._pacing.groups_per_step
+        if not 0 <= num_groups <= most:
+            raise LedgerError(f"step {step} cannot need {num_groups} groups; allowed: 0 to {most}")
+        self._expected = step, num_groups
+
+    def _needed(self) -> int:
+        """By the step after the last that is trained."""
+        step, num_groups = self._expected
+        return num_groups if step == self._queue.last_trained + 1 else self._pacing.num_new
 
     def num_to_begin(self) -> int:
         """How many groups may be begun now."""
@@ -98,7 +121,8 @@ class Admission(Generic[T]):
         batches = last - queue.last_trained  # to come, of those that may have been begun
         if batches <= 0:
             return 0
-        room = batches * pacing.groups_per_step + pacing.num_extra - queue.num_groups(*ACTIVE)
+        needed = self._needed() + (batches - 1) * pacing.num_new + pacing.num_extra
+        room = needed - queue.num_groups(*ACTIVE)
         running = queue.num_groups(GroupState.GENERATING)
         room = min(room, self._room_for_samples(room, running))
         if pacing.depth is not None:
@@ -111,7 +135,8 @@ class Admission(Generic[T]):
         if pacing.max_samples is not None:
             room = (pacing.max_samples - queue.num_samples(*HELD)) // pacing.group_size - running
         waiting = queue.num_groups(GroupState.GENERATED, GroupState.REWARDED)
-        return max(room, pacing.groups_per_step - running - waiting)
+        lacking = max(self._needed() - queue.num_groups(GroupState.TRAINING), 0)
+        return max(room, (lacking or pacing.num_new) - running - waiting)
 
     def num_to_draw(self) -> int:
         """New groups that the queue lacks for `begin`."""
@@ -126,8 +151,8 @@ class Admission(Generic[T]):
     def select(self, step: int, num_groups: int | None = None) -> list[SampleGroup[T]] | None:
         """The groups of a step in streaming order; None until as many are ready as it needs.
 
-        It needs `num_groups`, at most and by default groups_per_step, of such versions that those
-        to come can train the others in time. Called again after a loss, it fills the step up.
+        It needs `num_groups`, by default as many as are expected, of such versions that those to
+        come can train the others in time. Called again after a loss, it fills the step up.
         """
         last = self._queue.last_trained
         if step != self.version + 1 or step != last + 1:
@@ -136,7 +161,7 @@ class Admission(Generic[T]):
                 f"{last} is trained; allowed: step {last + 1}, with version {last}"
             )
         most = self._pacing.groups_per_step
-        needed = most if num_groups is None else num_groups
+        needed = self._needed() if num_groups is None else num_groups
         if not 0 <= needed <= most:
             raise LedgerError(f"step {step} cannot select {needed} groups; allowed: 0 to {most}")
         lacking = max(needed - self._queue.num_groups(GroupState.TRAINING), 0)
@@ -149,15 +174,15 @@ class Admission(Generic[T]):
     def _leaves_time(self, chosen: list[SampleGroup[T]]) -> bool:
         """Whether the steps to come can train what this one leaves, before it is too old.
 
-        As in scheduling by the earliest deadline: n steps train no more than n batches. Those begun
-        beyond the batches may be late. False only if waiting can help.
+        As in scheduling by the earliest deadline: n steps train no more than n batches, of
+        new_per_step. Those begun beyond the batches may be late. False only if waiting can help.
         """
         pacing, ids = self._pacing, {group.group_id for group in chosen}
         waiting = self._queue.groups(*WAITING)
         left = [group.age(self.version) for group in waiting if group.group_id not in ids]
         for num_steps in range(pacing.staleness + 1):
             least = pacing.staleness - num_steps  # an age with so many steps after this one
-            room = num_steps * pacing.groups_per_step + pacing.num_extra
+            room = num_steps * pacing.num_new + pacing.num_extra
             is_late = sum(age >= least for age in left) > room
             if is_late and any(group.age(self.version) < least for group in chosen):
                 return False

@@ -54,6 +54,7 @@ class AsyncRollout:
             depth=trainer.asynchronous.max_groups or None,
             over_issue=trainer.asynchronous.over_issue,
             max_samples=trainer.asynchronous.max_waiting_samples or None,
+            new_per_step=samples.new_per_step(config),
         )
         self.admission = Admission(self.queue, pacing)
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
@@ -70,8 +71,15 @@ class AsyncRollout:
     def fill(self) -> None:
         """Begin as many groups as may be; returns at once."""
         if not self._in_rounds:
+            self._expected(self.queue.last_trained + 1)
             self._draw()
             self._begin()
+
+    def _expected(self, step: int) -> tuple[Samples | None, int]:
+        """What the step replays, and how many new groups it needs; the pacing is told."""
+        replayed, wanted = samples.replayed_and_wanted(self._config, self._replay, step)
+        self.admission.expect(step, wanted)
+        return replayed, wanted
 
     def _draw(self) -> None:
         per_step = self._config.trainer.prompts_per_step
@@ -123,7 +131,7 @@ class AsyncRollout:
         config = self._config
         if self._in_rounds:
             return samples.samples_of_step(config, self._rollout, self._prompts, self._replay, step)
-        replayed, wanted = samples.replayed_and_wanted(config, self._replay, step)
+        replayed, wanted = self._expected(step)
         chosen = self._chosen(step, wanted)
         came = [group.columns[SAMPLES] for group in chosen] + self._rejected
         self._rejected = []

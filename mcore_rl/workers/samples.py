@@ -82,9 +82,15 @@ def replayed_and_wanted(
 ) -> tuple[Samples | None, int]:
     """The groups of earlier steps that a step trains on, and how many new ones it needs."""
     per_step = config.trainer.prompts_per_step
-    share = round(config.algorithm.samples.replay.share * per_step)
-    replayed = replay.draw(min(share, per_step - 1), step)
+    replayed = replay.draw(per_step - new_per_step(config), step)
     return replayed, per_step - (num_groups(replayed) if replayed is not None else 0)
+
+
+def new_per_step(config: RLConfig) -> int:
+    """New groups that a step needs at least: it replays the others if the buffer has enough."""
+    per_step = config.trainer.prompts_per_step
+    share = round(config.algorithm.samples.replay.share * per_step)
+    return max(per_step - share, 1)
 
 
 def rewarded(config: RLConfig, came: Samples, step: int) -> tuple[Samples, dict[str, float]]:

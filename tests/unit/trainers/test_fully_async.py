@@ -301,6 +301,22 @@ def test_replayed_groups_take_the_place_of_new_ones(tmp_path):
     for update in run.actor.updates[1:]:
         assert len(np.unique(update.array("group_ids")[update.array("replayed") == 1])) == 2
         assert len(np.unique(update.array("group_ids"))) == PER_STEP
+    assert run.servers.events[:2] == ["begin 0-7 of 0", "push 1"]  # 4 for step 1, 2 for others
+
+
+@pytest.mark.parametrize("train_s", [8.0, 1e4])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_all_that_is_begun_is_trained_where_steps_replay(tmp_path, share, staleness, train_s):
+    """Also where the buffer has too few groups of priority, and servers are ahead."""
+    samples = SamplesConfig(replay=ReplayConfig(share=share, max_age=5))
+    settings = {"staleness": staleness, "train_s": train_s, "num_steps": 20}
+    run = Run(tmp_path, samples=samples, **settings).train()
+    new = [batch.take(np.flatnonzero(batch["replayed"] == 0)) for batch in run.actor.updates]
+    groups = [group for batch in new for group in np.unique(batch.array("group_ids")).tolist()]
+    assert run.rows[-1]["queue/abandoned_total"] == 0
+    assert run.rows[-1]["queue/begun_total"] == len(groups) == len(set(groups)) < 20 * PER_STEP
+    assert {len(np.unique(batch.array("group_ids"))) for batch in run.actor.updates} == {PER_STEP}
 
 
 def test_on_shared_devices_servers_sleep_with_what_they_do_and_go_on(tmp_path):

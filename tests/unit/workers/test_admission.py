@@ -157,6 +157,58 @@ def test_samples_that_wait_hold_back_new_groups_but_not_those_of_the_next_batch(
     assert begun(queue, admission) == [4]
 
 
+def test_steps_that_replay_begin_as_many_groups_as_they_train():
+    queue, admission = of(paced(staleness=2, new_per_step=1))
+    admission.expect(1, 2)  # there is nothing to replay yet
+    assert begun(queue, admission) == [0, 1, 2, 3]  # two of step 1, one of 2 and of 3
+    rewarded(queue, 0, 1, 2, 3)
+    for step, wanted in ((1, [0, 1]), (2, [2]), (3, [3])):
+        assert selected(admission, step) == wanted
+        assert trained(queue, admission, step) == []
+        admission.expect(step + 1, 1)
+        assert begun(queue, admission) == [3 + step] and begun(queue, admission) == []
+    admission.expect(4, 2)  # fewer can be replayed than was thought
+    assert begun(queue, admission) == [7]
+    rewarded(queue, 4, 5)
+    assert selected(admission, 4) == [4, 5]
+    assert queue.groups_total["abandoned"] == 0
+
+
+def test_a_step_waits_for_what_later_ones_would_not_train_as_they_replay():
+    queue, admission = of(paced(staleness=2, new_per_step=1))
+    admission.expect(1, 2)
+    assert begun(queue, admission) == [0, 1, 2, 3]
+    rewarded(queue, 0, 1)
+    assert selected(admission, 1) == [0, 1] and trained(queue, admission, 1) == []
+    assert begun(queue, admission) == [4]  # version 1
+    rewarded(queue, 4)
+    assert selected(admission, 2) is None  # 4 is ready, but step 3 has room for one of 2 and 3
+    rewarded(queue, 3)
+    assert selected(admission, 2) == [3] and trained(queue, admission, 2) == []
+
+
+def test_samples_that_wait_hold_back_all_but_what_the_next_batch_lacks_besides_its_replay():
+    queue, admission = of(paced(staleness=3, groups_per_step=3, new_per_step=1, max_samples=9))
+    admission.expect(1, 2)
+    assert begun(queue, admission) == [0, 1, 2]
+    rewarded(queue, 0, 1, 2)
+    assert selected(admission, 1) == [0, 1]
+    assert begun(queue, admission) == []  # group 2 is all that step 2 needs
+    trained(queue, admission, 1)
+    assert begun(queue, admission) == [3, 4]
+
+
+def test_what_a_step_needs_is_within_what_it_trains():
+    _, admission = of(paced(staleness=1))
+    with pytest.raises(LedgerError, match="step 1 cannot need 3 groups; allowed: 0 to 2"):
+        admission.expect(1, 3)
+
+
+def test_a_share_of_a_group_is_a_group_over():
+    for share, groups, extra in ((0, 8, 0), (0.05, 8, 1), (0.5, 8, 4), (0.07, 100, 7)):
+        assert paced(staleness=1, groups_per_step=groups, over_issue=share).num_extra == extra
+
+
 def test_nothing_is_begun_for_steps_that_the_run_does_not_have():
     queue, admission = of(paced(staleness=3, num_steps=2, over_issue=0.5))
     assert begun(queue, admission) == [0, 1, 2, 3, 4]
@@ -224,6 +276,8 @@ def test_a_push_is_refused_until_what_would_be_too_old_is_evicted():
         ({"depth": 0}, "depth=0; allowed: 1 or more"),
         ({"over_issue": float("nan")}, "over_issue=nan; allowed: 0 or more"),
         ({"max_samples": 5}, "max_samples=5; allowed: 6 or more"),
+        ({"new_per_step": 0}, "new_per_step=0; allowed: 1 to 2"),
+        ({"new_per_step": 3}, "new_per_step=3; allowed: 1 to 2"),
         (
             {"staleness": 0, "over_issue": 0.5},
             "over_issue=0.5 with staleness=0, .*; allowed: 0, or",

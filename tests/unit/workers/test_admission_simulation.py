@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,6 +45,12 @@ class Run:
 
     def __init__(self, pacing: Pacing, folder: Path, seed: int) -> None:
         self.pacing, self.rng, self.folder = pacing, np.random.default_rng(seed), folder
+        # New groups of each step from 1 on: it replays as many as may be, or fewer.
+        needs = np.random.default_rng(seed).integers(
+            pacing.num_new, pacing.groups_per_step + 1, pacing.num_steps
+        )
+        self.needs = [0, *needs.tolist()]
+        self.needed_until = np.cumsum(self.needs).tolist()  # in all
         self.begin_empty()
         self.done, self.clock = Done(), 0.0
         self.alive: weakref.WeakSet[Samples] = weakref.WeakSet()
@@ -73,12 +80,14 @@ class Run:
         self.check_bounds()
 
     def check_bounds(self) -> None:
-        """Pacing: (v + s + 1) * B groups in all, and those over; memory likewise."""
+        """Pacing: what the steps up to v + s + 1 need, and those over; memory likewise."""
         pacing, done = self.pacing, self.done
         num_dropped = sum(how == "dropped" for how in done.ends.values())
         batches = min(done.steps + pacing.staleness + 1, pacing.num_steps)
-        extra = round(pacing.over_issue * pacing.groups_per_step)
-        assert len(done.begun) - num_dropped <= batches * pacing.groups_per_step + extra
+        extra = math.ceil(pacing.over_issue * pacing.groups_per_step)
+        known = min(done.steps + 1, batches)
+        counted = self.needed_until[known] + (batches - known) * pacing.num_new
+        assert len(done.begun) - num_dropped <= counted + extra
         assert len(self.running) <= (pacing.depth or len(self.running))
         most = (pacing.staleness + 1) * pacing.groups_per_step + extra
         assert len(self.queue) <= most
@@ -135,6 +144,7 @@ class Run:
 
     def step(self, step: int) -> None:
         """Select, train while the servers go on, push; what is lost meanwhile is replaced."""
+        self.admission.expect(step, self.needs[step])
         for _ in range(40 * (self.pacing.staleness + 1) * self.pacing.groups_per_step):
             if (batch := self.admission.select(step)) is None:
                 self.moment(is_waiting=True)
@@ -146,7 +156,7 @@ class Run:
             self.seen["redone"] += 1
         else:
             raise AssertionError(f"step {step} has no batch")
-        assert len(batch) == self.pacing.groups_per_step
+        assert len(batch) == self.needs[step]
         assert sum(group.num_samples for group in batch) == len(batch) * self.pacing.group_size
         for group in batch:
             samples = self.current.pop(group.group_id)
@@ -203,7 +213,7 @@ class Run:
         assert left.isdisjoint(self.done.ends)
         assert left | self.done.ends.keys() == set(range(self.done.num_prompts))
         ends = list(self.done.ends.values())
-        assert ends.count("trained") == self.pacing.num_steps * self.pacing.groups_per_step
+        assert ends.count("trained") == self.needed_until[-1]
         counted, samples = self.queue.groups_total, self.queue.samples_total
         assert counted["issued"] == self.done.num_prompts
         for how in ("trained", "dropped"):
@@ -218,6 +228,8 @@ SETTINGS = {
     "s1 over-issue": {"staleness": 1, "over_issue": 0.5},
     "s3 over-issue, depth": {"staleness": 3, "over_issue": 0.25, "depth": 6},
     "s3 few samples": {"staleness": 3, "max_samples": 15},
+    "s1 replay": {"staleness": 1, "new_per_step": 2},
+    "s3 replay, few samples": {"staleness": 3, "new_per_step": 1, "max_samples": 12},
 }
 
 
