@@ -146,6 +146,12 @@ class RemoteBatch(Samples):
         remote = {name: self.remote[name] for name in names if name in self.remote}
         return RemoteBatch(own, remote, len(self))
 
+    def let_go(self) -> RemoteBatch:
+        """The same columns without what they refer to: none of it can be fetched any more."""
+        nowhere = Places.nowhere(len(self))
+        remote = {n: RemoteColumn(nowhere, c.stored_name, c.empty) for n, c in self.remote.items()}
+        return RemoteBatch(self.own, remote, len(self))
+
     def to_read(self) -> RemoteBatch:
         """As a worker needs it: without lengths, which its columns say, where none is filled in."""
         if not self.remote or any(

@@ -20,7 +20,7 @@ from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import policy_checks, samples
 from mcore_rl.workers.admission import Admission, Pacing
-from mcore_rl.workers.near_data import kept, lost_groups
+from mcore_rl.workers.near_data import for_metrics, kept, lost_groups
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool, tell_lost
 from mcore_rl.workers.sample_queue import HELD, GroupState, SampleGroup, SampleQueue
@@ -238,7 +238,7 @@ class AsyncRollout:
             self.queue.mark_rewarded([group_id])
         else:
             self.queue.drop([group_id])
-            self._rejected.append(batch)
+            self._rejected.append(for_metrics(batch))
 
     def _passes(self, batch: Batch) -> bool:
         policy = self._config.algorithm.samples
@@ -250,7 +250,8 @@ class AsyncRollout:
 
     def _too_few(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
         """What there is, where the filter has rejected as many as it may in a step."""
-        num, policy = self.queue.num_groups(GroupState.REWARDED), self._config.algorithm.samples
+        policy = self._config.algorithm.samples
+        num = min(self.queue.num_groups(GroupState.REWARDED, GroupState.TRAINING), wanted)
         if policy.if_short == "stop":
             raise ConfigError(
                 f"step {step}: algorithm.samples.group_filter={policy.group_filter!r} has rejected "

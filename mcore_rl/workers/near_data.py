@@ -89,6 +89,11 @@ def per_sample(batch: Samples) -> Batch:
     return Batch(own)
 
 
+def for_metrics(batch: B) -> B:
+    """With what `per_sample` reads; what a RemoteBatch has of tokens in the object store may go."""
+    return cast(B, batch.let_go()) if isinstance(batch, RemoteBatch) else batch
+
+
 def kept(function: Callable[..., Batch], batch: B, *args: object) -> B:
     """The rows that a choice by the columns of one value a sample leaves, in its order."""
     numbered = per_sample(batch).with_columns(row_numbers=np.arange(len(batch)))

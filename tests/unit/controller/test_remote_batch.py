@@ -211,6 +211,18 @@ def test_take_drops_references_that_no_row_is_left_of(objects: Store):
     assert not remote.take([]).remote["log_probs"].places.references
 
 
+def test_what_is_let_go_of_has_its_columns_and_lengths_and_no_references():
+    """And is joined with what has them, which loses nothing."""
+    batch, other = (batch_of(np.random.default_rng(seed), 4) for seed in (0, 1))
+    gone = store(batch).let_go()
+    assert gone.names == store(batch).names
+    assert all(not column.places.references for column in gone.remote.values())
+    assert gone.num_tokens.tolist() == batch.num_tokens.tolist()
+    both = RemoteBatch.concat([gone, store(other), gone])
+    np.testing.assert_array_equal(both.array("rewards")[4:8], other.array("rewards"))
+    assert_same(fetch(both.take(range(4, 8))), other)
+
+
 @pytest.mark.parametrize(
     "column",
     [
