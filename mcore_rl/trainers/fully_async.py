@@ -64,6 +64,6 @@ class FullyAsyncTrainer:
                 with clock("evaluate"):
                     metrics |= self.evaluation.run(step)
             metrics |= clock.seconds | clock.driver
-            metrics["time/servers_idle_s"] = self.rollout.idle_s(clock)
+            metrics["time/servers_idle_s"] = self.rollout.idle_s()
             report(step, metrics)
             self.checkpointer.step_ended(step, metrics)

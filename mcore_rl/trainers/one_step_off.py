@@ -42,6 +42,7 @@ class OneStepOffTrainer:
             RunStopped, PolicyMismatchError, ConfigError: as SyncTrainer; and PolicyMismatchError
                 for samples that are more than trainer.staleness versions old.
         """
+        self.ahead.start()
         last, staleness = self.config.trainer.num_steps, self.config.trainer.staleness or 0
         for step in range(self.checkpointer.next_step, last + 1):
             clock = Stopwatch()
@@ -63,6 +64,6 @@ class OneStepOffTrainer:
                 with clock("evaluate"):
                     metrics |= self.evaluation.run(step)
             metrics |= clock.seconds | clock.driver
-            metrics["time/servers_idle_s"] = self.ahead.idle_s(clock)
+            metrics["time/servers_idle_s"] = self.ahead.idle_s()
             report(step, metrics)
             self.checkpointer.step_ended(step, metrics)

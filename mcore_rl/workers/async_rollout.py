@@ -17,7 +17,6 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
-from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import policy_checks, samples
 from mcore_rl.workers.admission import Admission, Pacing
 from mcore_rl.workers.near_data import for_metrics, kept, lost_groups
@@ -61,11 +60,10 @@ class AsyncRollout:
         policy = config.algorithm.samples
         self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
         self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
-        self._busy_s = 0.0
 
     def start(self) -> None:
         """Before the first step; the servers have weights."""
-        self._busy_s = self._rollout.busy_s()
+        self._rollout.idle_s()  # what was before the run does not count
         self.fill()
 
     def fill(self) -> None:
@@ -159,14 +157,9 @@ class AsyncRollout:
         self._put_back_lost()
         self.fill()
 
-    def idle_s(self, clock: Stopwatch) -> float:
-        """Seconds since the last call, of a step, in which a server had nothing to generate.
-
-        The mean over servers, without pushes. Those that sleep have nothing to generate either.
-        """
-        before, self._busy_s = self._busy_s, self._rollout.busy_s()
-        pushing_s = clock.seconds.get("time/weight_sync_s", 0.0)
-        return max(clock.total_s - pushing_s - (self._busy_s - before), 0.0)
+    def idle_s(self) -> float:
+        """As RolloutPool.idle_s, since the last call or the start."""
+        return self._rollout.idle_s()
 
     def state_dict(self) -> dict[str, Any]:
         return {"queue": self.queue.state_dict(), "admission": self.admission.state_dict()}

@@ -65,9 +65,13 @@ class RolloutPool:
         """These groups never come."""
         self.servers.abandon(TRAIN, group_ids)
 
-    def busy_s(self) -> float:
-        """Seconds of the run in which a server has generated, on average over servers."""
-        return float(np.mean(self.servers.busy_s()))
+    def idle_s(self) -> float:
+        """Seconds since the last call in which a server had nothing to do, on average over servers.
+
+        Of those that are up; 0 if none is.
+        """
+        found = self.servers.idle_s()
+        return sum(found) / max(len(found), 1)
 
     def evaluate(self, prompts: Batch, config: EvaluationConfig) -> Batch:
         """config.num_samples a prompt, as `generate`, with the settings of sampling of evaluation.

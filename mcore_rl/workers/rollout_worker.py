@@ -29,8 +29,9 @@ from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.workers.expert_records import ExpertLayers, with_records
+from mcore_rl.workers.idle_time import IdleTime
 from mcore_rl.workers.loop_thread import LoopThread
-from mcore_rl.workers.running_groups import BusyTime, RunningGroups
+from mcore_rl.workers.running_groups import RunningGroups
 
 T = TypeVar("T")
 Stream = Literal["train", "evaluation"]  # what samples are for
@@ -98,10 +99,11 @@ class RolloutWorker:
                 models=spec.models,
             )
         self._remotes: list[RemoteGenerator] = []
-        self._busy = BusyTime()
+        self._idle = IdleTime()
+        self._idle.begin("start")
         self._streams: dict[Stream, RunningGroups] = {
-            "train": RunningGroups(self._busy),
-            "evaluation": RunningGroups(self._busy),
+            "train": RunningGroups(self._idle),
+            "evaluation": RunningGroups(self._idle),
         }
         self._wait = LoopThread(spec.timeout_s).wait
 
@@ -136,7 +138,11 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def start(self) -> None:
-        self._wait((self._headless or self._server).start())
+        self._wait(self._started())
+
+    async def _started(self) -> None:
+        await (self._headless or self._server).start()
+        self._idle.end("start")
 
     def _batch(self, samples: list[Sample], with_experts: bool) -> Batch:
         batch, experts = Batch.of(samples), self._spec.experts
@@ -266,11 +272,16 @@ class RolloutWorker:
             self._release("sleep")
 
     def _hold(self, reason: str) -> None:
-        """Requests of programs outside wait, and the time of trajectories stands still."""
+        """Requests of programs outside wait, and the time of trajectories stands still.
+
+        Nor does the server idle.
+        """
+        self._idle.begin(reason)
         if isinstance(self._agent, AgentRunner):
             self._agent.hold(reason)
 
     def _release(self, reason: str) -> None:
+        self._idle.end(reason)
         if isinstance(self._agent, AgentRunner):
             self._agent.release(reason)
 
@@ -280,9 +291,12 @@ class RolloutWorker:
         return self._ask(lambda server: server.memory()) or ServerMemory(0, 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def busy_s(self) -> float | None:
-        """Seconds in which the server has had a group to generate; of its first node."""
-        return None if self._headless else self._busy.seconds
+    def idle_s(self) -> float | None:
+        """Seconds since its start in which the server has had nothing to do; of its first node."""
+        return None if self._headless else self._wait(self._idle_s())
+
+    async def _idle_s(self) -> float:
+        return self._idle.seconds
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:

@@ -4,32 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Mapping, Sequence, Set
 
 from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.agent_loop import Group
-
-
-class BusyTime:
-    """How long anything has run, of several things that begin and end."""
-
-    def __init__(self) -> None:
-        self._num, self._since, self._before_s = 0, 0.0, 0.0
-
-    def begin(self) -> None:
-        if not self._num:
-            self._since = time.monotonic()
-        self._num += 1
-
-    def end(self) -> None:
-        self._num -= 1
-        if not self._num:
-            self._before_s += time.monotonic() - self._since
-
-    @property
-    def seconds(self) -> float:
-        return self._before_s + (time.monotonic() - self._since if self._num else 0.0)
+from mcore_rl.workers.idle_time import IdleTime
 
 
 class RunningGroups:
@@ -39,10 +18,10 @@ class RunningGroups:
     owner abandons those that it does not wait for.
     """
 
-    def __init__(self, busy: BusyTime | None = None) -> None:
-        """`busy` is told when a group begins and ends; several may share it."""
+    def __init__(self, idle: IdleTime | None = None) -> None:
+        """`idle` is told when a group begins and ends; several may share it."""
         self._groups: dict[int, Group] = {}
-        self._busy = BusyTime() if busy is None else busy
+        self._idle = IdleTime() if idle is None else idle
         self._news = asyncio.Event()  # a group has ended since it was looked
 
     @property
@@ -54,11 +33,11 @@ class RunningGroups:
         """Groups whose ids are free."""
         self._groups |= groups
         for group in groups.values():
-            self._busy.begin()
+            self._idle.begin(group)
             group.add_done_callback(self._has_ended)
 
     def _has_ended(self, group: Group) -> None:
-        self._busy.end()
+        self._idle.end(group)
         self._news.set()
 
     async def collect(self, wait_s: float, at_least: int = 1) -> list[Sample]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Samples
 from mcore_rl.data.prompt_batches import PromptBatches
-from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers.near_data import from_arrays, lost_groups, to_arrays
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool, tell_lost
@@ -44,7 +42,10 @@ class SamplesAhead:
         self._begun_from: tuple[dict[str, Any], Samples | None] | None = None
         self._step = 0  # of what is generated, or has been and was not taken
         self._pending: Future[Found] | None = None
-        self._generated_s = 0.0
+
+    def start(self) -> None:
+        """Before the first step; the servers have weights."""
+        self.idle_s()  # what was before the run does not count
 
     def begin(self, step: int, version: int) -> None:
         """Returns at once; the servers have weights of this version.
@@ -60,10 +61,7 @@ class SamplesAhead:
         self._pending = self._thread.submit(self._generate, step, step - 1 - version)
 
     def _generate(self, step: int, age: int) -> Found:
-        started = time.perf_counter()
-        found = samples_of_step(*self._source, step, age)
-        self._generated_s += time.perf_counter() - started
-        return found
+        return samples_of_step(*self._source, step, age)
 
     def wait(self) -> None:
         """Returns when no server answers; immediately if nothing was begun.
@@ -106,15 +104,9 @@ class SamplesAhead:
             self._pending.set_result(found)
         return found
 
-    def idle_s(self, clock: Stopwatch) -> float:
-        """Seconds of a step in which the servers neither answered nor took new weights.
-
-        Call it once a step, when no server answers.
-        """
-        used = ("time/weight_sync_s", "time/evaluate_s")
-        busy_s = self._generated_s + sum(clock.seconds.get(name, 0.0) for name in used)
-        self._generated_s = 0.0
-        return max(clock.total_s - busy_s, 0.0)
+    def idle_s(self) -> float:
+        """As RolloutPool.idle_s, since the last call or the start; when no server answers."""
+        return self._source[1].idle_s()
 
     def state_dict(self) -> dict[str, Any]:
         if self._pending is None:

@@ -46,8 +46,7 @@ class Server:
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
     # Groups that were abandoned since it was asked to collect: that answer may have them.
     unwanted: dict[str, set[int]] = field(default_factory=dict)
-    busy_s: float = 0.0  # since it was started last; when it was last asked
-    busy_before_s: float = 0.0
+    idle_s: float = 0.0  # since it was started last; when it was last asked
 
 
 class ServerGroups(ABC):
@@ -119,17 +118,19 @@ class ServerGroups(ABC):
         """Of each node of the servers that are up."""
         return self._call(self._up, "memory")
 
-    def busy_s(self) -> list[float]:
-        """Seconds of the run in which each server had a group to generate.
+    def idle_s(self) -> list[float]:
+        """Of each server that is up: seconds with nothing to do (`IdleTime`) since the last call.
 
-        Of those that have died, and for the time before a restart, until they were last asked.
+        Of one that has started since, from then on. What has died or was removed is not among them.
         """
         asked = self._up
-        found = [seconds for seconds in self._call(asked, "busy_s") if seconds is not None]
+        found = [seconds for seconds in self._call(asked, "idle_s") if seconds is not None]
         alive = [server for server in asked if server.is_up]
+        since = []
         for server, seconds in zip(alive, found, strict=True):
-            server.busy_s = seconds
-        return [server.busy_before_s + server.busy_s for server in self._servers.values()]
+            since.append(seconds - server.idle_s)
+            server.idle_s = seconds
+        return since
 
     def shut_down(self) -> None:
         """At the end of a run, whatever has died."""
@@ -358,7 +359,7 @@ class ServerGroups(ABC):
                 raise error
             self._release(server)
             server.is_up, server.version = False, None
-            server.busy_before_s, server.busy_s = server.busy_before_s + server.busy_s, 0.0
+            server.idle_s = 0.0
             server.starting, server.sent = [], []
             server.collecting, server.unwanted = {}, {}
             self.membership += 1

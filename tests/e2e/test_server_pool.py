@@ -119,7 +119,7 @@ class Server:
         self.version = -1
 
     @register()
-    def busy_s(self) -> float:
+    def idle_s(self) -> float:
         return 5.0
 
     @register()
@@ -241,7 +241,7 @@ def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_
 ):
     pool = pool_of(2)
     pushed(pool, 1)
-    assert pool.busy_s() == [5, 5]
+    assert pool.idle_s() == [5, 5]
     pool.begin(prompts(*range(12), **{how: 5}), SAMPLING)
     first = all_of(pool)
     assert_whole(first, *range(12))
@@ -261,7 +261,7 @@ def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_
     pool.begin(prompts(0, 1), SAMPLING)
     last = all_of(pool)
     assert servers(last) == {0, 1} and versions(last) == {2}
-    assert pool.busy_s() == [5, 10]  # before and after the death
+    assert pool.idle_s() == [0, 5]  # since it was asked, and since a start
 
 
 def test_the_only_server_gets_its_weights_again_and_then_its_groups(pool_of):

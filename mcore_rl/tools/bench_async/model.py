@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,10 +87,11 @@ class Servers:
 
     def __init__(self, clock: Clock, load: Workload, slots: int) -> None:
         self._clock, self._load, self.slots = clock, load, slots
-        self.asleep_s = 0.0
         self._still_s = 0.0  # in which their time has stood still
         self._done_s = 0.0  # of their own time, up to which all is known
         self._asleep_at: float | None = None
+        self._held: list[tuple[float, float]] = []  # from when to when they took weights or slept
+        self._told_idle_s = 0.0
         self._pushes = [(0.0, 0)]  # in their own time: when each version came
         self._waiting: deque[tuple[int, int]] = deque()  # (group, number) without a slot
         self._running: list[tuple[float, int, int]] = []  # a heap: (end, group, number)
@@ -164,23 +165,32 @@ class Servers:
         kept = sum(self._done_s - self._starts[group][n] for _, group, n in self._running)
         again_s = kept * self._load.tokens_per_s / self._load.recomputed_per_s
         asleep_s = self._clock.now - self._asleep_at
-        self.asleep_s += asleep_s
+        self._held.append((self._asleep_at, self._clock.now))
         self._still_s += asleep_s + again_s
         self._asleep_at = None
         self.used.append((self._clock.now, len(self._running)))
 
-    def busy_s(self) -> list[float]:
-        """Seconds with a response in a slot."""
+    def idle_s(self) -> list[float]:
+        """As those of servers: seconds with nothing to do since the last call."""
+        before, self._told_idle_s = self._told_idle_s, self.all_idle_s
+        return [self._told_idle_s - before]
+
+    @property
+    def all_idle_s(self) -> float:
+        """Seconds without a response in a slot, without a push and awake."""
         self._go_on()
-        ends = [when for when, _ in self.used[1:]] + [self._clock.now]
-        pairs = zip(self.used, ends, strict=True)
-        return [sum(max(end - start, 0.0) for (start, num), end in pairs if num)]
+        now = self._clock.now
+        ends = [when for when, _ in self.used[1:]] + [now]
+        used = [(start, end) for (start, num), end in zip(self.used, ends, strict=True) if num]
+        asleep = [] if self._asleep_at is None else [(self._asleep_at, now)]
+        return now - _covered_s([*used, *self._held, *asleep], now)
 
     @contextlib.contextmanager
     def _standing_still(self) -> Iterator[None]:
         self._go_on()
         began = self._clock.now
         yield
+        self._held.append((began, self._clock.now))
         if self._asleep_at is None:
             self._still_s += self._clock.now - began
 
@@ -238,6 +248,15 @@ class Servers:
                 "finish_reasons": np.where(is_cut, "length", "stop"),
             }
         )
+
+
+def _covered_s(spans: Sequence[tuple[float, float]], until_s: float) -> float:
+    """Seconds of at least one of the spans."""
+    found = covered_until = 0.0
+    for start, end in sorted(spans):
+        found += max(min(end, until_s) - max(start, covered_until), 0.0)
+        covered_until = max(covered_until, end)
+    return found
 
 
 class Actor:

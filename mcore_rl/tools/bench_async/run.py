@@ -56,7 +56,7 @@ class ModelledRun:
     samples_per_s: float
     step_s: float
     trainer_waits_s: float  # a step, for samples
-    servers_idle_s: float  # a step: nothing to generate, and no push; asleep does not count
+    servers_idle_s: float  # a step; see IdleTime
     slots_used: float  # the share of slots with a response, over the run
     mean_age: float  # of a token, in versions
     max_age: int
@@ -135,13 +135,11 @@ def _measured(
     starts, nums = (np.array(column) for column in zip(*servers.used, strict=True))
     lasted = np.diff(np.append(starts, clock.now)).clip(min=0)
     trained_s, push_s = clock.spent("log-probs", "update"), clock.spent("push")
-    [busy_s] = servers.busy_s()
-    asleep_s = servers.asleep_s
     return ModelledRun(
         samples_per_s=sum(map(len, updates)) / clock.now,
         step_s=clock.now / num_steps,
         trainer_waits_s=(clock.now - trained_s - push_s) / num_steps,
-        servers_idle_s=max(clock.now - busy_s - asleep_s - push_s, 0.0) / num_steps,
+        servers_idle_s=servers.all_idle_s / num_steps,
         slots_used=float((lasted * nums).sum()) / clock.now / servers.slots,
         mean_age=float(np.concatenate(ages).mean()),
         max_age=int(max(age.max() for age in ages)),

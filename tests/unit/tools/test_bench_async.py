@@ -13,6 +13,7 @@ from mcore_rl.cli import main as cli
 from mcore_rl.cli.bench import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.jobs.loop import Loop
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.tools.bench_async.model import Clock, Servers, Workload
 from mcore_rl.tools.bench_async.run import SETUPS, WorkloadSettings, measured
@@ -72,7 +73,56 @@ def test_responses_wait_for_a_slot_and_stand_still_for_a_push_and_a_sleep():
     assert servers.collect("train", 5.0) == [] and clock.now == 55.0
     [found] = servers.collect("train", 100.0)
     assert clock.now == pytest.approx(60.0) and found.array("group_ids").tolist() == [2]
-    assert servers.busy_s() == pytest.approx([23.0])
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_servers_idle_without_a_response_a_push_and_sleep(sleeps):
+    """By hand: a response of 10 s, with a push of 3 in its middle; then nothing, and a push."""
+    clock = Clock()
+    servers = Servers(clock, LOAD, slots=2)
+    clock.now = 2.0
+    servers.begin(asked(0), SamplingParams(n=1, max_tokens=100), "train")
+    clock.now = 6.0
+    servers.push(1)
+    servers.collect("train", 100.0)
+    assert clock.now == 15.0
+    clock.now = 20.0
+    assert servers.idle_s() == pytest.approx([2 + 5])
+    if sleeps:
+        servers.sleep(keep=True)
+        clock.now += 30.0
+        assert servers.idle_s() == pytest.approx([0])
+    servers.push(2)
+    servers.wake("kv_cache")
+    clock.now += 4.0
+    assert servers.idle_s() == pytest.approx([4])
+    assert servers.all_idle_s == pytest.approx(2 + 5 + 4)
+
+
+@pytest.mark.parametrize("mode", ["fully async", "one step off"])
+def test_servers_idle_while_the_last_step_trains_whatever_a_push_takes(monkeypatch, mode):
+    """Batches of 100 s each, without a pause between them; log-probs and an update take less.
+
+    With fully async the first push comes in the middle of the second batch, else after it. While
+    that is trained on, no server has anything to do. The metric of the loop says so of each step.
+    """
+    told, real = [], Loop.train
+
+    def train(self, checkpointer, evaluation, tables, report):
+        def kept(step, metrics):
+            told.append(metrics["time/servers_idle_s"])
+            report(step, metrics)
+
+        real(self, checkpointer, evaluation, tables, kept)
+
+    monkeypatch.setattr(Loop, "train", train)
+    load = Workload(median=1000, sigma=0.0, slots=512, tokens_per_s=10.0, push_s=7.0)
+    found = measured(SETUPS[mode], WorkloadSettings(num_steps=2, load=load))
+    trained_s = 512 * 32 * 32 * (1 / 30_000 + 1 / 10_000)
+    assert trained_s < 100
+    assert found.step_s == pytest.approx((2 * 100 + 7 + trained_s + 7) / 2)
+    assert told == pytest.approx([0, trained_s])
+    assert found.servers_idle_s == pytest.approx(trained_s / 2)
 
 
 def test_tokens_have_the_version_at_their_time():

@@ -62,8 +62,8 @@ class Servers:
     def rerouted(self, stream):
         return []
 
-    def busy_s(self):
-        return [self.now]
+    def idle_s(self):
+        return [0.0]
 
     def _samples(self, group: int, began: float, num: int) -> Batch:
         lengths = lengths_of(group, num)

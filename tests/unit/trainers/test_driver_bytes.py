@@ -35,10 +35,11 @@ from mcore_rl.rollout.agent_loop import SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
+from mcore_rl.workers.idle_time import IdleTime
 from mcore_rl.workers.loop_thread import LoopThread
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.rollout_worker import RolloutWorker
-from mcore_rl.workers.running_groups import BusyTime, RunningGroups
+from mcore_rl.workers.running_groups import RunningGroups
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.turns import Turns
@@ -179,9 +180,10 @@ class Server(RolloutWorker):
 
     def __init__(self, tokenizer: Any, apart_s: float) -> None:
         self._spec = SimpleNamespace(experts=None, timeout_s=60.0)
-        self._server, self._busy = Generator(apart_s), BusyTime()
+        self._server = Generator(apart_s)
         self._agent = SingleTurnLoop(self._server, tokenizer, every_second_group_differs)
-        self._streams, self._wait = {"train": RunningGroups()}, LoopThread(60.0).wait
+        self._idle, self._wait = IdleTime(), LoopThread(60.0).wait
+        self._streams = {"train": RunningGroups(self._idle)}
 
 
 def group(ray: Ray, config: RLConfig, name: str, layout: Layout, make: Any) -> WorkerGroup:

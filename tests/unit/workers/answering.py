@@ -20,6 +20,9 @@ class Answering(ABC):
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> None:
         self.found = self.answers(prompts, sampling)
 
+    def idle_s(self) -> list[float]:
+        return [0.0]
+
     def num_outstanding(self, stream: str) -> int:
         return len(self.found)
 

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
-from mcore_rl.workers.running_groups import BusyTime, RunningGroups
+from mcore_rl.workers.running_groups import RunningGroups
 
 
 def sample(group_id: int) -> Sample:
@@ -136,18 +136,3 @@ def test_a_group_without_a_sample_comes_as_one_that_says_so():
     assert (found.group_id, found.response_ids, found.status) == (7, [], "failed")
     assert found.reward_error == "no trajectory of the group has had a turn"
     assert len(Batch.of([found])) == 1
-
-
-def test_time_counts_once_while_anything_runs(monkeypatch):
-    """From 1 to 4 s, of two things at the same time, and from 6 s on."""
-    now = 0.0
-    monkeypatch.setattr("mcore_rl.workers.running_groups.time.monotonic", lambda: now)
-    busy = BusyTime()
-    for when, what in ((1.0, busy.begin), (2.0, busy.begin), (3.0, busy.end), (4.0, busy.end)):
-        now = when
-        what()
-    assert busy.seconds == 3.0
-    now = 6.0
-    busy.begin()
-    now = 6.5
-    assert busy.seconds == 3.5
