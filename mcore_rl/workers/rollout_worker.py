@@ -272,9 +272,9 @@ class RolloutWorker:
             self._release("sleep")
 
     def _hold(self, reason: str) -> None:
-        """Requests of programs outside wait, and the time of trajectories stands still.
+        """The server has something else to do than requests: those of programs outside wait.
 
-        Nor does the server idle.
+        The time of trajectories stands still.
         """
         self._idle.begin(reason)
         if isinstance(self._agent, AgentRunner):
