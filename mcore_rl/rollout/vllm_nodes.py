@@ -22,8 +22,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed
 
+from mcore_rl.config.errors import PeerError
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, interface_of
-from mcore_rl.parallel.rendezvous_client import RendezvousClient
+from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
 from mcore_rl.parallel.store import RendezvousStore
 
 if TYPE_CHECKING:
@@ -73,7 +74,11 @@ class ServerNodes:
         }
 
     def called(self) -> None:
-        """The first node tells the others that a call has ended; they wait until it has."""
+        """The first node tells the others that a call has ended; they wait until it has.
+
+        Raises PeerError on these when it does not tell: it has the rendezvous, so that is gone when
+        it has died.
+        """
         self._num_calls += 1
         last, this = (f"call {self._num_calls - i} of server {self.server}" for i in (1, 0))
         if self.is_first:
@@ -82,7 +87,10 @@ class ServerNodes:
                 b"delete_key", last.encode()
             )  # a group begins a call when all are done
         else:
-            self._store.get([this], self.timeout_s)
+            try:
+                self._store.get([this], self.timeout_s)
+            except (LostError, LateError) as error:
+                raise PeerError(f"the first node of server {self.server}: {error}") from error
 
 
 class HeadlessWorkers:
