@@ -19,6 +19,9 @@ class Gate:
     def is_open(self) -> bool:
         return self._opened.is_set()
 
+    def is_held(self, reason: str) -> bool:
+        return reason in self._reasons
+
     def hold(self, reason: str) -> None:
         self._reasons.add(reason)
         self._opened.clear()

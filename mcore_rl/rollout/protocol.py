@@ -107,6 +107,10 @@ class GenerationServer(Generator, Protocol):
         """Whether its processes have died without having been closed; it stays so."""
 
     @property
+    def awaits_update(self) -> bool:
+        """Whether requests wait, since an update in flight has failed, until one succeeds."""
+
+    @property
     def weight_version(self) -> int:
         """Version of the weights it generates with; the checkpoint it started from is 0."""
 
@@ -134,8 +138,9 @@ class GenerationServer(Generator, Protocol):
         `recompute_cache` compute them anew. Without it running requests are an error.
 
         Raises RuntimeError with every worker's reason if one of them did not receive everything:
-        a PeerError when all of them blame the trainer. Requests then stand still until a complete
-        update in flight, or an `abort`.
+        a PeerError when all of them blame the trainer. Running requests then stand still until a
+        complete update in flight, or an `abort`. New ones wait so too after one in flight that
+        failed; else they are refused.
         """
 
     async def load_checkpoint(

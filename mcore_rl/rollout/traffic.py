@@ -6,13 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from mcore_rl.rollout.gate import Gate
-from mcore_rl.rollout.lifecycle import Call, Lifecycle
+from mcore_rl.rollout.lifecycle import Call, Lifecycle, State
 
-_ASLEEP = "asleep"
+_ASLEEP, _TORN = "asleep", "torn"
 
 
 class Traffic:
-    """All calls are of one event loop. What waits here has no limit; its caller sets one."""
+    """All calls are of one event loop. What waits here has no limit; its caller sets one.
+
+    After an update beside requests that failed, new ones wait until an update succeeds, as those
+    that run stand still. A failed one without requests leaves a server that refuses them.
+    """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -53,19 +57,38 @@ class Traffic:
 
         It waits until those that are held have started. Raises StateError as Lifecycle.alone.
         """
-        with self._lifecycle.alone(call, beside_requests=True), self._entrance.held(call.value):
-            await self._beginning.passed()
-            yield
+        try:
+            with self._lifecycle.alone(call, beside_requests=True), self._entrance.held(call.value):
+                await self._beginning.passed()
+                yield
+        except BaseException:
+            if call is Call.UPDATE and self._lifecycle.state is State.TORN:
+                self._entrance.hold(_TORN)
+            raise
+        self._let_in()
 
     @asynccontextmanager
     async def alone(self, call: Call) -> AsyncIterator[None]:
         """Lifecycle.alone."""
         with self._lifecycle.alone(call):
             yield
+        self._let_in()
 
     def fall_asleep(self) -> None:
-        """New requests wait until `wake_up`, for those that run go on then."""
+        """New requests wait until the server serves, for those that run go on then."""
         self._entrance.hold(_ASLEEP)
 
-    def wake_up(self) -> None:
-        self._entrance.release(_ASLEEP)
+    def close(self) -> None:
+        """What waits is refused from now on."""
+        self._lifecycle.close()
+        self._let_in()
+
+    @property
+    def awaits_update(self) -> bool:
+        """As GenerationServer.awaits_update."""
+        return self._entrance.is_held(_TORN)
+
+    def _let_in(self) -> None:
+        if self._lifecycle.state in (State.SERVING, State.CLOSED):
+            self._entrance.release(_ASLEEP)
+            self._entrance.release(_TORN)

@@ -69,10 +69,7 @@ _SCORING: dict[str, Any] = {
 
 
 class VLLMServer:
-    """A GenerationServer.
-
-    Waits for requests, updates and answers of workers have no limit here; the caller sets one.
-    """
+    """A GenerationServer. No wait has a limit here; the caller sets one."""
 
     def __init__(
         self,
@@ -108,6 +105,10 @@ class VLLMServer:
     @property
     def is_dead(self) -> bool:
         return self._engine is not None and self._engine.errored
+
+    @property
+    def awaits_update(self) -> bool:
+        return self._traffic.awaits_update
 
     def prepare(self) -> None:
         os.environ |= _QUIET
@@ -372,10 +373,8 @@ class VLLMServer:
 
     async def wake(self, tag: SleepTag) -> None:
         call = Call.WAKE_WEIGHTS if tag == "weights" else Call.WAKE_KV_CACHE
-        with self._lifecycle.alone(call):
+        async with self._traffic.alone(call):
             await self._serving.wake_up([tag])
-        if tag == "kv_cache":
-            self._traffic.wake_up()
 
     async def memory(self) -> ServerMemory:
         found = await self._serving.collective_rpc("kept_bytes")
@@ -383,8 +382,7 @@ class VLLMServer:
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
-        self._lifecycle.close()
-        self._traffic.wake_up()
+        self._traffic.close()
         if engine is None or self._name is None:
             return
         from mcore_rl.rollout import vllm_worker

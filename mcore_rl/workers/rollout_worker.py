@@ -247,11 +247,13 @@ class RolloutWorker:
         self._ask(lambda server: self._replacing(server.load_checkpoint(path, version, **how)))
 
     async def _replacing(self, update: Coroutine[Any, Any, None]) -> None:
+        """Where an update has failed that is made again, its requests and their time wait on."""
         self._hold("update")
         try:
             await update
         finally:
-            self._release("update")
+            if not self._server.awaits_update:
+                self._release("update")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, keep: bool = False) -> None:

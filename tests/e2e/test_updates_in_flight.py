@@ -148,36 +148,39 @@ def test_no_new_request_reads_what_older_weights_have_cached(shared_server, reco
 def test_after_an_update_in_flight_that_failed_nothing_is_generated_until_a_whole_one(
     shared_server,
 ):
-    """Requests stand still meanwhile; they can be aborted, or go on with a whole update."""
+    """Requests stand still meanwhile; they can be aborted, or go on with a whole update.
+
+    A new one waits for that.
+    """
     server = shared_server.server
 
     async def fail() -> None:
         number = server.weight_version + 1
         with pytest.raises(RuntimeError, match=f"weight update to version {number} failed"):
             await server.update(number, in_flight=True, recompute_cache=True)
-        with pytest.raises(StateError, match="an update did not complete"):
-            await server.submit(PROMPT, SamplingParams(max_tokens=1))
         with pytest.raises(StateError, match=r"while it generates: \d requests run"):
             await update(shared_server)
         assert server.weight_version == number - 1
 
-    async def work() -> tuple[list[Completion], list[Completion]]:
+    async def work() -> tuple[list[Completion], list[Completion], list[Completion]]:
         ended = asyncio.create_task(server.submit(LONG, MANY, request_id="ended"))
         goes_on = asyncio.create_task(server.submit(LONG, MANY))
         await tokens_of_another(shared_server)
         await fail()
+        new = asyncio.create_task(server.submit(PROMPT, SamplingParams(max_tokens=1)))
         await asyncio.sleep(0.3)
-        assert not goes_on.done() and not ended.done()
+        assert not any(one.done() for one in (goes_on, ended, new))
         await server.abort("ended")
         partial = await ended
         await update(shared_server, in_flight=True, recompute_cache=True)
-        return partial, await goes_on
+        return partial, await goes_on, await new
 
     shared_server.take(0)
     number = server.weight_version
-    partial, whole = shared_server.run(work())
+    partial, whole, new = shared_server.run(work())
     assert "abort" in {one.finish_reason for one in partial}
     assert {version for one in partial for version in one.weight_versions} == {number}
+    assert new[0].weight_versions == [number + 1]
     found = Straddling(shared_server, number, whole, whole[0])
     assert len(found.both_versions) >= 2
     assert max(found.gaps(shared_server.models[0], of_new=False)) < 1e-4

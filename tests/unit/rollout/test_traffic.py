@@ -92,18 +92,71 @@ def test_two_updates_in_flight_are_an_error_and_the_first_is_not_disturbed():
     asyncio.run(work())
 
 
-def test_requests_that_waited_for_an_update_that_failed_are_refused():
+async def done(act: AbstractAsyncContextManager[None]) -> None:
+    async with act:
+        pass
+
+
+async def fail(act: AbstractAsyncContextManager[None]) -> None:
+    with pytest.raises(OSError):
+        async with act:
+            raise OSError
+
+
+@pytest.mark.parametrize("how", ["beside", "alone"])
+def test_after_an_update_in_flight_that_failed_requests_wait_until_one_succeeds(how):
+    """The trainer connects anew without a server that has died, and sends the weights again."""
+
     async def work() -> None:
         scene = Scene()
+        traffic = scene.traffic
         with pytest.raises(OSError):
-            async with scene.traffic.beside(Call.UPDATE):
-                late = asyncio.create_task(scene.begin("late", scene.traffic.request()))
-                await scene.settled()
-                assert scene.inside == []
+            async with traffic.beside(Call.UPDATE):
+                await scene.begin("meanwhile", traffic.request())
                 raise OSError
-        await late
+        await scene.begin("after", traffic.request())
+        await scene.begin("held", traffic.held())
+        assert traffic.awaits_update
+        again = done(traffic.beside(Call.CONNECT)), fail(traffic.beside(Call.UPDATE))
+        for act in (*again, done(traffic.beside(Call.CONNECT))):
+            await act
+            await scene.settled()
+            assert scene.inside == [] and traffic.awaits_update
+        await done(getattr(traffic, how)(Call.UPDATE))
+        await scene.settled()
+        assert scene.inside == ["meanwhile", "after", "held"] and not traffic.awaits_update
+        await scene.end("meanwhile", "after", "held")
+
+    asyncio.run(work())
+
+
+def test_after_an_update_on_its_own_that_failed_requests_are_refused_and_do_not_wait():
+    async def work() -> None:
+        scene = Scene()
+        await fail(scene.traffic.alone(Call.UPDATE))
+        await done(scene.traffic.beside(Call.CONNECT))
+        await fail(scene.traffic.beside(Call.CONNECT))
+        assert not scene.traffic.awaits_update
         with pytest.raises(StateError, match="an update did not complete"):
-            await scene.end("late")
+            await done(scene.traffic.request())
+
+    asyncio.run(work())
+
+
+def test_what_waits_for_an_update_can_be_cancelled_and_is_refused_at_the_end():
+    async def work() -> None:
+        scene = Scene()
+        await fail(scene.traffic.beside(Call.UPDATE))
+        ended, late = (asyncio.create_task(done(scene.traffic.request())) for _ in range(2))
+        await scene.settled()
+        ended.cancel()
+        await asyncio.wait([ended])
+        assert ended.cancelled() and not late.done()
+        scene.traffic.close()
+        await scene.settled()
+        assert late.done()
+        with pytest.raises(StateError, match="it has been closed"):
+            await late
 
     asyncio.run(work())
 
@@ -119,8 +172,7 @@ def test_through_sleep_requests_are_kept_or_wait_and_all_that_wakes_it_is_allowe
             async with scene.traffic.alone(call):
                 await scene.settled()
             assert scene.inside == ["early"]
-        scene.traffic.wake_up()
-        await scene.settled()
+            await scene.settled()
         assert scene.inside == ["early", "late"]
         await scene.end("early", "late")
 

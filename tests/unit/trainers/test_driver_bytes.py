@@ -143,7 +143,7 @@ class Rank(ModelWorker):
 class Generator:
     """Each prompt is answered `apart_s` after the one before."""
 
-    is_dead = False
+    is_dead = awaits_update = False
 
     def __init__(self, apart_s: float) -> None:
         self._num_asked, self._apart_s, self._version = 0, apart_s, 0
