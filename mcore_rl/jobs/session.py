@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.object_store import held_bytes, object_store_bytes
 from mcore_rl.controller.pool import ray_session
+from mcore_rl.controller.small_stores import tell_of_small_stores
 from mcore_rl.engine.lane import lane
 
 RANK = "rank"  # the Ray resource of the CPU lane
 
 
-def session(config: RLConfig, num_devices: int, scratch: Path) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def session(config: RLConfig, num_devices: int, scratch: Path) -> Iterator[None]:
     """A private Ray has as much as the run needs; on the CPU lane ranks share cores by turns.
+
+    The Ray at RAY_ADDRESS has what it was started with; where that is less, it prints a line.
 
     Raises ConfigError when /dev/shm has too little for the object store.
     """
-    store = object_store_bytes(
-        config.object_store_bytes, held_bytes(config), setting="object_store_bytes"
-    )
+    held = held_bytes(config)
+    store = object_store_bytes(config.object_store_bytes, held, setting="object_store_bytes")
     needed = {resource(): num_devices}
     own = needed if RANK in needed else None
-    return ray_session(
+    with ray_session(
         scratch=scratch,
         log_to_driver=False,
         resources=own,
         needed=needed,
         object_store_bytes=store,
-    )
+    ):
+        if os.environ.get("RAY_ADDRESS"):
+            tell_of_small_stores(held, resource(), config.rollout.num_servers * config.rollout.tp)
+        yield
 
 
 def resource() -> str:
