@@ -219,10 +219,19 @@ wait_at_most() { # SECONDS PID
     done
 }
 
-watch_ray() { # a driver whose Ray is gone tells so itself, or is ended
+watch_ray() { # a driver whose Ray is gone tells so itself, or is ended; what it makes of other nodes is its own matter
+    local head_failed=$logs/${nodes[0]}.failed file
+    local -A told
     trap - TERM INT USR1
-    while kill -0 "$ray_pid" 2>/dev/null && ! compgen -G "$logs/*.failed" >/dev/null; do sleep 1; done
-    phase "Ray has ended on a node: $(cat "$logs"/*.failed 2>/dev/null || echo "see $logs/node-*.log")"
+    while kill -0 "$ray_pid" 2>/dev/null && [ ! -e "$head_failed" ]; do
+        for file in "$logs"/*.failed; do
+            if [ ! -s "$file" ] || [ -n "${told[$file]:-}" ] || [ "$file" = "$head_failed" ]; then continue; fi
+            told[$file]=1
+            phase "Ray has ended on $(basename "$file" .failed); the driver goes on if it can: $(cat "$file")"
+        done
+        sleep 1
+    done
+    phase "the driver's Ray has ended: $(cat "$head_failed" 2>/dev/null || echo "see $logs/node-*.log")"
     for signal in TERM KILL; do
         if wait_at_most 60 "$driver_pid"; then return; fi
         kill -s "$signal" "$driver_pid"
@@ -278,8 +287,9 @@ planned_nodes() { # as many as the script asks for
     for ((i = 0; i < ${count:-1}; i++)); do echo "node$i"; done
 }
 
-step() { # a step of srun's beside the others, one task a node
-    run srun --overlap --no-kill --mpi=none --cpu-bind=none --export=ALL --ntasks-per-node=1 "${container[@]}" "$@"
+step() { # a step of srun's beside the others, one task a node; one that ends does not end the others
+    run srun --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --mpi=none --cpu-bind=none --export=ALL \
+        --ntasks-per-node=1 "${container[@]}" "$@"
 }
 
 on_first_node() {

@@ -52,6 +52,8 @@ JobRequeue=1
 ReturnToService=2
 SlurmdTimeout=6
 KillWait=5
+KillOnBadExit=1
+WaitTime=5
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=100
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=100
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -164,6 +166,12 @@ class SlurmCluster:
             stopped |= found
         _signal(stopped, signal.SIGKILL)
         self._daemons.pop(node).wait()
+
+    def kill_ray(self, node: str) -> None:
+        """A job's raylet there; the node stays."""
+        raylets = {process for process in self.processes(node) if process.name() == "raylet"}
+        assert raylets, node
+        _signal(raylets, signal.SIGKILL)
 
     def stop(self) -> None:
         """Cancels all jobs, ends the daemons, and what is left by SIGKILL."""

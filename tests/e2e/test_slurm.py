@@ -176,6 +176,37 @@ def test_a_run_that_loses_a_node_goes_on_when_that_is_back_and_ends_the_same(und
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kill", [SlurmCluster.kill_node, SlurmCluster.kill_ray])
+def test_a_run_outlives_a_node_that_has_a_server_only(kill, tmp_path):
+    """The other server holds the step up for longer than a driver without Ray is given."""
+    paused = tmp_path / "paused"
+    own = (
+        "placement.rollout=own", "weight_sync.method=disaggregated", "weight_sync.timeout_s=60",
+        "reward.name=tests/e2e/own_functions.py:later_pausing_reward", "reward.settings.after=60",
+        f"reward.settings.file={paused}", "reward.settings.log=rollout-0-0.log",
+        "reward.settings.seconds=90", "reward.timeout_s=200",
+    )  # fmt: skip
+    with slurm_cluster() as slurm:
+        before = temporary(slurm)
+        python = on_node(tmp_path, "n2", "hold", 'set -- "$@" --ranks=1')
+        variables = {"MCORE_RL_PYTHON": python, "MCORE_RL_RANKS_PER_NODE": "3"}
+        job = Submitted(slurm, tmp_path, *SETTINGS[:-1], *own, **variables)
+        slurm.wait_until(paused.exists, "a server generates", A_JOB_S)
+        kill(slurm, "n2")
+        found = job.wait("COMPLETED", "FAILED", "PENDING")
+        assert (found["ExitCode"], found["Restarts"]) == ("0:0", "0"), job.log
+        assert {"actor: rank 0 on n1, rank 1 on n1", "rollout: rank 0 on n1, rank 1 on n2"} <= {
+            *job.log.splitlines()
+        }
+        assert "It is started again: 1," in job.log and "is up again" not in job.log
+        told = {"kill_node": "Node failure on n2", "kill_ray": "Ray has ended on n2; the driver"}
+        assert told[kill.__name__] in job.log
+        assert len([row for row in job.metrics() if "reward" in row]) == 4
+        if kill is SlurmCluster.kill_ray:  # what a lost node has is swept by the next start on it
+            nothing_is_left(slurm, before)
+
+
+@pytest.mark.nightly
 def test_what_a_killed_batch_step_leaves_is_swept_by_the_next_start(slurm, tmp_path):
     before = temporary(slurm)
     job = Submitted(slurm, tmp_path)

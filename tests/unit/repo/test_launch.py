@@ -81,6 +81,7 @@ def test_a_dry_run_prints_every_command_and_starts_nothing():
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "--no-kill --kill-on-bad-exit=0 --wait=0 " in done.stdout  # whatever slurm.conf says
     order = [
         "nodes: node0 node1", "mcore_rl.cli.main doctor", "mcore_rl.controller.node address",
         "mcore_rl.controller.node hold", "mcore_rl.cli.main rl", "mcore_rl.controller.node sweep",
@@ -156,7 +157,7 @@ def test_what_watches_ray_beside_the_driver_leaves_nothing_when_the_driver_has_e
     """
     script = f"""
         . {ROOT}/launch/slurm_lib.sh && set +e
-        logs={tmp_path}
+        logs={tmp_path} nodes=(n1 n2)
         sleep 0 & ray_pid=$!
         wait $ray_pid
         sleep 4 & driver_pid=$!
@@ -170,4 +171,33 @@ def test_what_watches_ray_beside_the_driver_leaves_nothing_when_the_driver_has_e
             ["bash", "-c", script.format(end=end)],
             timeout=30, stdout=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
-        assert "Ray has ended on a node" in done.stdout
+        assert "the driver's Ray has ended" in done.stdout
+
+
+@pytest.mark.parametrize("end", ["echo n1: no memory >n1.failed", "kill $ray_pid"])
+def test_a_driver_outlives_the_ray_of_another_node_and_not_its_own(tmp_path, end):
+    """A `sleep` stands for the driver, another for the task of srun's that has Ray on all nodes."""
+    script = f"""
+        . {ROOT}/launch/slurm_lib.sh && set +e && cd {tmp_path}
+        wait_at_most() {{ return 1; }} # the driver does not end by itself, however long one waits
+        logs={tmp_path} nodes=(n1 n2)
+        sleep 1000 & ray_pid=$!
+        sleep 1000 & driver_pid=$!
+        echo 'n2: a port cannot be had' >n2.failed
+        watch_ray >told &
+        until grep -q 'Ray has ended' told; do sleep 0.1; done
+        sleep 3 # it looks every second
+        kill -0 $driver_pid && echo it lives
+        {end}
+        wait $driver_pid
+        echo it has ended with $?
+        kill $ray_pid 2>/dev/null
+        wait
+    """
+    done = subprocess.run(
+        ["bash", "-c", script], timeout=60, stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert done.stdout == "it lives\nit has ended with 143\n"
+    told = [line.partition("] ")[2] for line in (tmp_path / "told").read_text().splitlines()]
+    assert told[0] == "Ray has ended on n2; the driver goes on if it can: n2: a port cannot be had"
+    assert len(told) == 2 and told[1].startswith("the driver's Ray has ended: ")
