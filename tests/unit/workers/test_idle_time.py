@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 class Engine:
     """Takes 3 s to start, 4 for new weights; version 13 it does not get. Sleep and wake take 1."""
 
-    is_dead = False
+    is_dead = awaits_update = False
 
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock
