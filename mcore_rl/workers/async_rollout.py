@@ -94,10 +94,10 @@ class AsyncRollout:
     def tended(self) -> Iterator[None]:
         """Inside, while the trainer computes, others are begun as groups end and servers die.
 
-        Nobody else may use the servers, which have devices of their own; in turns nothing happens.
-        What goes wrong is raised at the end.
+        Nobody else may use the servers, which have devices of their own; in turns nothing happens,
+        nor where each step generates its own rounds. What goes wrong is raised at the end.
         """
-        if self._rollout.servers.takes_turns:
+        if self._in_rounds or self._rollout.servers.takes_turns:
             yield
             return
         is_over = threading.Event()

@@ -12,6 +12,8 @@ from itertools import chain
 
 import pytest
 
+from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
+from mcore_rl.config.schema import CorrectionConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.rewards.base import RewardError
 from tests.unit.trainers.modelled_servers import Servers
@@ -82,16 +84,24 @@ def test_what_goes_wrong_meanwhile_is_raised_when_the_trainer_has_computed(tmp_p
         run_of(tmp_path, Failing(train_s=0.0), failed.is_set).train()
 
 
-def test_on_shared_devices_nobody_asks_servers_that_sleep(tmp_path):
-    class Asleep(Servers):
-        takes_turns = True
+IN_ROUNDS = {
+    "staleness": 0,
+    "samples": SamplesConfig(replay=ReplayConfig(share=0.5, max_age=2)),
+    "correction": CorrectionConfig(level="token"),
+}
+
+
+@pytest.mark.parametrize("settings", [{"rollout": "shared"}, IN_ROUNDS], ids=["asleep", "rounds"])
+def test_nobody_asks_servers_that_sleep_or_generate_in_rounds(tmp_path, settings):
+    class Unasked(Servers):
+        takes_turns = "rollout" in settings
 
         def tend(self, stream: str) -> list[Batch]:
             raise AssertionError("asked")
 
-    servers = Asleep(train_s=0.0)
+    servers = Unasked(train_s=0.0)
     pause = time.monotonic() + 0.1
-    run = run_of(tmp_path, servers, lambda: time.monotonic() > pause, rollout="shared").train()
+    run = run_of(tmp_path, servers, lambda: time.monotonic() > pause, **settings).train()
     assert len(run.trained) == NUM_STEPS
 
 
