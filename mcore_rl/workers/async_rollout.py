@@ -95,9 +95,11 @@ class AsyncRollout:
         """Inside, while the trainer computes, others are begun as groups end and servers die.
 
         Nobody else may use the servers, which have devices of their own; in turns nothing happens,
-        nor where each step generates its own rounds. What goes wrong is raised at the end.
+        nor where each step generates its own rounds, nor in the last one. What goes wrong is raised
+        at the end.
         """
-        if self._in_rounds or self._rollout.servers.takes_turns:
+        is_last = self.queue.last_trained + 1 == self._config.trainer.num_steps
+        if is_last or self._in_rounds or self._rollout.servers.takes_turns:
             yield
             return
         is_over = threading.Event()

@@ -91,8 +91,14 @@ IN_ROUNDS = {
 }
 
 
-@pytest.mark.parametrize("settings", [{"rollout": "shared"}, IN_ROUNDS], ids=["asleep", "rounds"])
-def test_nobody_asks_servers_that_sleep_or_generate_in_rounds(tmp_path, settings):
+@pytest.mark.parametrize(
+    "settings",
+    [{"rollout": "shared"}, IN_ROUNDS, {"num_steps": 1, "asynchronous": {"over_issue": 0.5}}],
+    ids=["asleep", "rounds", "the last step"],
+)
+def test_servers_that_sleep_or_generate_in_rounds_or_for_no_later_step_are_let_be(
+    tmp_path, settings
+):
     class Unasked(Servers):
         takes_turns = "rollout" in settings
 
@@ -102,7 +108,8 @@ def test_nobody_asks_servers_that_sleep_or_generate_in_rounds(tmp_path, settings
     servers = Unasked(train_s=0.0)
     pause = time.monotonic() + 0.1
     run = run_of(tmp_path, servers, lambda: time.monotonic() > pause, **settings).train()
-    assert len(run.trained) == NUM_STEPS
+    assert len(run.trained) == settings.get("num_steps", NUM_STEPS)
+    assert servers.running == {}
 
 
 def test_a_group_that_another_server_has_begun_is_as_new_as_its_weights(tmp_path):
