@@ -95,7 +95,8 @@ class Registration:
         """An argument with the columns that the method reads."""
         if not isinstance(value, RemoteBatch) or self.reads is None:
             return value
-        return value.select(*(name for name in self.reads if name in value))
+        read = {*self.reads}
+        return value.select(*(n for n in value.names if {n, n.partition("/")[0]} & read))
 
     def scatter(self, mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]:
         """The parts of one call. Raises TypeError and ValueError for what cannot be split."""
@@ -118,8 +119,9 @@ def register(
     """Marks a worker method as callable through its group.
 
     `reads` are the columns that are fetched of batches by reference, None for all, and `writes`
-    those that the method may add to them. With `makes` it returns new samples: all columns of the
-    batches that it returns are stored where it runs.
+    those that the method may add to them. NAME stands for each NAME/PART too, of which a worker
+    with an attribute `part` gets its own (`RemoteBatch.of_part`). With `makes` it returns new
+    samples: all columns of the batches that it returns are stored where it runs.
 
     Raises:
         TypeError: `dispatch_mode` is no DispatchMode.

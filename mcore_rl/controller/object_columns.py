@@ -4,6 +4,9 @@ An object is a dict of Jagged columns of consecutive samples. numpy arrays lie i
 that a reader on the same node views them without a copy. It is gone when no RemoteBatch refers to
 it. What a rank has stored is lost when it dies. Samples that a server makes are results of a call:
 they belong to the driver, and a server may die (`pieces`).
+
+Columns "NAME/PART" are for those who read that part (`RemoteBatch.of_part`): each has objects of
+its own. All others are together.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ from mcore_rl.controller.remote_batch import (
     RemoteBatch,
     RemoteColumn,
     Rows,
+    is_of_part,
 )
 from mcore_rl.data.batch import FILLED, Array, Batch, Column, Jagged
 
 # Of an object, but for a sample that is larger. A node that reads some rows of an object gets all
 # of it; on one node nothing travels, and few objects take the least time to be made.
 OBJECT_BYTES, ONE_NODE_OBJECT_BYTES = 4 << 20, 128 << 20
-NUM_PIECES = 8  # objects that a call may return
+NUM_PIECES = 8  # objects that a call may return of columns that are together
 # Ray sends a smaller result to the driver, in place of a reference to it (its
 # max_direct_call_object_size is 100 KiB).
 _LEAST_BYTES = 128 << 10
@@ -54,43 +58,58 @@ def store(batch: Batch, known: Collection[str] = ()) -> RemoteBatch:
     Columns along tokens go to the object store of this node, those of one value a sample are in
     what comes back, with prompt_tokens and response_tokens where there are prompts and responses.
     """
-    found, objects = _divided(batch, known, _object_bytes())
+    found, objects = _divided(batch, known)
     return found.at([ray.put(one) for one in objects])
 
 
-def pieces(batch: Batch) -> tuple[RemoteBatch, list[Object | None]]:
-    """The same as results of a call: the batch without its references, and NUM_PIECES objects.
+def pieces(batch: Batch, num_objects: int) -> tuple[RemoteBatch, list[Object | None]]:
+    """The same as results of a call: the batch without its references, and so many objects.
 
     The caller gives it the references (`RemoteBatch.at`). Unused objects are None, others large
     enough to be no part of the reply.
+
+    Raises:
+        ValueError: there are more parts than the group of this process was started for.
     """
-    tokens = [column for column in batch.columns.values() if isinstance(column, Jagged)]
-    share = sum(column.values.nbytes for column in tokens) // NUM_PIECES * 5 // 4
-    found, objects = _divided(batch, (), max(_object_bytes(), share))
+    found, objects = _divided(batch, (), NUM_PIECES)
+    if NUM_PIECES * len({id(column.places) for column in found.remote.values()}) > num_objects:
+        parts = [name for name in found.remote if is_of_part(name)]
+        raise ValueError(
+            f"new samples have the parts {parts}; allowed: {num_objects // NUM_PIECES - 1}, the "
+            "num_parts of their WorkerGroup"
+        )
     for one in objects:
         missing = _LEAST_BYTES - sum(column.values.nbytes for column in one.values())
         if missing > 0:
             one[_FILLER] = Jagged(np.zeros(missing, np.int8), np.array([0, missing]))
-    return found, [*objects, *[None] * (NUM_PIECES - len(objects))]
+    return found, [*objects, *[None] * (num_objects - len(objects))]
 
 
 def _divided(
-    batch: Batch, known: Collection[str], most_bytes: int
+    batch: Batch, known: Collection[str], num_most: int | None = None
 ) -> tuple[RemoteBatch, list[Object]]:
-    """Without references: their places in the list of objects are in their stead."""
+    """Without references: their places in the list of objects are in their stead.
+
+    `num_most`: objects of columns that are together.
+    """
     new = {name: column for name, column in batch.columns.items() if name not in known}
     own: dict[str, Column] = {n: c for n, c in new.items() if not isinstance(c, Jagged)}
     for ids, name in (("prompt_ids", PROMPT_TOKENS), ("response_ids", RESPONSE_TOKENS)):
         if ids in new:
             own[name] = batch.lengths(ids)
-    tokens = {name: column for name, column in new.items() if isinstance(column, Jagged)}
-    found, num = list[Object](), len(batch)
-    objects, rows = np.zeros(num, np.int32), np.zeros(num, np.int32)
-    for start, end in _slices(tokens, num, most_bytes) if tokens else ():
-        objects[start:end], rows[start:end] = len(found), np.arange(end - start)
-        found.append(_rows_of(tokens, start, end))
-    places = Places(tuple(range(len(found))), objects, rows)
-    remote = {n: RemoteColumn(places, n, c.values[:0].copy()) for n, c in tokens.items()}
+    together: dict[str, dict[str, Jagged]] = {}
+    for name, column in new.items():
+        if isinstance(column, Jagged):
+            together.setdefault(name if is_of_part(name) else "", {})[name] = column
+    found, remote, num = list[Object](), dict[str, RemoteColumn](), len(batch)
+    for tokens in together.values():
+        first = len(found)
+        objects, rows = np.zeros(num, np.int32), np.zeros(num, np.int32)
+        for start, end in _slices(tokens, num, num_most):
+            objects[start:end], rows[start:end] = len(found) - first, np.arange(end - start)
+            found.append(_rows_of(tokens, start, end))
+        places = Places(tuple(range(first, len(found))), objects, rows)
+        remote |= {n: RemoteColumn(places, n, c.values[:0].copy()) for n, c in tokens.items()}
     return RemoteBatch(Batch(own), remote, num), found
 
 
@@ -100,20 +119,24 @@ def _object_bytes() -> int:
 
 
 def _slices(
-    columns: Mapping[str, Jagged], num_rows: int, most_bytes: int
-) -> Iterator[tuple[int, int]]:
-    """Of consecutive rows that make an object together."""
+    columns: Mapping[str, Jagged], num_rows: int, num_most: int | None
+) -> list[tuple[int, int]]:
+    """Of consecutive rows that make an object together; at most `num_most`, if it is given."""
     num_bytes = np.zeros(num_rows, np.int64)
     for column in columns.values():
         entry = column.values.itemsize * int(np.prod(column.values.shape[1:], dtype=np.int64))
         num_bytes += column.lengths * entry
-    ends = np.cumsum(num_bytes)
-    start = 0
-    while start < num_rows:
+    ends, most_bytes = np.cumsum(num_bytes), _object_bytes()
+    cuts = [0] if num_rows else []
+    while cuts and cuts[-1] < num_rows:
+        start = cuts[-1]
         before = ends[start - 1] if start else 0
-        end = max(int(np.searchsorted(ends, before + most_bytes, "right")), start + 1)
-        yield start, end
-        start = end
+        cuts.append(max(int(np.searchsorted(ends, before + most_bytes, "right")), start + 1))
+    if num_most is not None and len(cuts) > num_most + 1:
+        # By the equal share of all bytes that a row begins in.
+        numbers = np.minimum((ends - num_bytes) * num_most // ends[-1], num_most - 1)
+        cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), num_rows]
+    return list(pairwise(cuts))
 
 
 def _rows_of(columns: Mapping[str, Jagged], start: int, end: int) -> dict[str, Jagged]:

@@ -21,7 +21,7 @@ import ray
 from mcore_rl.config.errors import ConfigError, DiedError, PeerError
 from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, registered_methods
 from mcore_rl.controller.node import NODE, print_to
-from mcore_rl.controller.object_columns import NUM_PIECES, fetch, pieces, store
+from mcore_rl.controller.object_columns import fetch, pieces, store
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.stacks import answer_signals
@@ -154,7 +154,7 @@ class RankActor:
         """
 
         def run() -> Any:
-            here = [_here(one, self._fetch_s) for one in batches]
+            here = [self._here(one) for one in batches]
             value = self._value(method, args, kwargs, here)
             given = [
                 h for h, one in zip(here, batches, strict=True) if isinstance(one, RemoteBatch)
@@ -167,23 +167,35 @@ class RankActor:
         return _guarded(run)
 
     def make(
-        self, method: str, is_output: bool, args: list[Any], kwargs: dict[str, Any], *batches: Any
+        self,
+        method: str,
+        num_objects: int,
+        is_output: bool,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        *batches: Any,
     ) -> list[Any]:
-        """The same for a method that returns new samples: the reply, and the pieces of its columns.
+        """The same for a method that returns new samples: the reply, and `num_objects` of columns.
 
         They are results of this call, so they belong to the caller and outlive this process.
         """
-        found: list[Any] = [None] * NUM_PIECES
+        found: list[Any] = [None] * num_objects
 
         def run() -> Any:
-            here = [_here(one, self._fetch_s) for one in batches]
+            here = [self._here(one) for one in batches]
             made = self._value(method, args, kwargs, here)
             if made is None:  # of a rank that has no part in it
                 return None
-            value, found[:] = pieces(made)
+            value, found[:] = pieces(made, num_objects)
             return value
 
         return [_guarded(run), *found]
+
+    def _here(self, batch: Any) -> Batch:
+        if not isinstance(batch, RemoteBatch):
+            return batch
+        part = getattr(self._worker, "part", None)
+        return fetch(batch if part is None else batch.of_part(part), self._fetch_s)
 
     def _value(
         self, method: str, args: list[Any], kwargs: dict[str, Any], batches: Sequence[Any]
@@ -197,10 +209,6 @@ class StoredBatch:
     """Stands for a batch that travels through the object store."""
 
     index: int
-
-
-def _here(batch: Any, timeout_s: float | None) -> Batch:
-    return fetch(batch, timeout_s) if isinstance(batch, RemoteBatch) else batch
 
 
 def by_reference(

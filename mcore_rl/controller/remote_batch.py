@@ -161,6 +161,11 @@ class RemoteBatch(Samples):
         kept = {n: c for n, c in self.own.columns.items() if n not in LENGTHS}
         return RemoteBatch(Batch(kept), self.remote, len(self))
 
+    def of_part(self, part: str) -> RemoteBatch:
+        """Of the columns "NAME/PART" along tokens with those of that part only."""
+        others = [n for n in self.remote if is_of_part(n) and n.partition("/")[2] != part]
+        return self.without(*others)
+
     def without(self, *names: str) -> RemoteBatch:
         return self.select(*(name for name in self.names if name not in names))
 
@@ -231,6 +236,11 @@ class RemoteBatch(Samples):
             empty = next(b.remote[name].empty for b in filled if name in b.remote)
             remote[name] = RemoteColumn(known[key][0], stored.pop(), empty)
         return RemoteBatch(Batch.concat([batch.own for batch in filled]), remote)
+
+
+def is_of_part(name: str) -> bool:
+    """Of a column along tokens: whether it is for those who read one part of NAME/PART."""
+    return "/" in name
 
 
 def _restored(own: Mapping[str, Any], stored: Sequence[Any], num_rows: int) -> RemoteBatch:

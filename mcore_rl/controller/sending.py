@@ -8,7 +8,6 @@ from typing import Any
 import ray
 
 from mcore_rl.controller.call_parts import CallPart
-from mcore_rl.controller.object_columns import NUM_PIECES
 from mcore_rl.controller.rank_actor import StoredBatch
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Samples
@@ -29,14 +28,14 @@ def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> Sent:
 
 
 def send_for_samples(
-    actors: Sequence[Any], method: str, parts: Sequence[CallPart]
+    actors: Sequence[Any], method: str, parts: Sequence[CallPart], num_objects: int
 ) -> tuple[Sent, dict[int, list[Any]]]:
     """The same with `RankActor.make`; with the references to what each rank's batch is made of."""
     sent, of_columns = {}, {}
     for part in parts:
         for rank, given in _arguments(part).items():
-            make = actors[rank].make.options(num_returns=1 + NUM_PIECES)
-            reply, *of_columns[rank] = make.remote(method, *given)
+            make = actors[rank].make.options(num_returns=1 + num_objects)
+            reply, *of_columns[rank] = make.remote(method, num_objects, *given)
             sent[reply] = rank
     return sent, of_columns
 

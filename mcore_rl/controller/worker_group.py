@@ -24,6 +24,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.detached import GroupCard, actor_options, find_group
 from mcore_rl.controller.dispatch import Registration, registered_methods
+from mcore_rl.controller.object_columns import NUM_PIECES
 from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
@@ -66,6 +67,7 @@ class WorkerGroup:
         threads_per_rank: int = 1,
         max_concurrency: int = 1,
         wait: bool = True,
+        num_parts: int = 0,
     ) -> None:
         """Starts the ranks and builds every worker, in parallel; returns when all are built.
 
@@ -75,7 +77,8 @@ class WorkerGroup:
 
         `share` is the part that the group takes of each of its bundles, which are those of the
         pool from `first_bundle` on; a rank starts in the first of its `bundles_per_rank` and may
-        use them all. `max_concurrency` above 1 runs calls on one rank in as many threads. Raises
+        use them all. `max_concurrency` above 1 runs calls on one rank in as many threads.
+        `num_parts` says how many columns NAME/PART new samples of it may have. Raises
         ConfigError when the pool is too small or used up, and WorkerError (or ConfigError) when a
         worker cannot be built, or not within timeouts.start_s.
 
@@ -91,6 +94,7 @@ class WorkerGroup:
         release = functools.partial(pool.release, share, bundles)
         give_back = pool.close if pool.detached else release
         self._set_up(pool.detached or name, worker_class, layout, timeouts, give_back)
+        self._num_objects = NUM_PIECES * (1 + num_parts)
         self._detached, self._share = bool(pool.detached), share
         if pool.num_ranks < bundles.stop:
             start = f" from bundle {first_bundle} on" if first_bundle else ""
@@ -144,6 +148,7 @@ class WorkerGroup:
         self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
         self._give_back = give_back  # what the group has of its pool
+        self._num_objects = NUM_PIECES  # that a call returns which makes samples
         self._worker_class, self._methods = worker_class, self._bind(worker_class)
 
     def __getattr__(self, name: str) -> Method:
@@ -268,7 +273,7 @@ class WorkerGroup:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, RemoteBatch)]
         gather, of_columns = registration.dispatch_mode.gather, dict[int, list[Any]]()
         if registration.makes:
-            sent, of_columns = send_for_samples(self._actors, method, parts)
+            sent, of_columns = send_for_samples(self._actors, method, parts, self._num_objects)
         else:
             sent = send(self._actors, method, parts)
 

@@ -13,7 +13,13 @@ import pytest
 
 from mcore_rl.controller import object_columns
 from mcore_rl.controller.dispatch import Dispatch, register, registered_methods
-from mcore_rl.controller.object_columns import LostColumnsError, fetch, store
+from mcore_rl.controller.object_columns import (
+    NUM_PIECES,
+    LostColumnsError,
+    fetch,
+    pieces,
+    store,
+)
 from mcore_rl.controller.rank_actor import by_reference
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import FILLED, Array, Batch, Jagged
@@ -61,6 +67,8 @@ def batch_of(rng: np.random.Generator, num_rows: int, *filled: str) -> Batch:
             "response_ids": along(responses, "int64"),
             "log_probs": along(responses, "float32"),
             "routed_experts": along(prompts + responses, "int16", 2, 3),
+            "seen/first": along(responses, "uint8", 4),
+            "seen/none": along(responses, "uint8", 0),
             **{name: along(responses, FILLED[name].dtype.str) for name in filled},
             "rewards": rng.random(num_rows).astype(np.float32),
             "group_ids": rng.integers(-3, 1 << 40, num_rows),
@@ -200,14 +208,16 @@ def test_batches_of_other_rows_are_refused():
 def test_take_drops_references_that_no_row_is_left_of(objects: Store):
     remote = store(batch_of(np.random.default_rng(3), 12))
     places = remote.remote["response_ids"].places
-    assert len(places.references) == len(objects.objects) > 2
-    assert {id(column.places) for column in remote.remote.values()} == {id(places)}
+    together = [column for name, column in remote.remote.items() if "/" not in name]
+    assert len(objects.objects) > len(places.references) > 2
+    assert {id(column.places) for column in together} == {id(places)}
     row = int(np.flatnonzero(places.objects == 1)[0])
     kept = remote.take([row, 0])
     taken = kept.remote["response_ids"].places
     assert [one.number for one in taken.references] == [0, 1]
     assert taken.objects.tolist() == [1, 0]
-    assert {id(column.places) for column in kept.remote.values()} == {id(taken)}
+    together = [column for name, column in kept.remote.items() if "/" not in name]
+    assert {id(column.places) for column in together} == {id(taken)}
     assert not remote.take([]).remote["log_probs"].places.references
 
 
@@ -221,6 +231,48 @@ def test_what_is_let_go_of_has_its_columns_and_lengths_and_no_references():
     both = RemoteBatch.concat([gone, store(other), gone])
     np.testing.assert_array_equal(both.array("rewards")[4:8], other.array("rewards"))
     assert_same(fetch(both.take(range(4, 8))), other)
+
+
+def test_a_reader_of_a_part_fetches_the_objects_of_that_part_and_of_what_all_read(objects: Store):
+    batch = batch_of(np.random.default_rng(3), 12)
+    remote = store(batch)
+    read = remote.of_part("first")
+    assert {*remote.names} - {*read.names} == {"seen/none"}
+    assert_same(fetch(read), batch.without("seen/none"))
+    assert "rewards/style" in remote.with_columns(**{"rewards/style": np.zeros(12)}).of_part("").own
+    references = {
+        name: {one.number for one in column.places.references}
+        for name, column in remote.remote.items()
+    }
+    assert len(references["seen/none"]) == 1  # of no bytes
+    common = references["response_ids"]
+    assert common.isdisjoint(references["seen/first"] | references["seen/none"])
+    assert references["log_probs"] == common
+    assert references["seen/first"].isdisjoint(references["seen/none"])
+    assert sorted(common.union(*references.values())) == list(range(len(objects.objects)))
+
+
+@pytest.mark.parametrize("lengths", [[1] * 40, [9] * 9, [1] * 8 + [90], [90] + [1] * 8, [7, 0] * 9])
+def test_new_samples_take_as_many_objects_as_their_call_returns(objects: Store, lengths: list[int]):
+    """Also where each is larger than an object is to be, but for one."""
+    rows = [np.full((length, 4, 10), row, np.int64) for row, length in enumerate(lengths)]
+    ids = Jagged.of([[row] * length for row, length in enumerate(lengths)], np.int64)
+    batch = Batch({"response_ids": ids, "seen/first": Jagged.of(rows, np.int64)})
+    found, made = pieces(batch, 2 * NUM_PIECES)
+    assert len(made) == 2 * NUM_PIECES
+    sizes = [one["seen/first"].values.nbytes for one in made if one and "seen/first" in one]
+    whole = batch.jagged("seen/first").values.nbytes
+    assert len(sizes) <= NUM_PIECES
+    assert max(sizes) <= whole // NUM_PIECES + whole * max(lengths) // sum(lengths)
+    assert_same(fetch(found.at([objects.put(one) for one in made])), batch)
+
+
+def test_more_parts_than_a_group_was_started_for_are_refused(objects: Store):
+    batch = batch_of(np.random.default_rng(3), 12)
+    told = r"parts \['seen/first', 'seen/none'\]; allowed: 1, the num_parts of their WorkerGroup"
+    with pytest.raises(ValueError, match=told):
+        pieces(batch, 2 * NUM_PIECES)
+    assert len(pieces(batch, 3 * NUM_PIECES)[1]) == 3 * NUM_PIECES
 
 
 @pytest.mark.parametrize(
