@@ -174,14 +174,14 @@ class Batch(Samples):
     of none), and weights of losses: loss_weights, kl_weights, entropy_weights,
     cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs, teacher_ids,
     teacher_top_log_probs: see workers/scoring.py; routed_experts: [MoE layers, experts a token] a
-    prompt or response token, and stage_routed_experts, those of a pipeline rank;
+    prompt or response token, and stage_routed_experts, those of a pipeline rank, which are
+    stage_routed_experts/<its layers> of each in what servers have made;
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
     one), baseline_rewards, group_ids, roles (of the policy, where a loop has several),
     trajectories (the number in its group), segments (the number in its trajectory:
     data/trajectories.py), turns (of the policy), oldest_versions and newest_versions (of the
     weights that chose its tokens; -2: none did), finish_reasons, statuses (of a trajectory:
-    TrajectoryStatus), replayed (1 if it is of an earlier step), expert_records (where its experts
-    are: workers/expert_records.py).
+    TrajectoryStatus), replayed (1 if it is of an earlier step).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:

@@ -369,7 +369,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         first = number * nodes
         return pools.group(
             "rollout", RolloutWorker, (spec, number), Layout(tp=nodes), first_rank=first,
-            name=name, wait=False,
+            name=name, wait=False, num_parts=len(spec.experts.stages) if spec.experts else 0,
         )  # fmt: skip
 
     with ServerPool(

@@ -1,9 +1,8 @@
 """The experts that servers have used, on their way to the pipeline ranks that replay them.
 
-A server's worker stores what belongs to a sample in Ray's object store: an object for each pipeline
-rank, with the MoE layers of that rank. Batches carry references to them in the column
-"expert_records", so the driver never has an expert's id; a training rank fetches the objects of its
-own samples and layers. An object is gone when no batch refers to it.
+A server's worker adds a column along tokens for each pipeline rank, of the MoE layers of that rank:
+"stage_routed_experts/LAYERS". They are by reference, so the driver never has an expert's id, and
+each has objects of its own: a training rank fetches the experts of its samples and layers.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import ray
 
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch, Jagged, Samples
 from mcore_rl.data.sample import Sample
 
-COLUMN, STAGE_COLUMN = "expert_records", "stage_routed_experts"
+EXPERTS = "stage_routed_experts"  # as an engine reads those of its own layers
 Ids = npt.NDArray[np.integer]
 
 
@@ -30,62 +28,50 @@ class ExpertLayers:
     topk: int  # experts a token
 
 
-@dataclass(frozen=True, slots=True)
-class StageExperts:
-    """What a pipeline rank is to replay of a sample."""
-
-    layers: tuple[int, ...]  # decoder layers, numbered over the whole model
-    ids: Ids  # [prompt and response tokens, layers, experts a token]
+def part_of(layers: Sequence[int]) -> str:
+    """What the column for these decoder layers is called after its slash."""
+    return ",".join(map(str, layers)) or "none"
 
 
-def with_records(batch: Batch, samples: Sequence[Sample], layers: ExpertLayers) -> Batch:
-    """The batch of these samples with the column of references.
+def columns_of_experts(batch: Samples) -> list[str]:
+    """The names of those for all pipeline ranks."""
+    return [name for name in batch.names if name.startswith(f"{EXPERTS}/")]
+
+
+def with_experts(batch: Batch, samples: Sequence[Sample], layers: ExpertLayers) -> Batch:
+    """The batch of these samples with a column for each pipeline rank.
 
     Raises:
         RuntimeError: as `by_stage`.
     """
-    column = np.empty(len(samples), dtype=object)
+    offsets = np.concatenate([[0], np.cumsum(batch.num_tokens)]).astype(np.int64)
+    dtype = np.result_type(np.uint8, *{p.ids.dtype for one in samples for p in one.routed_experts})
+    shapes = [(int(offsets[-1]), len(stage), layers.topk) for stage in layers.stages]
+    columns = [Jagged(np.empty(shape, dtype), offsets) for shape in shapes]
     for row, sample in enumerate(samples):
-        column[row] = tuple(ray.put(stage) for stage in by_stage(sample, layers))
-    return batch.with_columns(**{COLUMN: column})
+        for column, ids in zip(columns, by_stage(sample, layers), strict=True):
+            column[row][:] = ids
+    names = [f"{EXPERTS}/{part_of(stage)}" for stage in layers.stages]
+    return batch.with_columns(**dict(zip(names, columns, strict=True)))
 
 
-def with_stage_experts(
-    batch: Batch, layers: Sequence[int], pp_rank: int, timeout_s: float
-) -> Batch:
-    """The batch as a pipeline rank replays it, with the ids of its `layers` for the references.
+def with_own_experts(batch: Batch, layers: Sequence[int]) -> Batch:
+    """With the column that the engine of a pipeline rank with these layers reads.
 
     Raises:
-        RuntimeError: there are no references, or what they refer to lacks a layer.
-        TimeoutError: an object has not arrived in `timeout_s`.
+        RuntimeError: there is none of these layers.
     """
-    if COLUMN not in batch:
+    name = f"{EXPERTS}/{part_of(layers)}"
+    if name not in batch:
         raise RuntimeError(
-            f"router replay: the batch has no column {COLUMN!r}, which servers fill with "
-            "actor.moe.router_replay='rollout'"
+            f"router replay: the batch has no column {name!r}, the experts of the decoder layers "
+            "of this rank, which servers fill with actor.moe.router_replay='rollout'"
         )
-    references = [stages[pp_rank] for stages in batch.array(COLUMN)]
-    try:
-        found: list[StageExperts] = ray.get(references, timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise TimeoutError(
-            f"router replay: the experts of {len(references)} samples have not arrived in "
-            f"{timeout_s:g} s"
-        ) from error
-    ids = [_of_layers(one, layers, batch, row) for row, one in enumerate(found)]
-    own = {name: column for name, column in batch.columns.items() if name != COLUMN}
-    dtype = np.result_type(np.uint8, *{one.dtype for one in ids})
-    return Batch({**own, STAGE_COLUMN: Jagged.of(ids, dtype)})
+    return batch.with_columns(**{EXPERTS: batch[name]})
 
 
-def with_references(scored: Batch, batch: Batch) -> Batch:
-    """What an engine gave for `with_stage_experts(batch)`, with the references instead again."""
-    columns = {name: one for name, one in scored.columns.items() if name != STAGE_COLUMN}
-    return Batch({**columns, COLUMN: batch[COLUMN]})
-
-
-def by_stage(sample: Sample, layers: ExpertLayers) -> list[StageExperts]:
-    """What each pipeline rank is to replay.
+def by_stage(sample: Sample, layers: ExpertLayers) -> list[Ids]:
+    """What each pipeline rank is to replay: [prompt and response tokens, its layers, experts].
 
     Tokens after the last one that the policy chose need no experts, nor does that one itself: no
     log-prob that is trained depends on them. Where the server has none they get those of the token
@@ -100,14 +86,14 @@ def by_stage(sample: Sample, layers: ExpertLayers) -> list[StageExperts]:
     found = []
     for stage in layers.stages:
         _check_layers(ids, stage, _name(sample.group_id, sample.trajectory, sample.segment))
-        found.append(StageExperts(stage, np.ascontiguousarray(ids[:, list(stage)])))
+        found.append(np.ascontiguousarray(ids[:, list(stage)]))
     return found
 
 
-def _of_no_token(sample: Sample, stage: tuple[int, ...], topk: int) -> StageExperts:
+def _of_no_token(sample: Sample, stage: tuple[int, ...], topk: int) -> Ids:
     """Of a turn that ended before its first token: any experts, as nothing is trained."""
     shape = (len(sample.prompt_ids) + len(sample.response_ids), len(stage), topk)
-    return StageExperts(stage, np.broadcast_to(np.arange(topk, dtype=np.uint8), shape).copy())
+    return np.broadcast_to(np.arange(topk, dtype=np.uint8), shape)
 
 
 def _all_tokens(sample: Sample, topk: int) -> Ids:
@@ -139,21 +125,6 @@ def _check_layers(ids: Ids, stage: tuple[int, ...], name: str) -> None:
             raise RuntimeError(
                 f"router replay: the server has recorded no experts of layer {layer} for {name}"
             )
-
-
-def _of_layers(stage: StageExperts, layers: Sequence[int], batch: Batch, row: int) -> Ids:
-    if stage.layers == tuple(layers):
-        return stage.ids
-    places = {layer: place for place, layer in enumerate(stage.layers)}
-    missing = [layer for layer in layers if layer not in places]
-    if missing:
-        names = "group_ids", "trajectories", "segments"
-        name = _name(*(int(batch.array(n)[row]) if n in batch else 0 for n in names))
-        raise RuntimeError(
-            f"router replay: {name} has experts of layers {list(stage.layers)} for a pipeline rank "
-            f"that replays {list(layers)}; missing: {missing}"
-        )
-    return stage.ids[:, [places[layer] for layer in layers]]
 
 
 def _name(group: int, trajectory: int, segment: int) -> str:

@@ -26,15 +26,14 @@ from mcore_rl.engine.base import (
     Place,
     create_engine,
 )
-from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
-from mcore_rl.workers.expert_records import COLUMN, with_references, with_stage_experts
+from mcore_rl.workers.expert_records import EXPERTS, part_of, with_own_experts
 
 # Columns that a pass over samples reads, and those that it may add.
-_SCORED = ("prompt_ids", "response_ids", "group_ids", "trajectories", "segments", COLUMN)
+_SCORED = ("prompt_ids", "response_ids")
 _SCORES = ("log_probs", "entropy", "sum_pi_squared", "routed_experts", "top_ids", "top_log_probs")
 
 
@@ -70,7 +69,7 @@ class ModelWorker:
     def initialize(self) -> None:
         self._engine.initialize()
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=_SCORES)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=(*_SCORED, EXPERTS), writes=_SCORES)
     def compute_log_probs(
         self, batch: Batch, *, temperature: float, replay: bool = True
     ) -> Batch | None:
@@ -81,19 +80,22 @@ class ModelWorker:
         if not (replay and self._replays_rollout):
             return self._engine.infer_batch(batch, temperature=temperature, replay=replay)
         scored = self._engine.infer_batch(self._with_experts(batch), temperature=temperature)
-        return None if scored is None else with_references(scored, batch)
+        return None if scored is None else scored.without(EXPERTS)
 
     @property
     def _replays_rollout(self) -> bool:
         return self._spec.engine.moe.router_replay == "rollout"
 
+    @property
+    def part(self) -> str:
+        """Of the experts that servers have recorded this rank reads those of its layers."""
+        return part_of(self._engine.expert_layers) if self._replays_rollout else ""
+
     def _with_experts(self, batch: Batch) -> Batch:
-        """With those that servers have recorded of this rank's layers, if it replays them."""
+        """With those of this rank's layers, if it replays them."""
         if not self._replays_rollout:
             return batch
-        engine = self._engine
-        pp_rank = Mesh(engine.layout).coordinate(engine.world_rank).pp_rank
-        return with_stage_experts(batch, engine.expert_layers, pp_rank, self._spec.timeout_s)
+        return with_own_experts(batch, self._engine.expert_layers)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=_SCORES)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:

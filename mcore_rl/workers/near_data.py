@@ -18,13 +18,9 @@ from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_row
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
-from mcore_rl.workers.expert_records import COLUMN
+from mcore_rl.workers.expert_records import columns_of_experts
 
 B = TypeVar("B", bound=Samples)
-# One value a sample: where its experts are, and by what they are found.
-_OF_ENGINES = (COLUMN, "group_ids", "trajectories", "segments")
-# Columns that no such function reads, unless it is asked to.
-_LARGE = ("prompt_ids", COLUMN)
 
 
 def with_near(
@@ -59,17 +55,16 @@ def near(
 
 
 def _read(batch: B, reads: Collection[str] | None) -> B:
-    if reads is None:
-        return batch.without(*_LARGE)
+    if reads is None:  # all but large ones
+        return batch.without("prompt_ids", *columns_of_experts(batch))
     return batch.select(*(name for name in batch.names if name in reads))
 
 
 def along_tokens(batch: B) -> B:
-    """Without the columns of one value a sample that no engine reads."""
+    """Without the columns of one value a sample, which no engine reads."""
     if isinstance(batch, Batch):
         return batch
-    unread = {*per_sample(batch).names} - {*_OF_ENGINES}
-    return batch.without(*unread)
+    return batch.without(*per_sample(batch).names)
 
 
 def per_sample(batch: Samples) -> Batch:

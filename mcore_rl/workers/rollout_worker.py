@@ -28,7 +28,7 @@ from mcore_rl.rollout.protocol import GenerationServer, SamplingParams, ServerMe
 from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
-from mcore_rl.workers.expert_records import ExpertLayers, with_records
+from mcore_rl.workers.expert_records import ExpertLayers, with_experts
 from mcore_rl.workers.idle_time import IdleTime
 from mcore_rl.workers.loop_thread import LoopThread
 from mcore_rl.workers.running_groups import RunningGroups
@@ -144,10 +144,10 @@ class RolloutWorker:
         await (self._headless or self._server).start()
         self._idle.end("start")
 
-    def _batch(self, samples: list[Sample], with_experts: bool) -> Batch:
+    def _batch(self, samples: list[Sample], records: bool) -> Batch:
         batch, experts = Batch.of(samples), self._spec.experts
-        if experts is not None and with_experts:
-            batch = with_records(batch, samples, experts)
+        if experts is not None and records:
+            batch = with_experts(batch, samples, experts)
         return batch
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -181,7 +181,7 @@ class RolloutWorker:
 
         Waits up to `wait_s`, less than the worker's timeout_s, until there are `at_least` so many
         or none runs any more. Returns whole groups, each once, or an empty batch. In the stream
-        "train" they have references to the experts of their tokens, where the server records them.
+        "train" they have the experts of their tokens, where the server records them.
 
         None on further nodes of the server, which are asked so that their death is told.
 

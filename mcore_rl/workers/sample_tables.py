@@ -25,7 +25,7 @@ from mcore_rl.data.sample_tables import (
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.observability.console import show_line
 from mcore_rl.workers.checkpointer import tell
-from mcore_rl.workers.expert_records import COLUMN
+from mcore_rl.workers.expert_records import columns_of_experts
 from mcore_rl.workers.near_data import near
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class SampleTables:
             return function(batch, self._tokenizer, *args)
         assert self._group is not None  # given where there are such batches
         source = self._tokenizer.name_or_path
-        names = [name for name in batch.names if name != COLUMN]
+        names = {*batch.names} - {*columns_of_experts(batch)}
         return near(self._group, _with_tokenizer, batch, function, source, *args, reads=names)
 
     def _keep_tokenizer(self) -> None:

@@ -6,23 +6,23 @@ In bfloat16, where a server's routers and a trainer's often choose differently.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from mcore_rl.config.resolve import for_lane
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending import WorkerError, gathered
+from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -31,15 +31,16 @@ from mcore_rl.jobs.placement import Pools, num_devices, pool_plans
 from mcore_rl.jobs.preflight import prompts_of
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.workers import policy_checks, steps
-from mcore_rl.workers.expert_records import COLUMN, StageExperts, with_stage_experts
+from mcore_rl.workers.expert_records import EXPERTS, columns_of_experts
 from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.near_data import here
+from mcore_rl.workers.near_data import along_tokens, here, with_near
 from mcore_rl.workers.policy_loss import PolicyLoss
 from mcore_rl.workers.rollout_pool import RolloutPool
 
 pytestmark = pytest.mark.job
 
 STAGES, NUM_EXPERTS, TOPK = [(0,), (1, 2)], 8, 2
+NAMES = [f"{EXPERTS}/0", f"{EXPERTS}/1,2"]
 
 
 class Watched(ModelWorker):
@@ -74,10 +75,11 @@ class Watched(ModelWorker):
 @dataclass(frozen=True)
 class Run:
     actor: WorkerGroup
-    batch: Batch  # what a server has generated
+    generated: RemoteBatch  # by a server
+    batch: Batch  # the same, here
     config: RLConfig
 
-    def scored(self, batch: Batch, **options: bool) -> Batch:
+    def scored(self, batch: Samples, **options: bool) -> Any:
         return self.actor.compute_log_probs(batch, temperature=1.0, **options)
 
 
@@ -116,18 +118,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         gathered(servers.submit("start"))
         servers.started()
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
-        made = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
-        batch = here(made, "a test needs the samples", config.timeouts.call_s)
-        yield Run(actor, batch, config)
+        generated = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
+        assert isinstance(generated, RemoteBatch)
+        found = here(generated, "a test needs the samples", config.timeouts.call_s)
+        yield Run(actor, generated, found, config)
 
 
 def test_the_driver_has_references_and_a_stage_its_own_layers_at_a_byte_an_id(run):
-    for row, references in enumerate(run.batch.array(COLUMN)):
-        found: list[StageExperts] = ray.get(list(references))
-        assert [one.layers for one in found] == STAGES
-        num_bytes = sum(one.ids.nbytes for one in found)
-        assert num_bytes == run.batch.num_tokens[row] * 3 * TOPK
-    assert set(run.scored(run.batch).columns) == {*run.batch.columns, "log_probs", "entropy"}
+    assert columns_of_experts(run.generated) == NAMES
+    assert {*NAMES} <= {*run.generated.remote}
+    for name, layers in zip(NAMES, STAGES, strict=True):
+        values = run.batch.jagged(name).values
+        assert values.dtype == np.uint8
+        assert values.shape == (run.batch.num_tokens.sum(), len(layers), TOPK)
+    for batch in (run.batch, run.generated):
+        assert {*run.scored(batch).names} == {*batch.names, "log_probs", "entropy"}
 
 
 def test_the_trainer_uses_the_experts_of_the_rollout(run):
@@ -136,11 +141,10 @@ def test_the_trainer_uses_the_experts_of_the_rollout(run):
     assert [sorted(found) for found in by_rank] == [[0], [1, 2]]
     ends = np.cumsum(run.batch.num_tokens)
     for rank, found in enumerate(by_rank):
-        recorded = ray.get([row[rank] for row in run.batch.array(COLUMN)])
+        recorded = run.batch.jagged(NAMES[rank]).values
         for place, layer in enumerate(STAGES[rank]):
             wanted = np.zeros_like(found[layer])
-            ids = np.concatenate([one.ids[:, place] for one in recorded])
-            np.put_along_axis(wanted, ids.astype(np.int64), True, axis=1)
+            np.put_along_axis(wanted, recorded[:, place].astype(np.int64), True, axis=1)
             same = (found[layer] == wanted).all(axis=1)
             assert np.delete(same, ends - 1).all()
 
@@ -155,31 +159,20 @@ def test_log_probs_are_nearer_to_the_servers_with_replay(run):
         assert gaps["with"][name] < gaps["without"][name]
 
 
-def test_experts_that_do_not_arrive_are_not_waited_for_for_ever(run):
-    column = run.batch.array(COLUMN).copy()
-    never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
-    column[3] = (never, never)
-    batch = run.batch.with_columns(**{COLUMN: column})
-    with pytest.raises(TimeoutError, match=r"experts of 32 samples have not arrived in 0\.2 s"):
-        with_stage_experts(batch, [0], 0, timeout_s=0.2)
-    ray.cancel(never, force=True)
-
-
 def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
-    scored = run.scored(run.batch)
-    ids = scored.jagged("response_ids")
-    ones = ids.with_values(np.ones(len(ids.values), np.float32))
-    batch, _ = steps.with_loss_weights(scored.with_columns(advantages=ones), run.config.algorithm)
-    [metrics] = run.actor.update(batch, temperature=1.0)
+    scored = run.scored(run.generated)
+    weighted, _ = with_near(run.actor, with_advantages, scored)
+    batch, _ = with_near(run.actor, steps.with_loss_weights, weighted, run.config.algorithm)
+    [metrics] = run.actor.update(along_tokens(batch), temperature=1.0)
     assert metrics["grad_norm"] > 0
-    dropped = batch.array(COLUMN).copy()
-    whole: StageExperts = ray.get(dropped[5][1])
-    less = ray.put(replace(whole, layers=whole.layers[:1], ids=whole.ids[:, :1]))
-    dropped[5] = (dropped[5][0], less)
-    group, trajectory = (batch.array(name)[5] for name in ("group_ids", "trajectories"))
+    dropped = batch.renamed(**{NAMES[1]: f"{EXPERTS}/1"})
     with pytest.raises(
-        WorkerError,
-        match=rf"group {group}, trajectory {trajectory}, segment 0 has experts of layers \[1\] "
-        r"for a pipeline rank that replays \[1, 2\]; missing: \[2\]",
+        WorkerError, match=rf"rank 1 raised .*no column '{EXPERTS}/1,2', the experts of the decoder"
     ):
-        run.actor.update(batch.with_columns(**{COLUMN: dropped}), temperature=1.0)
+        run.actor.update(along_tokens(dropped), temperature=1.0)
+
+
+def with_advantages(batch: Batch) -> tuple[Batch, None]:
+    ids = batch.jagged("response_ids")
+    ones = ids.with_values(np.ones(len(ids.values), np.float32))
+    return batch.with_columns(advantages=ones), None

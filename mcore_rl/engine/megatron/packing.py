@@ -247,7 +247,7 @@ def _response_columns(batch: Batch, rows: list[int]) -> dict[str, np.ndarray]:
     found = {}
     lengths = batch.jagged("response_ids").lengths
     for name, column in batch.columns.items():
-        if name in _OTHER_COLUMNS or not isinstance(column, Jagged):
+        if name.partition("/")[0] in _OTHER_COLUMNS or not isinstance(column, Jagged):
             continue
         if not np.array_equal(column.lengths, lengths):
             raise ValueError(f"column {name!r} does not run along the response tokens")

@@ -130,6 +130,15 @@ def test_a_column_that_does_not_run_along_the_responses_is_named():
         pack(bad, [[0, 1, 2]], PackSplit(), CPU)
 
 
+def test_experts_of_any_stage_run_along_prompts_too_and_are_in_no_pack():
+    lengths = batch().num_tokens
+    ids = Jagged.of([np.zeros((length, 2, 2)) for length in lengths], np.uint8)
+    own = batch().with_columns(**{"stage_routed_experts": ids, "stage_routed_experts/1,2": ids})
+    [micro] = pack(own, [[0, 1, 2]], PackSplit(), CPU)
+    assert "advantages" in micro.columns
+    assert not [name for name in micro.columns if "experts" in name]
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="empty prompt"):
         pack(batch([[1], []], [[2], [3]]), [[0, 1]], PackSplit(), CPU)
