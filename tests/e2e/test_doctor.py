@@ -82,12 +82,12 @@ def test_a_node_that_cannot_start_it_is_named_with_slurms_reason(
     slurm: SlurmCluster, tmp_path, arguments
 ):
     world = plant(tmp_path, World(command=("sh", "-c", "exit 9")))
-    report = told(slurm.run("salloc", "-N2", *arguments, "--timeout", "10", **world), 1)
+    report = told(slurm.run("salloc", "-N2", *arguments, "--timeout", "30", **world), 1)
     found = {f["node"]: f["value"] for f in faults(report)}
     assert re.fullmatch(
         r"did not come in \d+ s: srun: error: .*n2: task 1: Exited with exit code 9", found[NODE]
     )
-    assert found["n1"] == "n2 did not come in 5 s"
+    assert found["n1"] == "n2 did not come in 15 s"
 
 
 def test_it_runs_once_and_not_as_a_task_on_each_node(slurm: SlurmCluster, arguments):

@@ -91,7 +91,7 @@ class SlurmNodes:
         count = str(len(self.nodes))
         command = [
             "srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap",
-            "--kill-on-bad-exit=0", "--mpi=none", "--export=ALL", "--input=none",
+            "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--export=ALL", "--input=none",
             "--quit-on-interrupt",
         ]  # fmt: skip
         self._srun = subprocess.Popen(
