@@ -19,7 +19,7 @@ def held_bytes(config: RLConfig) -> int:
     """What samples hold at most.
 
     Those of a step that is trained on, those that are generated, and those that may be replayed:
-    with priorities of 0 none is drawn, and all groups of max_age steps are new.
+    all max_age steps of the buffer count in full, as all are new where nothing is drawn.
     """
     trainer, replay = config.trainer, config.algorithm.samples.replay
     per_step, steps, extra = trainer.prompts_per_step, 2, 0

@@ -29,8 +29,9 @@ def tell_of_small_stores(held: int, resource: str, num_devices: int) -> None:
     print(
         f"Ray's object store has {_mib(min(stores[name] for name in small))} on {names}"
         f"{f' and {others} more nodes' if others > 0 else ''}; a node with servers may hold "
-        f"samples of {_mib(part)}. What does not fit is spilled to disk by Ray and read again, "
-        f"and steps take longer. Set MCORE_RL_OBJECT_STORE_BYTES={part} for the launch script, "
+        f"samples of {_mib(part)}, without recorded experts. What does not fit is spilled to disk "
+        "by Ray and read again, and steps take longer. Set "
+        f"MCORE_RL_OBJECT_STORE_BYTES={part} for the launch script, "
         "where /dev/shm has that (without one, ray start --object-store-memory)"
     )
 

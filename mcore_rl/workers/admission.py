@@ -101,6 +101,7 @@ class Admission(Generic[T]):
         self._queue, self._pacing = queue, pacing
         self.version = 0  # that the servers have
         self._expected = (0, 0)  # a step, and how many groups it needs
+        self._evicted: set[int] = set()  # they begin again after the push
 
     def expect(self, step: int, num_groups: int) -> None:
         """The next step needs so many new groups: it replays the others."""
@@ -122,7 +123,7 @@ class Admission(Generic[T]):
         if batches <= 0:
             return 0
         needed = self._needed() + (batches - 1) * pacing.num_new + pacing.num_extra
-        room = needed - queue.num_groups(*ACTIVE)
+        room = needed - queue.num_groups(*ACTIVE) - len(self._evicted)
         running = queue.num_groups(GroupState.GENERATING)
         room = min(room, self._room_for_samples(room, running))
         if pacing.depth is not None:
@@ -140,11 +141,15 @@ class Admission(Generic[T]):
 
     def num_to_draw(self) -> int:
         """New groups that the queue lacks for `begin`."""
-        return max(self.num_to_begin() - self._queue.num_groups(GroupState.ISSUED), 0)
+        return max(self.num_to_begin() - len(self._issued()), 0)
+
+    def _issued(self) -> list[SampleGroup[T]]:
+        groups = self._queue.groups(GroupState.ISSUED)
+        return [group for group in groups if group.group_id not in self._evicted]
 
     def begin(self) -> list[SampleGroup[T]]:
         """Issued groups, as many as may be, by id: they are generating from now on."""
-        chosen = self._queue.groups(GroupState.ISSUED)[: self.num_to_begin()]
+        chosen = self._issued()[: self.num_to_begin()]
         self._queue.begin([group.group_id for group in chosen], self.version)
         return chosen
 
@@ -195,7 +200,8 @@ class Admission(Generic[T]):
         """
         old = self._too_old(next_version)
         running = [group.group_id for group in old if group.state is GroupState.GENERATING]
-        self._queue.abandoned([group.group_id for group in old])
+        self._evicted = {group.group_id for group in old}
+        self._queue.abandoned(list(self._evicted))
         return running
 
     def pushed(self, version: int) -> None:
@@ -213,6 +219,7 @@ class Admission(Generic[T]):
                 f"{version - self._pacing.staleness}, after evict({version})"
             )
         self.version = version
+        self._evicted.clear()
 
     def _too_old(self, version: int) -> list[SampleGroup[T]]:
         """Those not selected that no step could train once `version` is pushed."""

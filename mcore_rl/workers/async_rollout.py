@@ -26,13 +26,13 @@ from mcore_rl.workers.sample_queue import HELD, GroupState, SampleGroup, SampleQ
 from mcore_rl.workers.scoring import with_teacher_names
 
 SAMPLES = "samples"  # the column of the ledger that has them
-POLL_S = 1.0  # that one call waits for samples; between two of them groups are begun
+POLL_S = 1.0  # that one call waits for samples, and between two looks of `tended`
 
 
 class AsyncRollout:
     """`take` the samples of a step, and tell `pushed` when the servers have its weights.
 
-    In between nothing is asked of the servers: they have been given groups enough to go on. The
+    In between, servers that take turns are asked nothing, and others are `tended`. The
     ledger is a state of a checkpoint. It has the prompts of what was begun and not trained on, and
     a run that goes on begins those again. So do groups whose samples were lost with a node before a
     step has taken them; those that were rejected count all the same.
@@ -94,9 +94,9 @@ class AsyncRollout:
     def tended(self) -> Iterator[None]:
         """Inside, while the trainer computes, others are begun as groups end and servers die.
 
-        Nobody else may use the servers, which have devices of their own; in turns nothing happens,
-        nor where each step generates its own rounds, nor in the last one. What goes wrong is raised
-        at the end.
+        Nobody else may use the servers inside. Nothing happens for servers that take turns, for
+        steps that generate their own rounds, and in the last step. What goes wrong is raised at the
+        end.
         """
         is_last = self.queue.last_trained + 1 == self._config.trainer.num_steps
         if is_last or self._in_rounds or self._rollout.servers.takes_turns:
@@ -153,6 +153,7 @@ class AsyncRollout:
 
     def pushed(self, step: int) -> None:
         """The step is trained, and the servers have its weights: begin what these allow."""
+        self._take_in([])  # what was begun again before the push has the weights of before
         self.queue.mark_trained(step)
         self.admission.pushed(step)
         self.queue.clear(step)

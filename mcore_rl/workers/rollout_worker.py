@@ -154,9 +154,9 @@ class RolloutWorker:
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: Stream) -> None:
         """Starts `sampling.n` trajectories per prompt, together, and returns at once.
 
-        This and the two calls below are for a group of one server. They may be made while other
-        calls run. What has been begun ends by the limits of a trajectory (agent.timeout_s), of a
-        reward and of `sampling.max_tokens`; the caller limits all else by `abandon`.
+        This and the two calls below are for a group of one server. What has been begun ends by the
+        limits of a trajectory (agent.timeout_s), of a reward and of `sampling.max_tokens`; the
+        caller limits all else by `abandon`.
 
         `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
         Raises ConfigError when a group of that id has been begun and

@@ -58,10 +58,8 @@ class SamplesAhead:
         _, _, prompts, replay = self._source
         self._step = step
         self._begun_from = prompts.state_dict(), replay.snapshot()
-        self._pending = self._thread.submit(self._generate, step, step - 1 - version)
-
-    def _generate(self, step: int, age: int) -> Found:
-        return samples_of_step(*self._source, step, age)
+        age = step - 1 - version
+        self._pending = self._thread.submit(samples_of_step, *self._source, step, age)
 
     def wait(self) -> None:
         """Returns when no server answers; immediately if nothing was begun.
@@ -99,7 +97,8 @@ class SamplesAhead:
             _, rollout, prompts, replay = self._source
             prompts.load_state_dict(self._begun_from[0])
             replay.go_back(self._begun_from[1])
-            found = self._generate(self._step, self._step - 1 - rollout.servers.version)
+            age = self._step - 1 - rollout.servers.version
+            found = samples_of_step(*self._source, self._step, age)
             self._pending = Future()
             self._pending.set_result(found)
         return found

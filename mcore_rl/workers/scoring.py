@@ -78,17 +78,17 @@ def with_teachers(batch: B, turns: Turns, config: RLConfig) -> B:
         return batch.union(parts[0])
     of_each = batch.select("response_ids")
     for number, part in enumerate(parts):
-        of_each = of_each.union(part.renamed(**{n: f"{n}/{number}" for n in part.names}))
+        of_each = of_each.union(part.renamed(**{n: f"{n}.{number}" for n in part.names}))
     merged, _ = with_near(turns.actor, _side_by_side, of_each, len(parts))
-    names = [n for n in merged.names if n.startswith("teacher_") and "/" not in n]
+    names = [n for n in merged.names if n.startswith("teacher_") and "." not in n]
     return batch.union(merged.select(*names))
 
 
 def _side_by_side(batch: Batch, num_teachers: int) -> tuple[Batch, None]:
-    """The columns of all teachers, NAME/0, NAME/1 and so on, as one with an axis of teachers."""
+    """The columns of all teachers, NAME.0, NAME.1 and so on, as one with an axis of teachers."""
     columns: dict[str, Column] = {}
-    for name in (n.removesuffix("/0") for n in batch.names if n.endswith("/0")):
-        parts = [batch.jagged(f"{name}/{number}") for number in range(num_teachers)]
+    for name in (n.removesuffix(".0") for n in batch.names if n.endswith(".0")):
+        parts = [batch.jagged(f"{name}.{number}") for number in range(num_teachers)]
         values = np.concatenate([part.values for part in parts], axis=1)
         columns[name] = parts[0].with_values(values)
     return batch.with_columns(**columns), None

@@ -285,12 +285,12 @@ class ServerGroups(ABC):
     def _start_has_ended(self, server: Server) -> bool:
         """Where it takes too long while others serve, as its node is gone, it begins again.
 
-        Raises WorkerError when no other is up.
+        Raises WorkerError when no other is up, or all wait for it (on shared devices).
         """
         try:
             return all(call.has_ended() for call in server.starting)
         except WorkerError as error:
-            if not self._up:
+            if self._can_sleep or not self._up:
                 raise
             with self._lock:
                 if self._closed:

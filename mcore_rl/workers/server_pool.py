@@ -63,8 +63,8 @@ class ServerPool(ServerGroups):
 
         Waits up to `wait_s` until there is one; returns at once if none is being generated.
         `at_least` is for who can do nothing with fewer: a server answers when its share of them has
-        ended, or none of its groups runs any more, and otherwise every quarter of a second; with
-        `ALL` every few seconds.
+        ended, or none of its groups runs any more, and otherwise every quarter of a second, up to
+        every 2 s with many servers; with `ALL` every few seconds.
 
         Raises:
             ConfigError, WorkerError: a reward or a loop raised; a server died once too often; no
@@ -87,22 +87,24 @@ class ServerPool(ServerGroups):
         """As `collect`, at once, for while the trainer changes its weights: they are not resent."""
         self._tend()
         self._route()
-        return self._answers(stream, 1)
+        return self._answers(stream, 0)
 
     def rerouted(self, stream: str) -> list[int]:
         """Groups of a stream that were begun again since the last call: their server has died."""
         found = [group for its, group in self._rerouted if its == stream]
         self._rerouted = [one for one in self._rerouted if one[0] != stream]
-        return [group for group in dict.fromkeys(found) if (stream, group) in self._asked]
+        return list(dict.fromkeys(found))
 
     def abandon(self, stream: str, group_ids: Collection[int]) -> None:
         """Ends these groups: they never come by `collect`."""
         ended = [self._asked.pop((stream, group)) for group in group_ids]
+        self._rerouted = [one for one in self._rerouted if one in self._asked]
         for server in self._serving:
             its = [one.group_id for one in ended if one.server == server.number]
             if not its:
                 continue
-            if stream in server.collecting:  # that answer may have them, and they may begin again
+            # That answer may have them, from before they begin again: its calls run in order.
+            if stream in server.collecting:
                 server.unwanted.setdefault(stream, set()).update(its)
             server.sent.append(server.group.abandon.submit(stream, its))
 
@@ -143,7 +145,8 @@ class ServerPool(ServerGroups):
 
     def _refill(self) -> None:
         """Where no server has the version to serve, and none is being started: it is sent again."""
-        if self._serving or any(server.starting for server in self._servers.values()):
+        is_starting = any(server.starting for server in self._servers.values())
+        if self._serving or (is_starting and not self._up):
             return
         if self.resend is None:
             raise WorkerError(
@@ -169,10 +172,16 @@ class ServerPool(ServerGroups):
             del server.collecting[stream]
             yield from self._wanted(server, stream, call.result()[0])
         if self._its(server, stream):
-            held_s = min(LOOK_S * max(num_serving / _AT_ONCE, 1), _MOST_S)
-            held_s = min(TOGETHER_S if at_least == ALL else held_s, self._call_limit.seconds / 4)
+            held_s = self._held_s(at_least, num_serving)
             share = math.ceil(at_least / num_serving)
             server.collecting[stream] = server.group.collect.submit(stream, held_s, share)
+
+    def _held_s(self, at_least: int, num_serving: int) -> float:
+        """How long a server may wait with its answer. Meanwhile it takes no other call."""
+        if not at_least:
+            return 0.0
+        few_s = min(LOOK_S * max(num_serving / _AT_ONCE, 1), _MOST_S)
+        return min(TOGETHER_S if at_least == ALL else few_s, self._call_limit.seconds / 4)
 
     def _its(self, server: Server, stream: str) -> list[Asked]:
         asked = self._asked.values()
@@ -188,6 +197,7 @@ class ServerPool(ServerGroups):
         rows = [row for row, group in enumerate(ids) if group in its]
         for group in {ids[row] for row in rows}:
             del self._asked[stream, group]
+        self._rerouted = [one for one in self._rerouted if one in self._asked]
         if rows:
             yield batch.take(rows) if len(rows) < len(ids) else batch
 

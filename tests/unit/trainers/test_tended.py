@@ -33,13 +33,14 @@ class Waits(Policy):
 
     def __init__(self, servers: Servers, until: Callable[[], bool]) -> None:
         super().__init__(servers)
-        self._until = until
+        self._until, self.pause_s = until, 0.0
 
     def update(self, batch, *, temperature):
         deadline = time.monotonic() + 30
         while not self.updates and not self._until():
             assert time.monotonic() < deadline
             time.sleep(0.005)
+        time.sleep(self.pause_s)
         return super().update(batch, temperature=temperature)
 
 
@@ -112,6 +113,18 @@ def test_servers_that_sleep_or_generate_in_rounds_or_for_no_later_step_are_let_b
     assert servers.running == {}
 
 
+def test_what_is_too_old_begins_again_after_the_push_and_not_by_the_weights_of_before(tmp_path):
+    servers = Going(train_s=0.0)
+    servers.tend = lambda stream: []  # type: ignore[method-assign]
+    asked = {"staleness": 1, "num_steps": 20, "asynchronous": {"over_issue": 1.0}}
+    run = run_of(tmp_path, servers, **asked)
+    run.actor.pause_s = 0.03
+    events = run.train().servers.events
+    ended = [number for number, event in enumerate(events) if event.startswith("abandon")]
+    assert len(ended) > 1
+    assert all(events[number + 1].startswith("push") for number in ended)
+
+
 def test_a_group_that_another_server_has_begun_is_as_new_as_its_weights(tmp_path):
     """It was begun of version 0 and again of version 2: so a later step may train it."""
 
@@ -119,7 +132,8 @@ def test_a_group_that_another_server_has_begun_is_as_new_as_its_weights(tmp_path
         died: int | None = None
 
         def rerouted(self, stream: str) -> list[int]:
-            if self.died is not None or self.version < 2 or not self.running:
+            is_pushing = self.events[-1].startswith("push")
+            if self.died is not None or self.version < 2 or is_pushing or not self.running:
                 return []
             self.died = min(self.running)
             self.running[self.died] = (self.now, self.running[self.died][1])
@@ -136,4 +150,30 @@ def test_a_group_that_another_server_has_begun_is_as_new_as_its_weights(tmp_path
     run.train(kept)
     assert servers.died is not None and begun[servers.died] == 2
     assert run.rows[-1]["queue/lost_total"] == 1
+    assert sorted(chain(*run.trained)) == list(range(NUM_STEPS * PER_STEP))
+
+
+def test_a_group_that_was_begun_again_before_a_push_is_told_before_it(tmp_path):
+    """The trainer's call that begins others begins it, after all answers of that step."""
+
+    class DyingLate(Servers):
+        died: int | None = None
+
+        def tell(self) -> None:
+            """When the trainer computes."""
+            if self.died is None and self.running:
+                self.died = min(self.running)
+                self.running[self.died] = (self.now, self.running[self.died][1])
+                self.told = [self.died]
+
+        told: list[int] = []  # noqa: RUF012
+
+        def rerouted(self, stream: str) -> list[int]:
+            told, self.told = self.told, []
+            return told
+
+    servers = DyingLate(train_s=8.0)
+    run = run_of(tmp_path, servers, lambda: servers.tell() is None)
+    run.train()
+    assert servers.died is not None
     assert sorted(chain(*run.trained)) == list(range(NUM_STEPS * PER_STEP))

@@ -10,7 +10,9 @@ import pytest
 
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.controller.remote_batch import is_of_part
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.workers.near_data import with_near
 from mcore_rl.workers.scoring import with_model_rewards, with_teacher_names, with_teachers
 from mcore_rl.workers.turns import Turns
 
@@ -84,6 +86,21 @@ def test_all_teachers_score_all_rows():
         np.testing.assert_array_equal(found.jagged(name).values, wanted)
         assert found.jagged(name).lengths.tolist() == [2, 1, 3, 1]
     assert models["teacher.math"].places == ["device", "host"]
+
+
+def test_columns_of_several_teachers_reach_who_joins_them(monkeypatch):
+    """Those with a slash would be for some pipeline ranks only."""
+    sent: list[str] = []
+
+    def seen(group: Any, function: Any, batch: Batch, *args: Any) -> tuple[Batch, Any]:
+        sent.extend(batch.names)
+        return with_near(group, function, batch, *args)
+
+    monkeypatch.setattr("mcore_rl.workers.scoring.with_near", seen)
+    models = {"teacher.math": Scorer(-1), "teacher.code": Scorer(-2)}
+    config = config_of("", "sampled_kl")
+    with_teachers(answered(), turns_of(config, **models), config)
+    assert len(sent) > 6 and not any(map(is_of_part, sent))
 
 
 @pytest.mark.parametrize("names", [["math", "code"], ["code", "math"], ["code", "code"]])

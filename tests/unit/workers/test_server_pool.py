@@ -65,7 +65,11 @@ class ServedGroup:
         return next(call for call in reversed(self.calls) if call.method == method)
 
 
-def pool_of(*groups: ServedGroup, again: Callable[[int], ServedGroup] = ServedGroup) -> ServerPool:
+def pool_of(
+    *groups: ServedGroup,
+    again: Callable[[int], ServedGroup] = ServedGroup,
+    can_sleep: bool = False,
+) -> ServerPool:
     """Servers of number 0, 1, ... that have started; those started again are `again`'s."""
     first = dict(enumerate(groups))
 
@@ -73,7 +77,7 @@ def pool_of(*groups: ServedGroup, again: Callable[[int], ServedGroup] = ServedGr
         return first.pop(number, None) or again(number)
 
     pool = ServerPool(
-        start, len(groups), max_restarts=3, can_sleep=False, timeouts=TimeoutsConfig()
+        start, len(groups), max_restarts=3, can_sleep=can_sleep, timeouts=TimeoutsConfig()
     )
     pool.started()
     return pool
@@ -163,6 +167,40 @@ def test_a_server_that_finds_no_node_in_time_is_asked_for_again_while_others_ser
             pool.collect("train", 0)
 
 
+def test_on_shared_devices_all_wait_for_a_server_that_starts_so_one_that_is_late_ends_the_run(
+    monkeypatch,
+):
+    monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: silent[0].call)
+    groups = ServedGroup(0), ServedGroup(1)
+    late = Limit(0, "timeouts.start_s")
+    pool = pool_of(*groups, again=lambda number: ServedGroup(number, late), can_sleep=True)
+    pool.begin(prompts(0, 1), SAMPLING)
+    pool.collect("train", 0)
+    groups[1].last("collect").reply.set_exception(RayActorError())
+    with pytest.raises(WorkerError, match=r"rollout-1\.prepare"):
+        for _ in range(9):
+            pool.collect("train", 0)
+
+
+def test_a_server_that_is_up_gets_its_weights_though_another_finds_no_node(monkeypatch):
+    monkeypatch.setattr("mcore_rl.workers.server_groups.wait_until_built", len)
+    again = {0: ServedGroup(0), 1: ServedGroup(1)}
+    groups = ServedGroup(0), ServedGroup(1)
+    pool = pool_of(*groups, again=again.__getitem__)
+    pool.updated(3)
+    pool.resend = lambda: pool.updated(3)
+    pool.begin(prompts(0, 1), SAMPLING)
+    pool.collect("train", 0)
+    for group in groups:
+        group.last("collect").reply.set_exception(RayActorError())
+    pool.collect("train", 0)
+    for method in ("prepare", "start"):
+        again[0].last(method).answer()
+    for _ in range(2):
+        pool.collect("train", 0)
+    assert again[0].last("begin").given[0].array("group_ids").tolist() == [0, 1]
+
+
 def test_servers_are_asked_for_their_share_and_the_more_there_are_the_longer_each_waits():
     for num, held_s in ((1, LOOK_S), (2, LOOK_S), (16, 2 * LOOK_S), (400, 2.0)):
         groups = [ServedGroup(number) for number in range(num)]
@@ -182,6 +220,7 @@ def test_while_weights_change_groups_are_taken_and_begun_and_no_weights_are_aske
     pool.resend = lambda: pytest.fail("the trainer has other weights now")
     pool.begin(prompts(0, 1), SAMPLING)
     assert pool.tend("train") == []
+    assert {group.last("collect").given for group in groups} == {("train", 0.0, 0)}  # no wait
     groups[0].last("collect").answer(samples(0, 0))
     assert found(pool.tend("train")) == [([0], {0})]
     groups[1].last("collect").reply.set_exception(RayActorError())
