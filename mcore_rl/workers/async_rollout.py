@@ -193,14 +193,20 @@ class AsyncRollout:
                 return chosen
             if not (running := self.queue.num_groups(GroupState.GENERATING)):
                 return self._too_few(step, wanted)
-            ready = self.queue.num_groups(GroupState.REWARDED, GroupState.TRAINING)
-            if self._take_in(self._rollout.collect(POLL_S, max(wanted - ready, 1))):
+            if self._take_in(self._rollout.collect(POLL_S, self._at_least(wanted))):
                 last = time.monotonic()
             elif time.monotonic() - last > limit:
                 raise WorkerError(
                     f"rollout.collect: no group of samples has come for timeouts.call_s={limit:g} "
                     f"s, of {running} that are generated"
                 )
+
+    def _at_least(self, wanted: int) -> int:
+        """Groups to wait for: what the step lacks. With max_groups each that ends makes room."""
+        if self._config.trainer.asynchronous.max_groups:
+            return 1
+        ready = self.queue.num_groups(GroupState.REWARDED, GroupState.TRAINING)
+        return max(wanted - ready, 1)
 
     def _begin_more(self) -> None:
         """Also for those that the filter has rejected, up to max_rounds times a step's."""

@@ -73,6 +73,22 @@ def test_while_the_trainer_computes_groups_are_begun_as_others_end(tmp_path):
     assert sorted(chain(*run.trained)) == list(range(NUM_STEPS * PER_STEP))
 
 
+@pytest.mark.parametrize(("max_groups", "least"), [(0, {4, 3, 2, 1}), (2, {1})])
+def test_servers_bunch_what_a_step_lacks_unless_each_group_makes_room(tmp_path, max_groups, least):
+    class Asked(Servers):
+        def __init__(self) -> None:
+            super().__init__(train_s=0.0)
+            self.least: set[int] = set()
+
+        def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
+            self.least.add(at_least)
+            return super().collect(stream, wait_s, at_least)
+
+    servers = Asked()
+    run_of(tmp_path, servers, staleness=1, asynchronous={"max_groups": max_groups}).train()
+    assert servers.least == least
+
+
 def test_what_goes_wrong_meanwhile_is_raised_when_the_trainer_has_computed(tmp_path):
     failed = threading.Event()
 
