@@ -56,6 +56,7 @@ HEALTH = {
 _OPTIONS = (
     "node-manager-port", "object-manager-port", "dashboard-agent-grpc-port",
     "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port",
+    "ray-client-server-port",  # unused; Ray refuses 10001, which it would take, to the others
 )  # fmt: skip
 NUM_PORTS = 64  # of a node: the head's, those of _OPTIONS, of workers
 NODES_APART = 4

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from ray._private.parameter import RayParams
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller import node, pending, reaper
@@ -81,8 +82,20 @@ def test_ports_of_a_node_are_its_own_and_below_the_next_ones():
     options = argparse.Namespace(ranks=2, cpus=1, object_store_bytes=1 << 20, head="h:10000")
     command = node.ray_command(options, "n1", "h", 10064, Path("/tmp/x"), is_head=False)
     ports = [int(word.rpartition("=")[2]) for word in command if "port=" in word]
-    assert len(set(ports)) == len(ports) == 8
+    assert len(set(ports)) == len(ports) == 9
     assert all(10064 < port < 10128 for port in ports)
+
+
+@pytest.mark.parametrize("first", [10000, 9984])
+def test_ray_agrees_to_ports_around_that_of_its_client_server(first):
+    options = argparse.Namespace(ranks=2, cpus=1, object_store_bytes=1 << 20, head=f"h:{first}")
+    command = node.ray_command(options, "n1", "h", first, Path("/tmp/x"), is_head=True)
+    given = dict(word[2:].split("=") for word in command if "port=" in word)
+    ports = {name.replace("-", "_"): int(port) for name, port in given.items()}
+    names = {"port": "redis_port", "dashboard_agent_grpc_port": "metrics_agent_port"}
+    own = {"ray_client_server_port": 10001}  # of `ray start`, when it is not told another
+    params = RayParams(**own | {names.get(name, name): port for name, port in ports.items()})
+    params.update_pre_selected_port()
 
 
 def test_bundles_are_ordered_by_node_whatever_ray_gives():
