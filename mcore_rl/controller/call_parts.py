@@ -103,6 +103,9 @@ def split_batches(axes: tuple[str, ...], mesh: Mesh, args: Args, kwargs: Kwargs)
     if len({len(batch) for batch in batches}) > 1:
         raise ValueError(f"batches of one call differ in rows: {[len(b) for b in batches]}")
     groups = _groups(mesh, axes)
+    if len(groups) == 1:
+        whole = tuple(range(len(batches[0])))
+        return [CallPart(groups[0], _first_of_last_stage(mesh, groups[0]), args, kwargs, whole)]
     rows_of = balanced_partition(_row_costs(batches), len(groups))
     return [
         CallPart(
@@ -191,6 +194,8 @@ def _in_caller_order(parts: Sequence[CallPart], outputs: Sequence[Any]) -> Any:
     # Empty parts are left out: what a worker returns for no rows may have wrong dtypes.
     filled = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.rows]
     if not filled:
+        return outputs[0]
+    if len(parts) == 1:
         return outputs[0]
     order = np.concatenate([np.asarray(part.rows, dtype=np.int64) for part, _ in filled])
     joined = type(outputs[0]).concat([output for _, output in filled])

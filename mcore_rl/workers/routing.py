@@ -15,7 +15,9 @@ class Asked:
 
     stream: str  # "train" or "evaluation"
     group_id: int
-    prompts: Batch  # one row
+    prompts: Batch  # of all groups that were asked for together
+    row: int  # its own
+    num_prompt: int  # tokens
     sampling: SamplingParams
     server: int | None = None  # that generates it
     is_again: bool = False  # a server that generated it has died, or was removed
@@ -23,8 +25,23 @@ class Asked:
     @property
     def tokens(self) -> int:
         """At most: of all its trajectories, each with its prompt."""
-        num_prompt = int(self.prompts.jagged("prompt_ids").lengths.sum())
-        return self.sampling.n * (num_prompt + self.sampling.max_tokens)
+        return self.sampling.n * (self.num_prompt + self.sampling.max_tokens)
+
+
+def asked_together(prompts: Batch, sampling: SamplingParams, stream: str) -> list[Asked]:
+    """The groups of these prompts."""
+    ids = prompts.array("group_ids").tolist()
+    tokens = prompts.lengths("prompt_ids").tolist()
+    rows = enumerate(zip(ids, tokens, strict=True))
+    return [Asked(stream, group, prompts, row, num, sampling) for row, (group, num) in rows]
+
+
+def prompts_of(groups: Sequence[Asked]) -> Batch:
+    """A row for each, those that were asked for together in a row."""
+    rows: dict[int, tuple[Batch, list[int]]] = {}
+    for one in groups:
+        rows.setdefault(id(one.prompts), (one.prompts, []))[1].append(one.row)
+    return Batch.concat([prompts.take(its) for prompts, its in rows.values()])
 
 
 def route(

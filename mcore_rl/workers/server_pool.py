@@ -16,7 +16,7 @@ from mcore_rl.controller.pending import WorkerError, wait_for_any
 from mcore_rl.controller.silence import Silent, report
 from mcore_rl.data.batch import Batch
 from mcore_rl.rollout.protocol import SamplingParams
-from mcore_rl.workers.routing import Asked, route, tokens_by_server
+from mcore_rl.workers.routing import Asked, asked_together, prompts_of, route, tokens_by_server
 from mcore_rl.workers.server_groups import LOOK_S, Server, ServerGroups
 
 ALL = 1 << 31  # more groups than anybody asks for at once
@@ -52,9 +52,7 @@ class ServerPool(ServerGroups):
         ids = [int(group) for group in prompts.array("group_ids")]
         if len(set(ids)) < len(ids) or any((stream, group) in self._asked for group in ids):
             raise ValueError(f"a group of {stream!r} among {ids} would be generated twice at once")
-        made = [
-            Asked(stream, group, prompts.take([row]), sampling) for row, group in enumerate(ids)
-        ]
+        made = asked_together(prompts, sampling, stream)
         self._asked |= {(stream, one.group_id): one for one in made}
         self._route()
 
@@ -140,8 +138,8 @@ class ServerPool(ServerGroups):
                 self._rerouted.append((one.stream, one.group_id))
             parts.setdefault((number, one.stream, one.sampling), []).append(one)
         for (number, stream, sampling), part in parts.items():
-            server, prompts = self._servers[number], Batch.concat([one.prompts for one in part])
-            server.sent.append(server.group.begin.submit(prompts, sampling, stream))
+            server = self._servers[number]
+            server.sent.append(server.group.begin.submit(prompts_of(part), sampling, stream))
 
     def _refill(self) -> None:
         """Where no server has the version to serve, and none is being started: it is sent again."""
