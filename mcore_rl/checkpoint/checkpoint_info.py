@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checkpoint.manifest import Manifest, check_files
+from mcore_rl.checkpoint.manifest import Manifest, ReadSums, check_files, sums_read_here
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -31,14 +31,15 @@ def write_checkpoint_info(
     (folder / INFO_FILE).write_text(json.dumps(info, indent=1))
 
 
-def check_checkpoint(path: Path) -> None:
+def check_checkpoint(path: Path, read_sums: ReadSums = sums_read_here) -> None:
     """Read all files of a checkpoint that has a list of them.
 
     Raises:
         ConfigError: `path` is no complete checkpoint, or a file is missing, cut short, changed or
             not of it.
     """
-    check_files(path, read_checkpoint_info(path).get(_FILES), besides=(INFO_FILE,))
+    listed = read_checkpoint_info(path).get(_FILES)
+    check_files(path, listed, besides=(INFO_FILE,), read_sums=read_sums)
 
 
 def read_checkpoint_info(path: Path) -> dict[str, Any]:

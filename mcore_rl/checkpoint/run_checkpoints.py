@@ -24,7 +24,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, check_checkpoint
-from mcore_rl.checkpoint.manifest import check_files, manifest_of
+from mcore_rl.checkpoint.manifest import ReadSums, check_files, manifest_of, sums_read_here
 from mcore_rl.checkpoint.raw_file import size_and_checksum
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
@@ -55,8 +55,8 @@ class RunCheckpoint:
         return Path(self.state.get(MADE_IN) or self.run)
 
 
-def read_checkpoint(path: Path) -> RunCheckpoint:
-    """Read every file of a training checkpoint.
+def read_checkpoint(path: Path, read_sums: ReadSums = sums_read_here) -> RunCheckpoint:
+    """Read every file of a training checkpoint; `read_sums` reads those of the engines.
 
     Raises:
         ConfigError: it is none, or a file is missing, cut short, changed or not of it.
@@ -71,22 +71,24 @@ def read_checkpoint(path: Path) -> RunCheckpoint:
         _put_back(state, path / _ARRAYS)
     for engine in (ACTOR, CRITIC):
         if engine in state:
-            _check_engine(path / engine, state[engine])
+            _check_engine(path / engine, state[engine], read_sums)
         elif (path / engine).exists():
             raise ConfigError(f"{path / engine} does not belong to it")
     return RunCheckpoint(path, state["step"], state)
 
 
-def _check_engine(folder: Path, sums: Sequence[object]) -> None:
+def _check_engine(folder: Path, sums: Sequence[object], read_sums: ReadSums) -> None:
     info = folder / INFO_FILE
     if not info.is_file():
         raise ConfigError(f"{info} is missing")
     if list(size_and_checksum(info)) != sums:
         raise ConfigError(f"{info} is damaged: its checksum differs")
-    check_checkpoint(folder)
+    check_checkpoint(folder, read_sums)
 
 
-def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> RunCheckpoint | None:
+def newest_checkpoint(
+    folder: Path, warn: Callable[[str], None], read_sums: ReadSums = sums_read_here
+) -> RunCheckpoint | None:
     """The newest whole one; `warn` is told of each that is refused. None where there is none.
 
     Raises:
@@ -95,7 +97,7 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> RunCheckpoin
     refused = []
     for step in reversed(steps_in(folder)):
         try:
-            return read_checkpoint(folder / name_of(step))
+            return read_checkpoint(folder / name_of(step), read_sums)
         except ConfigError as error:
             warn(f"{folder / name_of(step)} is left out: {error}")
             refused.append(str(error))

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.checkpoint.manifest import ReadSums, sums_read_here
 from mcore_rl.checkpoint.run_checkpoints import (
     CRITIC,
     RunCheckpoint,
@@ -19,6 +20,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.controller.cluster_reads import cluster_reads
+from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.preflight import prepare_task
@@ -31,10 +35,12 @@ _THE_SAME_SETTINGS = ("trainer.mode", "trainer.staleness")  # which samples are 
 _ITS_OWN = ("output_dir", "resume")
 
 
-def checkpoint_to_resume(config: RLConfig | TrainConfig, folder: Path) -> RunCheckpoint | None:
+def checkpoint_to_resume(
+    config: RLConfig | TrainConfig, folder: Path, read_sums: ReadSums = sums_read_here
+) -> RunCheckpoint | None:
     """What config.resume names, with all of its files read; None for a run that starts anew.
 
-    `folder` is that of the run, which has it to itself.
+    `folder` is that of the run, which has it to itself. `read_sums` reads the files of engines.
 
     Raises:
         ConfigError: there is none that is whole, or it is of a run with other settings.
@@ -43,9 +49,9 @@ def checkpoint_to_resume(config: RLConfig | TrainConfig, folder: Path) -> RunChe
         return None
     own = folder.absolute() / CHECKPOINTS
     if config.resume == "auto":
-        found = newest_checkpoint(own, tell) or _begun_from(folder)
+        found = newest_checkpoint(own, tell, read_sums) or _begun_from(folder, read_sums)
     else:
-        found = read_checkpoint(Path(config.resume))
+        found = read_checkpoint(Path(config.resume), read_sums)
         if found.path.parent == own and steps_in(own)[-1] > found.step:
             raise ConfigError(
                 f"resume={config.resume!r}: output_dir has a newer one, of step "
@@ -56,12 +62,25 @@ def checkpoint_to_resume(config: RLConfig | TrainConfig, folder: Path) -> RunChe
     return found
 
 
-def _begun_from(folder: Path) -> RunCheckpoint | None:
+def checkpoint_read_by_nodes(config: RLConfig | TrainConfig, folder: Path) -> RunCheckpoint | None:
+    """The same, where all nodes of the cluster that a run joins read the files.
+
+    Raises:
+        RunFailed: one has not, and says why.
+    """
+    limit = Limit(config.timeouts.call_s, "timeouts.call_s")
+    try:
+        return checkpoint_to_resume(config, folder, cluster_reads(limit))
+    except WorkerError as error:
+        raise RunFailed(str(error)) from error
+
+
+def _begun_from(folder: Path, read_sums: ReadSums) -> RunCheckpoint | None:
     """The checkpoint of another run that the run in `folder` began from and has not saved since."""
     if not (folder / STARTED).is_file():
         return None
     resume = read_json_object(folder / STARTED).get("resume", "never")
-    return None if resume in ("never", "auto") else read_checkpoint(Path(resume))
+    return None if resume in ("never", "auto") else read_checkpoint(Path(resume), read_sums)
 
 
 def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLConfig:
