@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -60,16 +60,19 @@ class ServerGroups(ABC):
         num_servers: int,
         *,
         max_restarts: int,
-        can_sleep: bool,
+        takes_turns: bool,
         timeouts: TimeoutsConfig,
+        wanted: Callable[[], Collection[int]] | None = None,
     ) -> None:
         """Makes the groups: `submit` prepare and start, then call `started`.
 
-        `can_sleep`: the servers share devices with other roles.
+        `takes_turns`: they share devices with other roles. `wanted` says which servers
+        there are to be (`follow_wish`); None: always all.
         """
         self._start, self._num_servers = start, num_servers
-        self._max_restarts, self._can_sleep = max_restarts, can_sleep
+        self._max_restarts, self.takes_turns = max_restarts, takes_turns
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
+        self._wish = wanted
         self._lock = threading.RLock()  # of starts and the end
         self._closed = False
         self._models: Any = None  # addresses of frozen models
@@ -204,11 +207,6 @@ class ServerGroups(ABC):
             server.version = version
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether they share devices with other roles."""
-        return self._can_sleep
-
-    @property
     def num_up(self) -> int:
         return len(self._up)
 
@@ -232,6 +230,24 @@ class ServerGroups(ABC):
             server.version = None
 
     # Servers that come and go.
+
+    def follow_wish(self) -> None:
+        """Before a push: those that are wanted start, others end, but for the last that is up."""
+        if self._wish is None:
+            return
+        try:
+            wanted = {*self._wish()}
+        except ConfigError as error:
+            print(f"servers stay as they are: {error}")
+            return
+        for number in sorted(wanted - self._servers.keys()):
+            self.add(number)
+            print(f"{self._servers[number].group.name} is started, as is wanted")
+        for number in sorted(self._servers.keys() - wanted):
+            if [server.number for server in self._up] != [number]:
+                name = self._servers[number].group.name
+                self.remove(number)
+                print(f"{name} has left, as is wanted")
 
     def add(self, number: int) -> None:
         """Starts a server that was removed. It serves when weights have been sent next.
@@ -290,7 +306,7 @@ class ServerGroups(ABC):
         try:
             return all(call.has_ended() for call in server.starting)
         except WorkerError as error:
-            if self._can_sleep or not self._up:
+            if self.takes_turns or not self._up:
                 raise
             with self._lock:
                 if self._closed:
@@ -307,7 +323,7 @@ class ServerGroups(ABC):
         except WorkerError as error:
             return self._lost(server, error)
         server.starting = []
-        if not self._can_sleep:
+        if not self.takes_turns:
             self._enter(server)
 
     def _enter(self, server: Server) -> None:
@@ -374,7 +390,7 @@ class ServerGroups(ABC):
     def _launch(self, server: Server) -> None:
         group = server.group
         server.starting = [*group.building, group.prepare.submit()]
-        if not self._can_sleep:
+        if not self.takes_turns:
             server.starting.append(group.start.submit())
 
     @abstractmethod

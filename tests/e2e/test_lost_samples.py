@@ -168,7 +168,7 @@ def servers(second_node: Any) -> Iterator[ServerPool]:
                 wait=False, init_args=(number,), name=f"rollout-{number}",
             )  # fmt: skip
 
-        pool = ServerPool(start, 2, timeouts=TIMEOUTS, max_restarts=1, can_sleep=False)
+        pool = ServerPool(start, 2, timeouts=TIMEOUTS, max_restarts=1, takes_turns=False)
         wait_until_built(pool.groups)
         pool.started()
         yield pool

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -104,6 +106,39 @@ def test_a_server_killed_in_a_transfer_does_not_end_the_run(
     assert job.process.wait(300) == 0, job.stderr
     assert f"rollout-{server}.receive_weights: rank 0" in job.stdout
     assert len(steps(job)) == 3
+    assert_gone_soon(job)
+
+
+PLACED = {
+    "own": ["placement.rollout=own", "weight_sync.method=disaggregated"],
+    "shared": ["placement.rollout=shared", "weight_sync.method=colocated", "actor.layout.dp=2"],
+    "fully_async": ["placement.rollout=own", "trainer.mode=fully_async"],
+}
+
+
+@pytest.mark.parametrize("placed", all_but(["own"], PLACED))
+def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, own_model_and_data, placed):
+    job = start_job(*own_model_and_data, *SETTINGS, *PLACED[placed], "trainer.num_steps=10000")
+
+    def wanted(change: str, told: str) -> None:
+        command = [sys.executable, "-m", "mcore_rl.cli.main", "servers", str(job.output)]
+        subprocess.run([*command, change, "1"], check=True, timeout=60)
+        job.wait_until(lambda: told in job.stdout, told)
+
+    def two_more_steps() -> None:
+        last = len(steps(job)) + 2
+        job.wait_until(lambda: len(steps(job)) >= last, f"step {last}")
+
+    two_more_steps()
+    wanted("--remove", "rollout-1 has left, as is wanted")
+    job.wait_until(lambda: not processes_of(job, 1), "server 1 is gone")
+    two_more_steps()
+    wanted("--add", "rollout-1 is started, as is wanted")
+    job.wait_until(lambda: processes_of(job, 1), "server 1")
+    two_more_steps()
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(100) == 128 + signal.SIGINT
+    assert "rollout-1 died" not in job.stdout
     assert_gone_soon(job)
 
 

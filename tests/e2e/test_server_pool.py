@@ -176,7 +176,7 @@ def pool_of(bundles: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., Ser
 
         pool = ServerPool(
             start, num_servers, timeouts=timeouts,
-            **{"max_restarts": 1, "can_sleep": False} | settings,
+            **{"max_restarts": 1, "takes_turns": False} | settings,
         )  # fmt: skip
         made.append(pool)
         wait_until_built(pool.groups)
@@ -380,7 +380,7 @@ def test_a_push_in_which_a_server_dies_is_done_again_by_those_left(pool_of, bund
 
 
 def test_on_shared_devices_a_server_waits_with_its_start_for_its_turn(pool_of):
-    pool = pool_of(2, can_sleep=True)
+    pool = pool_of(2, takes_turns=True)
     pool.begin(prompts(0, 1, 2, 3, dies=1), SAMPLING)
     assert_whole(all_of(pool), 0, 1, 2, 3)
     pool.sleep()

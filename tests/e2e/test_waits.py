@@ -188,7 +188,7 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
         group_of(Trainer, pool, "actor") as actor,
         group_of(Server, pools[1], "rollout") as servers,
         ServerPool(
-            lambda _: servers, 1, max_restarts=0, can_sleep=False, timeouts=TimeoutsConfig()
+            lambda _: servers, 1, max_restarts=0, takes_turns=False, timeouts=TimeoutsConfig()
         ) as served,
     ):
         served.started()

@@ -139,6 +139,8 @@ class Servers:
 
     has_joining, resend, num_up, takes_turns = False, None, 1, False
 
+    def follow_wish(self) -> None: ...
+
     def tend(self, stream: str) -> list[Batch]:
         """Nothing: no real second passes while a trainer of the model computes."""
         return []

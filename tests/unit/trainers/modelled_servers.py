@@ -56,6 +56,8 @@ class Servers:
 
     has_joining, num_up, takes_turns = False, 1, False
 
+    def follow_wish(self): ...
+
     def tend(self, stream):
         return []
 

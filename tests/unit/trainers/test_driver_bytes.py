@@ -225,8 +225,8 @@ def steps_of(
     def start(number: int) -> WorkerGroup:
         return group(ray, config, "rollout", Layout(), lambda: Server(tokenizer, apart_s))
 
-    can_sleep = config.placement.rollout != "own"
-    limits = {"max_restarts": 0, "can_sleep": can_sleep, "timeouts": config.timeouts}
+    takes_turns = config.placement.rollout != "own"
+    limits = {"max_restarts": 0, "takes_turns": takes_turns, "timeouts": config.timeouts}
     servers = ServerPool(start, 1, **limits)
     servers.started()
     sync = TransportSync(

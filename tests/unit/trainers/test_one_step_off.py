@@ -80,6 +80,8 @@ class Servers(Answering):
         self.waits = False  # samples k + 1 for the end of update k
         self.changed = threading.Condition()
 
+    def follow_wish(self): ...
+
     def wait_for(self, what):
         with self.changed:
             assert not self.waits or self.changed.wait_for(what, LIMIT_S), self.events

@@ -63,6 +63,8 @@ class Servers:
 
     has_joining, num_up = False, 1
 
+    def follow_wish(self): ...
+
     def take(self, num):
         """As the prompts of a run, too."""
         return None

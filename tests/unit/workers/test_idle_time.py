@@ -200,7 +200,7 @@ def pool(clock) -> RolloutPool:
     """Of three servers, started at 3, 6 and 9 s, and asked at 9 s."""
     servers = Pool(
         lambda number: Group(number, clock),  # type: ignore[arg-type, return-value]
-        3, max_restarts=1, can_sleep=False, timeouts=TimeoutsConfig(),
+        3, max_restarts=1, takes_turns=False, timeouts=TimeoutsConfig(),
     )  # fmt: skip
     for group in workers(servers):
         group.start()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
 from mcore_rl.controller.pending import Limit, PendingCall, WorkerError
 from mcore_rl.controller.rank_actor import Reply, WorkerInfo
@@ -68,7 +70,8 @@ class ServedGroup:
 def pool_of(
     *groups: ServedGroup,
     again: Callable[[int], ServedGroup] = ServedGroup,
-    can_sleep: bool = False,
+    takes_turns: bool = False,
+    wanted: Callable[[], set[int]] | None = None,
 ) -> ServerPool:
     """Servers of number 0, 1, ... that have started; those started again are `again`'s."""
     first = dict(enumerate(groups))
@@ -77,7 +80,12 @@ def pool_of(
         return first.pop(number, None) or again(number)
 
     pool = ServerPool(
-        start, len(groups), max_restarts=3, can_sleep=can_sleep, timeouts=TimeoutsConfig()
+        start,
+        len(groups),
+        max_restarts=3,
+        takes_turns=takes_turns,
+        timeouts=TimeoutsConfig(),
+        wanted=wanted,
     )
     pool.started()
     return pool
@@ -173,7 +181,7 @@ def test_on_shared_devices_all_wait_for_a_server_that_starts_so_one_that_is_late
     monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: silent[0].call)
     groups = ServedGroup(0), ServedGroup(1)
     late = Limit(0, "timeouts.start_s")
-    pool = pool_of(*groups, again=lambda number: ServedGroup(number, late), can_sleep=True)
+    pool = pool_of(*groups, again=lambda number: ServedGroup(number, late), takes_turns=True)
     pool.begin(prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     groups[1].last("collect").reply.set_exception(RayActorError())
@@ -230,3 +238,56 @@ def test_while_weights_change_groups_are_taken_and_begun_and_no_weights_are_aske
     groups[0].last("collect").reply.set_exception(RayActorError())
     pool.tend("train")
     assert pool.tend("train") == [] and pool.num_outstanding("train") == 1
+
+
+class Leaving(ServedGroup):
+    """Answers as soon as it is to end."""
+
+    @property
+    def shut_down(self) -> Any:
+        call = Call(self, "shut_down", (), NEVER)
+        call.answer()
+        return SimpleNamespace(submit=lambda: call)
+
+
+def test_before_a_push_servers_leave_and_join_as_is_wanted(monkeypatch, capsys):
+    monkeypatch.setattr("mcore_rl.workers.server_groups.wait_until_built", len)
+    wanted, groups = {0, 1}, [Leaving(0), Leaving(1)]
+    again = {number: Leaving(number) for number in (0, 1)}
+    pool = pool_of(*groups, again=again.__getitem__, wanted=lambda: wanted)
+    pool.follow_wish()
+    pool.begin(prompts(0, 1), SAMPLING)
+    pool.collect("train", 0)
+    assert not any(group.ended for group in groups)
+
+    wanted -= {1}
+    pool.follow_wish()
+    assert (groups[0].ended, bool(groups[1].ended)) == ("", True)
+    pool.collect("train", 0)
+    assert groups[0].last("begin").given[0].array("group_ids").tolist() == [1]
+
+    wanted |= {1}
+    wanted -= {0}
+    for _ in range(2):  # the first stays until the second is up
+        pool.follow_wish()
+        assert not groups[0].ended
+    for method in ("prepare", "start"):
+        again[1].last(method).answer()
+    pool.admit()
+    pool.follow_wish()
+    assert groups[0].ended and pool.num_up == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if "as is wanted" in line]
+    assert told == [
+        "rollout-1 has left, as is wanted", "rollout-1 is started, as is wanted",
+        "rollout-0 has left, as is wanted",
+    ]  # fmt: skip
+
+
+def test_what_is_wanted_and_cannot_be_read_changes_nothing(capsys):
+    def wanted() -> set[int]:
+        raise ConfigError("servers.json is damaged")
+
+    pool = pool_of(ServedGroup(0), ServedGroup(1), wanted=wanted)
+    pool.follow_wish()
+    assert pool.num_up == 2
+    assert capsys.readouterr().out == "servers stay as they are: servers.json is damaged\n"

@@ -26,6 +26,8 @@ class Group:
 
     has_joining, version, num_up = False, 3, 1
 
+    def follow_wish(self) -> None: ...
+
     def start_asleep(self) -> None:
         self.told.append("start asleep")
         self.num_up = 1

@@ -1,0 +1,60 @@
+"""mcore-rl servers: generation servers leave a run that goes on, and join it again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mcore_rl.cli.options import Parser
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
+
+_ABOUT = """\
+Says which generation servers a run is to have, or takes some out and back in while it goes on: to
+spare a node that is to be maintained, or is slow. The run does so before its next push of weights,
+and says it in its log; prompts of a server that leaves begin again on the others."""
+
+
+def main(arguments: list[str]) -> None:
+    from mcore_rl.workers.wanted_servers import want_servers, wanted_servers
+
+    options = build_parser().parse_args(arguments)
+    num = _num_servers(options.run)
+    wanted = wanted_servers(options.run, num)
+    joining, leaving = {*options.add}, {*options.remove}
+    _check("--add", joining, {*range(num)} - wanted)
+    _check("--remove", leaving, wanted)
+    left = (wanted | joining) - leaving
+    if not left:
+        raise ConfigError(f"--remove {_listed(leaving)}: one server has to stay")
+    if joining or leaving:
+        want_servers(options.run, left)
+    when = ", from the next push of weights on" if joining or leaving else ""
+    print(f"{options.run} is to have server {_listed(left)} of {_listed({*range(num)})}{when}")
+
+
+def _num_servers(run: Path) -> int:
+    settings = read_json_object(run / "config.json")
+    rollout = settings.get("rollout")
+    if not isinstance(rollout, dict) or not isinstance(rollout.get("num_servers"), int):
+        raise ConfigError(f"{run} has no servers: it is no run of mcore-rl rl")
+    num: int = rollout["num_servers"]
+    return num
+
+
+def _check(option: str, asked: set[int], allowed: set[int]) -> None:
+    if asked - allowed:
+        raise ConfigError(f"{option} {_listed(asked)}; allowed: {_listed(allowed) or 'none now'}")
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="mcore-rl servers", description=_ABOUT)
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the output_dir of a run")
+    add("--add", type=int, nargs="+", default=[], metavar="N", help="servers that left before")
+    add("--remove", type=int, nargs="+", default=[], metavar="N", help="servers that are to leave")
+    return parser
