@@ -56,11 +56,12 @@ HEALTH = {
 _OPTIONS = (
     "node-manager-port", "object-manager-port", "dashboard-agent-grpc-port",
     "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port",
-    "ray-client-server-port",  # unused; Ray refuses 10001, which it would take, to the others
+    # Unused; Ray refuses 10001 and 8265, which they would take, to the others.
+    "ray-client-server-port", "dashboard-port",
 )  # fmt: skip
 NUM_PORTS = 64  # of a node: the head's, those of _OPTIONS, of workers
 NODES_APART = 4
-_FIRST_WORKER_PORT = 8
+_FIRST_WORKER_PORT = 9
 _MOST_FILES = 65536
 _LOOK_S = 0.5
 
@@ -131,12 +132,18 @@ def first_port(head: str, number: int) -> int:
 
 
 def check_ports(address: str, first: int, *, is_head: bool) -> None:
-    """Raises ConfigError for one that something listens on."""
+    """Raises ConfigError for one that something listens on.
+
+    At any address of this machine, as 127.0.0.1: Ray listens at all of them.
+    """
+    is_dual = socket.has_dualstack_ipv6()
     for port in range(first if is_head else first + 1, first + NUM_PORTS):
-        with socket.socket() as sock:
+        with socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_dual:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             try:
-                sock.bind((address, port))
+                sock.bind(("", port))
             except OSError as error:
                 raise ConfigError(
                     f"{_here()}: port {address}:{port} cannot be had ({error.strerror}); Ray takes "

@@ -52,6 +52,20 @@ def test_a_busy_port_is_named_with_its_node_and_the_remedy(monkeypatch):
             node.check_ports("127.0.0.1", port, is_head=True)
 
 
+@pytest.mark.parametrize("taken", ["127.0.0.1", "::1"])
+def test_a_port_that_is_busy_at_another_address_is_refused_since_ray_listens_at_all(taken):
+    family = socket.AF_INET6 if ":" in taken else socket.AF_INET
+    with socket.socket(family) as other:
+        try:
+            other.bind((taken, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {taken}")
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port 127\.0\.0\.2:{port} cannot be had"):
+            node.check_ports("127.0.0.2", port, is_head=True)
+
+
 def test_an_interface_without_an_address_is_refused_with_those_that_have_one():
     assert node.own_address("lo") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"'ib9' has no IPv4 .*allowed: .*lo.*MCORE_RL_INT"):
@@ -82,18 +96,18 @@ def test_ports_of_a_node_are_its_own_and_below_the_next_ones():
     options = argparse.Namespace(ranks=2, cpus=1, object_store_bytes=1 << 20, head="h:10000")
     command = node.ray_command(options, "n1", "h", 10064, Path("/tmp/x"), is_head=False)
     ports = [int(word.rpartition("=")[2]) for word in command if "port=" in word]
-    assert len(set(ports)) == len(ports) == 9
+    assert len(set(ports)) == len(ports) == 10
     assert all(10064 < port < 10128 for port in ports)
 
 
-@pytest.mark.parametrize("first", [10000, 9984])
-def test_ray_agrees_to_ports_around_that_of_its_client_server(first):
+@pytest.mark.parametrize("first", [10000, 9984, 8265, 8232])
+def test_ray_agrees_to_ports_around_those_that_it_takes_by_itself(first):
     options = argparse.Namespace(ranks=2, cpus=1, object_store_bytes=1 << 20, head=f"h:{first}")
     command = node.ray_command(options, "n1", "h", first, Path("/tmp/x"), is_head=True)
     given = dict(word[2:].split("=") for word in command if "port=" in word)
     ports = {name.replace("-", "_"): int(port) for name, port in given.items()}
     names = {"port": "redis_port", "dashboard_agent_grpc_port": "metrics_agent_port"}
-    own = {"ray_client_server_port": 10001}  # of `ray start`, when it is not told another
+    own = {"ray_client_server_port": 10001, "dashboard_port": 8265}  # of `ray start`, when it is not told another
     params = RayParams(**own | {names.get(name, name): port for name, port in ports.items()})
     params.update_pre_selected_port()
 
