@@ -102,11 +102,14 @@ def clear(folder: Path) -> None:
     shutil.rmtree(folder / WARM_START, ignore_errors=True)
 
 
-def has_ended(config: RLConfig | TrainConfig, found: RunCheckpoint | None, folder: Path) -> bool:
-    """Whether nothing is left to do."""
-    if found is None or found.run != folder.absolute():
-        return False
-    return found.step >= config.trainer.num_steps and (folder / SUMMARY).exists()
+def ended_after(config: RLConfig | TrainConfig, found: RunCheckpoint | None, folder: Path) -> int:
+    """The last step of a run that has nothing left to do; 0 if something is left.
+
+    That step is a later one than trainer.num_steps where fewer are asked for than were trained.
+    """
+    if found is None or found.run != folder.absolute() or not (folder / SUMMARY).exists():
+        return 0
+    return found.step if found.step >= config.trainer.num_steps else 0
 
 
 def _check_critic(config: RLConfig, found: RunCheckpoint) -> None:

@@ -42,7 +42,7 @@ from mcore_rl.jobs.placement import (
     pool_plans,
 )
 from mcore_rl.jobs.preflight import Inputs, check_inputs
-from mcore_rl.jobs.resume import WARM_START, checkpoint_read_by_nodes, clear, has_ended, prepare
+from mcore_rl.jobs.resume import WARM_START, checkpoint_read_by_nodes, clear, ended_after, prepare
 from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.observability.console import waiting
@@ -82,8 +82,8 @@ def run(config: RLConfig) -> None:
     ):
         with waiting("checking the inputs"):
             found = checkpoint_read_by_nodes(config, claim.folder)
-            if has_ended(config, found, claim.folder):
-                print(f"the run in {claim.folder} has ended after step {config.trainer.num_steps}")
+            if last := ended_after(config, found, claim.folder):
+                print(f"the run in {claim.folder} has ended after step {last}")
                 return
             if found is None and config.resume == "auto":
                 clear(claim.folder)

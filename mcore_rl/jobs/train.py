@@ -36,7 +36,7 @@ from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import CHECKPOINT, OutputError, TrainOutput, exclusive_run_dir, log_dir
 from mcore_rl.jobs.placement import places
-from mcore_rl.jobs.resume import checkpoint_read_by_nodes, has_ended
+from mcore_rl.jobs.resume import checkpoint_read_by_nodes, ended_after
 from mcore_rl.jobs.train_inputs import (
     TrainInputs,
     check_train_inputs,
@@ -91,8 +91,8 @@ def run(config: TrainConfig) -> None:
             config = replace(config, trainer=steps)
             found = checkpoint_read_by_nodes(config, claim.folder)
             room.refuse_more(config.output_dir, claim.folder, _sizes(config, claim.folder))
-        if has_ended(config, found, claim.folder):
-            print(f"the run in {claim.folder} has ended after step {inputs.num_steps}")
+        if last := ended_after(config, found, claim.folder):
+            print(f"the run in {claim.folder} has ended after step {last}")
             if scratch is None:
                 with _torchrun_ranks(config):  # the other ranks wait for this
                     pass

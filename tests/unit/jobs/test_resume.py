@@ -13,7 +13,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.data.sample_tables import table_path, tables_in, write_table
 from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
-from mcore_rl.jobs.resume import checkpoint_to_resume, clear, has_ended, prepare
+from mcore_rl.jobs.resume import checkpoint_to_resume, clear, ended_after, prepare
 from mcore_rl.observability.sinks import read_rows
 
 
@@ -29,6 +29,10 @@ def saved(config: RLConfig, folder: Path, step: int) -> Path:
 def config(folder: Path, resume: str = "auto", **changes) -> RLConfig:
     made = RLConfig(output_dir=str(folder), resume=resume, seed=3)
     return replace(made, **changes)
+
+
+def of_steps(asked: RLConfig, num_steps: int) -> RLConfig:
+    return replace(asked, trainer=replace(asked.trainer, num_steps=num_steps))
 
 
 def test_never_takes_none_and_auto_the_newest(tmp_path):
@@ -131,7 +135,7 @@ def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path):
     (tmp_path / "summary.json").touch()
     (tmp_path / "checkpoint").mkdir()
     RunOutput(tmp_path, asked, found)
-    assert not has_ended(asked, found, tmp_path)
+    assert not ended_after(asked, found, tmp_path)
     assert not (tmp_path / "checkpoint").exists()
 
 
@@ -145,13 +149,19 @@ def test_the_layout_of_a_warm_start_that_is_over_may_change(tmp_path):
 def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp_path):
     asked = config(tmp_path)
     found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
-    assert not has_ended(asked, found, tmp_path)
+    assert not ended_after(asked, found, tmp_path)
     (tmp_path / "summary.json").touch()
-    assert has_ended(asked, found, tmp_path)
-    assert not has_ended(config(tmp_path, trainer=replace(asked.trainer, num_steps=101)), found,
-                         tmp_path)  # fmt: skip
-    assert not has_ended(asked, found, tmp_path / "other")
-    assert not has_ended(asked, None, tmp_path)
+    assert ended_after(asked, found, tmp_path) == 100
+    assert not ended_after(of_steps(asked, 101), found, tmp_path)
+    assert not ended_after(asked, found, tmp_path / "other")
+    assert not ended_after(asked, None, tmp_path)
+
+
+def test_a_run_that_is_asked_for_fewer_steps_than_it_has_trained_tells_those_that_it_has(tmp_path):
+    asked = config(tmp_path)
+    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
+    (tmp_path / "summary.json").touch()
+    assert ended_after(of_steps(asked, 60), found, tmp_path) == 100
 
 
 @pytest.mark.parametrize(
