@@ -21,7 +21,7 @@
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 [ -e "$here/slurm_lib.sh" ] || # SLURM runs a copy
-    here=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')")
+    here=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s/ .*//;p;q}')")
 # shellcheck source=launch/slurm_lib.sh
 . "$here/slurm_lib.sh"
 

@@ -57,12 +57,24 @@ read_settings() {
         [ -x "$python" ] || die "$python is not there; on a machine that shares $root with the" \
             "nodes run launch/setup_env.sh, or set MCORE_RL_PYTHON or MCORE_RL_IMAGE"
     fi
-    # Below the ephemeral range, so that no connection has taken one, and apart from other jobs'.
-    port=${MCORE_RL_FIRST_PORT:-$((10000 + 256 * (job % 88)))}
+    check_number MCORE_RL_FIRST_PORT 1024 $((65536 - 256))
+    check_number MCORE_RL_NODES_S 1 86400
+    check_number MCORE_RL_RANKS_PER_NODE 0 9999
+    check_number MCORE_RL_OBJECT_STORE_BYTES 0 $((1 << 50))
+    # Below the ephemeral range, so that no connection has taken one, and apart from other jobs'. When
+    # a job is queued again, others: something may listen on those of before for ever.
+    port=${MCORE_RL_FIRST_PORT:-$((10000 + 256 * ((job + 31 * ${SLURM_RESTART_COUNT:-0}) % 88)))}
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
     find_nodes
     find_image
     limit_s=${MCORE_RL_NODES_S:-$((120 + 2 * ${#nodes[@]}))}
+}
+
+check_number() { # NAME LEAST MOST: of a variable, where it is set
+    local value=${!1:-$2}
+    if ! [[ $value =~ ^[1-9][0-9]{0,17}$|^0$ ]] || [ "$value" -lt "$2" ] || [ "$value" -gt "$3" ]; then
+        die "$1 is '$value'; allowed: a whole number from $2 to $3"
+    fi
 }
 
 find_image() { # containers: options of srun's, or a command before the command
@@ -92,11 +104,15 @@ set_commands() { # what runs on the nodes, once it is known where they meet
 
 open_logs() {
     local number=1
-    while [ -e "$output/logs/attempt_$number" ]; do number=$((number + 1)); done
+    mkdir -p "$output/logs" || die "$output/logs cannot be made; output_dir must be a folder that you may write to"
+    # The folder is whose mkdir makes it: another job may start at the same moment.
+    until mkdir "$output/logs/attempt_$number" 2>/dev/null; do
+        [ -e "$output/logs/attempt_$number" ] || die "$output/logs cannot be written to"
+        number=$((number + 1))
+    done
     export MCORE_RL_ATTEMPT=$number
     if [ "$number" -gt 1 ]; then overrides=("${overrides[@]/#resume=*/resume=auto}"); fi
     logs=$output/logs/attempt_$number
-    mkdir -p "$logs" || die "$logs cannot be made; output_dir must be a folder that you may write to"
     ln -sfn "attempt_$number" "$output/logs/latest"
     # Every Ray port asks for this token, and only this user can read it.
     unset RAY_AUTH_TOKEN # it would come before the file
@@ -309,15 +325,17 @@ examine_nodes() {
 }
 
 start_again() { # nodes whose Ray has failed are left out, where the partition has others
-    local bad needed=${#nodes[@]} others
-    bad=$(failed_nodes "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *ExcNodeList=//p')")
+    local bad needed=${#nodes[@]} others itself=$SLURM_JOB_ID
+    # The last task of an array has the array's number, by which SLURM would take all of them.
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then itself=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    bad=$(failed_nodes "$(scontrol show job "$itself" | sed -n 's/^ *ExcNodeList=//p')")
     trap '' TERM USR1
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$itself"
     if [ -n "$bad" ]; then
         others=$(sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --format=%N |
             grep -vcxF "$(tr , '\n' <<<"$bad")" || true)
         if [ "$others" -ge "$needed" ]; then
-            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad" && phase "next time without $bad"
+            scontrol update JobId="$itself" ExcNodeList="$bad" && phase "next time without $bad"
         else
             phase "$bad is not left out: $others other nodes of the $needed that it takes"
         fi

@@ -107,7 +107,8 @@ def test_ray_agrees_to_ports_around_those_that_it_takes_by_itself(first):
     given = dict(word[2:].split("=") for word in command if "port=" in word)
     ports = {name.replace("-", "_"): int(port) for name, port in given.items()}
     names = {"port": "redis_port", "dashboard_agent_grpc_port": "metrics_agent_port"}
-    own = {"ray_client_server_port": 10001, "dashboard_port": 8265}  # of `ray start`, when it is not told another
+    # Of `ray start`, when it is not told others.
+    own = {"ray_client_server_port": 10001, "dashboard_port": 8265}
     params = RayParams(**own | {names.get(name, name): port for name, port in ports.items()})
     params.update_pre_selected_port()
 

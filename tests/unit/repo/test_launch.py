@@ -124,6 +124,11 @@ def test_a_dry_run_of_deepseek_v3_shows_nodes_gpus_and_the_weight_sync(tmp_path)
     [
         ("run_tiny.sh", {}, "this is a job of SLURM's: sbatch "),
         ("hosts.sh", {}, "MCORE_RL_HOSTS names no host; set it to a list such as 'a1 a2'"),
+        ("local.sh", {"MCORE_RL_FIRST_PORT": "abc"}, "allowed: a whole number from 1024 to 65280"),
+        ("local.sh", {"MCORE_RL_FIRST_PORT": "80"}, "MCORE_RL_FIRST_PORT is '80'; allowed: "),
+        ("local.sh", {"MCORE_RL_FIRST_PORT": "65500"}, "MCORE_RL_FIRST_PORT is '65500'; allowed: "),
+        ("local.sh", {"MCORE_RL_NODES_S": "5m"}, "MCORE_RL_NODES_S is '5m'; allowed: "),
+        ("local.sh", {"MCORE_RL_OBJECT_STORE_BYTES": "8G"}, "BYTES is '8G'; allowed: "),
         ("local.sh", {"MCORE_RL_IMAGE": "x.sif"}, "there is neither pyxis in srun nor apptainer"),
     ],
 )
@@ -138,6 +143,63 @@ def test_a_script_that_cannot_start_says_what_it_needs(tmp_path, script, variabl
     assert done.returncode == 1
     assert done.stderr.startswith(f"{script}: ") and told in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def of_library(script: str, folder: Path, **variables: str) -> str:
+    """What bash prints of it behind slurm_lib.sh, with a scontrol that tells how it was called."""
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho ExcNodeList='(null)'\necho $* >>{folder}/calls\n")
+    scontrol.chmod(0o755)
+    usual = {"PATH": f"{folder}:/usr/bin:/bin", "MCORE_RL_PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", "-c", f". {ROOT}/launch/slurm_lib.sh\n{script}"],
+        env=usual | variables, stdout=subprocess.PIPE, text=True, check=True,
+    ).stdout  # fmt: skip
+
+
+def test_a_task_of_an_array_queues_itself_again_and_not_the_others(tmp_path):
+    script = f"nodes=(n1) logs={tmp_path}\nstart_again"
+    of_library(script, tmp_path, SLURM_JOB_ID="7")
+    task = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}
+    of_library(script, tmp_path, **task)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["show job 7", "requeue 7", "show job 9_3", "requeue 9_3"]
+
+
+@pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
+def test_a_script_finds_its_folder_by_the_number_of_an_array_too(tmp_path, script):
+    """SLURM runs a copy, and tells of the tasks of an array one after the other."""
+    copy = tmp_path / "slurm_script"
+    shutil.copy(script, copy)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f"#!/bin/sh\nfor task in 1 2; do echo '   Command={script} output_dir=x'; echo; done\n"
+    )
+    scontrol.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"}
+    done = subprocess.run(
+        ["bash", copy], env=variables | {"MCORE_RL_PYTHON": sys.executable},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "this is a job of SLURM's" in done.stderr
+
+
+def test_a_job_that_is_queued_again_takes_other_ports(tmp_path):
+    script = "read_settings\necho $port"
+    job = {"SLURM_JOB_ID": "88", "SLURM_JOB_NODELIST": "n1"}
+    ports = [of_library(script, tmp_path, **job, SLURM_RESTART_COUNT=f"{n}") for n in range(88)]
+    assert ports[0] == of_library(script, tmp_path, **job) == "10000\n"
+    assert len(set(ports)) == 88
+
+
+def test_jobs_that_start_at_one_moment_have_logs_of_their_own(tmp_path):
+    """One job makes the folder when the other has just seen that it is not there."""
+    mkdir = tmp_path / "mkdir"
+    mkdir.write_text('#!/bin/sh\n/bin/mkdir -p "$LATE"\nexec /bin/mkdir "$@"\n')
+    mkdir.chmod(0o755)
+    script = f"nodes=(n1) overrides=() output='{tmp_path}/o p'\nopen_logs\necho $logs"
+    out = of_library(script, tmp_path, LATE=f"{tmp_path}/o p/logs/attempt_1")
+    assert out.endswith("/o p/logs/attempt_2\n")
 
 
 def test_a_test_makes_each_failure_of_the_table():
