@@ -79,8 +79,8 @@ class SlurmCluster:
         (folder / "munge" / "key").write_bytes(os.urandom(128))
         (folder / "munge" / "key").chmod(0o600)
         host = socket.gethostname().partition(".")[0]
-        # A job's ports are those of its number: these are apart from tests/e2e/test_launch.py's.
-        first = 88 * random.randrange(1, 600) + random.randrange(20)
+        # A job's ports are those of its number and attempt: apart from tests/e2e/test_launch.py's.
+        first = 88 * random.randrange(1, 600) + random.randrange(12)
         conf = _CONF.format(
             host=host, ports=_free_ports(3), folder=folder, user=getpass.getuser(), first_job=first
         )

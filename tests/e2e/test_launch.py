@@ -36,7 +36,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Job]]:
                 "MCORE_RL_SSH": str(ssh),
                 "MCORE_RL_DOCTOR": "0",  # tests/e2e/test_doctor.py
                 "MCORE_RL_RANKS_PER_NODE": "1",
-                "MCORE_RL_FIRST_PORT": str(10000 + 256 * random.randrange(44, 88)),
+                "MCORE_RL_FIRST_PORT": str(10000 + 256 * random.randrange(54, 62)),
             }
             command = ["bash", ROOT / "launch" / script]
             job = Job(tmp_path, *settings, command=command, **its | variables)
