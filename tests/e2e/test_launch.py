@@ -80,9 +80,9 @@ def test_the_ray_of_a_host_ends_with_a_launch_script_that_is_killed(launch, tmp_
 @pytest.mark.nightly
 def test_a_busy_port_ends_the_start_with_the_host_and_the_remedy(launch):
     with socket.socket() as taken:
-        taken.bind(("", 0))
+        port = 9500  # below those of connections, and of jobs
+        taken.bind(("", port))
         taken.listen()
-        port = taken.getsockname()[1]
         job = launch(
             "hosts.sh", "recipe=tiny_two_nodes", MCORE_RL_HOSTS="a1 a2",
             MCORE_RL_FIRST_PORT=str(port - 70),  # of a2, 64 above a1's
