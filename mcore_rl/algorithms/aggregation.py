@@ -17,6 +17,7 @@ from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Jagged
+from mcore_rl.data.trajectories import Rows
 
 Floats = npt.NDArray[np.float64]
 # From the number of trained tokens of each sequence to the weight of each of its trained tokens.
@@ -25,13 +26,17 @@ AGGREGATIONS: Registry[SequenceWeights] = Registry("algorithm.loss_aggregation",
 
 
 def loss_weights(
-    response_mask: Jagged, mode: str, settings: Mapping[str, object] | None = None
+    response_mask: Jagged,
+    mode: str,
+    settings: Mapping[str, object] | None = None,
+    sequences: Rows | None = None,
 ) -> Jagged:
     """Weight of each response token: the aggregated loss is sum_t weight_t * loss_t.
 
     response_mask is a whole mini-batch, over all ranks: 1 at tokens to train on, else 0. The result
     is float32 in the same rows, 0 wherever the mask is. A sequence without a trained token does not
-    count as a sequence. `settings` are those of the mode, if it has any.
+    count as a sequence. `settings` are those of the mode, if it has any. `sequences`: the number of
+    the sequence that each row is of, such as Trajectories.numbers; without it each row is its own.
 
     Raises:
         ValueError: no token at all is to be trained on.
@@ -40,8 +45,10 @@ def loss_weights(
     """
     sequence_weights = AGGREGATIONS.bound(mode, settings or {})
     trained = (response_mask.values != 0).astype(np.float64)
-    row = np.repeat(np.arange(len(response_mask)), response_mask.lengths)
-    counts = np.bincount(row, weights=trained, minlength=len(response_mask)).astype(np.float64)
+    numbers = np.arange(len(response_mask)) if sequences is None else sequences
+    sequence = np.repeat(numbers, response_mask.lengths)
+    num = int(numbers.max(initial=-1)) + 1
+    counts = np.bincount(sequence, weights=trained, minlength=num).astype(np.float64)
     if not counts.any():
         raise ValueError(
             f"no token of the mini-batch is to be trained on: response_mask is 0 at all "
@@ -53,7 +60,7 @@ def loss_weights(
             f"{AGGREGATIONS.setting}={mode!r} returned {weights} for sequences of {counts} tokens; "
             "allowed: a finite weight for each"
         )
-    return response_mask.with_values((trained * weights[row]).astype(np.float32))
+    return response_mask.with_values((trained * weights[sequence]).astype(np.float32))
 
 
 def top_entropy_mask(entropy: Jagged, response_mask: Jagged, share: float) -> Jagged:

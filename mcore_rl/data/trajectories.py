@@ -1,8 +1,8 @@
 """Trajectories of several samples: what an agent did in one go, where its context began anew.
 
 The samples of a trajectory have its group id, its number in the group and the same reward, and
-count up by their segment. Statistics over responses are over trajectories, so that one of three
-samples counts once.
+count up by their segment. Statistics over responses are over trajectories, and so are the means of
+a loss over sequences, so that one of three samples counts once.
 """
 
 from __future__ import annotations
@@ -56,6 +56,15 @@ class Trajectories:
         is_first[1:] = (np.diff(keys[0]) != 0) | (np.diff(keys[1]) != 0)
         return np.append(np.flatnonzero(is_first), len(self._batch)).astype(np.int64)
 
+    @cached_property
+    def numbers(self) -> Rows:
+        """Of each row of the batch, the row of `joined` that it is in."""
+        if self.is_trivial:
+            return np.arange(len(self._batch))
+        numbers = np.empty(len(self._batch), np.int64)
+        numbers[self._order] = np.repeat(np.arange(len(self._bounds) - 1), np.diff(self._bounds))
+        return numbers
+
     def joined(self) -> Batch:
         """One row a trajectory.
 
@@ -88,5 +97,4 @@ class Trajectories:
         """The rows of the batch of these rows of `joined`, in ascending order."""
         if self.is_trivial:
             return sorted(joined_rows.tolist())
-        of_row = np.repeat(np.arange(len(self._bounds) - 1), np.diff(self._bounds))
-        return sorted(self._order[np.isin(of_row, joined_rows)].tolist())
+        return sorted(np.flatnonzero(np.isin(self.numbers, joined_rows)).tolist())

@@ -26,9 +26,10 @@ from mcore_rl.workers.near_data import B, along_tokens, kept, per_sample, with_n
 
 T = TypeVar("T")
 
-# What loss weights are made of.
+# What says which samples are a trajectory, and what loss weights are made of.
+_TRAJECTORY = "group_ids", "trajectories", "segments"
 _WEIGHED = (
-    "group_ids", "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights",
+    *_TRAJECTORY, "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights",
     "top_entropy_mask",
 )  # fmt: skip
 
@@ -175,7 +176,9 @@ def with_correction(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, di
 def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, bool]:
     """Adds the weights of each loss, of a whole mini-batch; and whether one is not 0.
 
-    algorithm.loss_aggregation normalises each over its own tokens; then comes its coefficient.
+    algorithm.loss_aggregation normalises each over its own tokens, with all samples of a trajectory
+    as one sequence; then comes its coefficient.
+
     loss_weights: over policy_mask or, without one, response_mask; 0 where correction_weights or
     top_entropy_mask are. kl_weights, entropy_weights, distillation_weights: over response_mask.
     cross_entropy_weights: over cross_entropy_mask or, without one, where response_mask is 0. A loss
@@ -183,7 +186,8 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, 
     """
     response_mask = batch.jagged("response_mask")
     policy_mask = batch.jagged("policy_mask") if "policy_mask" in batch else response_mask
-    policy = _weights(policy_mask, 1.0, algorithm)
+    trajectories = Trajectories(batch)
+    policy = _weights(policy_mask, 1.0, algorithm, trajectories)
     for name in ("correction_weights", "top_entropy_mask"):
         if name in batch:
             policy = policy.with_values(np.where(batch.jagged(name).values, policy.values, 0))
@@ -191,25 +195,30 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, 
     if distillation.loss in OF_TOP_TOKENS:
         if not distillation.use_reward:
             columns["loss_weights"] = policy.with_values(np.zeros_like(policy.values))
-        columns["distillation_weights"] = _weights(response_mask, distillation.coef, algorithm)
+        coef = distillation.coef
+        columns["distillation_weights"] = _weights(response_mask, coef, algorithm, trajectories)
     if algorithm.kl_coef and algorithm.kl_in == "loss":
-        columns["kl_weights"] = _weights(response_mask, algorithm.kl_coef, algorithm)
+        coef = algorithm.kl_coef
+        columns["kl_weights"] = _weights(response_mask, coef, algorithm, trajectories)
     if algorithm.entropy_coef:
-        columns["entropy_weights"] = _weights(response_mask, algorithm.entropy_coef, algorithm)
+        coef = algorithm.entropy_coef
+        columns["entropy_weights"] = _weights(response_mask, coef, algorithm, trajectories)
     if algorithm.cross_entropy_coef:
         mask = response_mask.with_values(response_mask.values == 0)
         if "cross_entropy_mask" in batch:
             mask = batch.jagged("cross_entropy_mask")
         coef = algorithm.cross_entropy_coef
-        columns["cross_entropy_weights"] = _weights(mask, coef, algorithm)
+        columns["cross_entropy_weights"] = _weights(mask, coef, algorithm, trajectories)
     return batch.with_columns(**columns), any(column.values.any() for column in columns.values())
 
 
-def _weights(mask: Jagged, coef: float, algorithm: AlgorithmConfig) -> Jagged:
+def _weights(
+    mask: Jagged, coef: float, algorithm: AlgorithmConfig, trajectories: Trajectories
+) -> Jagged:
     if not mask.values.any():
         return mask.with_values(np.zeros(len(mask.values), np.float32))
     mode, settings = algorithm.loss_aggregation, algorithm.loss_aggregation_settings
-    weights = loss_weights(mask, mode, settings)
+    weights = loss_weights(mask, mode, settings, trajectories.numbers)
     return weights.with_values(weights.values * np.float32(coef))
 
 
@@ -274,9 +283,9 @@ def update_critic(
     critic: Group, batch: Samples, config: RLConfig, *, seed: Sequence[int]
 ) -> dict[str, float]:
     """One optimizer step per mini-batch, towards the column returns."""
-    columns = "prompt_ids", "response_ids", "response_mask", "group_ids", "values", "returns"
+    columns = "prompt_ids", "response_ids", "response_mask", "values", "returns", *_TRAJECTORY
     num, aggregation = config.algorithm.num_mini_batches, config.critic.loss_aggregation
-    read = batch.select(*columns)
+    read = batch.select(*(name for name in columns if name in batch))
     given = _with_each, read, num, seed, _with_critic_weights, aggregation
     weighted, _ = with_near(critic, *given, reads=_WEIGHED)
     parts = mini_batches(weighted, num, seed)
@@ -285,7 +294,8 @@ def update_critic(
 
 
 def _with_critic_weights(batch: Batch, aggregation: str) -> tuple[Batch, None]:
-    weights = loss_weights(batch.jagged("response_mask"), aggregation)
+    sequences = Trajectories(batch).numbers
+    weights = loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
     return batch.with_columns(loss_weights=weights), None
 
 
