@@ -132,10 +132,14 @@ def _difference(codec: ChatCodec, template: Template, given: Conversation, cut: 
     after = whole[start + len(completion) :]
 
     thought = given.turn.reasoning.strip()
+    if _is_changed(template, given, prompt, whole):
+        alone = _as_last(codec, template, given, prompt, completion[-1])
+        for said in (completion, completion[:cut], alone):
+            if codec.extend(prompt, said, given.after, given.tools) is not None:
+                return "goes on from earlier turns, which the chat template changes"
+        return ""
     if thought and thought not in template.text(completion):
-        last = template.ids([*given.before, given.turn], given.tools, generate=False)
-        said = last[_common(prompt, last) :]
-        said = _until_stop(codec, said) or [*said, completion[-1]]
+        said = _as_last(codec, template, given, prompt, completion[-1])
         if thought not in template.text(said):  # the template has no reasoning
             return ""
         if codec.extend(prompt, said, given.after, given.tools) is not None:
@@ -160,6 +164,18 @@ def _difference(codec: ChatCodec, template: Template, given: Conversation, cut: 
     )
 
 
+def _as_last(
+    codec: ChatCodec, template: Template, given: Conversation, prompt: list[int], end: int
+) -> list[int]:
+    """The turn as the template writes it while nothing comes after it, with its reasoning.
+
+    `end` ends it where the template does not.
+    """
+    last = template.ids([*given.before, given.turn], given.tools, generate=False)
+    said = last[_common(prompt, last) :]
+    return _until_stop(codec, said) or [*said, end]
+
+
 def _cut_difference(
     codec: ChatCodec, given: Conversation, prompt: list[int], kept: list[int], after: list[int]
 ) -> str:
@@ -173,6 +189,18 @@ def _cut_difference(
     if found[len(found) - len(after) :] != after or not codec.stop_ids.intersection(closing):
         return "does not end a turn that was cut off"
     return ""
+
+
+def _is_changed(
+    template: Template, given: Conversation, prompt: list[int], whole: list[int]
+) -> bool:
+    """Whether the whole render has something else in the place of what came before the turn.
+
+    What the prompt opens for the turn is not counted to that: see _start_of_turn.
+    """
+    text = template.text(whole)
+    history = template.ids(given.before, given.tools, generate=False)
+    return not text.startswith((template.text(prompt), template.text(history)))
 
 
 def _start_of_turn(

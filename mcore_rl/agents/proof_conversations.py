@@ -90,6 +90,12 @@ TOOLS: Mapping[str, Conversation] = {
         (_answer(_CLOCK, "noon"),),
         _TOOLS,
     ),
+    "an answer after reasoning and a call": Conversation(
+        (_QUESTION, _assistant("", _THOUGHT, _DISTANCE), _answer(_DISTANCE, "2")),
+        _assistant(_FAR),
+        (_NEXT,),
+        _TOOLS,
+    ),
     "an answer after a call": Conversation(
         (_QUESTION, _assistant("", "", _DISTANCE), _answer(_DISTANCE, "2")),
         _assistant(_FAR),

@@ -6,6 +6,7 @@ a user message and an assistant's turn, and taking the tokens behind that turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ _BEFORE = [ChatMessage("system", "Be brief."), ChatMessage("user", "Begin.")]
 _SAID = "Here is what I have found so far, and there is more to come."
 _THOUGHT = "Let me look at this first."
 _INLINE = f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"
+_THINK = re.compile("</?think>")
 _GO_ON = ChatMessage("user", "Go on.")
 _CALL = ToolCall("look", {"at": "home", "far": [1, True, None]}, "functions.look:0")
 _TOOL = ToolSpec("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
@@ -63,6 +65,7 @@ class TemplateCodec:
         self._call, self._call_end = self._token("<tool_call>"), self._token("</tool_call>")
         self.tool_refusal = self._find_tool_refusal()
         self._drops_reasoning = self._has_reasoning and not self._keeps_reasoning(_GO_ON)
+        self._opening = self._text_that_opens_a_turn()
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -81,12 +84,10 @@ class TemplateCodec:
         roles = {message.role for message in new_messages}
         if not new_messages or "assistant" in roles:
             return None
-        if self._drops_reasoning and "user" in roles:
-            said = self.parse(completion_ids, tools, prompt_ids)
-            if said.reasoning or not said.reasoning_closed:
-                return None
-        after = self._after_turn(new_messages, tools)
         done = [*prompt_ids, *completion_ids]
+        if self._drops_reasoning and "user" in roles and self._has_reasoned(done):
+            return None
+        after = self._after_turn(new_messages, tools)
         end = next((i for i, t in enumerate(completion_ids) if t in self._stop_ids), None)
         if not after:
             return None
@@ -124,6 +125,26 @@ class TemplateCodec:
         ends = [i for i, t in enumerate(ids) if t in self._stop_ids or t == self._call]
         text = self._tokenizer.decode(ids[: ends[0]] if ends else ids, skip_special_tokens=False)
         return replace(turn, content=text.strip(), reasoning="", reasoning_closed=True)
+
+    def _has_reasoned(self, ids: list[int]) -> bool:
+        """Whether a turn of an assistant has reasoning, be it empty or cut off.
+
+        What was before the last user message has none: it was rendered anew. Reasoning that each
+        prompt opens and closes was not sampled, and does not count.
+        """
+        text, head = self._text(ids), _THINK.split(self._opening)[0].rstrip()
+        if "</think>" in self._opening:
+            text = text.replace(self._opening, head)
+        turns = text.split(head)[1:] if head else [text]
+        ends = filter(None, (self._text([token]) for token in self._stop_ids))
+        end = re.compile("|".join(re.escape(token) for token in ends))
+        return any(_THINK.search(end.split(turn, maxsplit=1)[0]) for turn in turns)
+
+    def _text_that_opens_a_turn(self) -> str:
+        """What the template puts at the end of a prompt; empty where that is not to be told."""
+        history = template_ids(self._tokenizer, _BEFORE, (), self._options, generate=False)
+        text, prompt = self._text(history), self._text(self.render(_BEFORE))
+        return prompt.removeprefix(text) if prompt.startswith(text) else ""
 
     def _after_turn(
         self, new_messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]

@@ -56,6 +56,12 @@ class Faulty(TemplateCodec):
                 return self.render([*ASK, said, *new_messages], tools)
         return found
 
+    def _has_reasoned(self, ids: list[int]) -> bool:
+        if self.fault == "looks at the last turn alone":
+            start = self._token("<|im_start|>")
+            ids = ids[max(i for i, token in enumerate(ids) if token == start) :]
+        return super()._has_reasoned(ids)
+
 
 @pytest.mark.parametrize(
     ("fault", "words"),
@@ -70,6 +76,17 @@ def test_a_codec_with_a_fault_is_refused(fault: str, words: str):
     codec.fault = fault
     with pytest.raises(ConfigError, match=f"the codec template {re.escape(words)}"):
         Proved(codec, Template(tokenizer, {}))
+
+
+def test_a_codec_that_keeps_reasoning_of_turns_before_the_last_has_no_tools():
+    tokenizer = tokenizer_of("published/qwen3")
+    codec = Faulty(tokenizer, {})
+    assert Proved(codec, Template(tokenizer, {})).tool_refusal == ""
+    codec.fault = "looks at the last turn alone"
+    assert Proved(codec, Template(tokenizer, {})).tool_refusal == (
+        "it goes on from earlier turns, which the chat template changes (an answer after "
+        "reasoning and a call)"
+    )
 
 
 CALL_TEXT = '<tool_call>\n{"name":  "look",\n "arguments": {}}\n</tool_call><|im_end|>'
@@ -171,6 +188,64 @@ def test_reasoning_that_a_user_message_strips_begins_a_new_sample():
     assert codec.extend(prompt, thought[:3], GO_ON) is None  # cut off in its reasoning
     assert codec.extend(prompt, thought, ANSWERS[:1], [LOOK]) is not None
     assert codec.extend(prompt, ids("qwen3", "A door.<|im_end|>"), GO_ON) is not None
+
+
+OPENS = "{{- '<|im_start|>assistant\\n' }}"
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+THOUGHTS = ("<think>\nHm.\n</think>\n\n", "<think>\n\n</think>\n\n")
+
+
+def after_a_call(
+    family: str, codec: Proved, first: str, last: str, *, room: str = "A door."
+) -> list[int] | None:
+    """The prompt behind a turn with a call, the tool's answer, a last turn, and a user."""
+    answer = ChatMessage("tool", room, "", (), "functions.look:0", "look")
+    prompt = codec.render([ChatMessage("system", "Write <think> and </think>."), *ASK[1:]], [LOOK])
+    prompt = codec.extend(prompt, ids(family, f"{first}{CALL}<|im_end|>"), [answer], [LOOK])
+    assert prompt is not None  # nothing is stripped of a turn that called a tool
+    done = ids(family, last)
+    found = codec.extend(prompt, done, GO_ON, [LOOK])
+    assert found is None or found[: len(prompt) + len(done)] == prompt + done
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3", "published/qwen3"])
+def test_no_reasoning_since_the_last_user_message_outlives_the_next(family: str):
+    """Nor an empty one, nor one that was cut off. What others wrote about it is no reasoning."""
+    codec, said = codec_for(tokenizer_of(family), "template"), "A door.<|im_end|>"
+    assert after_a_call(family, codec, "", said, room="It says <think> or </think>.") is not None
+    for thought in THOUGHTS:
+        assert after_a_call(family, codec, thought, said) is None
+        assert after_a_call(family, codec, "", thought + said) is None
+        assert after_a_call(family, codec, "", thought.partition("\n</")[0]) is None
+
+
+def test_reasoning_before_the_last_user_message_is_gone_and_the_next_turns_go_on():
+    codec, tokenizer = codec_for(tokenizer_of("published/qwen3"), "template"), tokenizer_of("qwen3")
+    calls, call = (ToolCall("look", {}),), ids("qwen3", f"{CALL}<|im_end|>")
+    earlier = [ChatMessage("assistant", "", "Hm.", calls), ANSWERS[0]]
+    said = [ChatMessage("assistant", "A door.", "Hm."), *GO_ON]
+    prompt = codec.render([*ASK, *earlier, *said], [LOOK])
+    assert "Hm." not in tokenizer.decode(prompt)
+    prompt = codec.extend(prompt, call, ANSWERS[:1], [LOOK])
+    assert codec.extend(prompt, ids("qwen3", "A door.<|im_end|>"), GO_ON, [LOOK]) is not None
+
+
+def test_reasoning_that_every_prompt_opens_and_closes_was_not_sampled():
+    said, options = "A door.<|im_end|>", {"enable_thinking": False}
+    codec = codec_for(tokenizer_of("published/qwen3"), "template", options)
+    assert after_a_call("published/qwen3", codec, "", said) is not None
+    for thought in THOUGHTS:
+        assert after_a_call("published/qwen3", codec, thought, said) is None
+        assert after_a_call("published/qwen3", codec, "", thought + said) is None
+
+
+def test_reasoning_that_every_prompt_opens_is_sampled():
+    template = changed("qwen3", OPENS, OPENS.replace("\\n", "\\n<think>\\n"))
+    codec = codec_for(tokenizer_of("qwen3", template), "template")
+    for last in ("Hm.\n</think>\n\nA door.<|im_end|>", "</think>A door.<|im_end|>", "Hm"):
+        assert after_a_call("qwen3", codec, "Hm.\n</think>\n\n", last) is None
+        assert codec.extend(codec.render(ASK), ids("qwen3", last), GO_ON) is None
 
 
 @pytest.mark.parametrize("kind", ["renderers", "template"])
