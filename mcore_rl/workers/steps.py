@@ -283,9 +283,9 @@ def update_critic(
     critic: Group, batch: Samples, config: RLConfig, *, seed: Sequence[int]
 ) -> dict[str, float]:
     """One optimizer step per mini-batch, towards the column returns."""
-    columns = "prompt_ids", "response_ids", "response_mask", "values", "returns", *_TRAJECTORY
+    columns = "prompt_ids", "response_ids", "response_mask", "values", "returns"
     num, aggregation = config.algorithm.num_mini_batches, config.critic.loss_aggregation
-    read = batch.select(*(name for name in columns if name in batch))
+    read = batch.select(*columns, *(name for name in _TRAJECTORY if name in batch))
     given = _with_each, read, num, seed, _with_critic_weights, aggregation
     weighted, _ = with_near(critic, *given, reads=_WEIGHED)
     parts = mini_batches(weighted, num, seed)
