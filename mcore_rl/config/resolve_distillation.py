@@ -75,11 +75,6 @@ def _resolve_reward_model(config: RLConfig) -> None:
         return
     if not model.weight:
         raise ConfigError("reward_model.weight=0: the model would score in vain; allowed: not 0")
-    if config.algorithm.advantage == "remax":
-        raise ConfigError(
-            f"reward_model.model_path={model.model_path!r}: algorithm.advantage='remax' compares "
-            "with greedy responses, which no reward model scores; allowed: another advantage"
-        )
     samples = config.algorithm.samples
     before = {
         "algorithm.samples.group_filter": samples.group_filter,

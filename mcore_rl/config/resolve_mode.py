@@ -62,11 +62,6 @@ def _resolve_fully_async(config: RLConfig) -> None:
             f"actor.moe.router_replay='rollout' with {mode}: the experts of a response are those "
             "of several versions of the router; allowed: 'off', 'record'"
         )
-    if algorithm.advantage == "remax":
-        raise ConfigError(
-            f"algorithm.advantage='remax' with {mode}: the greedy response that it compares with "
-            "would be of another version; allowed: another advantage"
-        )
     is_uncut = algorithm.loss == "decoupled_ppo" and not algorithm.loss_settings.get("weight_cap")
     if is_uncut and staleness_of(config.trainer):
         raise ConfigError(

@@ -56,7 +56,7 @@ from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
-from mcore_rl.workers.policy_loss import check_functions
+from mcore_rl.workers.policy_loss import check_functions, check_greedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,6 +133,7 @@ def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RL
 
 def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm, config.agent.loop)
+    check_greedy(config)
     if curriculum := config.data.curriculum.name:
         CURRICULA.bound(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)

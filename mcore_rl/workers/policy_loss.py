@@ -24,7 +24,7 @@ from mcore_rl.algorithms.losses import LOSSES, MAX_LOG_RATIO
 from mcore_rl.algorithms.sample_choice import check_choices
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
-from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,28 @@ def reads_squares(config: AlgorithmConfig) -> bool:
     return "sum_pi_squared" in needs_of(ADVANTAGES[config.advantage])
 
 
+def reads_greedy(config: AlgorithmConfig) -> bool:
+    """Whether the advantage compares with greedy responses, which then have to be generated."""
+    return "baseline_rewards" in needs_of(ADVANTAGES[config.advantage])
+
+
+def check_greedy(config: RLConfig) -> None:
+    """Raises ConfigError for an advantage of greedy responses in a run that makes none for it."""
+    if not reads_greedy(config.algorithm):
+        return
+    asks = f"{ADVANTAGES.setting}={config.algorithm.advantage!r} compares with greedy responses"
+    if config.trainer.mode == "fully_async":
+        raise ConfigError(
+            f"{asks}, and with trainer.mode='fully_async' these would be of another version; "
+            "allowed: another advantage"
+        )
+    if path := config.reward_model.model_path:
+        raise ConfigError(
+            f"{asks}, which no reward model scores, not reward_model.model_path={path!r} either; "
+            "allowed: another advantage"
+        )
+
+
 def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") -> None:
     """Find all functions of an algorithm and fill in their settings, before a run starts.
 
@@ -140,7 +162,7 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
     needed = PolicyLoss(config).needs
     check_needs(needed, given | {"entropy"}, f"{LOSSES.setting}={config.loss!r}")
     needed = needs_of(ADVANTAGES[config.advantage])
-    given |= {"values", "baseline_rewards"}  # what is needed, a run makes
+    given |= {"values", "baseline_rewards"}  # made where needed; see check_greedy
     if not config.correction.use_rollout_log_probs:
         given.add("sum_pi_squared")
     if agent_loop == "environment" or is_import_path(agent_loop):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.algorithms.sample_choice import (
     CHOICE_STREAM,
     kept_groups,
@@ -19,6 +17,7 @@ from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers import policy_checks, steps
 from mcore_rl.workers.near_data import joined, kept, lost_groups, per_sample, without_groups
+from mcore_rl.workers.policy_loss import reads_greedy
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool, tell_lost
 from mcore_rl.workers.scoring import with_teacher_names
@@ -119,7 +118,7 @@ def trained_on(
 
 def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Samples:
     batch = rollout.generate(asked, n=config.algorithm.group_size)
-    if "baseline_rewards" in needs_of(ADVANTAGES[config.algorithm.advantage]):
+    if reads_greedy(config.algorithm):
         greedy = rollout.generate(asked, n=1, is_greedy=True)
         batch = steps.with_baseline_rewards(batch, greedy)
     if config.teacher.column:

@@ -59,10 +59,6 @@ def config_of(**settings) -> RLConfig:
             {"reward_model__model_path": "rm", "reward_model__weight": 0.0},
             "reward_model.weight=0: the model would score in vain",
         ),
-        (
-            {"reward_model__model_path": "rm", "algorithm__advantage": "remax"},
-            "'remax' compares with greedy responses, which no reward model scores",
-        ),
         *(
             (
                 {"reward_model__model_path": "rm", setting: value},

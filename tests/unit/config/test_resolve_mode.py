@@ -42,7 +42,6 @@ def resolved(
         (dict(asynchronous={"max_groups": -1}), "max_groups=-1; allowed: at least 0"),
         (dict(asynchronous={"max_waiting_samples": 511}), "samples=511; allowed: at least 512"),
         (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
-        (dict(advantage="remax"), "algorithm.advantage='remax' with trainer.mode='fully_async'"),
         (dict(correction=CorrectionConfig(level="off")), "trainer.staleness=2: old samples would"),
         (dict(loss="decoupled_ppo"), "algorithm.loss='decoupled_ppo' with .* and no weight_cap"),
         (dict(replay="rollout"), "router_replay='rollout' with trainer.mode='fully_async'"),

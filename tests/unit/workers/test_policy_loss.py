@@ -12,7 +12,7 @@ from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig
-from mcore_rl.workers.policy_loss import PolicyLoss, check_functions
+from mcore_rl.workers.policy_loss import PolicyLoss, check_functions, check_greedy
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
 SCORES = {"log_probs": LOG_PROBS, "entropy": torch.tensor([0.3, 0.6, 0.1])}
@@ -83,6 +83,10 @@ def undeclared(inputs):
 @needs("values")
 def gae(inputs):
     return inputs.values
+
+@needs("baseline_rewards")
+def greedy(inputs):
+    return inputs.rewards - inputs.baseline_rewards
 
 def scalar(inputs):
     return inputs.log_probs.mean(), {}
@@ -160,6 +164,21 @@ def test_a_loss_of_another_form_is_refused(own, settings, message):
     columns = COLUMNS | {"kl_weights": torch.ones(3)}
     with pytest.raises(ConfigError, match=message):
         PolicyLoss(AlgorithmConfig(**settings))(inputs(columns=columns))
+
+
+@pytest.mark.parametrize("name", ["remax", "own.py:greedy"])
+def test_an_advantage_of_greedy_responses_is_refused_where_a_run_makes_none(own, name):
+    config = RLConfig(algorithm=AlgorithmConfig(advantage=name))
+    check_greedy(config)
+    config.trainer.mode = "fully_async"
+    with pytest.raises(ConfigError, match=rf"advantage='{name}' .*mode='fully_async' these"):
+        check_greedy(config)
+    config.algorithm.advantage = "grpo"
+    check_greedy(config)
+    config.algorithm.advantage, config.trainer.mode = name, "sync"
+    config.reward_model.model_path = "rm"
+    with pytest.raises(ConfigError, match=rf"'{name}' .*, not reward_model.model_path='rm'"):
+        check_greedy(config)
 
 
 ROOT = Path(__file__).parents[3]
