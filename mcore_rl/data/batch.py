@@ -319,13 +319,21 @@ class Batch(Samples):
     def concat(batches: Sequence[Batch]) -> Batch:
         """What some lack, as no response of theirs got a reward of that kind, is filled in.
 
-        Parts of a reward are NaN there, process_rewards 0, state_ids -1.
+        Parts of a reward are NaN there, process_rewards 0, state_ids -1. What has no rows says
+        nothing of columns.
+
+        Raises:
+            KeyError: some lack another column.
         """
+        batches = [batch for batch in batches if len(batch)] or batches[:1]
         names = {name for batch in batches for name in batch.columns}
         parts = {n for n in names if n.startswith("reward/") or n in FILLED}
         batches = [batch._with_parts(parts) for batch in batches]
         first = batches[0]
         columns: dict[str, Column] = {}
+        for batch in batches:
+            if missing := sorted(names - batch.columns.keys()):
+                raise KeyError(f"a batch to be joined has no column {missing[0]!r}")
         for name, column in first.columns.items():
             if isinstance(column, Jagged):
                 columns[name] = Jagged.concat([batch.jagged(name) for batch in batches])

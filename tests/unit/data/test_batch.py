@@ -66,6 +66,15 @@ def test_batch_in_another_order_and_back_is_the_same_batch(lengths, data):
     assert_same(batch.take(order).take(np.argsort(order).tolist()), batch)
 
 
+def test_a_column_that_only_some_of_the_batches_to_be_joined_have_is_refused():
+    plain = Batch.of([sample(0, 2)])
+    more = plain.with_columns(teacher=np.array(["a"]))
+    for batches in ([plain, more], [more, plain]):
+        with pytest.raises(KeyError, match="to be joined has no column 'teacher'"):
+            Batch.concat(batches)
+    assert_same(Batch.concat([plain.take([]), more, plain.take([])]), more)
+
+
 def test_columns_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="columns of a batch differ in length"):
         Batch({"a": np.zeros(2), "b": Jagged.of([[1]], np.int64)})
