@@ -27,6 +27,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.idle_nodes import tell_of_idle_nodes
 from mcore_rl.controller.node import RAY_CONFIG
 from mcore_rl.controller.reaper import RAY_DIR
 from mcore_rl.controller.run_scope import environment, own_sigterm, run_scope
@@ -92,6 +93,8 @@ def _check_resources(needed: Mapping[str, float], address: str | None) -> None:
             f"{place} has too little of what the run needs: {', '.join(short)}; use a smaller "
             "layout, or start nodes with more (ray start --resources)"
         )
+    if address:
+        tell_of_idle_nodes(needed)
 
 
 @contextlib.contextmanager
