@@ -48,7 +48,9 @@ read_settings() {
     done
     [ -n "$has_resume" ] || overrides+=(resume=auto)
     job=${SLURM_JOB_ID:-$$}
-    output=${output:-outputs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}-$job} # SLURM runs a copy of $0
+    # SLURM runs a copy of $0. Without SLURM the time tells runs apart: processes of containers have
+    # the same few numbers, and a run would go on with an old one.
+    output=${output:-outputs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}-${SLURM_JOB_ID:-$(date +%Y%m%d-%H%M%S)}}
     case $output in /*) ;; *) output=$root/$output ;; esac
     if [ -n "${MCORE_RL_IMAGE:-}" ]; then
         python=${MCORE_RL_PYTHON:-python3}

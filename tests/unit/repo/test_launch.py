@@ -90,7 +90,7 @@ def test_a_dry_run_prints_every_command_and_starts_nothing():
     places = [done.stdout.index(word) for word in order]
     assert places == sorted(places)
     assert "resume=auto" in done.stdout
-    output = re.search(rf"driver: .* output_dir=({ROOT}/outputs/run_tiny-\d+) ", done.stdout)
+    output = re.search(rf"driver: .* output_dir=({ROOT}/outputs/run_tiny-[0-9-]+) ", done.stdout)
     assert output and not Path(output[1]).exists()  # without output_dir, one of the job's own
 
 
