@@ -139,7 +139,7 @@ def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
     positive(f"{key}.eps", config.eps)
     if not 0 <= config.min_lr <= config.lr:
         raise ConfigError(f"{key}.min_lr={config.min_lr}; allowed: 0 to {key}.lr={config.lr}")
-    for name in ("warmup_steps", "weight_decay", "clip_grad"):
+    for name in ("warmup_steps", "weight_decay", "clip_grad", "max_skipped_steps"):
         at_least(f"{key}.{name}", getattr(config, name), 0)
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:

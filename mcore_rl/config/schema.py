@@ -61,6 +61,7 @@ class OptimizerConfig:
     eps: float = 1e-8  # Adam's epsilon
     weight_decay: float = 0.0  # decoupled, as in AdamW
     clip_grad: float = 1.0  # maximum global gradient norm
+    max_skipped_steps: int = 0  # in a row, whose gradients are not finite; one more ends the run
     distributed: bool = False  # shard the optimizer state over data-parallel ranks
     overlap: bool = False  # overlap gradient reduction (and weight gathering) with computation
     cpu_offload: bool = False  # Adam and its state on the host; GPU lane, needs distributed

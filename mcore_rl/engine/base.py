@@ -146,7 +146,7 @@ class BaseEngine(ABC):
         kl_weights, "policy_loss" that of loss_weights.
 
         They, and those of the load of experts ("moe/..."), come from the last pipeline stage; the
-        others return "grad_norm" and "lr" only.
+        others return "grad_norm", "lr" and "num_skipped_steps" only.
         """
 
     @abstractmethod

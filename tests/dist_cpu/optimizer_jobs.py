@@ -197,9 +197,9 @@ def adam(path: Path, batch: Batch) -> Result:
     return {"norms": norms, "gaps": gaps, "decays": decays, "kinds": kinds}
 
 
-def not_a_number(path: Path, layout: Layout, batch: Batch) -> Result:
+def not_a_number(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> Result:
     """A step whose gradients are NaN on the last data-parallel rank only."""
-    engine = engine_of(path, layout)
+    engine = engine_of(path, layout, **optimizer)
     share = mine(engine, batch)
     engine.train_batch(share, ranks.LOSS)
     before = dict(engine.get_per_tensor_param())
@@ -209,15 +209,17 @@ def not_a_number(path: Path, layout: Layout, batch: Batch) -> Result:
         bad = share.with_columns(advantages=poison)
     else:
         bad = share
-    message = ""
+    message, skipped, steps = "", [], engine.schedule.num_steps
     try:
-        engine.train_batch(bad, ranks.LOSS)
+        skipped.extend(engine.train_batch(bad, ranks.LOSS) for _ in range(3))
     except FloatingPointError as error:
         message = str(error)
-    after = dict(engine.get_per_tensor_param())
+    after, advanced = dict(engine.get_per_tensor_param()), engine.schedule.num_steps - steps
     following = engine.train_batch(share, ranks.LOSS)
     return {
         "message": message,
+        "skipped": [(one["num_skipped_steps"], one["grad_norm"]) for one in skipped],
+        "advanced": advanced,
         "kept": all(torch.equal(before[name], after[name]) for name in before),
         "following": following,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name, settings in CLOSED.items():
         add(f"closed/{name}", jobs.closed, "moe", "dp2", batch, **settings)
     add("nan", jobs.not_a_number, "moe", "dp2", batch)
+    add("nans", jobs.not_a_number, "moe", "dp2", batch, max_skipped_steps=2, overlap=True,
+        distributed=True)  # fmt: skip
     add("early", jobs.saved_before_the_first_step, "moe", "dp2", batch, folder / "early")
     todo[1]["adam"] = jobs.partial(jobs.adam, models["moe"], batch)
     source = folder / "moe-tp2ep2"
@@ -313,6 +316,19 @@ def test_gradients_that_are_not_finite_stop_the_step_and_leave_the_weights(runs)
         assert result["kept"]
         assert 0 < result["following"]["grad_norm"] < 100
     assert runs["nan"][0]["following"]["loss"] == runs["nan"][1]["following"]["loss"]
+
+
+def test_updates_that_may_be_skipped_are_and_leave_all_as_it_was(runs):
+    plain = runs["nan"][0]["following"]
+    for result in runs["nans"]:
+        assert [num for num, _ in result["skipped"]] == [1.0, 1.0]
+        assert all(math.isnan(norm) for _, norm in result["skipped"])
+        assert "optimizer.max_skipped_steps=2 in a row" in result["message"]  # the third
+        assert result["advanced"] == 1  # by the third
+        assert result["kept"]
+        following = result["following"]
+        assert following["num_skipped_steps"] == 0.0
+        assert following["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
 
 
 NUM_TENSORS = 2 * (7 + 8 + 8) + 3  # attention, norms, router; fc1 and fc2 of 8 experts; ends

@@ -82,6 +82,7 @@ class MegatronEngine(BaseEngine):
         self.wrapped: list[Any] = list(self.chunks)
         self.optimizer: Any = None
         self.schedule: Any = None
+        self._skips = optimizer.Skips(settings.optimizer)
         if self.spec.total_steps:
             self.wrapped = optimizer.wrap_for_training(self.chunks, settings.optimizer)
             if settings.lora.rank:
@@ -160,8 +161,10 @@ class MegatronEngine(BaseEngine):
             batch, loss_function, forward_only=False, temperature=temperature
         )
         lr = self.lr_scheduler_step()
-        grad_norm = self.optimizer_step()
-        return {**self._summed(results), **self._balance(), "grad_norm": grad_norm, "lr": lr}
+        steps = {"grad_norm": self.optimizer_step(), "lr": lr, **self._skips.metrics}
+        if self._skips.num:  # Megatron's training loop leaves the schedule where it was, too
+            self.schedule.step(increment=-1)
+        return {**self._summed(results), **self._balance(), **steps}
 
     def forward_backward_batch(
         self,
@@ -201,7 +204,7 @@ class MegatronEngine(BaseEngine):
         self._require("parameters", "gradients", "optimizer state")
         from mcore_rl.engine.megatron.optimizer import clipped_step
 
-        return clipped_step(self.optimizer)
+        return self._skips.counted(clipped_step(self.optimizer))
 
     def lr_scheduler_step(self) -> float:
         self._require_optimizer("lr_scheduler_step")

@@ -145,20 +145,45 @@ def build_schedule(
     )
 
 
+class Skips:
+    """Updates in a row whose gradients were not finite; the same on all ranks, as the norm is."""
+
+    def __init__(self, settings: OptimizerConfig) -> None:
+        self._most, self.num = settings.max_skipped_steps, 0
+
+    def counted(self, norm: float) -> float:
+        """The norm of an update, taken or skipped.
+
+        Raises:
+            FloatingPointError: more in a row were skipped than may be.
+        """
+        self.num = 0 if math.isfinite(norm) else self.num + 1
+        if self.num > self._most:
+            raise FloatingPointError(
+                f"the norm of the gradients is {norm}: the step was not taken; "
+                f"optimizer.max_skipped_steps={self._most} in a row may be skipped"
+            )
+        return norm
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last update; none where none may be skipped."""
+        return {"num_skipped_steps": float(self.num > 0)} if self._most else {}
+
+
 @torch.no_grad()
 def clipped_step(optimizer: ChainedOptimizer) -> float:
     """One step; returns the norm of the gradients of all ranks before they were clipped.
 
+    Where it is not finite, weights and optimizer state stay as they were.
+
     ChainedOptimizer.step (optimizer/optimizer.py:1308) does the same without a look at the norm:
     where there is no loss scale it carries a NaN into the weights.
-
-    Raises:
-        FloatingPointError: the norm is not finite. Weights and optimizer state are as they were.
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
-        raise FloatingPointError(f"the norm of the gradients is {norm}: the step was not taken")
+        return norm
     for part in optimizer.chained_optimizers:
         config, parameters = part.config, part.get_parameters()
         if config.clip_grad > 0 and parameters:

@@ -8,7 +8,7 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import OptimizerConfig
 from mcore_rl.engine.megatron import optimizer
-from mcore_rl.engine.megatron.optimizer import build_schedule, check
+from mcore_rl.engine.megatron.optimizer import Skips, build_schedule, check
 
 # Learning rates of steps 1 to 13 with lr 1, min_lr 0.1, 3 steps of warm-up, 12 steps in all.
 WARM_UP = [1 / 3, 2 / 3, 1.0]
@@ -90,3 +90,15 @@ def test_cpu_offloaded_adam_is_refused_where_there_is_no_gpu(monkeypatch):
     check(settings, 0)  # an engine for inference has no optimizer
     monkeypatch.setattr(optimizer, "device_name", lambda: "cuda")
     check(settings, 10)
+
+
+def test_updates_are_skipped_so_many_times_in_a_row_and_then_the_setting_is_named():
+    skips = Skips(OptimizerConfig(max_skipped_steps=2))
+    for norm in (float("nan"), float("inf"), 1.0, float("nan"), float("nan")):
+        skips.counted(norm)
+        assert skips.metrics == {"num_skipped_steps": float(norm != 1.0)}
+    with pytest.raises(FloatingPointError, match=r"is nan: .*optimizer.max_skipped_steps=2 in a"):
+        skips.counted(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"max_skipped_steps=0"):
+        Skips(OptimizerConfig()).counted(float("inf"))
+    assert Skips(OptimizerConfig()).metrics == {}
