@@ -34,8 +34,9 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveSt
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
+from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, write_checkpoint_info
 from mcore_rl.checkpoint.manifest import manifest_of
+from mcore_rl.checkpoint.raw_file import name_folder
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import COMMON_FILE, DistReader
 from mcore_rl.config.errors import ConfigError
@@ -164,7 +165,8 @@ class DistSave:
             files = {name: sums for part in written for name, sums in part.items()}
             others = [file for file in self._aside.iterdir() if file.name not in files]
             write_checkpoint_info(self._aside, self._facts, files | manifest_of(others))
-            self._aside.rename(self._path)
+            # Megatron's writers force the files of tensors onto the disk themselves.
+            name_folder(self._aside, self._path, [*others, self._aside / INFO_FILE])
         except OSError as error:
             return str(error)
         return ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,28 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
             crc32 = isal_zlib.crc32(memory[:count], crc32)
             size += count
     return size, crc32
+
+
+def name_folder(aside: Path, path: Path, files: Iterable[Path]) -> None:
+    """A complete folder gets its name, which a power loss then leaves whole.
+
+    `files` are those in it that whoever wrote them has not forced onto the disk.
+    """
+    for one in (*files, aside):
+        _force(one)
+    aside.rename(path)
+    _force(path.parent)
+
+
+def _force(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems: of folders
+            raise
+    finally:
+        os.close(fd)
 
 
 @contextmanager

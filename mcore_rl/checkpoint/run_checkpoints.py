@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, check_checkpoint
 from mcore_rl.checkpoint.manifest import ReadSums, check_files, manifest_of, sums_read_here
-from mcore_rl.checkpoint.raw_file import size_and_checksum
+from mcore_rl.checkpoint.raw_file import name_folder, size_and_checksum
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.data.batch import Array
@@ -170,7 +170,7 @@ class RunCheckpoints:
             files[1].write_bytes(safetensors.numpy.save(arrays))
         (aside / _MANIFEST).write_text(json.dumps(manifest_of(files)))
         old = self._moved_aside(step) if path.exists() else None
-        aside.rename(path)
+        name_folder(aside, path, [*files, aside / _MANIFEST])
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
         return path

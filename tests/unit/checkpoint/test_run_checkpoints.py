@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
+from mcore_rl.checkpoint.dist import DistSave
 from mcore_rl.checkpoint.manifest import manifest_of
 from mcore_rl.checkpoint.run_checkpoints import (
     ACTOR,
@@ -199,3 +202,49 @@ def test_arrays_that_do_not_fit_the_state_are_refused(checkpoints):
     (path / "manifest.json").write_text(json.dumps(manifest_of([path / "state.json", file])))
     with pytest.raises(ConfigError, match=r"state\.safetensors does not fit state\.json"):
         read_checkpoint(path)
+
+
+def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what is forced onto the disk, as they are then, and of what is renamed."""
+    found: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def noted(fd: int) -> None:
+        found.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        sync(fd)
+
+    def renamed(path: Path, target: Path) -> Path:
+        found.append(f"-> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", renamed)
+    return found
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(checkpoints, monkeypatch):
+    found = forced(monkeypatch)
+    with_arrays(checkpoints)
+    name = "step_000003"
+    before, [after] = found[: found.index(f"-> {name}")], found[found.index(f"-> {name}") + 1 :]
+    assert before[-1] == f".{name}.partial" and after == checkpoints.folder.name
+    assert {"state.json", "state.safetensors", "manifest.json"} == {*before[:-1]}
+
+
+def test_the_list_of_an_engine_and_all_beside_its_tensors_are_on_the_disk_too(
+    tmp_path, monkeypatch
+):
+    """Megatron's writers force those of tensors: it passes use_fsync."""
+    save = object.__new__(DistSave)
+    save._path, save._aside, save._facts = tmp_path / "actor", tmp_path / ".actor.partial", {}
+    save._aside.mkdir()
+    for name in ("__0_0.distcp", ".metadata", "common.pt"):
+        (save._aside / name).write_text(name)
+    found = forced(monkeypatch)
+    assert save._publish([{"__0_0.distcp": (12, 0)}]) == ""
+    assert {*found[:4]} == {".metadata", "common.pt", "metadata.json", "mcore_rl.json"}
+    assert found[4:] == [".actor.partial", "-> actor", tmp_path.name]
+    source = inspect.getsource(
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc
+    )
+    assert '"use_fsync": True' in source
