@@ -337,7 +337,11 @@ start_again() { # nodes whose Ray has failed are left out, where the partition h
         others=$(sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --format=%N |
             grep -vcxF "$(tr , '\n' <<<"$bad")" || true)
         if [ "$others" -ge "$needed" ]; then
-            scontrol update JobId="$itself" ExcNodeList="$bad" && phase "next time without $bad"
+            if scontrol update JobId="$itself" ExcNodeList="$bad"; then
+                phase "next time without $bad"
+            else
+                phase "$bad is not left out: scontrol update failed"
+            fi
         else
             phase "$bad is not left out: $others other nodes of the $needed that it takes"
         fi

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -295,9 +295,11 @@ class AgentRunner:
         try:
             yield environment
         finally:
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(_CLOSE_S):
                     await environment.close()
+            except TimeoutError:
+                print(f"the environment of row {task.row} has not closed in {_CLOSE_S:g} s")
 
     async def judged(
         self,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from mcore_rl.agents import runner
 from mcore_rl.agents.codec import ParsedTurn
 from mcore_rl.agents.coding import Coding, CodingSettings
 from mcore_rl.agents.countdown import Countdown, CountdownSettings, expression_of
 from mcore_rl.agents.guessing import Guessing, GuessingSettings
+from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.sandbox.call import SandboxError
 
@@ -141,3 +144,24 @@ def test_guesses_are_told_higher_and_lower():
 def test_a_row_that_does_not_fit_is_refused(make, told):
     with pytest.raises(ConfigError, match=told):
         make()
+
+
+class Stuck:
+    def __init__(self, fields: object) -> None:
+        pass
+
+    async def close(self) -> None:
+        await asyncio.sleep(60)
+
+
+def test_an_environment_that_does_not_close_is_told_and_its_trajectory_stays(monkeypatch, capsys):
+    monkeypatch.setattr(runner, "_CLOSE_S", 0.01)
+    agent = SimpleNamespace(_config=AgentConfig("environment", environment=f"{__file__}:Stuck"))
+    task = SimpleNamespace(fields={}, row=3)
+
+    async def play() -> str:
+        async with runner.AgentRunner.environment(agent, task):
+            return "played"
+
+    assert asyncio.run(play()) == "played"
+    assert capsys.readouterr().out == "the environment of row 3 has not closed in 0.01 s\n"

@@ -263,3 +263,24 @@ def test_a_driver_outlives_the_ray_of_another_node_and_not_its_own(tmp_path, end
     told = [line.partition("] ")[2] for line in (tmp_path / "told").read_text().splitlines()]
     assert told[0] == "Ray has ended on n2; the driver goes on if it can: n2: a port cannot be had"
     assert len(told) == 2 and told[1].startswith("the driver's Ray has ended: ")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_whether_a_node_is_left_out_the_next_time_is_told(tmp_path, works):
+    script = f"""
+        . {ROOT}/launch/slurm_lib.sh
+        logs={tmp_path} nodes=(n1 n2) SLURM_JOB_ID=7 SLURM_JOB_PARTITION=p
+        scontrol() {{
+            case $1 in
+            show) echo "   ExcNodeList=(null)" ;;
+            update) {"true" if works else "false"} ;;
+            esac
+        }}
+        sinfo() {{ printf 'n1\nn2\nn3\n'; }}
+        echo 'no memory' >"$logs/n1.failed"
+        start_again
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = "next time without n1" if works else "n1 is not left out: scontrol update failed"
+    assert told in done.stdout
