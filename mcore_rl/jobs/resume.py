@@ -126,8 +126,9 @@ def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> Non
     mine, theirs = dict(_flat(asdict(config))), dict(_flat(found.state["settings"]))
     differ = [key for key in mine if mine[key] != theirs.get(key)]
     layout = f"{WARM_START}.layout."  # no ranks start for it any more
-    refused = [k for k in differ if k.split(".")[0] in _THE_SAME and not k.startswith(layout)]
-    refused += [k for k in differ if k in _THE_SAME_SETTINGS and k in theirs]
+    known = [key for key in differ if key in theirs]  # others are newer than what wrote it
+    refused = [k for k in known if k.split(".")[0] in _THE_SAME and not k.startswith(layout)]
+    refused += [k for k in known if k in _THE_SAME_SETTINGS]
     if refused:
         told = "; ".join(f"{key}={mine[key]!r}, there {theirs.get(key)!r}" for key in refused)
         raise ConfigError(f"{found.path} is of another run: {told}; allowed: the same")

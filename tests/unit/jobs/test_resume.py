@@ -13,7 +13,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.data.sample_tables import table_path, tables_in, write_table
 from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
-from mcore_rl.jobs.resume import checkpoint_to_resume, clear, ended_after, prepare
+from mcore_rl.jobs.resume import _check_settings, checkpoint_to_resume, clear, ended_after, prepare
 from mcore_rl.observability.sinks import read_rows
 
 
@@ -72,6 +72,14 @@ def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):
     told = r"trainer.mode='one_step_off', there 'sync'; trainer.staleness=1, there None; allowed: "
     with pytest.raises(ConfigError, match=told):
         checkpoint_to_resume(asked, tmp_path)
+
+
+def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path, capsys):
+    asked = config(tmp_path)
+    settings = asdict(asked)
+    del settings["warm_start"]["optimizer"]["max_skipped_steps"]
+    _check_settings(asked, RunCheckpoint(tmp_path, 2, {"settings": settings}))
+    assert "warm_start.optimizer.max_skipped_steps=0 (was None)" in capsys.readouterr().out
 
 
 def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_path, capsys):
