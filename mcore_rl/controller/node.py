@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
+import logging
 import os
 import resource
 import select
@@ -243,8 +245,22 @@ def _run_ray(arguments: list[str]) -> int:
 
     sys.argv = arguments
     with lean_node():
+        _read_agent()
         ray()
     return 0
+
+
+def _read_agent() -> None:
+    """Imports what Ray's agent of a node does, so that its files are in this node's memory.
+
+    The agent is given 15 s for it, no setting changes that, and a shared file system may need more.
+    """
+    from ray.dashboard.utils import DashboardAgentModule, get_all_modules
+
+    importlib.import_module("ray.dashboard.agent")
+    logging.disable()  # it says of most of them what they lack
+    get_all_modules(DashboardAgentModule)
+    logging.disable(logging.NOTSET)
 
 
 def _wait_for_end(ray: subprocess.Popen[bytes], logs: Path) -> None:

@@ -150,7 +150,9 @@ def test_a_run_that_was_told_to_end_saves_is_queued_again_and_ends_the_same(
     # As before the time limit (#SBATCH --signal=B:USR1): only the batch script is told.
     assert slurm.run("scancel", "--batch", "--signal=USR1", job.number).returncode == 0
     found = job.wait("COMPLETED", "FAILED")
-    assert (found["ExitCode"], found["Restarts"]) == ("0:0", "1"), job.log
+    assert found["ExitCode"] == "0:0", job.log
+    # Starts of Ray that a slow machine has failed do not count.
+    assert (int(found["Restarts"]) > 0, job.log.count("run the driver")) == (True, 2), job.log
     assert "the driver has ended with status 75" in job.log
     assert {"actor: rank 0 on n1, rank 1 on n2", "rollout: rank 0 on n1, rank 1 on n2"} <= {
         *job.log.splitlines()

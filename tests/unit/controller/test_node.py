@@ -113,6 +113,25 @@ def test_ray_agrees_to_ports_around_those_that_it_takes_by_itself(first):
     params.update_pre_selected_port()
 
 
+def test_what_rays_agent_imports_is_read_before_its_15_s_begin():
+    def imported(program: str) -> set[str]:
+        names = (
+            "import sys; print(*[n for n in sys.modules if n.split('.')[0] in ('ray', 'aiohttp')])"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", f"{program}\n{names}"],
+            capture_output=True, text=True, check=True, timeout=100,
+        )  # fmt: skip
+        assert not done.stderr
+        return set(done.stdout.splitlines()[-1].split())
+
+    agent = "from ray.dashboard.agent import *\nutils.get_all_modules(utils.DashboardAgentModule)"
+    agent = f"import logging; logging.disable()\nfrom ray.dashboard import utils\n{agent}"
+    needed = imported(agent)
+    assert {"aiohttp", "ray.dashboard.agent"} <= needed
+    assert needed <= imported("from mcore_rl.controller.node import _read_agent; _read_agent()")
+
+
 def test_bundles_are_ordered_by_node_whatever_ray_gives():
     assert by_node(["b", "a", "b", "a"]) == [1, 3, 0, 2]
     assert by_node(["n10", "n9", "n10", "n9"]) == [1, 3, 0, 2]  # by number
