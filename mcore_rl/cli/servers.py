@@ -16,11 +16,11 @@ and says it in its log; prompts of a server that leaves begin again on the other
 
 
 def main(arguments: list[str]) -> None:
-    from mcore_rl.workers.wanted_servers import want_servers, wanted_servers
+    from mcore_rl.workers.wanted_servers import read_wanted_servers, write_wanted_servers
 
     options = build_parser().parse_args(arguments)
     num = _num_servers(options.run)
-    wanted = wanted_servers(options.run, num)
+    wanted = read_wanted_servers(options.run, num)
     joining, leaving = {*options.add}, {*options.remove}
     _check("--add", joining, {*range(num)} - wanted)
     _check("--remove", leaving, wanted)
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     if not left:
         raise ConfigError(f"--remove {_listed(leaving)}: one server has to stay")
     if joining or leaving:
-        want_servers(options.run, left)
+        write_wanted_servers(options.run, left)
     when = ", from the next push of weights on" if joining or leaving else ""
     print(f"{options.run} is to have server {_listed(left)} of {_listed({*range(num)})}{when}")
 

@@ -193,9 +193,7 @@ def _row_costs(batches: Sequence[Samples]) -> Sequence[float]:
 def _in_caller_order(parts: Sequence[CallPart], outputs: Sequence[Any]) -> Any:
     # Empty parts are left out: what a worker returns for no rows may have wrong dtypes.
     filled = [(part, output) for part, output in zip(parts, outputs, strict=True) if part.rows]
-    if not filled:
-        return outputs[0]
-    if len(parts) == 1:
+    if not filled or len(parts) == 1:
         return outputs[0]
     order = np.concatenate([np.asarray(part.rows, dtype=np.int64) for part, _ in filled])
     joined = type(outputs[0]).concat([output for _, output in filled])

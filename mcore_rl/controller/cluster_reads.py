@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.checkpoint.manifest import ReadSums, Sum, sums_read_here
+from mcore_rl.controller.each_node import EachNode
 from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.controller.pool import ray_session
 
@@ -50,42 +48,33 @@ def shares(sizes: Sequence[int], num: int) -> list[list[int]]:
     return [order[number::num] for number in range(num)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a node reads."""
-
-    node: str
-    indices: list[int]
-    num_bytes: int
-    call: Any  # Ray's reference to the sums
-
-    def __str__(self) -> str:
-        return f"{self.node}: {len(self.indices)} files, {self.num_bytes / 1e9:.1f} GB"
-
-
 def _read_by_nodes(files: Sequence[Path], sizes: Sequence[int], limit: Limit) -> list[Sum]:
-    read = ray.remote(num_cpus=0, max_retries=0)(sums_read_here)
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    sent, found = list[_Share](), dict[int, Sum]()
-    for node, its in zip(nodes, shares(sizes, len(nodes)), strict=True):
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        call = read.options(scheduling_strategy=there).remote([files[index] for index in its])
-        num_bytes = sum(sizes[index] for index in its)
-        sent.append(_Share(node["NodeName"], its, num_bytes, call))
+    nodes, found = EachNode(_read_share), dict[int, Sum]()
+    indices = shares(sizes, len(nodes.nodes))
+    nodes.start([[files[index] for index in its] for its in indices])
     deadline = time.monotonic() + limit.seconds
     try:
-        for share in sent:
-            sums = _sums_of(share, deadline, limit, files[0].parent)
-            found |= zip(share.indices, sums, strict=True)
+        for name, its in zip(nodes.nodes, indices, strict=True):
+            num_bytes = sum(sizes[index] for index in its)
+            share = f"{name}: {len(its)} files, {num_bytes / 1e9:.1f} GB"
+            with _told(files[0].parent, share, limit):
+                sums = nodes.value(name, max(0.0, deadline - time.monotonic()))
+            found |= zip(its, sums, strict=True)
     finally:
-        for share in sent:
-            ray.cancel(share.call, force=True)
+        nodes.stop()
     return [found[index] for index in range(len(files))]
 
 
-def _sums_of(share: _Share, deadline: float, limit: Limit, folder: Path) -> list[Sum]:
+def _read_share(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+    """On the node of that number."""
+    return sums_read_here(files[number])
+
+
+@contextlib.contextmanager
+def _told(folder: Path, share: str, limit: Limit) -> Iterator[None]:
+    """Raises WorkerError for what fails inside, which is to read this share of a folder's files."""
     try:
-        sums: list[Sum] = ray.get(share.call, timeout=max(0.0, deadline - time.monotonic()))
+        yield
     except GetTimeoutError as error:
         raise WorkerError(f"{folder} was not read within {limit} by {share}") from error
     except RayTaskError as error:
@@ -95,4 +84,3 @@ def _sums_of(share: _Share, deadline: float, limit: Limit, folder: Path) -> list
         ) from error
     except RayError as error:
         raise WorkerError(f"{folder} cannot be read by {share}: it died ({error})") from error
-    return sums

@@ -14,7 +14,7 @@ from mcore_rl.config.errors import ConfigError
 class EachNode:
     """Calls function(what, number) on the nodes that are alive, all at once."""
 
-    def __init__(self, function: Callable[[Any, int], None], address: str = "") -> None:
+    def __init__(self, function: Callable[[Any, int], Any], address: str = "") -> None:
         """`address` is one of this machine; empty: that which Ray uses."""
         found = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeName"])
         if not found:
@@ -46,6 +46,10 @@ class EachNode:
         except Exception as error:  # noqa: BLE001 (any that the function raises there, or Ray)
             return str(error).strip().splitlines()[-1]
         return ""
+
+    def value(self, name: str, timeout_s: float) -> Any:
+        """What the function has returned on that node. Raises as `ray.get`."""
+        return ray.get(self._calls[self.nodes.index(name)], timeout=timeout_s)
 
     def stop(self) -> None:
         for call in self._calls:

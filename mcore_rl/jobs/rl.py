@@ -59,7 +59,7 @@ from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
-from mcore_rl.workers.wanted_servers import wanted_servers
+from mcore_rl.workers.wanted_servers import read_wanted_servers
 from mcore_rl.workers.weight_sync import ExportError, connect
 
 
@@ -364,7 +364,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         experts=expert_layers(config),
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server
-    wanted = functools.partial(wanted_servers, Path(config.output_dir), num_servers)
+    wanted = functools.partial(read_wanted_servers, Path(config.output_dir), num_servers)
 
     def start(number: int) -> WorkerGroup:
         name = f"rollout-{number}" if num_servers > 1 else "rollout"

@@ -133,8 +133,8 @@ def check_greedy(config: RLConfig) -> None:
         )
     if path := config.reward_model.model_path:
         raise ConfigError(
-            f"{asks}, which no reward model scores, not reward_model.model_path={path!r} either; "
-            "allowed: another advantage"
+            f"{asks}, which reward_model.model_path={path!r} does not score; allowed: another "
+            "advantage"
         )
 
 

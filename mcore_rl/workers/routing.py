@@ -37,7 +37,7 @@ def asked_together(prompts: Batch, sampling: SamplingParams, stream: str) -> lis
 
 
 def prompts_of(groups: Sequence[Asked]) -> Batch:
-    """A row for each, those that were asked for together in a row."""
+    """A row for each group; groups that were asked for together stay together."""
     rows: dict[int, tuple[Batch, list[int]]] = {}
     for one in groups:
         rows.setdefault(id(one.prompts), (one.prompts, []))[1].append(one.row)

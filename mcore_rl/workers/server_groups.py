@@ -67,12 +67,12 @@ class ServerGroups(ABC):
         """Makes the groups: `submit` prepare and start, then call `started`.
 
         `takes_turns`: they share devices with other roles. `wanted` says which servers
-        there are to be (`follow_wish`); None: always all.
+        there are to be (`follow_wanted`); None: always all.
         """
         self._start, self._num_servers = start, num_servers
         self._max_restarts, self.takes_turns = max_restarts, takes_turns
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
-        self._wish = wanted
+        self._read_wanted = wanted
         self._lock = threading.RLock()  # of starts and the end
         self._closed = False
         self._models: Any = None  # addresses of frozen models
@@ -231,12 +231,12 @@ class ServerGroups(ABC):
 
     # Servers that come and go.
 
-    def follow_wish(self) -> None:
+    def follow_wanted(self) -> None:
         """Before a push: those that are wanted start, others end, but for the last that is up."""
-        if self._wish is None:
+        if self._read_wanted is None:
             return
         try:
-            wanted = {*self._wish()}
+            wanted = {*self._read_wanted()}
         except ConfigError as error:
             print(f"servers stay as they are: {error}")
             return
@@ -275,8 +275,9 @@ class ServerGroups(ABC):
         server = self._servers.pop(number)
         self.membership += 1
         self._release(server)
-        with contextlib.suppress(WorkerError):
-            gathered([server.group.shut_down.submit()])
+        if server.is_up:  # else it would be waited for until it has started
+            with contextlib.suppress(WorkerError):
+                gathered([server.group.shut_down.submit()])
         server.group.close()
 
     @property

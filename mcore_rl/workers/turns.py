@@ -90,7 +90,7 @@ class Turns:
         """Push the updated actor: every server generates with `version` when this returns."""
         actor_moves = model_moves(self.placement, "actor", self.models)
         servers_slept = servers_sleep(self.placement, self.models)
-        self.servers.follow_wish()
+        self.servers.follow_wanted()
         if servers_slept and self.servers.has_joining:
             self._start_servers(actor_moves)
         if actor_moves:

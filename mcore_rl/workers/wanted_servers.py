@@ -16,7 +16,7 @@ FILE = "servers.json"
 _KEY = "servers"
 
 
-def wanted_servers(folder: Path, num_servers: int) -> set[int]:
+def read_wanted_servers(folder: Path, num_servers: int) -> set[int]:
     """The numbers of the servers that the run in `folder` is to have.
 
     Raises:
@@ -26,14 +26,15 @@ def wanted_servers(folder: Path, num_servers: int) -> set[int]:
     if not file.exists():
         return {*range(num_servers)}
     found = read_json_object(file).get(_KEY)
-    if not isinstance(found, list) or not found or not {*found} <= {*range(num_servers)}:
+    there_are = range(num_servers)
+    if not isinstance(found, list) or not found or any(number not in there_are for number in found):
         raise ConfigError(
-            f"{file}: {_KEY!r} is {found!r}; allowed: a list of some of {[*range(num_servers)]}"
+            f"{file}: {_KEY!r} is {found!r}; allowed: a list of some of {[*there_are]}"
         )
     return {*found}
 
 
-def want_servers(folder: Path, numbers: Collection[int]) -> None:
+def write_wanted_servers(folder: Path, numbers: Collection[int]) -> None:
     """Raises ConfigError when it cannot be written."""
     file, aside = folder / FILE, folder / f".{FILE}.partial"
     try:

@@ -28,27 +28,27 @@ def node_name() -> str:
     return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == here)
 
 
-def who_read(files: Sequence[Path]) -> list[Sum]:
+def who_read(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
     """The number of the node, and that in the name of the file."""
-    return [(int(node_name()[1:]), int(file.name)) for file in files]
+    return [(int(node_name()[1:]), int(file.name)) for file in files[number]]
 
 
-def second_is_silent(files: Sequence[Path]) -> list[Sum]:
+def second_is_silent(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
     if node_name() == "n2":
         time.sleep(1000)
-    return who_read(files)
+    return who_read(files, number)
 
 
-def second_does_not_see(files: Sequence[Path]) -> list[Sum]:
+def second_does_not_see(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
     if node_name() == "n2":
-        raise FileNotFoundError(2, "No such file or directory", str(files[0]))
-    return who_read(files)
+        raise FileNotFoundError(2, "No such file or directory", str(files[number][0]))
+    return who_read(files, number)
 
 
-def second_dies(files: Sequence[Path]) -> list[Sum]:
+def second_dies(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
     if node_name() == "n2":
         os._exit(1)
-    return who_read(files)
+    return who_read(files, number)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 def test_all_nodes_read_and_sums_come_in_the_order_of_the_files(cluster, files, monkeypatch):
     assert cluster_reads.cluster_reads(LIMIT)(files) == sums_read_here(files)
-    monkeypatch.setattr(cluster_reads, "sums_read_here", who_read)
+    monkeypatch.setattr(cluster_reads, "_read_share", who_read)
     readers, numbers = zip(*cluster_reads.cluster_reads(LIMIT)(files), strict=True)
     assert numbers == (0, 1, 2, 3, 4)
     # 500, 300, 200, 100 and 0 bytes are dealt out.
@@ -96,7 +96,7 @@ def test_all_nodes_read_and_sums_come_in_the_order_of_the_files(cluster, files, 
 def test_a_node_that_does_not_read_its_share_is_named(
     cluster, files, monkeypatch, reader, limit_s, told
 ):
-    monkeypatch.setattr(cluster_reads, "sums_read_here", reader)
+    monkeypatch.setattr(cluster_reads, "_read_share", reader)
     with pytest.raises(WorkerError, match=told):
         cluster_reads.cluster_reads(Limit(limit_s, "timeouts.call_s"))(files)
 

@@ -139,7 +139,7 @@ class Servers:
 
     has_joining, resend, num_up, takes_turns = False, None, 1, False
 
-    def follow_wish(self) -> None: ...
+    def follow_wanted(self) -> None: ...
 
     def tend(self, stream: str) -> list[Batch]:
         """Nothing: no real second passes while a trainer of the model computes."""

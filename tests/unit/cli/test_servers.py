@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.cli import servers
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.workers.wanted_servers import want_servers, wanted_servers
+from mcore_rl.workers.wanted_servers import read_wanted_servers, write_wanted_servers
 from tests.pages import of_kind
 
 
@@ -19,7 +19,7 @@ def test_commands_of_pages_run(line, tmp_path, monkeypatch, capsys):
     run.mkdir(parents=True)
     (run / "config.json").write_text(json.dumps({"rollout": {"num_servers": 2}}))
     if "--add 1" in line.text:
-        want_servers(run, {0})
+        write_wanted_servers(run, {0})
     monkeypatch.chdir(tmp_path)
     servers.main(line.text.split()[2:])
     assert "outputs/mine is to have server" in capsys.readouterr().out
@@ -43,7 +43,7 @@ def test_servers_leave_and_join(run, capsys):
     assert told(capsys, run, "--remove", "0", "2") == f"1 of 0, 1, 2{later}"
     assert told(capsys, run) == "1 of 0, 1, 2"
     assert told(capsys, run, "--add", "0", "--remove", "1") == f"0 of 0, 1, 2{later}"
-    assert wanted_servers(run, 3) == {0}
+    assert read_wanted_servers(run, 3) == {0}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_servers_leave_and_join(run, capsys):
 def test_what_cannot_be_is_refused_and_changes_nothing(run, options, why):
     with pytest.raises(ConfigError, match=f"^(argument --remove: )?{why}"):
         servers.main([str(run), *options])
-    assert wanted_servers(run, 3) == {0, 1, 2}
+    assert read_wanted_servers(run, 3) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

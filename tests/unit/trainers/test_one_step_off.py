@@ -80,7 +80,7 @@ class Servers(Answering):
         self.waits = False  # samples k + 1 for the end of update k
         self.changed = threading.Condition()
 
-    def follow_wish(self): ...
+    def follow_wanted(self): ...
 
     def wait_for(self, what):
         with self.changed:

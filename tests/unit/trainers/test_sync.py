@@ -63,7 +63,7 @@ class Servers:
 
     has_joining, num_up = False, 1
 
-    def follow_wish(self): ...
+    def follow_wanted(self): ...
 
     def take(self, num):
         """As the prompts of a run, too."""

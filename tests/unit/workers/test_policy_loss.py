@@ -177,7 +177,7 @@ def test_an_advantage_of_greedy_responses_is_refused_where_a_run_makes_none(own,
     check_greedy(config)
     config.algorithm.advantage, config.trainer.mode = name, "sync"
     config.reward_model.model_path = "rm"
-    with pytest.raises(ConfigError, match=rf"'{name}' .*, not reward_model.model_path='rm'"):
+    with pytest.raises(ConfigError, match=rf"'{name}' .*reward_model.model_path='rm' does not"):
         check_greedy(config)
 
 

@@ -255,13 +255,13 @@ def test_before_a_push_servers_leave_and_join_as_is_wanted(monkeypatch, capsys):
     wanted, groups = {0, 1}, [Leaving(0), Leaving(1)]
     again = {number: Leaving(number) for number in (0, 1)}
     pool = pool_of(*groups, again=again.__getitem__, wanted=lambda: wanted)
-    pool.follow_wish()
+    pool.follow_wanted()
     pool.begin(prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     assert not any(group.ended for group in groups)
 
     wanted -= {1}
-    pool.follow_wish()
+    pool.follow_wanted()
     assert (groups[0].ended, bool(groups[1].ended)) == ("", True)
     pool.collect("train", 0)
     assert groups[0].last("begin").given[0].array("group_ids").tolist() == [1]
@@ -269,12 +269,12 @@ def test_before_a_push_servers_leave_and_join_as_is_wanted(monkeypatch, capsys):
     wanted |= {1}
     wanted -= {0}
     for _ in range(2):  # the first stays until the second is up
-        pool.follow_wish()
+        pool.follow_wanted()
         assert not groups[0].ended
     for method in ("prepare", "start"):
         again[1].last(method).answer()
     pool.admit()
-    pool.follow_wish()
+    pool.follow_wanted()
     assert groups[0].ended and pool.num_up == 1
     told = [line for line in capsys.readouterr().out.splitlines() if "as is wanted" in line]
     assert told == [
@@ -288,6 +288,19 @@ def test_what_is_wanted_and_cannot_be_read_changes_nothing(capsys):
         raise ConfigError("servers.json is damaged")
 
     pool = pool_of(ServedGroup(0), ServedGroup(1), wanted=wanted)
-    pool.follow_wish()
+    pool.follow_wanted()
     assert pool.num_up == 2
     assert capsys.readouterr().out == "servers stay as they are: servers.json is damaged\n"
+
+
+def test_a_server_that_cannot_start_leaves_without_a_wait():
+    """As one whose node has died: nothing answers for it."""
+    starting = ServedGroup(1)
+    pool = pool_of(ServedGroup(0), ServedGroup(1), again={1: starting}.__getitem__)
+    pool.begin(prompts(0, 1), SAMPLING)
+    pool.collect("train", 0)
+    pool._servers[1].group.last("collect").reply.set_exception(RayActorError())  # type: ignore[attr-defined]
+    pool.collect("train", 0)
+    pool.remove(1)
+    assert starting.ended
+    assert [call.method for call in starting.calls] == ["prepare", "start"]

@@ -26,7 +26,7 @@ class Group:
 
     has_joining, version, num_up = False, 3, 1
 
-    def follow_wish(self) -> None: ...
+    def follow_wanted(self) -> None: ...
 
     def start_asleep(self) -> None:
         self.told.append("start asleep")

@@ -7,23 +7,25 @@ import re
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.workers.wanted_servers import FILE, want_servers, wanted_servers
+from mcore_rl.workers.wanted_servers import FILE, read_wanted_servers, write_wanted_servers
 
 
 def test_a_run_has_all_of_its_servers_until_something_else_is_wanted(tmp_path):
-    assert wanted_servers(tmp_path, 3) == {0, 1, 2}
-    want_servers(tmp_path, {2, 0})
-    assert wanted_servers(tmp_path, 3) == {0, 2}
+    assert read_wanted_servers(tmp_path, 3) == {0, 1, 2}
+    write_wanted_servers(tmp_path, {2, 0})
+    assert read_wanted_servers(tmp_path, 3) == {0, 2}
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
-@pytest.mark.parametrize("text", ["[0]", '{"servers": []}', '{"servers": [3]}', '{"servers": 0}'])
+@pytest.mark.parametrize(
+    "text", ["[0]", '{"servers": [[0]]}', '{"servers": []}', '{"servers": [3]}', '{"servers": 0}']
+)
 def test_a_file_of_other_content_is_refused_with_its_name(tmp_path, text):
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / FILE))):
-        wanted_servers(tmp_path, 3)
+        read_wanted_servers(tmp_path, 3)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"gone/servers\.json cannot be written: No such"):
-        want_servers(tmp_path / "gone", {0})
+        write_wanted_servers(tmp_path / "gone", {0})
