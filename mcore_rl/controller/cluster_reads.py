@@ -53,15 +53,12 @@ def _read_by_nodes(files: Sequence[Path], sizes: Sequence[int], limit: Limit) ->
     indices = shares(sizes, len(nodes.nodes))
     nodes.start([[files[index] for index in its] for its in indices])
     deadline = time.monotonic() + limit.seconds
-    try:
-        for name, its in zip(nodes.nodes, indices, strict=True):
-            num_bytes = sum(sizes[index] for index in its)
-            share = f"{name}: {len(its)} files, {num_bytes / 1e9:.1f} GB"
-            with _told(files[0].parent, share, limit):
-                sums = nodes.value(name, max(0.0, deadline - time.monotonic()))
-            found |= zip(its, sums, strict=True)
-    finally:
-        nodes.stop()
+    for name, its in zip(nodes.nodes, indices, strict=True):
+        num_bytes = sum(sizes[index] for index in its)
+        share = f"{name}: {len(its)} files, {num_bytes / 1e9:.1f} GB"
+        with _told(files[0].parent, share, limit):
+            sums = nodes.value(name, max(0.0, deadline - time.monotonic()))
+        found |= zip(its, sums, strict=True)
     return [found[index] for index in range(len(files))]
 
 

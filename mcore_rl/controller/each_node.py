@@ -52,8 +52,11 @@ class EachNode:
         return ray.get(self._calls[self.nodes.index(name)], timeout=timeout_s)
 
     def stop(self) -> None:
-        for call in self._calls:
-            ray.cancel(call, force=True)
+        """Nothing: who leaves the Ray session ends the calls that go on.
+
+        `ray.cancel(force=True)` of a call that has just ended ends this process, too (Ray 2.60,
+        a failed check in task_manager.cc).
+        """
 
 
 def _names(found: list[dict[str, Any]]) -> list[str]:
