@@ -276,7 +276,7 @@ def _resolve_placement(config: RLConfig) -> None:
     mates = sorted(role for role in others if takes_turns(placement, "rollout", role))
     if mates and config.trainer.mode == "one_step_off":
         raise ConfigError(
-            f"placement.rollout={config.placement.rollout!r} has the servers on the devices of "
+            f"placement.rollout={config.placement.rollout!r} has the servers on the pool of "
             f"{', '.join(mates)}; trainer.mode='one_step_off' trains while they generate; allowed: "
             "placement.rollout='own', or a pool of no other role"
         )

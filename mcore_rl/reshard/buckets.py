@@ -89,10 +89,10 @@ class Round:
     num_bytes: int  # of the bucket that comes together here; 0: none
 
     @property
-    def landings(self) -> tuple[ReceiveSlot, ...]:
+    def slots(self) -> tuple[ReceiveSlot, ...]:
         """All that the bucket is made of, in the order of their bytes."""
         received = [step.receive[1] for step in self.steps if step.receive is not None]
-        return tuple(sorted((*self.own, *received), key=lambda landing: landing.offset))
+        return tuple(sorted((*self.own, *received), key=lambda slot: slot.offset))
 
 
 class Streams:
@@ -325,12 +325,12 @@ def schedule(plan: Plan, device: int, bucket_bytes: int) -> tuple[Round, ...]:
         if (there := devices.generation[message.target_rank]) != device:
             sends[message.bucket][(there - device) % num_devices] = there, message
     for message in into:
-        landing = ReceiveSlot(message, ends[message.bucket])
+        slot = ReceiveSlot(message, ends[message.bucket])
         ends[message.bucket] += _aligned(message.num_bytes)
         if (there := devices.training[message.source_rank]) != device:
-            receives[message.bucket][(device - there) % num_devices] = there, landing
+            receives[message.bucket][(device - there) % num_devices] = there, slot
         else:
-            own[message.bucket].append(landing)
+            own[message.bucket].append(slot)
     num_rounds = 1 + max((*sends, *receives, *own), default=-1)
     return tuple(
         Round(

@@ -58,7 +58,7 @@ class Bucket:
 
     index: int
     memory: torch.Tensor  # [bytes] uint8
-    landings: tuple[ReceiveSlot, ...]
+    slots: tuple[ReceiveSlot, ...]
     dtype: torch.dtype
     is_checked: IsChecked
     checksums: dict[int, torch.Tensor]  # by training rank: of the parts of its message
@@ -66,14 +66,14 @@ class Bucket:
     @property
     def parts(self) -> Iterator[Part]:
         """What it is made of, in the order of its arrivals."""
-        return itertools.chain.from_iterable(landing.message.parts for landing in self.landings)
+        return itertools.chain.from_iterable(slot.message.parts for slot in self.slots)
 
     def __iter__(self) -> Iterator[ReceivedSlice]:
-        for landing in self.landings:
-            source = landing.message.source_rank
+        for slot in self.slots:
+            source = slot.message.source_rank
             expected = iter(self.checksums[source].tolist() if source in self.checksums else ())
-            memory = _memory_of(landing, self.memory)
-            for part in landing.message.parts:
+            memory = _memory_of(slot, self.memory)
+            for part in slot.message.parts:
                 data = _view(memory, part, self.dtype)
                 crc32 = next(expected) if self.is_checked(part.target) else None
                 yield ReceivedSlice(part.target, part.target_offset, data, source, crc32)
@@ -128,7 +128,7 @@ class Exchange:
         before = None
         for index, current in enumerate(self._rounds):
             memory = buckets[index % 2][: current.num_bytes]
-            bucket = Bucket(index, memory, current.landings, self._dtype, is_checked, {})
+            bucket = Bucket(index, memory, current.slots, self._dtype, is_checked, {})
             begun = bucket, self._begin(current, bucket, outbox, weights)
             if before is not None:
                 yield from _arrived(*before)
@@ -172,18 +172,18 @@ class Exchange:
                     outbox.leaving(transfer, pending)
                 else:
                     arriving.append(pending)
-        for landing in current.own:
-            memory = _memory_of(landing, bucket.memory)
-            checksums = self._pack(landing.message, memory, weights, bucket.is_checked)
-            bucket.checksums[landing.message.source_rank] = torch.tensor(checksums)
+        for slot in current.own:
+            memory = _memory_of(slot, bucket.memory)
+            checksums = self._pack(slot.message, memory, weights, bucket.is_checked)
+            bucket.checksums[slot.message.source_rank] = torch.tensor(checksums)
         return arriving
 
     def _receive(self, step: Step, bucket: Bucket) -> list[Transfer]:
         if step.receive is None:
             return []
-        peer, landing = step.receive
-        message = landing.message
-        data = _memory_of(landing, bucket.memory)
+        peer, slot = step.receive
+        message = slot.message
+        data = _memory_of(slot, bucket.memory)
         transfers = [Transfer(peer, data, message.bucket, is_send=False)]
         if num_checked := sum(bucket.is_checked(part.target) for part in message.parts):
             checksums = torch.empty(num_checked, dtype=torch.int64, device=data.device)
@@ -289,5 +289,5 @@ def _dtype_of(part: Part, dtype: torch.dtype) -> torch.dtype:
     return dtype if part.itemsize == dtype.itemsize else torch.float32
 
 
-def _memory_of(landing: ReceiveSlot, bucket: torch.Tensor) -> torch.Tensor:
-    return bucket[landing.offset : landing.offset + landing.message.num_bytes]
+def _memory_of(slot: ReceiveSlot, bucket: torch.Tensor) -> torch.Tensor:
+    return bucket[slot.offset : slot.offset + slot.message.num_bytes]

@@ -3,10 +3,11 @@
          start           sleep          wake weights         update          wake kv_cache
     new -------> serving -------> asleep ------------> empty -------> loaded -------------> serving
 
-A serving server takes updates, too. After a failed one it is torn, or empty as before: it serves
-nothing until a complete one succeeds. Requests run in parallel; everything else runs alone, or
-beside requests that stand still meanwhile (rollout/traffic.py). Those of a server that sleeps have
-been kept: whatever it does, they stand still until it serves.
+A serving server takes updates, too. After a failed one it is torn, or empty as before, and after a
+sleep that failed torn: it serves nothing until a complete update succeeds. Requests run in
+parallel; everything else runs alone, or beside requests that stand still meanwhile
+(rollout/traffic.py). Those of a server that sleeps have been kept: whatever it does, they stand
+still until it serves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class State(Enum):
     ASLEEP = "is asleep"
     EMPTY = "has no weights since it slept"
     LOADED = "has its weights, but its KV cache is asleep"
-    TORN = "has weights of which an update did not complete"
+    TORN = "has weights of which an update did not complete, or failed to sleep"
     CLOSED = "has been closed"
 
 
@@ -63,6 +64,7 @@ _AFTER_FAILURE: Mapping[tuple[Call, State], State] = MappingProxyType(
     {
         (Call.UPDATE, State.SERVING): State.TORN,
         (Call.UPDATE, State.LOADED): State.EMPTY,
+        (Call.SLEEP, State.SERVING): State.TORN,
     }
 )
 

@@ -93,3 +93,11 @@ async def on_workers(engine: AsyncLLM, what: str, method: str, arguments: dict[s
         reasons = "; ".join(f"worker {i}: {e[0]}" for i, e in enumerate(errors) if e)
         is_peers = all(e[1] for e in errors if e)
         raise (PeerError if is_peers else RuntimeError)(f"{what} failed: {reasons}")
+
+
+async def update_workers(engine: AsyncLLM, version: int) -> None:
+    """vLLM's phases of a weight update by our engine on all workers. Raises as `on_workers`."""
+    what, info = f"weight update to version {version}", {"update_info": {"version": version}}
+    await on_workers(engine, what, "begin_weight_update", {})
+    await on_workers(engine, what, "update_weights", info)
+    await on_workers(engine, what, "finish_weight_update", {})

@@ -41,6 +41,7 @@ from mcore_rl.rollout.vllm_requests import (
     request_of,
     scores_of,
     timeout_arguments,
+    update_workers,
 )
 from mcore_rl.rollout.vllm_trace import traced
 from mcore_rl.weight_sync.spec import TransferSpec
@@ -312,12 +313,8 @@ class VLLMServer:
     async def update(
         self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        what = f"weight update to version {version}"
         async with self._replacing(version, in_flight, recompute_cache):
-            info = {"update_info": {"version": version}}
-            await on_workers(self._serving, what, "start_weight_update", {})
-            await on_workers(self._serving, what, "update_weights", info)
-            await on_workers(self._serving, what, "finish_weight_update", {})
+            await update_workers(self._serving, version)
 
     async def load_checkpoint(
         self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False

@@ -264,6 +264,7 @@ class WorkerExtension(TraceTaker):
     """All that `collective_rpc` may call on a worker besides vLLM's own."""
 
     vllm_config: Any
+    start_weight_update: Callable[[], None]
 
     def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool] | None:
         """Call a method. What it raises comes back: why, and whether a peer is blamed."""
@@ -273,6 +274,14 @@ class WorkerExtension(TraceTaker):
         except Exception as error:  # noqa: BLE001 (told to the server, which raises)
             return f"{type(error).__name__}: {error}", isinstance(error, PeerError)
         return None
+
+    def begin_weight_update(self) -> None:
+        """vLLM's start of an update, after one that failed too.
+
+        A worker that got its part of the failed one is still in it (v1/worker/gpu_worker.py:1534).
+        """
+        self._weight_update_active = False
+        self.start_weight_update()
 
     def load_checkpoint(self, path: str) -> None:
         """All weights from a Hugging Face folder, by vLLM's own reload."""

@@ -1,6 +1,6 @@
 """Long because: its models and ranks serve all of them.
 
-GSPO, KL-Cov, GAE and an advantage of a user's file against plain torch on whole sequences.
+KL-Cov, GAE, and GSPO and an advantage of a user's files against plain torch on whole sequences.
 
 GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
 those of others in a pack. GAE has advantages of tokens, from the values of a value model; the
@@ -35,8 +35,9 @@ from mcore_rl.workers.steps import (
 )
 from tests.nightly import all_but
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 GSPO = AlgorithmConfig(
-    loss="gspo",
+    loss=f"{EXAMPLES}/gspo.py:gspo",
     loss_settings={"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
     loss_aggregation="sequence_mean_token_mean",
 )

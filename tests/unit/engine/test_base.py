@@ -54,6 +54,11 @@ def test_a_place_that_there_is_not_is_refused():
         ("optimizer", lambda engine: engine.save_checkpoint("nowhere"), "optimizer state"),
         ("optimizer", lambda engine: engine.load_checkpoint("nowhere"), "optimizer state"),
         ("optimizer", lambda engine: engine.optimizer_step(), "optimizer state"),
+        (
+            "optimizer",
+            lambda engine: engine.train_batch(Batch({}), lambda *_: None),
+            "optimizer state",
+        ),
         ("grad", lambda engine: engine.optimizer_zero_grad(), "gradients"),
         ("grad", lambda engine: engine.train_batch(Batch({}), lambda *_: None), "gradients"),
     ],

@@ -50,9 +50,9 @@ def test_what_arrives_is_each_parameter_once_and_the_network_carries_what_is_mis
         for rank, device in enumerate(case.devices.generation):
             filled = {name: np.zeros_like(array) for name, array in wanted[rank].items()}
             for one in by_device[device]:
-                for landing in one.landings:
-                    source = sources[landing.message.source_rank]
-                    for part in landing.message.parts:
+                for slot in one.slots:
+                    source = sources[slot.message.source_rank]
+                    for part in slot.message.parts:
                         target = filled[part.target][box(part.target_offset, part.sizes)]
                         assert not target.any(), "written twice"
                         target[...] = source[part.source][box(part.source_offset, part.sizes)]
@@ -60,7 +60,7 @@ def test_what_arrives_is_each_parameter_once_and_the_network_carries_what_is_mis
                 name: a.tolist() for name, a in wanted[rank].items()
             }
             received = [s.receive for one in by_device[device] for s in one.steps if s.receive]
-            num_bytes = sum(landing.message.num_bytes for _, landing in received)
+            num_bytes = sum(slot.message.num_bytes for _, slot in received)
             assert num_bytes == case.plan.totals().received[rank]
 
 
@@ -69,8 +69,8 @@ def test_boxes_that_continue_each_other_at_both_ends_are_one(scheduled):
     for case, by_device in scheduled:
         (training, rules), _ = case.sides
         held_by = held(training, rules, numbered(rules))
-        landings = (x for one in by_device.values() for r in one for x in r.landings)
-        for message in (landing.message for landing in landings):
+        slots = (x for one in by_device.values() for r in one for x in r.slots)
+        for message in (slot.message for slot in slots):
             shapes = {name: array.shape for name, array in held_by[message.source_rank].items()}
             whole += sum("fc1" in p.source and p.sizes == shapes[p.source] for p in message.parts)
             for one, other in itertools.pairwise(message.parts):
@@ -96,11 +96,11 @@ def test_messages_fit_into_buckets_of_the_size_without_overlap_and_aligned(sched
             assert all(message.num_bytes <= size for _, message in sends(rounds))
             for number, one in enumerate(rounds):
                 end = 0
-                for landing in one.landings:
-                    message = landing.message
-                    assert (message.bucket, landing.offset % ALIGNMENT) == (number, 0)
-                    assert landing.offset >= end
-                    end = landing.offset + message.num_bytes
+                for slot in one.slots:
+                    message = slot.message
+                    assert (message.bucket, slot.offset % ALIGNMENT) == (number, 0)
+                    assert slot.offset >= end
+                    end = slot.offset + message.num_bytes
                     starts = itertools.accumulate((p.num_bytes for p in message.parts), initial=0)
                     assert [*(p.start for p in message.parts), message.num_bytes] == list(starts)
                     assert all(part.start % part.itemsize == 0 for part in message.parts)
@@ -128,8 +128,8 @@ def test_both_ends_know_the_same_messages_at_the_same_step(scheduled):
                     if step.send is not None:
                         out[number, device, step.send[0]] = step.send[1], place
                     if step.receive is not None:
-                        there, landing = step.receive
-                        into[number, there, device] = landing.message, place
+                        there, slot = step.receive
+                        into[number, there, device] = slot.message, place
         assert out.keys() == into.keys()
         assert all(out[key][0] == into[key][0] for key in out)
 
@@ -147,8 +147,8 @@ def test_a_loop_that_waits_as_long_as_it_can_comes_to_its_end(scheduled):
             if current is not None and current.send is not None:
                 found.add((current.send[1].bucket, device, current.send[0]))
             if current is not None and current.receive is not None:
-                there, landing = current.receive
-                found.add((landing.message.bucket, there, device))
+                there, slot = current.receive
+                found.add((slot.message.bucket, there, device))
             return found
 
         while any(at[device] < len(steps[device]) for device in steps):

@@ -56,7 +56,7 @@ def test_generation_needs_weights_and_cache_that_are_whole():
         (Call.UPDATE, State.EMPTY, State.EMPTY),
         (Call.UPDATE, State.LOADED, State.EMPTY),
         (Call.START, State.NEW, State.NEW),
-        (Call.SLEEP, State.SERVING, State.SERVING),
+        (Call.SLEEP, State.SERVING, State.TORN),
     ],
 )
 def test_what_a_call_that_fails_leaves(call, before, after):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import pickle
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -84,3 +86,51 @@ def _tell_place(pipe: Any) -> None:
     import torch
 
     pipe.send((sorted(os.sched_getaffinity(0)), torch.get_num_threads()))
+
+
+class _Once:
+    """A weight transfer engine that gets nothing the first time, where it `fails`."""
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    def start_weight_update(self) -> None: ...
+
+    def reset_weight_update_target(self) -> None: ...
+
+    def update_weights(self, update: object) -> None:
+        fails, self._fails = self._fails, False
+        if fails:
+            raise OSError("the trainer is gone")
+
+    def finish_weight_update(self) -> None: ...
+
+
+def _worker_of(engine: _Once) -> Any:
+    """vLLM's own worker, which tells whether an update is under way, with our extension."""
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from mcore_rl.rollout.vllm_worker import WorkerExtension
+
+    class Extended(Worker, WorkerExtension):
+        def __init__(self) -> None:
+            self.weight_transfer_engine, self.vllm_config = engine, VllmConfig()
+            self.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
+            self._weight_update_active = self._weight_update_is_draft = False
+
+    return Extended()
+
+
+def test_workers_are_updated_again_after_an_update_that_one_of_them_did_not_get():
+    from mcore_rl.rollout.vllm_requests import update_workers
+
+    workers = [_worker_of(_Once(fails)) for fails in (True, False)]
+
+    class Engine:
+        async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+            return [getattr(worker, method)(*args) for worker in workers]
+
+    with pytest.raises(RuntimeError, match=r"version 1 failed: worker 0: OSError: the trainer is"):
+        asyncio.run(update_workers(Engine(), 1))
+    asyncio.run(update_workers(Engine(), 2))

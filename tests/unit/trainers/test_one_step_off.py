@@ -356,7 +356,7 @@ def test_servers_on_devices_of_other_roles_are_refused(rollout, mates):
     config.model.path = config.data.train_file = config.data.test_file = "given"
     config.trainer.mode, config.placement.rollout = "one_step_off", rollout
     config.placement.teacher = "a"
-    told = f"placement.rollout='{rollout}' has the servers on the devices of {mates}; .*; allowed:"
+    told = f"placement.rollout='{rollout}' has the servers on the pool of {mates}; .*; allowed:"
     with pytest.raises(ConfigError, match=told):
         resolve(config)
     config.placement.rollout = "auto"

@@ -43,13 +43,13 @@ def buckets(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
         used, source = memories[index % 2], matrix(index)
         used[:48].view(torch.float32).view(3, 4).copy_(source)
         used[48:72].view(torch.bfloat16).view(3, 4).copy_(source)
-        landings, checksums = [], {}
+        slots, checksums = [], {}
         for rank, (start, dtype) in enumerate([(0, torch.float32), (48, torch.bfloat16)]):
             part = Part("s", (0, 0), f"w{rank}", (index, 0), (3, 4), dtype.itemsize, 0)
             message = Message(index, rank, 0, (part,), part.num_bytes)
-            landings.append(ReceiveSlot(message, start))
+            slots.append(ReceiveSlot(message, start))
             checksums[rank] = torch.tensor([crc32_of(source, dtype)])
-        bucket = used, tuple(landings), torch.bfloat16, lambda name: True, checksums
+        bucket = used, tuple(slots), torch.bfloat16, lambda name: True, checksums
         yield Bucket(index, *bucket)
 
 
