@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,15 +18,34 @@ from mcore_rl.agents.trajectory import MASKED_VERSION
 from mcore_rl.rollout.protocol import Completion, Generator, NewTokens, SamplingParams
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
-_PAUSES_S = 0.2, 1.0, 3.0  # before an attempt after one that found no connection
+_PAUSES_S = 0.2, 1.0, 3.0  # before servers are asked again of which none was reached
 _CONNECT_S = 10.0
+_AVOIDED_S = 30.0  # a server that could not be reached or has failed, while others answer
 _SHOWN = 300  # characters of an answer that is an error
 # What is lost with a connection is asked again: with its seed an answer is the same.
-_LOST = httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError
+_UNREACHED = httpx.ConnectError, httpx.ConnectTimeout
+_LOST = *_UNREACHED, httpx.NetworkError, httpx.RemoteProtocolError
+# A node that is gone closes no connection: the kernel finds out within 40 s.
+_KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 40_000),  # ms, where something was sent
+)
 
 
 class ModelServerError(RuntimeError):
-    """A server of a frozen model failed; the message names the model and the server."""
+    """Servers of a frozen model failed; the message names the model and each of them."""
+
+
+class _FailedError(Exception):
+    """One server did not answer; another may."""
+
+    def __init__(self, told: str, *, is_lost: bool) -> None:
+        """`is_lost`: it is the connection that failed, so the server may be asked again."""
+        super().__init__(told)
+        self.is_lost = is_lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +69,8 @@ class FrozenModel:
 class RemoteGenerator:
     """A Generator whose requests go to the server of a model that has the fewest of ours.
 
-    All calls are of one event loop. What it generates has no version of the policy's weights.
+    What a server does not answer goes to another. All calls are of one event loop. What it
+    generates has no version of the policy's weights.
     """
 
     def __init__(self, name: str, address: ModelAddress, timeout_s: float) -> None:
@@ -56,11 +78,13 @@ class RemoteGenerator:
         self._name, self._urls, self._timeout_s = name, address.urls, timeout_s
         self._outstanding: Counter[str] = Counter()
         self._asked_before: Counter[str] = Counter()
+        self._avoided_until: dict[str, float] = {}
         self._running: dict[str, str] = {}  # the server of each request that has an id
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {address.key}"},
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEP_ALIVE),
             trust_env=False,  # no proxies: servers are on this cluster
         )
 
@@ -68,7 +92,6 @@ class RemoteGenerator:
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
         """Raises ModelServerError."""
-        url = min(self._urls, key=lambda url: (self._outstanding[url], self._asked_before[url]))
         body: dict[str, Any] = {
             "token_ids": prompt_ids,
             "sampling_params": {
@@ -84,26 +107,20 @@ class RemoteGenerator:
         }
         if request_id:
             body["request_id"] = request_id
-            self._running[request_id] = url
-        self._outstanding[url] += 1
-        self._asked_before[url] += 1
+        told: dict[str, str] = {}
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                answer = await self._asked(url, body)
+                url, answer = await self._answered(body, told)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            told = f"has not answered in {self._timeout_s:g} s (models.{self._name}.timeout_s)"
-            raise self._error(url, told) from error
-        finally:
-            self._outstanding[url] -= 1
-            self._running.pop(request_id, None)
+            raise self._error(told) from error
         try:
             return [_completion(choice) for choice in answer.json()["choices"]]
         except (ValueError, KeyError, TypeError) as error:
-            told = f"answered {answer.text[:_SHOWN]!r}: {type(error).__name__}: {error}"
-            raise self._error(url, told) from error
+            wrong = f"answered {answer.text[:_SHOWN]!r}: {type(error).__name__}: {error}"
+            raise self._error({url: wrong}) from error
 
     async def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
@@ -127,25 +144,73 @@ class RemoteGenerator:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _asked(self, url: str, body: dict[str, Any]) -> httpx.Response:
-        for pause_s in (*_PAUSES_S, None):
-            try:
-                answer = await self._client.post(f"{url}{GENERATE}", json=body)
-                break
-            except _LOST as error:
-                if pause_s is None:
-                    told = f"cannot be reached: {type(error).__name__}: {error}"
-                    raise self._error(url, told) from error
-                await asyncio.sleep(pause_s)
-            except httpx.HTTPError as error:
-                raise self._error(url, f"failed: {type(error).__name__}: {error}") from error
-        if answer.status_code != 200:
-            told = " ".join(answer.text[:_SHOWN].split())
-            raise self._error(url, f"answered with status {answer.status_code}: {told}")
-        return answer
+    async def _answered(
+        self, body: dict[str, Any], told: dict[str, str]
+    ) -> tuple[str, httpx.Response]:
+        """The server that answered, and its answer. `told` is what the others have failed of.
 
-    def _error(self, url: str, told: str) -> ModelServerError:
-        return ModelServerError(f"models.{self._name}: the server at {url} {told}")
+        Each server is asked until one answers; those whose connections failed, again after a pause.
+        """
+        left = set(self._urls)
+        for pause_s in (*_PAUSES_S, None):
+            lost = set[str]()
+            while left:
+                url = min(left, key=self._rank)
+                left.remove(url)
+                try:
+                    return url, await self._asked(url, body, told)
+                except _FailedError as error:
+                    told[url] = str(error)
+                    if error.is_lost:
+                        lost.add(url)
+            if pause_s is None or not lost:
+                break
+            await asyncio.sleep(pause_s)
+            left = lost
+        raise self._error(told)
+
+    def _rank(self, url: str) -> tuple[bool, int, int, int]:
+        """The first of them is asked."""
+        is_avoided = time.monotonic() < self._avoided_until.get(url, 0.0)
+        place = self._urls.index(url)
+        return is_avoided, self._outstanding[url], self._asked_before[url], place
+
+    async def _asked(self, url: str, body: dict[str, Any], told: dict[str, str]) -> httpx.Response:
+        """Raises _FailedError, or ModelServerError where others would refuse it, too."""
+        told[url] = f"has not answered in {self._timeout_s:g} s (models.{self._name}.timeout_s)"
+        request_id = body.get("request_id", "")
+        if request_id:
+            self._running[request_id] = url
+        self._outstanding[url] += 1
+        self._asked_before[url] += 1
+        try:
+            answer = await self._client.post(f"{url}{GENERATE}", json=body)
+        except _LOST as error:
+            if isinstance(error, _UNREACHED):
+                self._avoid(url)
+            reason = f"cannot be reached: {type(error).__name__}: {error}"
+            raise _FailedError(reason, is_lost=True) from error
+        except httpx.HTTPError as error:
+            raise self._error({url: f"failed: {type(error).__name__}: {error}"}) from error
+        finally:
+            self._outstanding[url] -= 1
+            self._running.pop(request_id, None)
+        if answer.status_code == 200:
+            self._avoided_until.pop(url, None)
+            return answer
+        shown = " ".join(answer.text[:_SHOWN].split())
+        reason = f"answered with status {answer.status_code}: {shown}"
+        if answer.status_code < 500:
+            raise self._error({url: reason})
+        self._avoid(url)  # as one whose engine is dead: it fails sooner than others answer
+        raise _FailedError(reason, is_lost=False)
+
+    def _avoid(self, url: str) -> None:
+        self._avoided_until[url] = time.monotonic() + _AVOIDED_S
+
+    def _error(self, told: dict[str, str]) -> ModelServerError:
+        servers = "; ".join(f"the server at {url} {what}" for url, what in told.items())
+        return ModelServerError(f"models.{self._name}: {servers}")
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

@@ -129,6 +129,26 @@ def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_
     assert job.left() == []
 
 
+@pytest.mark.nightly  # tests/unit/agents/test_remote_deaths.py has the client
+def test_one_of_two_servers_of_a_frozen_model_dies_and_the_run_goes_on(
+    start_job, own_model_and_data
+):
+    job = start_job(
+        *own_model_and_data, *CONVERSATION, "models.user.num_servers=2", "trainer.num_steps=6"
+    )
+    job.wait_until(
+        lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
+    )
+    log = job.output / "logs" / "models.user-0.log"
+    for process in set(job.processes):
+        if lives(process) and _prints_to(process.pid) == str(log):
+            process.kill()
+    assert job.process.wait(300) == 0, job.stderr
+    rows = [row for row in rows_of(job.output) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert job.left() == []
+
+
 def _prints_to(pid: int) -> str:
     try:
         return str(Path(f"/proc/{pid}/fd/2").readlink())
