@@ -41,7 +41,11 @@ class Loop:
 
     @staticmethod
     def of(config: RLConfig, turns: Turns, train: PromptDataset, thread: Executor) -> Loop:
-        """`thread` generates while another one trains; it has to outlive the servers."""
+        """`thread` generates while another one trains; it has to outlive the servers.
+
+        The actor has the weights that servers have, as both begin with the same checkpoint.
+        """
+        turns.servers.resend = turns.serve_again
         replays = config.actor.moe.router_replay == "rollout"
         rollout = RolloutPool(turns.servers, config.rollout, config.seed, replays)
         prompts = _prompts(config, train)
@@ -50,8 +54,6 @@ class Loop:
         replay = ReplayBuffer(kept, config.seed, config.timeouts.call_s)
         if config.trainer.mode == "one_step_off":
             ahead = SamplesAhead(config, rollout, prompts, replay, thread)
-        else:  # the actor has the weights that are served for as long as it waits for samples
-            turns.servers.resend = turns.serve_again
         if config.trainer.mode == "fully_async":
             ahead = AsyncRollout(config, rollout, prompts, replay)
         coefficients = Coefficients(config.algorithm)

@@ -49,6 +49,7 @@ class OneStepOffTrainer:
             with clock("generate"):  # what the trainer waits for it
                 batch, metrics = self.ahead.take(step, version=step - 1)
             metrics |= policy_checks.checked_age(batch, step - 1, staleness)
+            self.turns.keep_actor()
             if staleness and step < last:
                 self.ahead.begin(step + 1, version=step - 1)
             metrics |= self.learner.learn(batch, step, clock)

@@ -35,8 +35,8 @@ class ServerPool(ServerGroups):
         self._homes: dict[int, int] = {}  # the last server of a group, with these weights
         self._rerouted: list[tuple[str, int]] = []  # groups that another server has begun again
         self._waited_s = 0.0  # since a group has come
-        # Sends the version that is to be served again; None where no trainer could. It is called
-        # when no server is left that has it.
+        # Sends the version that is to be served again; None while the trainer is busy with its own
+        # weights. It is called when no server is left that has it.
         self.resend: Callable[[], None] | None = None
         super().__init__(*args, **kwargs)
 
@@ -149,7 +149,7 @@ class ServerPool(ServerGroups):
         if self.resend is None:
             raise WorkerError(
                 f"{self.name}: no server is left that has version {self.version} of the weights, "
-                "and the trainer has changed its own since: a run that keeps checkpoints goes on "
+                "and the trainer is at its next: a run that keeps checkpoints goes on "
                 "from the last one with resume=auto"
             )
         self.resend()

@@ -105,6 +105,7 @@ class Turns:
             self.actor.to("host")
         if servers_slept:
             self.servers.wake("kv_cache")
+        self.servers.resend = self.serve_again
 
     def _start_servers(self, actor_moves: bool) -> None:
         """Those that join, while the actor is off its devices: each takes its weights and cache."""
@@ -113,6 +114,13 @@ class Turns:
         self.servers.start_asleep()
         if actor_moves:
             self.actor.to("device", optimizer=False, grad=False)
+
+    def keep_actor(self) -> None:
+        """Before servers generate beside the actor: until `serve`, they cannot have its weights.
+
+        A trainer that waits for samples has no need of this: the actor has what is served.
+        """
+        self.servers.resend = None
 
     def serve_again(self) -> None:
         """As `serve`, of the version that was served; for an actor that has not changed since."""

@@ -89,6 +89,24 @@ def test_a_server_killed_in_mid_generation_changes_no_sample(
     assert_gone_soon(job)
 
 
+@pytest.mark.nightly  # tests/unit/trainers/test_one_step_off.py has when weights can be sent again
+def test_all_servers_killed_where_the_actor_has_their_weights_get_these_again(
+    start_job, job_settings, undisturbed
+):
+    """While the second step generates, as without staleness no trainer works beside that."""
+    settings, paused = job_settings
+    paused.unlink(missing_ok=True)
+    job = start_job(*settings, "trainer.mode=one_step_off", "trainer.staleness=0")
+    job.wait_until(paused.exists, "the second step generates")
+    for server in (0, 1):
+        processes_of(job, server)[0].kill()
+    assert job.process.wait(300) == 0, job.stderr
+    assert job.stdout.count("It is started again: 1, rollout.max_restarts=100") == 2
+    for step in (1, 2, 3):
+        assert samples_of(job.output, step) == samples_of(undisturbed, step)
+    assert_gone_soon(job)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("server", "place"), [(0, 0), (1, 1)], ids=["actor", "engine"])
 def test_a_server_killed_in_a_transfer_does_not_end_the_run(
@@ -181,11 +199,11 @@ def assert_whole_groups(table: dict[str, list], num_groups: int = 8) -> list[int
     return sorted(groups)
 
 
-def assert_each_step_has_its_own(tables: list[dict[str, list]]) -> None:
-    """Groups, each once and whole, of the version that the step before made."""
+def assert_each_step_has_its_own(tables: list[dict[str, list]], age: int = 0) -> None:
+    """Groups, each once and whole, of the version that so many steps before the last made."""
     for step, table in enumerate(tables, 1):
         assert assert_whole_groups(table) == list(range(8 * (step - 1), 8 * step))
-        assert {v for row in table["weight_versions"] for v in row} == {step - 1}
+        assert {v for row in table["weight_versions"] for v in row} == {max(step - 1 - age, 0)}
 
 
 def assert_each_group_is_trained_once_and_in_time(tables, staleness: int) -> None:
@@ -206,6 +224,16 @@ def test_twenty_kills_at_any_moment_lose_no_sample_and_serve_no_old_weights(
     sync = f"weight_sync.method={method}", "weight_sync.timeout_s=30"
     job = start_job(*own_model_and_data, *SETTINGS, "trainer.num_steps=10000", *sync)
     assert_each_step_has_its_own(killed(job, 20))
+
+
+@pytest.mark.nightly
+def test_kills_of_one_of_two_servers_beside_a_trainer_lose_no_sample_and_serve_no_old_weights(
+    start_job, own_model_and_data
+):
+    """Each after two steps or more: a server that is started again has other weights."""
+    mode = "trainer.mode=one_step_off", "weight_sync.timeout_s=30"
+    job = start_job(*own_model_and_data, *SETTINGS, "trainer.num_steps=10000", *mode)
+    assert_each_step_has_its_own(killed(job, 3), age=1)
 
 
 @pytest.mark.nightly

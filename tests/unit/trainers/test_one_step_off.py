@@ -78,6 +78,7 @@ class Servers(Answering):
         self.version, self.fails_at, self.lies = 0, 0, False
         self.num_asked, self.num_updates, self.is_answering = 0, 0, False
         self.waits = False  # samples k + 1 for the end of update k
+        self.resend, self.could_resend = None, list[bool]()  # while it has generated
         self.changed = threading.Condition()
 
     def follow_wanted(self): ...
@@ -95,6 +96,7 @@ class Servers(Answering):
     def answers(self, prompts: Batch, sampling) -> list[Batch]:
         groups = prompts.array("group_ids").tolist()
         self.events.append(f"generate {groups[0]}-{groups[-1]} of {self.version}")
+        self.could_resend.append(self.resend is not None)
         self.told(num_asked=self.num_asked + 1, is_answering=True)
         self.wait_for(lambda: self.num_updates >= self.num_asked - 1)
         if self.num_asked == self.fails_at:
@@ -192,6 +194,32 @@ def test_the_next_samples_are_generated_while_these_are_trained_on(tmp_path):
         "generate 8-9 of 3", "update 4", "push 4",
         "update 5", "push 5",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_servers_can_have_the_first_weights_again_in_any_mode(tmp_path, mode):
+    run = Run(tmp_path, mode=mode)
+    assert run.servers.resend == run.loop.turns.serve_again
+
+
+@pytest.mark.parametrize(
+    ("settings", "could"),
+    [
+        ({"mode": "sync"}, [True] * NUM_STEPS),
+        ({"staleness": 0}, [True] * NUM_STEPS),
+        # The trainer waits for the first.
+        ({"staleness": 1}, [True] + [False] * (NUM_STEPS - 1)),
+    ],
+    ids=["sync", "no staleness", "beside the trainer"],
+)  # fmt: skip
+def test_servers_can_have_their_weights_again_unless_the_trainer_is_at_its_own(
+    tmp_path, settings, could
+):
+    """While the next samples are generated, and in an evaluation, which comes before the report."""
+    run, at_reports = Run(tmp_path, **settings), list[bool]()
+    run.train(lambda *_: at_reports.append(run.servers.resend is not None))
+    assert run.servers.could_resend == could
+    assert at_reports == [True] * NUM_STEPS
 
 
 def test_a_token_is_one_version_older_than_the_policy_and_no_token_is_older(tmp_path):

@@ -203,5 +203,9 @@ def test_the_version_that_was_served_is_sent_again_from_the_device():
     told: list[str] = []
     servers: Any = Group("servers", told)
     models: Any = {"actor": Group("actor", told)}
-    Turns(PlacementConfig(rollout="shared"), models, servers, servers).serve_again()
+    turns = Turns(PlacementConfig(rollout="shared"), models, servers, servers)
+    turns.serve_again()
     assert told[0] == "actor to device" and "push 3" in told
+    assert servers.resend == turns.serve_again
+    turns.keep_actor()
+    assert servers.resend is None
