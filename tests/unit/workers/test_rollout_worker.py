@@ -147,6 +147,22 @@ def test_a_turn_that_begins_after_a_push_that_failed_waits_until_it_has_been_don
     assert runner.gate.is_open
 
 
+@pytest.mark.parametrize(("given", "how"), [((), (False, False)), ((True, True), (True, True))])
+def test_a_server_is_told_whether_requests_go_on_and_whether_their_cache_is_made_anew(
+    spec, monkeypatch, given, how
+):
+    worker, told = RolloutWorker(spec), list[tuple[object, ...]]()
+
+    async def update(*what: object, in_flight: bool, recompute_cache: bool) -> None:
+        told.append((*what, in_flight, recompute_cache))
+
+    for method in ("update", "load_checkpoint"):
+        monkeypatch.setattr(worker._server, method, update)
+    worker.receive_weights(3, *given)
+    worker.load_checkpoint("/weights", 4, *given)
+    assert told == [(3, *how), ("/weights", 4, *how)]
+
+
 def test_after_an_update_that_was_refused_before_anything_changed_time_goes_on(spec):
     server = Server(call("6 * 7"), "42")
     worker, runner = talking(spec, server)

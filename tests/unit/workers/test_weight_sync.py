@@ -127,6 +127,22 @@ def test_a_checkpoint_is_written_then_loaded_and_gone(monkeypatch, tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("recompute_cache", [False, True])
+def test_servers_that_generate_all_the_time_keep_requests_and_their_cache_unless_told(
+    monkeypatch, tmp_path, recompute_cache
+):
+    """A checkpoint that they load comes with the same arguments; a version comes by itself else."""
+    monkeypatch.setattr(weight_sync, "gathered", lambda *_: [["", ""]])
+    for mode, own in (("fully_async", (True, recompute_cache)), ("one_step_off", ())):
+        for method in ("disaggregated", "full_export"):
+            given, servers = config(tmp_path, method), Servers()
+            given.trainer.mode = mode
+            given.trainer.asynchronous.recompute_cache = recompute_cache
+            weight_sync.connect(given, Actor(**OPENED), servers, num_bytes=9).push(7)
+            came = (str(tmp_path / ".weights.partial"), 7) if method == "full_export" else (7,)
+            assert servers.tries[-1][1] == servers.tries[-1][2] == (*came, *own)
+
+
 def test_a_checkpoint_that_could_not_be_written_is_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(weight_sync, "gathered", lambda *_: [["No space left", ""]])
     servers = Servers()
