@@ -186,9 +186,9 @@ class RemoteGenerator:
         try:
             answer = await self._client.post(f"{url}{GENERATE}", json=body)
         except _LOST as error:
-            if isinstance(error, _UNREACHED):
-                self._avoid(url)
             reason = f"cannot be reached: {type(error).__name__}: {error}"
+            if isinstance(error, _UNREACHED):
+                self._avoid(url, reason)
             raise _FailedError(reason, is_lost=True) from error
         except httpx.HTTPError as error:
             raise self._error({url: f"failed: {type(error).__name__}: {error}"}) from error
@@ -202,10 +202,13 @@ class RemoteGenerator:
         reason = f"answered with status {answer.status_code}: {shown}"
         if answer.status_code < 500:
             raise self._error({url: reason})
-        self._avoid(url)  # as one whose engine is dead: it fails sooner than others answer
+        self._avoid(url, reason)  # if its engine is dead, it fails sooner than others answer
         raise _FailedError(reason, is_lost=False)
 
-    def _avoid(self, url: str) -> None:
+    def _avoid(self, url: str, reason: str) -> None:
+        if url not in self._avoided_until:  # else it has not answered since that was told
+            told = f"others are asked, and it again every {_AVOIDED_S:g} s"
+            print(f"{self._error({url: reason})}; {told}", flush=True)
         self._avoided_until[url] = time.monotonic() + _AVOIDED_S
 
     def _error(self, told: dict[str, str]) -> ModelServerError:

@@ -62,5 +62,7 @@ def model_servers(config: RLConfig, pools: Pools) -> Iterator[ModelServers]:
             )
         yield made
         for group in made.groups.values():
-            with contextlib.suppress(WorkerError):  # one that died while others did its work
+            try:
                 group.shut_down()
+            except WorkerError as error:  # a server that died while others did its work
+                print(str(error).splitlines()[0])

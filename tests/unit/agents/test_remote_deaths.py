@@ -49,7 +49,7 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(module, "_PAUSES_S", (1000.0,))
 
 
-def test_a_server_that_refuses_connections_is_avoided_for_a_while(no_pauses, monkeypatch):
+def test_a_server_that_refuses_connections_is_avoided_for_a_while(no_pauses, monkeypatch, capsys):
     async def work() -> None:
         with refusing() as dead:
             async with serving(Server()) as remote:
@@ -58,9 +58,11 @@ def test_a_server_that_refuses_connections_is_avoided_for_a_while(no_pauses, mon
                     assert len(await remote.submit([1], SAMPLING)) == 2
                 assert remote._asked_before[dead] == 1
                 monkeypatch.setattr(module, "_AVOIDED_S", 0.0)
-                remote._avoid(dead)
+                remote._avoid(dead, "as it is in a while")
                 await remote.submit([1], SAMPLING)
                 assert remote._asked_before[dead] == 2
+            told = f"models.user: the server at {dead} cannot be reached: ConnectError: "
+            assert capsys.readouterr().out.count(told) == 1
 
     run(work)
 

@@ -34,10 +34,11 @@ class Pools:
         self.groups[-1].asked.append("closed")
 
 
-def test_a_server_that_died_in_a_run_that_went_on_is_no_error_at_its_end():
+def test_a_server_that_died_in_a_run_that_went_on_is_no_error_at_its_end(capsys):
     config, pools = RLConfig(), Pools()
     config.model.path = "/models/one"
     config.models = {"user": {"num_servers": 2}, "judge": {}}
     with model_servers(config, pools) as made:  # type: ignore[arg-type]
         assert [*made.groups] == ["user", "judge"]
     assert [group.asked[0] for group in pools.groups] == ["shut_down"] * 2
+    assert capsys.readouterr().out == "models.user.shut_down: rank 0 died\n"
