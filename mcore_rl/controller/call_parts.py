@@ -163,6 +163,25 @@ def joined_batch(parts: Sequence[CallPart], results: Results) -> Any:
     return _in_caller_order(parts, outputs)
 
 
+def with_given(args: Args, kwargs: Kwargs, found: Any) -> Any:
+    """A batch by reference that came back, with the columns of the first one that was given.
+
+    Where each rank was given an entry of its own, each result with the columns of that.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, RemoteBatch):
+            return value.union(found) if isinstance(found, RemoteBatch) else found
+        if has_batches(value) and isinstance(found, list) and len(found) == len(value):
+            pairs = zip(value, found, strict=True)
+            return [with_given((entry,), {}, one) for entry, one in pairs]
+    return found
+
+
+def has_batches(value: Any) -> bool:
+    """Whether it is a list with batches by reference: what `entry_to_each` takes."""
+    return isinstance(value, list | tuple) and any(isinstance(v, RemoteBatch) for v in value)
+
+
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Ascending world ranks of each coordinate on these axes, the last axis fastest."""
     found: dict[tuple[int, ...], list[int]] = {}

@@ -30,6 +30,7 @@ from mcore_rl.controller.call_parts import (
     Results,
     check_parts,
     entry_to_each,
+    has_batches,
     joined_batch,
     list_by_rank,
     only_result,
@@ -92,8 +93,12 @@ class Registration:
     makes: bool = False  # whether it returns batches of new rows, by reference
 
     def selected(self, value: Any) -> Any:
-        """An argument with the columns that the method reads."""
-        if not isinstance(value, RemoteBatch) or self.reads is None:
+        """An argument with the columns that the method reads; of a list, each of its batches."""
+        if self.reads is None:
+            return value
+        if has_batches(value):
+            return [self.selected(entry) for entry in value]
+        if not isinstance(value, RemoteBatch):
             return value
         read = {*self.reads}
         return value.select(*(n for n in value.names if {n, n.partition("/")[0]} & read))

@@ -22,13 +22,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
+from mcore_rl.controller.call_parts import with_given
 from mcore_rl.controller.detached import GroupCard, actor_options, find_group
 from mcore_rl.controller.dispatch import Registration, registered_methods
 from mcore_rl.controller.object_columns import NUM_PIECES
 from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
-from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.sending import send, send_for_samples
 from mcore_rl.parallel.mesh import Mesh
 
@@ -270,7 +270,6 @@ class WorkerGroup:
         read = tuple(map(registration.selected, args))
         read_kwargs = {name: registration.selected(value) for name, value in kwargs.items()}
         parts = registration.scatter(self.mesh, read, read_kwargs)
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, RemoteBatch)]
         gather, of_columns = registration.dispatch_mode.gather, dict[int, list[Any]]()
         if registration.makes:
             sent, of_columns = send_for_samples(self._actors, method, parts, self._num_objects)
@@ -283,8 +282,7 @@ class WorkerGroup:
                     r: None if one is None else one.at(of_columns[r]) for r, one in results.items()
                 }
                 return gather(parts, made)
-            found = gather(parts, results)
-            return given[0].union(found) if given and isinstance(found, RemoteBatch) else found
+            return with_given(args, kwargs, gather(parts, results))
 
         limit = self._start_limit if registration.is_start else self._call_limit
         return PendingCall(self, method, sent, finish, limit)

@@ -1,18 +1,22 @@
-"""Calls of Ray for one call of a group, counted."""
+"""Calls of Ray for one call of a group: how many, and what each of them has."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mcore_rl.config.schema import Layout
-from mcore_rl.controller import sending
-from mcore_rl.controller.dispatch import Dispatch, DispatchMode
+from mcore_rl.config.schema import Layout, TimeoutsConfig
+from mcore_rl.controller import object_columns, sending
+from mcore_rl.controller.dispatch import Dispatch, DispatchMode, register
+from mcore_rl.controller.object_columns import fetch, store
+from mcore_rl.controller.rank_actor import RankActor
 from mcore_rl.controller.sending import send
-from mcore_rl.data.batch import Batch
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.parallel.mesh import Mesh
 
 
@@ -76,3 +80,62 @@ def test_ranks_of_a_part_are_pointed_to_one_stored_batch_and_one_of_them_answers
         (2, "update", True, ("object 1",)),
         (3, "update", False, ("object 1",)),
     ]
+
+
+class Scorer:
+    """Adds to each token; `asked` has the columns that came."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, reads=("response_ids",), writes=("values",))
+    def score(self, batch: Batch, add: int) -> Batch | None:
+        self.asked = batch.names
+        ids = batch.jagged("response_ids")
+        return batch.with_columns(values=ids.with_values(ids.values + add)) if len(batch) else None
+
+
+class Reply:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def future(self) -> Future[Any]:
+        found: Future[Any] = Future()
+        found.set_result(self._value)
+        return found
+
+
+def group_of(workers: list[Any]) -> WorkerGroup:
+    """Ranks that answer at once, in this process."""
+    group = WorkerGroup.__new__(WorkerGroup)
+    layout = Layout(dp=len(workers))
+    group._set_up("policy", type(workers[0]), layout, TimeoutsConfig(), lambda: None)
+    for rank, worker in enumerate(workers):
+        host = RankActor("policy", rank)
+        host._worker = worker
+        call = SimpleNamespace(remote=lambda *args, host=host: Reply(host.call(*args)))
+        group._actors.append(SimpleNamespace(call=call))
+    return group
+
+
+def test_of_a_list_each_rank_fetches_what_it_reads_and_gives_back_what_it_writes(monkeypatch):
+    kept: list[Any] = []
+    objects = SimpleNamespace(
+        put=lambda one: kept.append(one) or len(kept) - 1,
+        get=lambda references, timeout: [kept[one] for one in references],
+    )
+    monkeypatch.setattr(object_columns, "ray", objects)
+    monkeypatch.setattr(object_columns, "_object_bytes", lambda: 1 << 20)
+    ids = Jagged.of([[1, 2], [3], [4]], np.int64)
+    batch = store(Batch({"prompt_ids": ids, "response_ids": ids, "rewards": np.arange(3.0)}))
+    workers = [Scorer() for _ in range(3)]
+    rows = [2, 0], [], [1]
+    found = group_of(workers).score([batch.take(its) for its in rows], add=(10, 20, 30))
+    assert [worker.asked for worker in workers] == [["response_ids"]] * 3
+    assert found[1] is None  # what is no batch comes as it is
+    for scored, its, add in ((found[0], [2, 0], 10), (found[2], [1], 30)):
+        assert {*scored.names} > {"prompt_ids", "response_ids", "rewards", "values"}
+        assert scored.array("rewards").tolist() == its
+        assert [v.tolist() for v in fetch(scored).jagged("values")] == [
+            [token + add for token in ids[row]] for row in its
+        ]
