@@ -132,7 +132,9 @@ class ModelWorker:
     def update(self, batch: Batch, *, temperature: float = 1.0) -> Metrics:
         """One optimizer step on a mini-batch; its loss is that of scores at `temperature`.
 
-        See BaseEngine.train_batch for what comes back.
+        It reads all columns that it is given, as a loss of one's own may: `read_by_loss` of
+        policy_loss.py leaves out what others do not. See BaseEngine.train_batch for what comes
+        back.
         """
         if self._loss_function is None:
             raise RuntimeError("update on a model without a loss function")

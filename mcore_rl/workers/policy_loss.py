@@ -25,6 +25,22 @@ from mcore_rl.algorithms.sample_choice import check_choices
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.workers.near_data import B
+
+# Along response tokens: what samples are chosen, scored and weighed by before an update.
+EARLIER = (
+    "weight_versions", "turn_numbers", "state_ids", "process_rewards", "token_rewards", "entropy",
+    "sum_pi_squared", "policy_mask", "cross_entropy_mask", "top_entropy_mask", "current_log_probs",
+)  # fmt: skip
+
+
+def read_by_loss(batch: B, loss: str) -> B:
+    """Without the columns that no loss of this package reads; one of one's own may read any.
+
+    A batch that is here stays as it is.
+    """
+    return batch if isinstance(batch, Batch) or is_import_path(loss) else batch.without(*EARLIER)
 
 
 @dataclass(frozen=True, slots=True)

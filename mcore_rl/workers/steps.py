@@ -23,6 +23,7 @@ from mcore_rl.data.batch import Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.metrics import merge
 from mcore_rl.workers.near_data import B, along_tokens, kept, per_sample, with_near
+from mcore_rl.workers.policy_loss import read_by_loss
 
 T = TypeVar("T")
 
@@ -269,7 +270,8 @@ def update(
             its_seed = [*seed, 1 + index]
             part, _ = with_near(actor, with_prepared_columns, part, algorithm, its_seed)
         # Every data-parallel rank reports what is true of all of them.
-        found.append(actor.update(along_tokens(part), temperature=temperature)[0])
+        read = read_by_loss(along_tokens(part), algorithm.loss)
+        found.append(actor.update(read, temperature=temperature)[0])
     return {f"actor/{name}": value for name, value in merge(found).items()}
 
 

@@ -5,17 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.algorithms.losses import LOSSES
+from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig
-from mcore_rl.workers.policy_loss import PolicyLoss, check_functions, check_greedy
+from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.workers.policy_loss import (
+    EARLIER,
+    PolicyLoss,
+    check_functions,
+    check_greedy,
+    read_by_loss,
+)
+from mcore_rl.workers.steps import with_prepared_columns
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
 SCORES = {"log_probs": LOG_PROBS, "entropy": torch.tensor([0.3, 0.6, 0.1])}
+OF_ALL_LOSSES = (
+    "log_probs", "rollout_log_probs", "reference_log_probs", "advantages", "response_mask",
+    "loss_weights", "kl_weights", "entropy_weights", "cross_entropy_weights",
+)  # fmt: skip
 COLUMNS = {
     "log_probs": LOG_PROBS.clone(),  # on-policy: ratios are 1
     "advantages": torch.tensor([1.0, -1.0, 2.0]),
@@ -54,6 +70,46 @@ def test_each_loss_has_weights_of_its_own_and_the_policy_alone_is_corrected():
     assert metrics["entropy"][0] == "entropy_weights"
     assert torch.equal(metrics["entropy"][1], SCORES["entropy"])
     assert metrics["cross_entropy"][0] == "cross_entropy_weights"
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_a_loss_of_the_package_reads_only_columns_that_an_update_sends(name):
+    """Here all that samples may have, each a number of its own."""
+    settings = {"dro": {"beta": 0.1}, "kimi": {"tau": 0.1}}.get(name, {})  # without a default
+    algorithm, batch = AlgorithmConfig(loss=name, loss_settings=settings), all_columns()
+    if is_prepared(LOSSES[name]):
+        batch, _ = with_prepared_columns(batch, algorithm, [0])
+    sent = batch.select(*read_by_loss(by_reference(batch), name).names)
+    assert {*batch.names} - {*sent.names} == {*EARLIER}
+    found = [PolicyLoss(algorithm)(inputs(columns=tensors(one))) for one in (batch, sent)]
+    for with_all, with_sent in zip(found[0][0].values(), found[1][0].values(), strict=True):
+        torch.testing.assert_close(with_all, with_sent)
+    assert found[0][1].keys() == found[1][1].keys()
+
+
+def all_columns() -> Batch:
+    """Two responses, of two tokens and one."""
+    names = (*OF_ALL_LOSSES, *EARLIER)
+    values = np.random.default_rng(0).random((len(names), 3)).astype(np.float32)
+    rows = {name: [row[:2], row[2:]] for name, row in zip(names, values, strict=True)}
+    columns = {name: Jagged.of(row, np.float32) for name, row in rows.items()}
+    return Batch(columns | {"response_ids": columns["advantages"], "rewards": np.ones(2)})
+
+
+def by_reference(batch: Batch) -> RemoteBatch:
+    places = Places.nowhere(len(batch))
+    columns = {n: RemoteColumn(places, n, np.zeros(0, np.float32)) for n in tensors(batch)}
+    return RemoteBatch(Batch({"rewards": batch["rewards"]}), columns)
+
+
+def tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    jagged = (name for name in batch.names if isinstance(batch[name], Jagged))
+    return {name: torch.from_numpy(batch.jagged(name).values) for name in jagged}
+
+
+def test_a_loss_of_ones_own_gets_all_columns():
+    batch = by_reference(all_columns())
+    assert read_by_loss(batch, "own.py:loss").names == batch.names
 
 
 def test_the_kl_in_the_reward_is_none_of_the_loss():
