@@ -19,7 +19,8 @@ def held_bytes(config: RLConfig) -> int:
     """What samples hold at most.
 
     Those of a step that is trained on, those that are generated, and those that may be replayed:
-    all max_age steps of the buffer count in full, as all are new where nothing is drawn.
+    all max_age steps of the buffer count in full, as all are new where nothing is drawn. Prompts on
+    their way to a server take less than the samples that there will be of them.
     """
     trainer, replay = config.trainer, config.algorithm.samples.replay
     per_step, steps, extra = trainer.prompts_per_step, 2, 0

@@ -17,9 +17,10 @@ from mcore_rl.data.sampler import IndexSampler, MixtureSampler
 class PromptBatches:
     """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
 
-    Columns: prompt_ids, group_ids, fields and messages (JSON text), and rows (of the data set). The
-    batch size may change where a run goes on from a state. With `weights`, one a file, files are
-    mixed; a `curriculum` draws by what it is told of earlier prompts, with `observe`.
+    Columns: prompt_ids, group_ids, fields and messages (JSON, as Jagged.of_texts), and rows (of the
+    data set). The batch size may change where a run goes on from a state. With `weights`, one a
+    file, files are mixed; a `curriculum` draws by what it is told of earlier prompts, with
+    `observe`.
     """
 
     def __init__(
@@ -95,9 +96,8 @@ def held_out_batch(dataset: PromptDataset, num_prompts: int, num_before: int = 0
 def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequence[int]) -> Batch:
     prompts = dataset.take(rows)
 
-    def texts(values: Iterable[Any]) -> Array:
-        """As objects: numpy's own texts all have four bytes a letter of the longest."""
-        return np.array([json.dumps(value, default=str) for value in values], dtype=object)
+    def texts(values: Iterable[Any]) -> Jagged:
+        return Jagged.of_texts(json.dumps(value, default=str) for value in values)
 
     return Batch(
         {

@@ -47,7 +47,7 @@ class SetSamples:
         ends = samples.array("finish_reasons").tolist()
         ids = samples.jagged("response_ids")
         texts = [text_of(tokenizer, i.tolist(), e) for i, e in zip(ids, ends, strict=True)]
-        fields = [json.loads(str(entry)) for entry in prompts.array("fields")]
+        fields = [json.loads(entry) for entry in prompts.jagged("fields").texts]
         errors = samples.array("reward_errors").tolist()
         scored = f"reward/{config.term}" if config.term else "rewards"
         scores = np.nan_to_num(samples.array(scored), nan=-np.inf)  # NaN: without a reward

@@ -158,9 +158,9 @@ class RolloutWorker:
         limits of a trajectory (agent.timeout_s), of a reward and of `sampling.max_tokens`; the
         caller limits all else by `abandon`.
 
-        `prompts` has prompt_ids, group_ids, fields and messages (JSON), and rows (of their file).
-        Raises ConfigError when a group of that id has been begun and
-        neither collected nor abandoned.
+        `prompts` has prompt_ids, group_ids, fields and messages (JSON, as Jagged.of_texts), and
+        rows (of their file). Raises ConfigError when a group of that id has been begun and neither
+        collected nor abandoned.
         """
         asked = prompts_of(prompts)
         with self._alive():
@@ -318,13 +318,13 @@ def prompts_of(prompts: Batch) -> list[Prompt]:
     columns = (
         prompts.jagged("prompt_ids"),
         prompts.array("group_ids"),
-        prompts.array("fields"),
+        prompts.jagged("fields").texts,
         prompts.array("rows"),
-        prompts.array("messages"),
+        prompts.jagged("messages").texts,
     )
     return [
-        Prompt(ids.tolist(), int(group), json.loads(str(fields)), int(row), json.loads(str(m)))
-        for ids, group, fields, row, m in zip(*columns, strict=True)
+        Prompt(ids.tolist(), int(group), json.loads(fields), int(row), json.loads(messages))
+        for ids, group, fields, row, messages in zip(*columns, strict=True)
     ]
 
 

@@ -42,8 +42,8 @@ def with_model_rewards(batch: B, turns: Turns, config: RLConfig) -> B:
 
 def with_teacher_names(batch: B, asked: Batch, column: str) -> B:
     """Adds the column `teacher`: which one each sample has, by the fields of its prompt."""
-    pairs = zip(asked.array("group_ids"), asked.array("fields"), strict=True)
-    of_group = {int(group): json.loads(str(fields))[column] for group, fields in pairs}
+    pairs = zip(asked.array("group_ids"), asked.jagged("fields").texts, strict=True)
+    of_group = {int(group): json.loads(fields)[column] for group, fields in pairs}
     names = [of_group[int(group)] for group in batch.array("group_ids")]
     return batch.with_columns(teacher=np.array(names))
 

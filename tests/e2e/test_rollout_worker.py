@@ -44,9 +44,9 @@ def prompts(*group_ids: int, **fields: object) -> Batch:
         {
             "prompt_ids": Jagged.of([PROMPT[: 20 + i % 7] for i in group_ids], np.int64),
             "group_ids": np.array(group_ids, np.int64),
-            "fields": np.array([json.dumps(fields)] * num, np.str_),
+            "fields": Jagged.of_texts([json.dumps(fields)] * num),
             "rows": np.arange(num),
-            "messages": np.array(["[]"] * num, np.str_),
+            "messages": Jagged.of_texts(["[]"] * num),
         }
     )
 

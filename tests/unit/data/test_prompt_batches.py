@@ -53,4 +53,4 @@ def test_held_out_prompts_count_down_from_minus_one():
     batch = held_out_batch(DATASET, 3)
     assert batch.array("group_ids").tolist() == [-1, -2, -3]
     assert [ids.tolist() for ids in batch.jagged("prompt_ids")] == [[1, 0], [1, 1], [1, 2]]
-    assert [json.loads(text)["answer"] for text in batch.array("fields")] == [0, 1, 2]
+    assert [json.loads(text)["answer"] for text in batch.jagged("fields").texts] == [0, 1, 2]

@@ -26,19 +26,20 @@ from mcore_rl.controller.pending import Limit
 from mcore_rl.controller.rank_actor import RankActor
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.data.datasets import PromptDataset, load_prompts
+from mcore_rl.data.datasets import PromptDataset, PromptRow, load_prompts
+from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.base import MemoryReport
 from mcore_rl.jobs.loop import Loop
-from mcore_rl.rollout.agent_loop import SingleTurnLoop
-from mcore_rl.rollout.protocol import Completion
+from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
+from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.idle_time import IdleTime
 from mcore_rl.workers.loop_thread import LoopThread
 from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.rollout_worker import RolloutWorker
+from mcore_rl.workers.rollout_worker import RolloutWorker, prompts_of
 from mcore_rl.workers.running_groups import RunningGroups
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.server_pool import ServerPool
@@ -194,6 +195,17 @@ def group(ray: Ray, config: RLConfig, name: str, layout: Layout, make: Any) -> W
     return made
 
 
+def pool_of(ray: Ray, config: RLConfig, make: Any, num_servers: int) -> ServerPool:
+    def start(number: int) -> WorkerGroup:
+        return group(ray, config, "rollout", Layout(), make)
+
+    takes_turns = config.placement.rollout != "own"
+    limits = {"max_restarts": 0, "takes_turns": takes_turns, "timeouts": config.timeouts}
+    servers = ServerPool(start, num_servers, **limits)
+    servers.started()
+    return servers
+
+
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
@@ -222,13 +234,7 @@ def steps_of(
     tokenizer = load_tokenizer(task.model_dir)
     actor = group(ray, config, "actor", config.actor.layout, Rank)
 
-    def start(number: int) -> WorkerGroup:
-        return group(ray, config, "rollout", Layout(), lambda: Server(tokenizer, apart_s))
-
-    takes_turns = config.placement.rollout != "own"
-    limits = {"max_restarts": 0, "takes_turns": takes_turns, "timeouts": config.timeouts}
-    servers = ServerPool(start, 1, **limits)
-    servers.started()
+    servers = pool_of(ray, config, lambda: Server(tokenizer, apart_s), 1)
     sync = TransportSync(
         actor, servers, Limit(60, "weight_sync.timeout_s"), config.rollout, config.weight_sync,
         _connected=servers.membership,
@@ -269,3 +275,41 @@ def test_fully_asynchronous_steps_move_as_few_though_groups_come_one_by_one(ray,
     assert metrics["queue/trained_total"] == 64 and metrics["queue/begun_total"] > 250
     assert sum(ray.num_bytes.values()) / (2 * 512) <= 256, ray.num_bytes
     assert ray.calls["collect"] < 64 and ray.calls["begin"] < 64, ray.calls  # of 256 groups
+
+
+class Asked(RolloutWorker):
+    """Keeps what it is to begin."""
+
+    def __init__(self, asked: list[Prompt]) -> None:
+        self._asked = asked
+
+    def begin(self, prompts, sampling, stream):
+        self._asked += prompts_of(prompts)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 300, 1000, 8000])
+@pytest.mark.parametrize(("num_prompts", "at_once"), [(64, 64), (16, 1)])
+def test_servers_get_prompts_of_any_length_for_few_bytes_a_sample(
+    ray, num_tokens, num_prompts, at_once
+):
+    """To two servers, all at once or one by one; with a chat, and with a field as long."""
+    rng, asked = np.random.default_rng(0), list[Prompt]()
+    rows = [
+        PromptRow(
+            rng.integers(0, 150_000, num_tokens).tolist(),
+            {"answer": "é" * num_tokens},
+            messages=[{"role": "user", "content": f"{row} " * num_tokens}],
+        )
+        for row in range(num_prompts)
+    ]
+    batches = PromptBatches(PromptDataset(rows), at_once, 0)
+    servers = pool_of(ray, RLConfig(), lambda: Asked(asked), 2)
+    for _ in range(num_prompts // at_once):
+        servers.begin(next(batches), SamplingParams(n=8, max_tokens=9))
+    assert ray.num_bytes["begin"] / (num_prompts * 8) <= 256
+    assert ray.calls["begin"] == max(num_prompts // at_once, 2)
+    assert {prompt.group_id for prompt in asked} == {*range(num_prompts)}
+    for prompt in asked:
+        row = rows[prompt.row]
+        wanted = row.prompt_ids, row.fields, row.messages
+        assert (prompt.content, prompt.fields, prompt.messages) == wanted

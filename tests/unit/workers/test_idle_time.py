@@ -75,9 +75,9 @@ class Worker(RolloutWorker):
 
     def start_groups(self, *groups: int, stream: Any = "train") -> None:
         ids = Jagged.of([[1] for _ in groups], np.int64)
-        texts = np.array(["{}"] * len(groups))
+        texts = Jagged.of_texts(["{}"] * len(groups))
         columns = {"prompt_ids": ids, "group_ids": np.array(groups), "fields": texts}
-        columns |= {"rows": np.array(groups), "messages": np.array(["null"] * len(groups))}
+        columns |= {"rows": np.array(groups), "messages": Jagged.of_texts(["null"] * len(groups))}
         self._agent = SimpleNamespace(start=self._groups)
         self.begin(Batch(columns), SAMPLING, stream)
 

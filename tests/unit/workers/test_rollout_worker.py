@@ -114,9 +114,9 @@ def talking(spec: RolloutSpec, server: Server) -> tuple[RolloutWorker, AgentRunn
         {
             "prompt_ids": Jagged.of([[]], np.int64),
             "group_ids": np.array([3]),
-            "fields": np.array(["{}"], np.str_),
+            "fields": Jagged.of_texts(["{}"]),
             "rows": np.array([7]),
-            "messages": np.array([json.dumps(MESSAGES)], np.str_),
+            "messages": Jagged.of_texts([json.dumps(MESSAGES)]),
         }
     )
     worker.begin(prompts, SamplingParams(n=1, max_tokens=1000), "train")

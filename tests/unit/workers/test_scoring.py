@@ -56,7 +56,7 @@ def answered() -> Batch:
 
 def asked(names: list[str]) -> Batch:
     fields = [json.dumps({"subject": name}) for name in names]
-    return Batch({"group_ids": np.array([6, 5]), "fields": np.array(fields)})
+    return Batch({"group_ids": np.array([6, 5]), "fields": Jagged.of_texts(fields)})
 
 
 def turns_of(config: RLConfig, **models: Scorer) -> Turns:

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
+from mcore_rl.controller import object_columns
 from mcore_rl.controller.pending import Limit, PendingCall, WorkerError
 from mcore_rl.controller.rank_actor import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
@@ -144,6 +145,31 @@ def test_groups_whose_server_has_died_are_told_once_they_have_begun_again():
     begun = [c.given[0].array("group_ids").tolist() for c in groups[0].calls if c.method == "begin"]
     assert begun == [[0, 2], [1, 3], [3]]  # and that of the evaluation
     assert pool.rerouted("train") == [1, 3] and pool.rerouted("train") == []
+
+
+def test_large_prompts_go_by_reference_and_those_that_begin_again_are_stored_again(monkeypatch):
+    kept: list[Any] = []
+    objects = SimpleNamespace(
+        put=lambda one: kept.append(one) or len(kept) - 1,
+        get=lambda references, timeout: [kept[one] for one in references],
+        nodes=lambda: [],
+    )
+    monkeypatch.setattr(object_columns, "ray", objects)
+    groups = ServedGroup(0), ServedGroup(1)
+    pool = pool_of(*groups)
+    ids = Jagged.of([[group] * 4000 for group in range(4)], np.int32)
+    pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
+    pool.begin(prompts(9), SAMPLING)
+    assert [len(one["prompt_ids"]) for one in kept] == [2, 2]  # each server's own, small ones not
+    pool.collect("train", 0)
+    groups[1].last("collect").reply.set_exception(RayActorError())
+    for _ in range(2):
+        pool.collect("train", 0)
+    assert len(kept) == 3
+    again = object_columns.fetch(groups[0].last("begin").given[0].to_read())
+    assert again.names == ["prompt_ids", "group_ids"]
+    assert again.array("group_ids").tolist() == [1, 3]
+    assert [set(row.tolist()) for row in again.jagged("prompt_ids")] == [{1}, {3}]
 
 
 def test_a_server_that_finds_no_node_in_time_is_asked_for_again_while_others_serve(
