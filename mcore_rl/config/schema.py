@@ -457,9 +457,9 @@ class RLConfig:
     resume: str = "never"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     # Shared memory of a private Ray, where the columns of batches lie. 0: room for the samples of
-    # two steps, with trainer.mode=fully_async of trainer.staleness more and what is over-issued,
-    # with replay of algorithm.samples.replay.max_age more; at least 512 MiB, at most 80% of what is
-    # free in /dev/shm.
+    # two steps with all their rounds, with trainer.mode=fully_async of trainer.staleness more and
+    # what is over-issued, with replay of algorithm.samples.replay.max_age more; at least 512 MiB,
+    # at most 80% of what is free in /dev/shm.
     object_store_bytes: int = 0
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

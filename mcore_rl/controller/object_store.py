@@ -23,15 +23,28 @@ def held_bytes(config: RLConfig) -> int:
     their way to a server take less than the samples that there will be of them.
     """
     trainer, replay = config.trainer, config.algorithm.samples.replay
-    per_step, steps, extra = trainer.prompts_per_step, 2, 0
+    steps, extra = 2, 0
     if trainer.mode == "fully_async":
         steps += staleness_of(trainer)
-        extra = num_over_issued(trainer.asynchronous.over_issue, per_step)
+        extra = num_over_issued(trainer.asynchronous.over_issue, trainer.prompts_per_step)
     if replay.share:
         steps += replay.max_age
-    samples = (steps * per_step + extra) * config.algorithm.group_size
+    samples = (steps * _generated_groups(config) + extra) * config.algorithm.group_size
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return samples * tokens * BYTES_PER_TOKEN
+
+
+def _generated_groups(config: RLConfig) -> int:
+    """Those of a step at most, with all its rounds.
+
+    A step holds them until it has selected, and afterwards too: an object stays while one of its
+    samples is used. Where groups are filtered as they come, rejected ones are let go of at once.
+    """
+    trainer, policy = config.trainer, config.algorithm.samples
+    as_they_come = trainer.mode == "fully_async" and staleness_of(trainer) > 0
+    if as_they_come or not policy.group_filter:
+        return trainer.prompts_per_step
+    return policy.max_rounds * (policy.prompts_per_round or trainer.prompts_per_step)
 
 
 def object_store_bytes(wanted: int, held: int = 0, *, setting: str, shm: int = -1) -> int:

@@ -52,3 +52,25 @@ def test_what_is_over_issued_is_held_too():
     before = held_bytes(config)
     config.trainer.asynchronous.over_issue = 0.3  # two groups of four
     assert held_bytes(config) * (4 * 4) == before * (4 * 4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "staleness", "groups"),
+    [
+        ("sync", None, 2 * 24),
+        ("one_step_off", None, 2 * 24),
+        ("fully_async", 0, 2 * 12),  # in rounds of prompts_per_step
+        ("fully_async", 1, 3 * 4),  # rejected groups are let go of as they come
+    ],
+)
+def test_with_a_filter_a_step_holds_what_all_its_rounds_have_generated(
+    mode: str, staleness: int | None, groups: int
+):
+    config = RLConfig()
+    config.trainer.prompts_per_step, config.algorithm.group_size = 4, 8
+    config.data.max_prompt_tokens, config.rollout.max_response_tokens = 100, 900
+    config.trainer.mode, config.trainer.staleness = mode, staleness
+    policy = config.algorithm.samples
+    policy.group_filter, policy.max_rounds = "drop_uniform", 3
+    policy.prompts_per_round = 0 if mode == "fully_async" else 8
+    assert held_bytes(config) == groups * 8 * 1000 * 96
