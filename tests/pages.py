@@ -16,7 +16,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = {
     "new algorithm": (r"mcore-rl .*\branked.yaml.*|python -m pytest .*", "e2e/test_page_jobs"),
     "prints": (r"mcore-rl (--version|rl .*--(help|list-recipes|print-config).*)", "repo/test_docs"),
-    "dry run": (r"mcore-rl rl .*--dry-run", "repo/test_docs"),
+    "dry run": (r"mcore-rl rl .*--dry-run.*", "repo/test_docs"),
     "completion": (r'eval "\$\(mcore-rl completion bash\)"', "cli/test_completion"),
     "toy agents": (r"mcore-rl rl recipe=toy_\w+", "e2e/test_toy_agents"),
     "training": (r"(mcore-rl rl|bash launch/quickstart.sh)\b.*", "e2e/test_page_jobs"),

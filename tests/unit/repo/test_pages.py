@@ -47,6 +47,7 @@ def test_a_command_is_told_by_its_form(tmp_path: Path, monkeypatch: pytest.Monke
     page.write_text(
         "```bash\n"
         ".venv/bin/mcore-rl rl seed=1 \\\n    --dry-run   # check\n"
+        "mcore-rl rl --dry-run seed=1\n"
         "mcore-rl serve\n"
         "mcore-rl convert x   # needs GPUs\n"
         "```\n```\nmcore-rl no command\n```\n"
@@ -55,6 +56,7 @@ def test_a_command_is_told_by_its_form(tmp_path: Path, monkeypatch: pytest.Monke
     name = "docs/page.md"
     assert [(c, c.kind) for c in commands(page)] == [
         (Command(name, "mcore-rl rl seed=1 --dry-run", ""), "dry run"),
+        (Command(name, "mcore-rl rl --dry-run seed=1", ""), "dry run"),
         (Command(name, "mcore-rl serve", ""), ""),
         (Command(name, "mcore-rl convert x", "GPUs"), "conversion"),
     ]
