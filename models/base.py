@@ -63,16 +63,18 @@ def register(family: Family) -> Family:
     return family
 
 
-def read_config(model_path: str | Path) -> HFConfig:
+def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig:
     """The config.json of a checkpoint folder, with fields of the kinds that families read.
+
+    `setting` is the key of the path, for messages.
 
     Raises:
         ConfigError: there is none, or it is not readable, or a field is of another kind.
     """
-    exists("model.path", model_path)
+    exists(setting, model_path)
     path = Path(model_path) / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model.path={str(model_path)!r}: there is no config.json in that folder")
+        raise ConfigError(f"{setting}={str(model_path)!r}: there is no config.json in that folder")
     config = read_json_object(path)
     check_fields(config)
     return config

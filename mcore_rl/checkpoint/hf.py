@@ -34,18 +34,20 @@ class CheckpointReader:
     their own, and it is read as their product. Rotary frequencies, which some checkpoints hold and
     which config.json tells, are left out, as transformers and vLLM do.
 
+    `setting` is the key of the path, for messages.
+
     Raises:
         ConfigError: the index and the files do not agree, a file is damaged, or weights are
             quantised in another way.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, setting: str = "model.path") -> None:
         self.path = Path(path)
         if (self.path / "config.json").is_file():
-            found = read_config(self.path).get("quantization_config")
+            found = read_config(self.path, setting).get("quantization_config")
             if found is not None:
                 fp8.check_quantization_config(found)
-        located = _located(self.path)
+        located = _located(self.path, setting)
         self._file_of = {n: file for n, file in located.items() if not n.endswith(_DERIVED)}
         self._scaled = self._pairs()
 
@@ -200,7 +202,7 @@ def _blocks_of(box: Box) -> Box:
     return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
-def _located(path: Path) -> dict[str, SafetensorsFile]:
+def _located(path: Path, setting: str) -> dict[str, SafetensorsFile]:
     """The file of each tensor: those of the index, else the one file, else all there are."""
     found = {file.name: file for file in sorted(path.glob("*.safetensors")) if file.is_file()}
     index, weight_map = path / INDEX_FILE, None
@@ -217,7 +219,7 @@ def _located(path: Path) -> dict[str, SafetensorsFile]:
     elif _SINGLE_FILE in found:
         found = {_SINGLE_FILE: found[_SINGLE_FILE]}
     if not found:
-        raise ConfigError(f"model.path={str(path)!r}: there is no *.safetensors file in it")
+        raise ConfigError(f"{setting}={str(path)!r}: there is no *.safetensors file in it")
     located: dict[str, SafetensorsFile] = {}
     for file in map(SafetensorsFile, found.values()):
         for name in file.entries:

@@ -29,7 +29,8 @@ from mcore_rl.reshard.rules import logical_tensors
 def check_model_layouts(config: RLConfig) -> None:
     """All that depends on each config.json alone; raises ConfigError for the first fault."""
     for name, model in models_with_paths(config).items():
-        key, servers, found = f"models.{name}", model.servers, read_config(model.path)
+        key, servers = f"models.{name}", model.servers
+        found = read_config(model.path, f"{key}.path")
         if value_head_of(found):
             raise ConfigError(
                 f"{key}.path={model.path!r} is of {found['architectures']}; allowed: a language "
@@ -64,7 +65,7 @@ def check_models(config: RLConfig) -> None:
     for name, model in models_with_paths(config).items():
         key, found = f"models.{name}", read_config(model.path)
         if served_models(config)[name].path:
-            reader = CheckpointReader(model.path)
+            reader = CheckpointReader(model.path, f"{key}.path")
             if reader.is_quantized or found.get("quantization_config"):
                 raise ConfigError(f"{key}.path={model.path!r} is quantised; allowed: plain weights")
             reader.check(logical_tensors(model_weights(found, padded_vocab_size(found, 1))))

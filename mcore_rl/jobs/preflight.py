@@ -273,7 +273,8 @@ def check_layouts(config: RLConfig) -> HFConfig:
 
 def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
-    starts_from = read_config(critic.model_path) if critic.model_path else actor
+    path = critic.model_path
+    starts_from = read_config(path, "critic.model_path") if path else actor
     sizes = model_sizes(value_config(starts_from))
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)

@@ -36,7 +36,7 @@ def check_scorer_layouts(config: RLConfig) -> None:
 def check_scorers(config: RLConfig) -> None:
     """Weights, tokenizers and the teacher of each prompt, too."""
     for role, path in frozen_paths(config).items():
-        found, reader = _config_of(config, role, path), CheckpointReader(path)
+        found, reader = _config_of(config, role, path), CheckpointReader(path, _setting(role))
         if reader.is_quantized:
             raise ConfigError(f"{_setting(role)}={path!r} is quantised; allowed: plain weights")
         reader.check(logical_tensors(model_weights(found, padded_vocab_size(found, 1))))
@@ -45,7 +45,8 @@ def check_scorers(config: RLConfig) -> None:
 
 
 def _config_of(config: RLConfig, role: str, path: str) -> HFConfig:
-    setting, found = _setting(role), read_config(path)
+    setting = _setting(role)
+    found = read_config(path, setting)
     kind = value_head_of(found)
     if role == "reward_model":
         if kind != SEQUENCE:

@@ -164,7 +164,7 @@ def test_frozen_models_are_shown_with_their_devices(place, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("models.user.path=nowhere", "nowhere"),
+        ("models.user.path=nowhere", "models.user.path='nowhere' does not exist"),
         ("models.user.tp=3", "models.user.tp=3 does not divide the model's 4 attention heads"),
         ("models.user.max_context=99999", "allowed: up to the model's max_position_embeddings="),
         ("models.user.kv_cache_bytes=9", "one conversation of max_context=96 tokens takes"),
@@ -185,7 +185,7 @@ def test_a_frozen_model_without_weights_or_tokenizer_is_refused(place, monkeypat
     Path("other/model.safetensors").unlink()
     other = "models.user.path=other"
     status, _, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, other)
-    assert status == 2 and "other" in err
+    assert (status, "models.user.path='other': there is no *.safetensors" in err) == (2, True), err
     shutil.copy("model/model.safetensors", "other")
     for file in Path("other").glob("*token*"):
         file.unlink()
@@ -209,6 +209,24 @@ def test_what_a_run_would_be_refused_for_a_dry_run_is(place, monkeypatch, capfd,
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, setting)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "more"),
+    [
+        ("reward_model.model_path", ()),
+        ("critic.model_path", ("algorithm.advantage=gae",)),
+        ("teacher.models.math.model_path", ("algorithm.distillation.loss=sampled_kl",)),
+    ],
+)
+def test_a_path_that_does_not_exist_is_refused_by_its_own_key(
+    place, monkeypatch, capfd, setting, more
+):
+    for path, message in (("nowhere", " does not exist"), (".", ": there is no config.json in")):
+        status, _, err = dry_run(monkeypatch, capfd, *SETTINGS, *more, f"{setting}={path}")
+        assert (status, err.partition(f"{setting}='{path}'")[2].startswith(message)) == (2, True), (
+            err
+        )
 
 
 def test_weights_that_are_there_are_checked(place, monkeypatch, capfd):
