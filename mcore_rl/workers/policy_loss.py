@@ -43,6 +43,15 @@ def read_by_loss(batch: B, loss: str) -> B:
     return batch if isinstance(batch, Batch) or is_import_path(loss) else batch.without(*EARLIER)
 
 
+# Of metrics of other losses than the one that algorithm.loss names: the column of its weights.
+COLUMN_OF_METRIC = {
+    "reference_kl": "kl_weights",
+    "entropy": "entropy_weights",
+    "distillation_kl": "distillation_weights",
+    "cross_entropy": "cross_entropy_weights",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """The loss that algorithm.loss names; those of KL, entropy, distillation and cross entropy.

@@ -11,6 +11,7 @@ from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
 from mcore_rl.algorithms.correction import corrected
 from mcore_rl.algorithms.distillation import sampled_kl
+from mcore_rl.algorithms.inputs import LOSS_WEIGHTS
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.prepared import MiniBatchInputs, is_prepared, prepared_columns
 from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
@@ -21,9 +22,9 @@ from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.observability.metrics import merge
 from mcore_rl.workers.near_data import B, along_tokens, kept, per_sample, with_near
 from mcore_rl.workers.policy_loss import read_by_loss
+from mcore_rl.workers.update_metrics import StepMetrics, TokenCounts, of_update, token_counts
 
 T = TypeVar("T")
 
@@ -174,8 +175,8 @@ def with_correction(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, di
     return batch, metrics
 
 
-def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, bool]:
-    """Adds the weights of each loss, of a whole mini-batch; and whether one is not 0.
+def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, TokenCounts]:
+    """Adds the weights of each loss, of a whole mini-batch; and how many of each are not 0.
 
     algorithm.loss_aggregation normalises each over its own tokens, with all samples of a trajectory
     as one sequence; then comes its coefficient.
@@ -210,7 +211,7 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, 
             mask = batch.jagged("cross_entropy_mask")
         coef = algorithm.cross_entropy_coef
         columns["cross_entropy_weights"] = _weights(mask, coef, algorithm, trajectories)
-    return batch.with_columns(**columns), any(column.values.any() for column in columns.values())
+    return batch.with_columns(**columns), token_counts(Batch({**columns}))
 
 
 def _weights(
@@ -253,12 +254,12 @@ def update(
     mini-batch and the policy as it is then.
     """
     found, num = [], algorithm.num_mini_batches
-    batch, have_weights = with_near(
+    batch, counts = with_near(
         actor, _with_each, batch, num, seed, with_loss_weights, algorithm, reads=_WEIGHED
     )
     parts = mini_batches(batch, num, seed)
-    for index, (rows, has_weights) in enumerate(zip(parts, have_weights, strict=True)):
-        if not has_weights:
+    for index, (rows, trained) in enumerate(zip(parts, counts, strict=True)):
+        if not any(trained.values()):
             continue
         part = batch.take(rows)
         if is_prepared(LOSSES[algorithm.loss]):
@@ -271,8 +272,9 @@ def update(
             part, _ = with_near(actor, with_prepared_columns, part, algorithm, its_seed)
         # Every data-parallel rank reports what is true of all of them.
         read = read_by_loss(along_tokens(part), algorithm.loss)
-        found.append(actor.update(read, temperature=temperature)[0])
-    return {f"actor/{name}": value for name, value in merge(found).items()}
+        metrics = actor.update(read, temperature=temperature)[0]
+        found.append(StepMetrics(metrics, trained, int(part.num_tokens.sum())))
+    return {f"actor/{name}": value for name, value in of_update(found).items()}
 
 
 def with_values(batch: B, critic: Group) -> B:
@@ -289,16 +291,19 @@ def update_critic(
     num, aggregation = config.algorithm.num_mini_batches, config.critic.loss_aggregation
     read = batch.select(*columns, *(name for name in _TRAJECTORY if name in batch))
     given = _with_each, read, num, seed, _with_critic_weights, aggregation
-    weighted, _ = with_near(critic, *given, reads=_WEIGHED)
-    parts = mini_batches(weighted, num, seed)
-    found = [critic.update(along_tokens(weighted.take(rows)))[0] for rows in parts]
-    return {f"critic/{name}": value for name, value in merge(found).items()}
+    weighted, counts = with_near(critic, *given, reads=_WEIGHED)
+    found = []
+    for rows, trained in zip(mini_batches(weighted, num, seed), counts, strict=True):
+        part = weighted.take(rows)
+        metrics = critic.update(along_tokens(part))[0]
+        found.append(StepMetrics(metrics, trained, int(part.num_tokens.sum())))
+    return {f"critic/{name}": value for name, value in of_update(found).items()}
 
 
-def _with_critic_weights(batch: Batch, aggregation: str) -> tuple[Batch, None]:
+def _with_critic_weights(batch: Batch, aggregation: str) -> tuple[Batch, TokenCounts]:
     sequences = Trajectories(batch).numbers
     weights = loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
-    return batch.with_columns(loss_weights=weights), None
+    return batch.with_columns(loss_weights=weights), token_counts(Batch({LOSS_WEIGHTS: weights}))
 
 
 def doubts(batch: Batch) -> list[str]:

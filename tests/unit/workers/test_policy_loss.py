@@ -13,11 +13,13 @@ from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.cli.compose import compose_config
+from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig
 from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.workers.policy_loss import (
+    COLUMN_OF_METRIC,
     EARLIER,
     PolicyLoss,
     check_functions,
@@ -110,6 +112,17 @@ def tensors(batch: Batch) -> dict[str, torch.Tensor]:
 def test_a_loss_of_ones_own_gets_all_columns():
     batch = by_reference(all_columns())
     assert read_by_loss(batch, "own.py:loss").names == batch.names
+
+
+def test_a_metric_is_a_mean_over_the_column_that_stands_in_the_table():
+    columns = {name: torch.ones(3) for name in COLUMN_OF_METRIC.values()}
+    top = LOG_PROBS[:, None, None]
+    teacher = {"teacher_top_log_probs": top, "teacher_shares": torch.ones(3, 1)}
+    config = AlgorithmConfig(distillation=DistillationConfig("forward_kl"))
+    found = inputs(scores=SCORES | {"chosen_log_probs": top}, columns=COLUMNS | columns | teacher)
+    _, metrics = PolicyLoss(config)(found)
+    named = {name: metric[0] for name, metric in metrics.items() if isinstance(metric, tuple)}
+    assert named == COLUMN_OF_METRIC
 
 
 def test_the_kl_in_the_reward_is_none_of_the_loss():

@@ -360,6 +360,8 @@ def test_a_mini_batch_of_which_nothing_is_left_is_no_step():
     made = batch().with_columns(
         policy_mask=nothing.with_values(left),
         correction_weights=nothing.with_values(np.ones(9, np.float32)),
+        prompt_ids=nothing,
+        response_ids=nothing,
     )
     for algorithm, num in ((AlgorithmConfig(), 2), (AlgorithmConfig(kl_coef=0.1), 3)):
         actor, algorithm.num_mini_batches = Actor(), 3
