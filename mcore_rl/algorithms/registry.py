@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
@@ -78,7 +79,8 @@ class Registry(Generic[F]):
 
         Raises:
             ConfigError: as for `[name]`; the function takes other parameters; or a setting is
-                unknown to it, missing, or of another type.
+                unknown to it, missing, of another type, or a number that is not finite where its
+                default is.
         """
         function, made = self[name], self.settings(name, settings)
         return cast(F, function if made is None else functools.partial(function, settings=made))
@@ -133,6 +135,7 @@ class Registry(Generic[F]):
 
     def _settings(self, name: str, kind: type, given: Mapping[str, object]) -> object:
         known, what = _kinds_of(kind), f"{self.setting}={name!r}"
+        infinite = {f.name for f in fields(kind) if f.default in (math.inf, -math.inf)}
         for key in given:
             if key not in known:
                 raise ConfigError(
@@ -144,7 +147,7 @@ class Registry(Generic[F]):
             if not has_default and field.name not in given:
                 raise ConfigError(f"{self.settings_key}.{field.name} is needed by {what}")
         values = {
-            key: _typed(f"{self.settings_key}.{key}", value, known[key])
+            key: _typed(f"{self.settings_key}.{key}", value, known[key], key in infinite)
             for key, value in given.items()
         }
         try:
@@ -165,12 +168,16 @@ def _kinds_of(settings: type) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hints[name]) if unions[name] else (hints[name],) for name in names}
 
 
-def _typed(key: str, value: object, allowed: Sequence[Any]) -> object:
-    """The value as one of these types."""
+def _typed(key: str, value: object, allowed: Sequence[Any], may_be_infinite: bool) -> object:
+    """The value as one of these types. NaN, which every check of a range lets pass, is none."""
     for kind in allowed:
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is kind:
+            if isinstance(value, float) and (
+                math.isnan(value) or (math.isinf(value) and not may_be_infinite)
+            ):
+                raise ConfigError(f"{key}={value}; allowed: a finite number")
             return value
     words = [_KINDS[kind] for kind in allowed if kind is not NoneType]
     empty = ["null"] if NoneType in allowed else []

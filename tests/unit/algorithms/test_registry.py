@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
+from mcore_rl.algorithms.advantages import ADVANTAGES
+from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 
@@ -20,6 +23,7 @@ class Settings:
     unit: str = "m"
     most: int | None = None
     is_round: bool = False
+    limit: float = math.inf
 
     def __post_init__(self) -> None:
         if self.scale <= 0:
@@ -71,6 +75,21 @@ def test_settings_are_filled_in_by_type_and_default(registry):
     assert registry.bound("plain", {})(4) == "4"
 
 
+def test_a_number_may_be_infinite_where_its_default_is(registry):
+    for limit in (math.inf, -math.inf):
+        assert registry.settings("scaled", {"scale": 1.0, "limit": limit}).limit == limit
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("functions", "name", "setting"),
+    [(LOSSES, "positive_nll", "min_reward"), (ADVANTAGES, "gigpo", "step_weight")],
+)
+def test_no_function_of_ours_takes_a_number_that_is_not_finite(functions, name, setting, value):
+    with pytest.raises(ConfigError, match=rf"{functions.settings_key}\.{setting}={value}; allowed"):
+        functions.bound(name, {setting: value})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -81,10 +100,13 @@ def test_settings_are_filled_in_by_type_and_default(registry):
         ({"scale": 1.0, "unit": 3}, r"settings.unit=3; allowed: text"),
         ({"scale": 1.0, "is_round": 1}, r"settings.is_round=1; allowed: true or false"),
         ({"scale": -1.0}, r"room.choice_settings.scale=-1.0; allowed: above 0"),
+        ({"scale": math.nan}, r"room.choice_settings.scale=nan; allowed: a finite number"),
+        ({"scale": math.inf}, r"room.choice_settings.scale=inf; allowed: a finite number"),
+        ({"scale": 1.0, "limit": math.nan}, r"settings.limit=nan; allowed: a finite number"),
         (
             {"scael": 1.0},
             r"room.choice_settings.scael is no setting of room.choice='scaled'; allowed: scale, "
-            "unit, most, is_round",
+            "unit, most, is_round, limit",
         ),
     ],
 )
