@@ -217,9 +217,13 @@ class RunOutput:
         return "reward" not in row or bool(row["step"] <= step)
 
     def compared(self, gaps: Mapping[str, float]) -> None:
-        """Keep the largest log-prob gap between trainer and rollout of the whole run."""
-        largest = self.results.get("max_logprob_gap", 0.0)
-        self.results["max_logprob_gap"] = max(gaps["max_logprob_gap"], largest)
+        """Keep the largest log-prob gap between trainer and rollout of the whole run.
+
+        `gaps` is empty where no token was compared.
+        """
+        if gaps:
+            largest = self.results.get("max_logprob_gap", 0.0)
+            self.results["max_logprob_gap"] = max(gaps["max_logprob_gap"], largest)
 
     def evaluated(self, when: str, found: Mapping[str, Mapping[str, float]]) -> None:
         """Record metrics of held-out sets, by name; `when` is "before" or "after"."""

@@ -86,9 +86,14 @@ def split_replayed(batch: B) -> tuple[B, B]:
 
 
 def logprob_gaps(batch: Batch) -> dict[str, float]:
-    """Absolute difference, in nats, of trainer and rollout log-probs at chosen tokens."""
+    """Absolute difference, in nats, of trainer and rollout log-probs at chosen tokens.
+
+    Nothing where the policy has chosen none.
+    """
     trainer, rollout = batch.jagged("log_probs").values, batch.jagged("rollout_log_probs").values
     gaps = np.abs(trainer - rollout)[batch.jagged("response_mask").values != 0]
+    if not len(gaps):
+        return {}
     return {"max_logprob_gap": float(gaps.max()), "mean_logprob_gap": float(gaps.mean())}
 
 
@@ -114,7 +119,7 @@ def _gaps_and_mismatch(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Gaps are of these rows alone, or of all; no others come into question."""
     compared = batch if current is None else batch.take(current)
-    return logprob_gaps(compared) if len(compared) else {}, mismatch(batch)
+    return logprob_gaps(compared), mismatch(batch)
 
 
 def checked_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> dict[str, float]:

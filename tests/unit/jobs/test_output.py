@@ -97,6 +97,7 @@ def test_the_largest_gap_of_the_run_stays_in_the_summary(tmp_path: Path):
     output = RunOutput(tmp_path, RLConfig())
     for gap in (0.25, 0.5, 0.125):
         output.compared({"max_logprob_gap": gap})
+    output.compared({})  # of samples without a chosen token
     assert output.results == {"max_logprob_gap": 0.5}
 
 

@@ -71,6 +71,14 @@ def test_the_gap_is_the_largest_difference_at_chosen_tokens():
     assert logprob_gaps(masked)["max_logprob_gap"] == pytest.approx(0.25)
 
 
+def test_a_step_without_a_chosen_token_has_no_gap():
+    """As where all trajectories of agents have failed and reward.on_error=zero keeps them."""
+    column = batch().jagged("response_mask")
+    nothing = batch().with_columns(response_mask=column.with_values(np.zeros(9, np.int8)))
+    assert logprob_gaps(nothing) == logprob_gaps(batch().take([])) == {}
+    assert checked_mismatch(nothing, None, RLConfig(), 1) == {}
+
+
 @pytest.mark.parametrize("column", ["log_probs", "rollout_log_probs"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_one_log_prob_that_is_not_finite_stops_the_run(column, value):
