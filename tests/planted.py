@@ -98,7 +98,7 @@ FAULTS = {
     "wrong model": Fault(
         World(mounts={"{folder}/model": "size=1m"}),
         "model",
-        r"config\.json: No such file",
+        r"config\.json does not exist",
         "--model-path",
     ),
     "clock": Fault(World(clock_s=100), "clock", r"^(99|100)\.\d+ s ahead of ", "chronyc"),

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mcore_rl.cli.options import Parser
+from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _num_servers(run: Path) -> int:
+    exists("RUN", run)
     settings = read_json_object(run / "config.json")
     rollout = settings.get("rollout")
     if not isinstance(rollout, dict) or not isinstance(rollout.get("num_servers"), int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.observability.garbage import long_lived
 
@@ -45,6 +46,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     with long_lived():  # slow to import
         from transformers import AutoTokenizer
 
+    exists("model.path", path)
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")
     if not has_tokenizer(path):

@@ -110,7 +110,7 @@ def run(settings: ChatSettings) -> None:
         ConfigError: a setting or the model is wrong.
         TimeoutError: the server has not started in time.
     """
-    path = str(model_folder(settings.model, "the model"))
+    path = str(model_folder(settings.model, "DIR"))
     tokenizer = load_tokenizer(path)
     found = read_config(path)
     check_tokenizer_matches(tokenizer, field_of(found, "vocab_size"))

@@ -16,6 +16,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
     read_checkpoint,
     steps_in,
 )
+from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import RLConfig
@@ -51,6 +52,7 @@ def checkpoint_to_resume(
     if config.resume == "auto":
         found = newest_checkpoint(own, tell, read_sums) or _begun_from(folder, read_sums)
     else:
+        exists("resume", config.resume)
         found = read_checkpoint(Path(config.resume), read_sums)
         if found.path.parent == own and steps_in(own)[-1] > found.step:
             raise ConfigError(

@@ -117,7 +117,9 @@ def look_at_model(report: NodeReport, request: DoctorRequest) -> int:
         sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     except OSError as error:
         remedy = "a path that every node sees (--model-path)"
-        report.add("model", "fail", f"{config}: {error.strerror}", "readable", remedy)
+        missing = [path for path in (folder, config) if not path.exists()]
+        value = f"{missing[0]} does not exist" if missing else f"{config}: {error.strerror}"
+        report.add("model", "fail", value, "readable", remedy)
         return 0
     report.facts["model"] = Fact(
         f"{folder}: config.json {digest}, {len(sizes)} files of weights, {_gb(sum(sizes))}"

@@ -56,6 +56,13 @@ TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
             ["rl", "model.path=typo", "data.train_file=a", "data.test_file=b", "output_dir=out"],
             "model.path",
         ),
+        (
+            ["rl", "recipe=quickstart", "output_dir=out", "resume=typo", "--dry-run"],
+            "resume",
+        ),
+        (["eval", "model.path=typo", "data.sets.a=b", "output_dir=out"], "model.path"),
+        (["chat", "typo"], "DIR"),
+        (["servers", "typo"], "RUN"),
     ],
     ids=" ".join,
 )

@@ -208,8 +208,10 @@ def test_a_saved_tokenizer_loads_and_encodes_the_same(tmp_path, tokenizer):
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.path='/no/such' is not a folder"):
+    with pytest.raises(ConfigError, match=r"model\.path='/no/such' does not exist"):
         load_tokenizer("/no/such")
+    with pytest.raises(ConfigError, match=r"model\.path='/dev/null' is not a folder"):
+        load_tokenizer("/dev/null")
     with pytest.raises(
         ConfigError, match=r"model\.path=.*has no tokenizer; it needs one of: tokenizer"
     ):
