@@ -89,7 +89,7 @@ def run(config: RLConfig) -> None:
                 clear(claim.folder)
             prepared = prepare(config, claim.folder, found)
             inputs = check_inputs(prepared)
-            room.check_room(prepared, claim.folder)
+            room.check_room(prepared, claim.folder, found.step if found else 0)
         with (
             session(prepared, num_devices(pool_plans(prepared)), scratch),
             _told(log_dir(claim.folder) / "error.txt"),

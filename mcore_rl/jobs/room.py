@@ -7,7 +7,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from mcore_rl.config.schema import EngineConfig, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.jobs.convert.options import format_bytes
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.models.base import family_of, padded_vocab_size, read_config
-from mcore_rl.reshard.rules import logical_tensors
-from mcore_rl.workers.checkpointer import CHECKPOINTS
+from mcore_rl.models.heads import value_config, value_weights
+from mcore_rl.reshard.rules import Weight, logical_tensors
+from mcore_rl.workers.checkpointer import CHECKPOINTS, HF
 
 _MEMORY = "/dev/shm"
 # Read before the scope of a run points TMPDIR to a folder that goes with the run.
@@ -31,8 +33,20 @@ _ELSEWHERE = tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp", _MEMORY)))
 def weight_bytes(config: RLConfig | TrainConfig) -> int:
     """Of the model's weights in a Hugging Face checkpoint of model.dtype."""
     hf_config = read_config(config.model.path)
-    itemsize = getattr(torch, config.model.dtype).itemsize
     weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
+    return _bytes_of(weights, config.model.dtype)
+
+
+def critic_bytes(config: RLConfig) -> int:
+    """Of the weights of the value model, in model.dtype."""
+    starts_from = read_config(config.critic.model_path or config.model.path)
+    hf_config = value_config(starts_from)
+    weights = value_weights(hf_config, padded_vocab_size(hf_config, 1))
+    return _bytes_of(weights, config.model.dtype)
+
+
+def _bytes_of(weights: Sequence[Weight], dtype: str) -> int:
+    itemsize = getattr(torch, dtype).itemsize
     return sum(
         math.prod(tensor.shape) * (torch.float32.itemsize if weight.float32 else itemsize)
         for weight in weights
@@ -40,8 +54,11 @@ def weight_bytes(config: RLConfig | TrainConfig) -> int:
     )
 
 
-def check_room(config: RLConfig, folder: Path) -> None:
-    """Raise ConfigError when the disk under `folder` has too little space for a run."""
+def check_room(config: RLConfig, folder: Path, done: int = 0) -> None:
+    """Raise ConfigError when the disk under `folder` has too little space for a run.
+
+    `done` is the step after which it goes on.
+    """
     copies = {"the checkpoint": 1}
     if config.warm_start.num_steps:
         copies["the warm start's"] = 1
@@ -51,6 +68,10 @@ def check_room(config: RLConfig, folder: Path) -> None:
     sizes = {name: size * n for name, n in copies.items()}
     if config.trainer.save_every:
         sizes["training checkpoints"] = training_bytes(config, config.actor, size, folder)
+        if needs_critic(config):
+            critic = training_bytes(config, config.critic, critic_bytes(config), folder)
+            sizes["training checkpoints of the critic"] = critic
+    sizes |= export_sizes(config, size, folder, done)
     refuse_more(config.output_dir, folder, sizes)
 
 
@@ -63,6 +84,18 @@ def refuse_more(output_dir: str, folder: Path, sizes: Mapping[str, int]) -> None
             f"output_dir={output_dir!r} has {format_bytes(free)} left; needed are "
             f"{format_bytes(needed)} ({parts})"
         )
+
+
+def export_sizes(
+    config: RLConfig | TrainConfig, weights: int, folder: Path, done: int = 0
+) -> dict[str, int]:
+    """Of the exports of checkpoint.hf_every that are still to come: all of them stay."""
+    every, last = config.checkpoint.hf_every, config.trainer.num_steps
+    if not every:
+        return {}
+    due = {step for step in range(every, last + 1, every) if step > done}
+    to_come = due - {*steps_in(folder / HF)}  # others are replaced
+    return {"exports": weights * len(to_come)} if to_come else {}
 
 
 def training_bytes(

@@ -90,7 +90,8 @@ def run(config: TrainConfig) -> None:
             steps = replace(config.trainer, num_steps=inputs.num_steps)
             config = replace(config, trainer=steps)
             found = checkpoint_read_by_nodes(config, claim.folder)
-            room.refuse_more(config.output_dir, claim.folder, _sizes(config, claim.folder))
+            sizes = _sizes(config, claim.folder, found.step if found else 0)
+            room.refuse_more(config.output_dir, claim.folder, sizes)
         if last := ended_after(config, found, claim.folder):
             print(f"the run in {claim.folder} has ended after step {last}")
             if scratch is None:
@@ -299,11 +300,11 @@ def _stop_signals(config: TrainConfig) -> AbstractContextManager[StopSignals]:
     return stop_signals(how_to_go_on(config))
 
 
-def _sizes(config: TrainConfig, folder: Path) -> dict[str, int]:
-    """Bytes that a run writes."""
+def _sizes(config: TrainConfig, folder: Path, done: int) -> dict[str, int]:
+    """Bytes that a run writes after the step `done`."""
     weights = room.weight_bytes(config)
     sizes = {"the checkpoint": weights}
     if config.trainer.save_every:
         checkpoints = room.training_bytes(config, config.engine, weights, folder)
         sizes["training checkpoints"] = checkpoints
-    return sizes
+    return sizes | room.export_sizes(config, weights, folder, done)

@@ -25,6 +25,7 @@ DENSE = {
 # 2 * 8 * 8, k and v 2 * 4 * 8, the norms of q and k 2 * 2, the MLP 3 * 16 * 8.
 PARAMETERS = 2 * 128 * 8 + 8 + 2 * (16 + 128 + 64 + 4 + 384)
 ONE = 2 * PARAMETERS  # bytes of the weights in bfloat16
+CRITIC = ONE - 2 * 128 * 8 + 2 * (8 + 1)  # without the head, with the value head and its bias
 
 
 def config(folder: Path) -> RLConfig:
@@ -43,6 +44,16 @@ def with_training_checkpoints(config: RLConfig) -> None:
     config.trainer.save_every = 5
 
 
+def with_a_critic(config: RLConfig) -> None:
+    with_training_checkpoints(config)
+    config.algorithm.advantage = "gae"
+
+
+def with_exports(config: RLConfig) -> None:
+    """After steps 3, 6 and 9."""
+    config.trainer.num_steps, config.checkpoint.hf_every = 10, 3
+
+
 def with_files_on_the_way(config: RLConfig) -> None:
     config.weight_sync.method = "full_export"
 
@@ -53,6 +64,8 @@ def with_files_on_the_way(config: RLConfig) -> None:
         (lambda config: None, 1, "the checkpoint)"),
         (with_warm_start, 2, "the warm start's)"),
         (with_training_checkpoints, 1 + 3 * 7, "training checkpoints)"),
+        (with_a_critic, 1 + 3 * 7 * (1 + CRITIC / ONE), "training checkpoints of the critic)"),
+        (with_exports, 1 + 3, "exports)"),
         (with_files_on_the_way, 2, "weights exported for the servers)"),
     ],
 )
@@ -61,13 +74,32 @@ def test_a_run_needs_room_for_all_that_it_writes_at_a_time(
 ):
     asked = config(tmp_path)
     change(asked)
-    free = SimpleNamespace(free=copies * ONE)
+    free = SimpleNamespace(free=round(copies * ONE))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     room.check_room(asked, tmp_path)
     free.free -= 1
     with pytest.raises(ConfigError, match=r"^output_dir='out' has .* left; needed are") as raised:
         room.check_room(asked, tmp_path)
     assert str(raised.value).endswith(parts)
+
+
+def test_exports_that_are_there_or_before_the_first_step_need_no_room(tmp_path):
+    asked = config(tmp_path)
+    with_exports(asked)
+    assert room.export_sizes(asked, ONE, tmp_path, done=3) == {"exports": 2 * ONE}
+    (tmp_path / "hf" / "step_000006").mkdir(parents=True)  # is replaced
+    assert room.export_sizes(asked, ONE, tmp_path, done=3) == {"exports": ONE}
+    assert room.export_sizes(asked, ONE, tmp_path, done=9) == {}
+
+
+def test_a_critic_of_its_own_checkpoint_takes_the_room_of_that_one(tmp_path):
+    asked = config(tmp_path)
+    larger = tmp_path / "larger"
+    larger.mkdir()
+    (larger / "config.json").write_text(json.dumps(DENSE | {"vocab_size": 256}))
+    assert room.critic_bytes(asked) == CRITIC
+    asked.critic.model_path = str(larger)
+    assert room.critic_bytes(asked) == CRITIC + 2 * 128 * 8
 
 
 def test_a_router_s_bias_stays_in_float32(tmp_path):
