@@ -12,6 +12,7 @@ from mcore_rl.config.schema import RLConfig
 LEAST_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
 BYTES_PER_TOKEN = 96  # of all columns that a sample gets in a step, recorded experts apart
+MADE_BYTES_PER_TOKEN = 40  # of those that a server makes
 _MOST = 0.8  # of what is free
 
 

@@ -169,24 +169,25 @@ class RankActor:
     def make(
         self,
         method: str,
-        num_objects: int,
+        num_pieces: int,
+        num_parts: int,
         is_output: bool,
         args: list[Any],
         kwargs: dict[str, Any],
         *batches: Any,
     ) -> list[Any]:
-        """The same for a method that returns new samples: the reply, and `num_objects` of columns.
+        """The same for a method that returns new samples: the reply, and objects of `pieces`.
 
         They are results of this call, so they belong to the caller and outlive this process.
         """
-        found: list[Any] = [None] * num_objects
+        found: list[Any] = [None] * (num_pieces * (1 + num_parts))
 
         def run() -> Any:
             here = [self._here(one) for one in batches]
             made = self._value(method, args, kwargs, here)
             if made is None:  # of a rank that has no part in it
                 return None
-            value, found[:] = pieces(made, num_objects)
+            value, found[:] = pieces(made, num_pieces, num_parts)
             return value
 
         return [_guarded(run), *found]

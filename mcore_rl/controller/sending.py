@@ -28,14 +28,18 @@ def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> Sent:
 
 
 def send_for_samples(
-    actors: Sequence[Any], method: str, parts: Sequence[CallPart], num_objects: int
+    actors: Sequence[Any],
+    method: str,
+    parts: Sequence[CallPart],
+    num_pieces: int,
+    num_parts: int,
 ) -> tuple[Sent, dict[int, list[Any]]]:
     """The same with `RankActor.make`; with the references to what each rank's batch is made of."""
-    sent, of_columns = {}, {}
+    sent, of_columns, num_objects = {}, {}, num_pieces * (1 + num_parts)
     for part in parts:
         for rank, given in _arguments(part).items():
             make = actors[rank].make.options(num_returns=1 + num_objects)
-            reply, *of_columns[rank] = make.remote(method, num_objects, *given)
+            reply, *of_columns[rank] = make.remote(method, num_pieces, num_parts, *given)
             sent[reply] = rank
     return sent, of_columns
 

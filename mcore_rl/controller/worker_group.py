@@ -25,7 +25,7 @@ from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.call_parts import with_given
 from mcore_rl.controller.detached import GroupCard, actor_options, find_group
 from mcore_rl.controller.dispatch import Registration, registered_methods
-from mcore_rl.controller.object_columns import NUM_PIECES
+from mcore_rl.controller.object_columns import NUM_PIECES, num_pieces
 from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
@@ -36,11 +36,18 @@ from mcore_rl.parallel.mesh import Mesh
 class Method:
     """A registered method of a group: call it, or `submit` it and continue."""
 
-    def __init__(self, group: WorkerGroup, name: str, registration: Registration) -> None:
+    def __init__(
+        self, group: WorkerGroup, name: str, registration: Registration, pieces: int = NUM_PIECES
+    ) -> None:
         self._group, self._name, self._registration = group, name, registration
+        self._pieces = pieces  # that a call returns which makes samples
+
+    def making(self, num_bytes: int) -> Method:
+        """For a call that may return new samples of so many bytes, in objects of the usual size."""
+        return Method(self._group, self._name, self._registration, num_pieces(num_bytes))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        return self._group._submit(self._name, self._registration, args, kwargs)
+        return self._group._submit(self._name, self._registration, args, kwargs, self._pieces)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pending = self.submit(*args, **kwargs)
@@ -94,7 +101,7 @@ class WorkerGroup:
         release = functools.partial(pool.release, share, bundles)
         give_back = pool.close if pool.detached else release
         self._set_up(pool.detached or name, worker_class, layout, timeouts, give_back)
-        self._num_objects = NUM_PIECES * (1 + num_parts)
+        self._num_parts = num_parts
         self._detached, self._share = bool(pool.detached), share
         if pool.num_ranks < bundles.stop:
             start = f" from bundle {first_bundle} on" if first_bundle else ""
@@ -148,7 +155,7 @@ class WorkerGroup:
         self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
         self._give_back = give_back  # what the group has of its pool
-        self._num_objects = NUM_PIECES  # that a call returns which makes samples
+        self._num_parts = 0
         self._worker_class, self._methods = worker_class, self._bind(worker_class)
 
     def __getattr__(self, name: str) -> Method:
@@ -263,7 +270,12 @@ class WorkerGroup:
         self._built = PendingCall(self, "__init__", built, dict, self._start_limit)
 
     def _submit(
-        self, method: str, registration: Registration, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: str,
+        registration: Registration,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        pieces: int,
     ) -> PendingCall:
         if self.ended:
             raise RuntimeError(f"{self.name}.{method} was called, but {self.ended}")
@@ -272,7 +284,8 @@ class WorkerGroup:
         parts = registration.scatter(self.mesh, read, read_kwargs)
         gather, of_columns = registration.dispatch_mode.gather, dict[int, list[Any]]()
         if registration.makes:
-            sent, of_columns = send_for_samples(self._actors, method, parts, self._num_objects)
+            made = self._actors, method, parts, pieces, self._num_parts
+            sent, of_columns = send_for_samples(*made)
         else:
             sent = send(self._actors, method, parts)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from mcore_rl.controller.object_columns import store
+from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
 from mcore_rl.controller.pending import WorkerError, wait_for_any
 from mcore_rl.controller.silence import Silent, report
 from mcore_rl.data.batch import Batch, Samples
@@ -174,10 +175,12 @@ class ServerPool(ServerGroups):
                 return
             del server.collecting[stream]
             yield from self._wanted(server, stream, call.result()[0])
-        if self._its(server, stream):
+        if its := self._its(server, stream):
             held_s = self._held_s(at_least, num_serving)
             share = math.ceil(at_least / num_serving)
-            server.collecting[stream] = server.group.collect.submit(stream, held_s, share)
+            tokens = sum(sorted(one.tokens for one in its)[-max(share, 1) :])
+            collect = server.group.collect.making(tokens * MADE_BYTES_PER_TOKEN)
+            server.collecting[stream] = collect.submit(stream, held_s, share)
 
     def _held_s(self, at_least: int, num_serving: int) -> float:
         """How long a server may wait with its answer. Meanwhile it takes no other call."""

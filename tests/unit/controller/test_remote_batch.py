@@ -14,9 +14,11 @@ import pytest
 from mcore_rl.controller import object_columns
 from mcore_rl.controller.dispatch import Dispatch, register, registered_methods
 from mcore_rl.controller.object_columns import (
+    MOST_PIECES,
     NUM_PIECES,
     LostColumnsError,
     fetch,
+    num_pieces,
     pieces,
     store,
 )
@@ -258,7 +260,7 @@ def test_new_samples_take_as_many_objects_as_their_call_returns(objects: Store, 
     rows = [np.full((length, 4, 10), row, np.int64) for row, length in enumerate(lengths)]
     ids = Jagged.of([[row] * length for row, length in enumerate(lengths)], np.int64)
     batch = Batch({"response_ids": ids, "seen/first": Jagged.of(rows, np.int64)})
-    found, made = pieces(batch, 2 * NUM_PIECES)
+    found, made = pieces(batch, NUM_PIECES, 1)
     assert len(made) == 2 * NUM_PIECES
     sizes = [one["seen/first"].values.nbytes for one in made if one and "seen/first" in one]
     whole = batch.jagged("seen/first").values.nbytes
@@ -271,8 +273,22 @@ def test_more_parts_than_a_group_was_started_for_are_refused(objects: Store):
     batch = batch_of(np.random.default_rng(3), 12)
     told = r"parts \['seen/first', 'seen/none'\]; allowed: 1, the num_parts of their WorkerGroup"
     with pytest.raises(ValueError, match=told):
-        pieces(batch, 2 * NUM_PIECES)
-    assert len(pieces(batch, 3 * NUM_PIECES)[1]) == 3 * NUM_PIECES
+        pieces(batch, NUM_PIECES, 1)
+    assert len(pieces(batch, NUM_PIECES, 2)[1]) == 3 * NUM_PIECES
+
+
+def test_a_call_that_may_return_more_returns_more_objects_and_none_is_larger(objects: Store):
+    """Here an object has 300 bytes, or up to a sample more."""
+    ids = Jagged.of([[row] * 10 for row in range(90)], np.int64)
+    batch = Batch({"response_ids": ids})
+    sizes = {}
+    for num_bytes in (0, ids.values.nbytes):
+        found, made = pieces(batch, num_pieces(num_bytes))
+        sizes[num_bytes] = [one["response_ids"].values.nbytes for one in made if one]
+        assert_same(fetch(found.at([objects.put(one) for one in made])), batch)
+    assert len(sizes[0]) == NUM_PIECES and max(sizes[0]) > 800
+    assert max(sizes[ids.values.nbytes]) <= 300 + 80
+    assert num_pieces(1 << 40) == MOST_PIECES
 
 
 @pytest.mark.parametrize(

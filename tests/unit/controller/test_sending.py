@@ -118,6 +118,27 @@ def group_of(workers: list[Any]) -> WorkerGroup:
     return group
 
 
+class Maker:
+    @register(makes=True)
+    def make(self) -> Batch: ...
+
+
+def test_a_call_that_may_make_more_has_more_results(monkeypatch):
+    """As many objects of all other columns together as of each part."""
+    monkeypatch.setattr(object_columns, "_object_bytes", lambda: 1000)
+    group, asked = group_of([Maker()]), []
+
+    def options(num_returns: int) -> Any:
+        asked.append(num_returns)
+        results = [Reply(None) for _ in range(num_returns)]
+        return SimpleNamespace(remote=lambda *given: asked.append(given[1:3]) or results)
+
+    group._actors, group._num_parts = [SimpleNamespace(make=SimpleNamespace(options=options))], 2
+    group.make.submit()
+    group.make.making(10_500).submit()
+    assert asked == [1 + 8 * 3, (8, 2), 1 + 11 * 3, (11, 2)]
+
+
 def test_of_a_list_each_rank_fetches_what_it_reads_and_gives_back_what_it_writes(monkeypatch):
     kept: list[Any] = []
     objects = SimpleNamespace(

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
 from mcore_rl.controller import object_columns
+from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
 from mcore_rl.controller.pending import Limit, PendingCall, WorkerError
 from mcore_rl.controller.rank_actor import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
@@ -46,7 +47,7 @@ class ServedGroup:
     def __init__(self, number: int, start_limit: Limit = NEVER) -> None:
         self.name, self.ended, self._start_limit = f"rollout-{number}", "", start_limit
         self.worker_infos = {0: WorkerInfo("host", "node", 1, "/nowhere")}
-        self.calls, self.building = list[Call](), list[Call]()
+        self.calls, self.building, self.may_make = list[Call](), list[Call](), list[int]()
 
     def close(self, reason: str = "") -> None:
         self.ended = self.ended or reason or "closed"
@@ -57,6 +58,11 @@ class ServedGroup:
         )
 
         class Method:
+            @staticmethod
+            def making(num_bytes: int) -> Any:
+                self.may_make.append(num_bytes)
+                return Method
+
             @staticmethod
             def submit(*given: Any) -> Call:
                 self.calls.append(Call(self, method, given, limit))
@@ -246,6 +252,26 @@ def test_servers_are_asked_for_their_share_and_the_more_there_are_the_longer_eac
     pool.begin(prompts(0), SAMPLING)
     pool.collect("train", 0, ALL)
     assert group.last("collect").given[1:] == (TOGETHER_S, ALL)
+
+
+def test_a_server_may_answer_with_as_many_bytes_as_its_share_of_groups_has_tokens():
+    """Each has two samples, of a prompt and up to three tokens."""
+    pool = pool_of(group := ServedGroup(0))
+    ids = Jagged.of([[1] * num for num in (9, 1, 2, 4)], np.int64)
+    pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
+    for at_least, lengths in ((1, [9]), (2, [4, 2]), (ALL, [1, 2, 4])):
+        pool.collect("train", 0, at_least)
+        assert group.may_make.pop() == sum(2 * (num + 3) * MADE_BYTES_PER_TOKEN for num in lengths)
+        group.last("collect").answer(samples(0, 0) if at_least == 1 else samples(0))
+
+
+def test_samples_of_servers_have_no_more_bytes_a_token_than_is_counted():
+    one = Sample([1], [2], [1], [0.0], [0], "stop", 0, process_rewards=[0.5], state_ids=[1])
+    made = Batch.of([one])
+    along = [column for name in made.names if isinstance(column := made[name], Jagged)]
+    ids, others = along.pop([made["prompt_ids"] is c for c in along].index(True)), along
+    assert ids.values.nbytes <= MADE_BYTES_PER_TOKEN
+    assert sum(column.values.nbytes for column in others) <= MADE_BYTES_PER_TOKEN
 
 
 def test_while_weights_change_groups_are_taken_and_begun_and_no_weights_are_asked_for():
