@@ -7,9 +7,11 @@ import re
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from tests.e2e.conftest import Job
 from tests.e2e.outcomes import rows_of
 from tests.e2e.processes import lives
 from tests.e2e.test_resume import ONE_RANK
@@ -115,12 +117,7 @@ def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_
     job.wait_until(
         lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
     )
-    log = job.output / "logs" / "models.user-0.log"
-    server = {p.pid: p for p in set(job.processes) if lives(p) and _prints_to(p.pid) == str(log)}
-    is_inner = {pid: p.ppid() in server for pid, p in server.items()}
-    assert sorted(is_inner.values()) == [False, True]
-    [pid] = [pid for pid, inner in is_inner.items() if inner == (part == "the engine")]
-    server[pid].kill()
+    _part_of_server_0(job, part).kill()
     killed = time.monotonic()
     assert job.process.wait(120) == 1
     assert time.monotonic() - killed < 60
@@ -130,8 +127,9 @@ def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_
 
 
 @pytest.mark.nightly  # tests/unit/agents/test_remote_deaths.py has the client
+@pytest.mark.parametrize("part", ["the actor", "the engine"])
 def test_one_of_two_servers_of_a_frozen_model_dies_and_the_run_goes_on(
-    start_job, own_model_and_data
+    start_job, own_model_and_data, part
 ):
     job = start_job(
         *own_model_and_data, *CONVERSATION, "models.user.num_servers=2", "trainer.num_steps=6"
@@ -139,14 +137,20 @@ def test_one_of_two_servers_of_a_frozen_model_dies_and_the_run_goes_on(
     job.wait_until(
         lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
     )
-    log = job.output / "logs" / "models.user-0.log"
-    for process in set(job.processes):
-        if lives(process) and _prints_to(process.pid) == str(log):
-            process.kill()
+    _part_of_server_0(job, part).kill()
     assert job.process.wait(300) == 0, job.stderr
     rows = [row for row in rows_of(job.output) if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert job.left() == []
+
+
+def _part_of_server_0(job: Job, part: str) -> psutil.Process:
+    log = job.output / "logs" / "models.user-0.log"
+    server = {p.pid: p for p in set(job.processes) if lives(p) and _prints_to(p.pid) == str(log)}
+    is_inner = {pid: p.ppid() in server for pid, p in server.items()}
+    assert sorted(is_inner.values()) == [False, True]
+    [pid] = [pid for pid, inner in is_inner.items() if inner == (part == "the engine")]
+    return server[pid]
 
 
 def _prints_to(pid: int) -> str:
