@@ -53,7 +53,7 @@ def test_a_path_is_taken_from_another_run_and_of_this_one_only_the_newest(tmp_pa
         assert found is not None and found.path == path
     with pytest.raises(ConfigError, match="output_dir has a newer one, of step 4; allowed: 'auto'"):
         checkpoint_to_resume(config(tmp_path, str(older)), tmp_path)
-    with pytest.raises(ConfigError, match="^resume='.*/nowhere' does not exist$"):
+    with pytest.raises(ConfigError, match=r"^resume='.*/nowhere' does not exist$"):
         checkpoint_to_resume(config(tmp_path, str(tmp_path / "nowhere")), tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} is no training checkpoint"):
         checkpoint_to_resume(config(tmp_path, str(tmp_path)), tmp_path)

@@ -63,8 +63,8 @@ def prompts(groups: range, killing: Callable[[int], bool] = lambda group: False)
         {
             "prompt_ids": Jagged.of([[5]] * len(groups), np.int64),
             "group_ids": np.array(groups),
-            "fields": np.array([json.dumps(row) for row in fields], np.str_),
-            "messages": np.array(["[]"] * len(groups), np.str_),
+            "fields": Jagged.of_texts(map(json.dumps, fields)),
+            "messages": Jagged.of_texts(["[]"] * len(groups)),
             "rows": np.array(groups),
         }
     )
