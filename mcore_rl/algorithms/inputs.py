@@ -205,6 +205,23 @@ class LossInputs:
         return self.columns[name]
 
 
+def reward_part(batch: Batch, name: str) -> npt.NDArray[np.float64] | None:
+    """[samples]: what the reward function returned under this name, and 0 where it failed.
+
+    None if it returns nothing of that name. Where it failed for all, no part is known.
+    """
+    if (column := f"reward/{name}") in batch:
+        return np.nan_to_num(batch.array(column).astype(np.float64))
+    if "reward_errors" in batch and (batch.array("reward_errors") != "").all():
+        return np.zeros(len(batch))
+    return None
+
+
+def reward_parts(batch: Batch) -> list[str]:
+    """The names of what the reward function returned."""
+    return [c.removeprefix("reward/") for c in batch.columns if c.startswith("reward/")]
+
+
 class Estimates(NamedTuple):
     """What an advantage function may return for a run with a value model."""
 
@@ -227,18 +244,17 @@ class AdvantageInputs:
         return self.batch.array("rewards")
 
     def reward_part(self, name: str) -> npt.NDArray[np.float64]:
-        """[samples]: what the reward function returned under this name.
+        """[samples]: what the reward function returned under this name; 0 where it failed.
 
         Raises:
             ConfigError: it returned none.
         """
-        if (column := f"reward/{name}") not in self.batch:
-            names = sorted(key for key in self.batch.columns if key.startswith("reward/"))
+        if (found := reward_part(self.batch, name)) is None:
             raise ConfigError(
                 f"algorithm.advantage asks for the part {name!r} of the reward; reward.name gives "
-                f"{', '.join(key.removeprefix('reward/') for key in names) or 'none'}"
+                f"{', '.join(sorted(reward_parts(self.batch))) or 'none'}"
             )
-        return self.batch.array(column).astype(np.float64)
+        return found
 
     @property
     def token_rewards(self) -> Jagged:

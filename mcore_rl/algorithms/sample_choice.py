@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.algorithms.group_advantages import equal_in_group
+from mcore_rl.algorithms.inputs import reward_part, reward_parts
 from mcore_rl.algorithms.reductions import Floats, Groups
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.checks import between
@@ -138,13 +139,12 @@ def reward_or_part(batch: Batch, name: str, setting: str) -> Floats:
     Raises:
         ConfigError: it returned nothing of that name.
     """
-    column = "rewards" if name == "reward" else f"reward/{name}"
-    if column not in batch:
-        known = [c.removeprefix("reward/") for c in batch.columns if c.startswith("reward/")]
-        raise ConfigError(
-            f"{setting}={name!r} is no part of the reward; allowed: {', '.join(['reward', *known])}"
-        )
-    return np.nan_to_num(batch.array(column).astype(np.float64))
+    if name == "reward":
+        return np.nan_to_num(batch.array("rewards").astype(np.float64))
+    if (found := reward_part(batch, name)) is None:
+        known = ", ".join(["reward", *reward_parts(batch)])
+        raise ConfigError(f"{setting}={name!r} is no part of the reward; allowed: {known}")
+    return found
 
 
 def kept_groups(batch: Batch, config: SamplesConfig) -> Batch:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from mcore_rl.algorithms.inputs import reward_part
 from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
@@ -45,8 +46,8 @@ class Evaluation:
     def run(self, step: int) -> dict[str, float]:
         """Metrics eval/SET/NAME, of the weights after this step; the samples are saved.
 
-        Raises:
-            ConfigError: with reward.on_error=drop, if no response of a set got a reward.
+        A response whose reward failed counts as 0, whatever reward.on_error does with it in
+        training: without it the others would look better than the policy is.
         """
         found: Found = {}
         self.latest = []
@@ -54,8 +55,9 @@ class Evaluation:
             samples = self.rollout.evaluate(prompts, self.config.evaluation)
             self.tables.of_evaluation(step, name, samples)
             self.latest.append(samples)
-            left, errors = steps.judged(samples, self.config.reward.on_error)
-            found[name] = scores(left, self.config.reward) | errors
+            found[name] = scores(samples, self.config.reward)
+            if self.config.reward.on_error != "stop":
+                found[name]["reward_errors"] = steps.failed_share(samples)
         for when, at in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == at:
                 self.record(when, found)
@@ -88,7 +90,7 @@ def scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
     """Mean reward and parts, each with its standard error, tokens, and what else tells of a set.
 
     All are over trajectories. accuracy is there where the reward is one (`ACCURACIES`): alone, or
-    as a term.
+    as a term. A response whose reward failed has reward 0, is not right, and has no parts.
     """
     batch = Trajectories(per_sample(batch)).joined()
     groups, rewards = batch.array("group_ids"), batch.array("rewards")
@@ -97,8 +99,9 @@ def scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
         values["accuracy"] = rewards
     values |= {name: batch.array(name) for name in batch.columns if name.startswith("reward/")}
     for name, term in config.terms.items():
-        if term.get("name", name) in ACCURACIES and f"reward/{name}" in values:
-            values[f"accuracy/{name}"] = values[f"reward/{name}"]
+        is_accuracy = term.get("name", name) in ACCURACIES
+        if is_accuracy and (right := reward_part(batch, name)) is not None:
+            values[f"accuracy/{name}"] = right
     found = {}
     if "roles" in batch:
         roles = batch.array("roles")

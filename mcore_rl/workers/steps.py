@@ -39,12 +39,20 @@ _WEIGHED = (
 def with_baseline_rewards(batch: B, greedy: Samples) -> B:
     """Adds baseline_rewards: of the one greedy response to the same prompt, in the same role.
 
-    Without the samples of prompts whose greedy response got no reward.
+    Without the samples of prompts whose greedy response got no reward, which says nothing of what
+    the policy earns there.
+
+    Raises:
+        ConfigError: none of the greedy responses got one.
     """
-    found_for = zip(_asked_of(greedy), greedy.array("rewards"), strict=True)
-    rewards = {asked: reward for asked, reward in found_for if not np.isnan(reward)}
+    has_reward = greedy.array("reward_errors") == ""
+    found_for = zip(_asked_of(greedy), greedy.array("rewards"), has_reward, strict=True)
+    rewards = {asked: reward for asked, reward, is_found in found_for if is_found}
     groups = _asked_of(batch)
     rows = [row for row, group in enumerate(groups) if group in rewards]
+    if not rows:
+        first = greedy.array("reward_errors")[0]
+        raise ConfigError(f"none of {len(greedy)} greedy responses got a reward; first: {first}")
     found = np.array([rewards[groups[row]] for row in rows], np.float32)
     return batch.take(rows).with_columns(baseline_rewards=found)
 
@@ -68,7 +76,7 @@ def judged(batch: B, on_error: str) -> tuple[B, dict[str, float]]:
         return batch, {}
     errors = batch.array("reward_errors")
     left = np.flatnonzero(errors == "").tolist()
-    metrics = {"reward_errors": 1 - len(left) / len(batch)}
+    metrics = {"reward_errors": failed_share(batch)}
     if on_error != "drop":
         return batch, metrics
     if not left:
@@ -77,6 +85,11 @@ def judged(batch: B, on_error: str) -> tuple[B, dict[str, float]]:
             f"the first: {errors[0]}"
         )
     return batch.take(left), metrics | {"dropped": float(len(batch) - len(left))}
+
+
+def failed_share(batch: Samples) -> float:
+    """Of the samples, those that got no reward."""
+    return float((batch.array("reward_errors") != "").mean())
 
 
 def with_reference_log_probs(batch: B, score: Callable[..., B], temperature: float) -> B:

@@ -168,6 +168,20 @@ def test_a_part_that_the_reward_does_not_give_is_named():
         token_advantages(batch, "gdpo", {"parts": "format,speed"})
 
 
+def test_the_parts_of_a_failed_reward_count_as_0():
+    """Whether it failed for one response, whose part is NaN, or for all, without a part."""
+    batch = answered([2, 1]).with_columns(reward_errors=np.array(["", "raised"]))
+    failed = batch.with_columns(**{"reward/right": np.array([1.0, np.nan])})
+    as_zero = batch.with_columns(**{"reward/right": np.array([1.0, 0.0])})
+    found, wanted = (
+        token_advantages(one, "gdpo", {"parts": "right"})["advantages"].values
+        for one in (failed, as_zero)
+    )
+    assert found.tolist() == wanted.tolist() and found.any()
+    all_failed = batch.with_columns(reward_errors=np.array(["raised", "raised"]))
+    assert not token_advantages(all_failed, "gdpo", {"parts": "right"})["advantages"].values.any()
+
+
 def test_the_reward_of_a_response_is_at_its_last_chosen_token():
     batch = columns([[1, 1, 0], [], [0, 0], [0, 1]]).with_columns(rewards=np.array([5.0, 6, 7, 8]))
     rows = [row.tolist() for row in AdvantageInputs(batch).token_rewards]

@@ -62,6 +62,12 @@ def test_uniform_groups_are_dropped_by_the_reward_or_a_part_of_it():
     assert kept_groups(made, SamplesConfig()) is made
 
 
+def test_a_group_whose_rewards_have_all_failed_is_uniform_in_every_part():
+    made = batch([0, 0], [0, 0]).with_columns(reward_errors=np.array(["late", "late"]))
+    config = SamplesConfig(group_filter="drop_uniform", group_filter_settings={"of": "answer"})
+    assert ids(kept_groups(made, config)) == []
+
+
 @pytest.mark.parametrize("body", ["batch.array('rewards')", "[True] * len(batch)", "None"])
 def test_a_filter_of_ones_own_has_to_return_a_bool_a_sample(tmp_path, body):
     file = tmp_path / "own.py"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import (
@@ -18,6 +19,7 @@ from mcore_rl.config.schema import (
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.sync import SyncTrainer
+from mcore_rl.workers import steps
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.learner import Learner
@@ -61,6 +63,7 @@ class Servers:
     def __init__(self, batch: Batch):
         self.batch, self.versions = batch, []
 
+    greedy_error = ""  # why the greedy response to the prompt of group 0 got no reward
     has_joining, num_up = False, 1
 
     def follow_wanted(self): ...
@@ -73,7 +76,9 @@ class Servers:
         if not is_greedy:
             return self.batch
         rewards = np.array([0.0, 0.25, 0.0], np.float32)
-        return Batch({"group_ids": np.array([2, 1, 0]), "rewards": rewards})
+        failed = np.array(["", "", self.greedy_error])
+        ids = np.array([2, 1, 0])
+        return Batch({"group_ids": ids, "rewards": rewards, "reward_errors": failed})
 
     def sleep(self, keep):
         assert self.versions == []
@@ -260,3 +265,14 @@ def test_remax_takes_off_the_reward_of_a_greedy_response(tmp_path):
     update = after_one_step(tmp_path, {"advantage": "remax"})[2]
     found = [float(row[0]) for row in update.jagged("advantages")]
     assert sorted(found) == [0.0, 0.0, 0.0, 0.75, 0.75, 1.0]
+
+
+def test_remax_leaves_out_a_prompt_whose_greedy_response_got_no_reward(tmp_path, monkeypatch):
+    """Its reward of 0 is no baseline."""
+    monkeypatch.setattr(Servers, "greedy_error", "too late")
+    update = after_one_step(tmp_path, {"advantage": "remax"})[2]
+    assert set(update.array("group_ids").tolist()) == {1, 2}
+    with pytest.raises(ConfigError, match="none of 1 greedy responses got a reward; first: x"):
+        greedy = {"group_ids": [0], "rewards": [0.0], "reward_errors": ["x"]}
+        greedy = Batch({name: np.array(column) for name, column in greedy.items()})
+        steps.with_baseline_rewards(answered(), greedy)

@@ -27,6 +27,12 @@ def sample(group: int, reward: float, *, ids=(1, 2), finish: str = "stop", **par
     )
 
 
+def failed(group: int) -> Sample:
+    one = sample(group, 0.0)
+    one.reward_error = "raised"
+    return one
+
+
 class Tokenizer:
     def decode(self, ids, skip_special_tokens=False):
         return " ".join(map(str, ids))
@@ -67,6 +73,30 @@ def test_an_accuracy_is_named_where_the_reward_is_one():
     found = scores(batch, RewardConfig(terms=terms))
     assert found["accuracy/right"] == 0.5 and "accuracy" not in found
     assert found["reward/brief"] == pytest.approx(-0.05)
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on_error):
+    """1 of 4 is right and 2 have no reward: the accuracy is 1 / 4, and of a set of errors 0."""
+    config = RLConfig(reward=RewardConfig(name="final_number", on_error=on_error))
+    prompts = held_out({"a": PromptDataset([Row([1], {})]), "b": PromptDataset([Row([1], {})])}, 0)
+
+    class Pool:
+        def evaluate(self, prompts, evaluation):
+            of_a = [sample(-1, 1.0), sample(-1, 0.0), failed(-1), failed(-1)]
+            return Batch.of(of_a if prompts.array("group_ids")[0] == -1 else [failed(-2)])
+
+    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
+    metrics = Evaluation(config, Pool(), prompts, tables, lambda *_: None).run(0)
+    assert metrics["eval/a/accuracy"] == 0.25 and metrics["eval/a/reward_errors"] == 0.5
+    assert metrics["eval/b/accuracy"] == 0 and metrics["eval/b/reward_errors"] == 1
+
+
+def test_a_failed_reward_is_not_right_in_the_accuracy_of_a_term():
+    config = RewardConfig(terms={"right": {"name": "math"}})
+    found = scores(Batch.of([sample(0, 1.0, right=1.0), failed(0)]), config)
+    assert found["accuracy/right"] == found["reward"] == 0.5 and found["reward/right"] == 1
+    assert scores(Batch.of([failed(0)]), config)["accuracy/right"] == 0
 
 
 def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tmp_path):
