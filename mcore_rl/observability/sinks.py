@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mcore_rl.observability.trackers import Row, TrackedRun, open_trackers
+from mcore_rl.observability.trackers import Row, TrackedRun, Tracker, open_trackers, reason
 
 METRICS = "metrics.jsonl"
 
@@ -18,7 +20,8 @@ class MetricsSinks:
     the trackers.
 
     The file, and TensorBoard's, contain every step as soon as `write` returns, so a run that is
-    killed loses nothing.
+    killed loses nothing. A tracker that fails is left out from then on, with a warning: all that it
+    draws is in the file, and the run is worth more than a picture of it.
     """
 
     def __init__(
@@ -52,13 +55,21 @@ class MetricsSinks:
         self._track(row)
 
     def _track(self, row: Row) -> None:
-        for tracker in self._trackers:
-            tracker.log(row)
+        self._tell(lambda tracker: tracker.log(row))
 
     def close(self) -> None:
         self._jsonl.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._tell(lambda tracker: tracker.close())
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in [*self._trackers.items()]:
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 (of a library that is not ours)
+                del self._trackers[name]
+                warning = f"mcore-rl: warning: {name} gets no more metrics: {reason(error)}"
+                with contextlib.suppress(OSError):  # nobody may read it any more
+                    print(warning, file=sys.stderr)
 
     def __enter__(self) -> MetricsSinks:
         return self

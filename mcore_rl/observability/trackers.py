@@ -50,9 +50,25 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
+def open_trackers(names: Sequence[str], run: TrackedRun) -> dict[str, Tracker]:
+    """By name; raises ConfigError for one that is not installed or cannot start."""
     check_trackers(names)
-    return [_KINDS[name](run) for name in names]
+    return {name: _opened(name, run) for name in names}
+
+
+def _opened(name: str, run: TrackedRun) -> Tracker:
+    try:
+        return _KINDS[name](run)
+    except Exception as error:
+        raise ConfigError(
+            f"trainer.trackers: {name} cannot start: {reason(error)}; allowed: the others, or to "
+            "set it up"
+        ) from error
+
+
+def reason(error: Exception) -> str:
+    """Of a library that is not ours: its kind, and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class TensorBoard:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mcore_rl.observability import trackers
 from mcore_rl.observability.sinks import MetricsSinks
 from mcore_rl.observability.trackers import TrackedRun
 
@@ -58,3 +59,32 @@ def test_sinks_are_closed_when_the_run_fails(tmp_path):
     with pytest.raises(ValueError, match="closed file"):
         sinks.write(2, {"reward": 0.0})
     assert len(lines(tmp_path)) == 1
+
+
+def test_a_tracker_that_fails_in_the_run_is_told_once_and_the_run_goes_on(
+    tmp_path, monkeypatch, capsys
+):
+    class Broken:
+        num_calls = 0
+
+        def __init__(self, run): ...
+
+        def log(self, row):
+            Broken.num_calls += 1
+            if row["step"] > 1:
+                raise RuntimeError("the service is gone\nand more")
+
+        def close(self):
+            raise AssertionError("it is left alone from then on")
+
+    monkeypatch.setitem(trackers._KINDS, "wandb", Broken)
+    monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
+    run = TrackedRun(tmp_path, "project", {})
+    with MetricsSinks(run, trackers=["wandb", "tensorboard"]) as sinks:
+        for step in (1, 2, 3):
+            sinks.write(step, {"reward": float(step)})
+    assert Broken.num_calls == 2
+    told = "mcore-rl: warning: wandb gets no more metrics: RuntimeError: the service is gone"
+    assert capsys.readouterr().err.splitlines() == [told]
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
+    assert scalars(tmp_path, "reward") == [(1, 1.0), (2, 2.0), (3, 3.0)]

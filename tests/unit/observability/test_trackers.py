@@ -5,6 +5,7 @@ import sqlite3
 import pytest
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.observability import trackers
 from mcore_rl.observability.trackers import TrackedRun, check_trackers, open_trackers
 
 ROWS = [
@@ -15,7 +16,8 @@ ROWS = [
 
 
 def log_rows(name: str, folder) -> None:
-    [tracker] = open_trackers([name], TrackedRun(folder, "project", {"seed": 1, "a": {"b": [2]}}))
+    run = TrackedRun(folder, "project", {"seed": 1, "a": {"b": [2]}})
+    tracker = open_trackers([name], run)[name]
     for row in ROWS:
         tracker.log(row)
     tracker.close()
@@ -25,6 +27,16 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"trainer\.trackers=\['wandb'\]: wandb is not installed"):
         check_trackers(["wandb"])
+
+
+def test_a_tracker_that_cannot_start_is_refused_by_name(tmp_path, monkeypatch):
+    def broken(run):
+        raise RuntimeError("no engine for sqlite\nTraceback of a library")
+
+    monkeypatch.setitem(trackers._KINDS, "tensorboard", broken)
+    told = "trainer.trackers: tensorboard cannot start: RuntimeError: no engine for sqlite; allowed"
+    with pytest.raises(ConfigError, match=told):
+        open_trackers(["tensorboard"], TrackedRun(tmp_path, "project", {}))
 
 
 def test_mlflow_has_every_value_with_its_step(tmp_path, monkeypatch):
