@@ -128,14 +128,23 @@ def _set(config: DictConfig, setting: Setting, value: object, where: str) -> Non
 
 
 def _parsed(setting: Setting, text: str) -> object:
-    """A text as it is, without quotes around it; another value by Hydra's grammar."""
+    """A text as it is, without quotes around it; another value by Hydra's grammar.
+
+    A setting of a function may be either. It is a text where the grammar knows no value, as of
+    think,answer or accuracy,format=0.5.
+    """
     if setting.kind == "str":
         return _unquoted(text)
+    may_be_text = setting.kind == "Any" and not text.startswith(("[", "{", "'", '"'))
     try:
         parsed = OverridesParser.create().parse_override(f"{setting.key}={text}")
     except HydraException as error:
+        if may_be_text:
+            return text
         raise _refused(setting, text) from error
     if parsed.is_sweep_override():
+        if may_be_text:
+            return text
         raise _refused(setting, text)
     value: object = parsed.value()
     return value

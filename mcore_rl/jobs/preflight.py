@@ -39,6 +39,7 @@ from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.model_checks import check_model_layouts, check_models
 from mcore_rl.jobs.placement import needs_critic
+from mcore_rl.jobs.reward_parts import check_reward_parts
 from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
 from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
@@ -139,6 +140,7 @@ def _check_choices(config: RLConfig) -> None:
     check_trackers(config.trainer.trackers)
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judges(config.reward, served_models(config))
+    check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
     backend_of(config.actor).check_modules(config.actor.modules)

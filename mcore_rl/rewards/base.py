@@ -88,6 +88,28 @@ def in_process(
     return mark
 
 
+def gives(*parts: str) -> Callable[[R], R]:
+    """Decorator of a reward that returns these beside "reward", and never others.
+
+    Settings that name a part can then be checked before a run starts.
+    """
+
+    def mark(function: R) -> R:
+        function.parts = parts  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def parts_of(key: str, name: str) -> tuple[str, ...] | None:
+    """What a reward says that it returns beside "reward"; None for one that does not say.
+
+    `key` names its settings in errors: reward, or reward.terms.NAME.
+    """
+    found: tuple[str, ...] | None = getattr(rewards(key)[name], "parts", None)
+    return found
+
+
 def with_answers(find: Callable[[Any], FindAnswer | None]) -> Callable[[R], R]:
     """Decorator of a reward that checks an answer: how to find that, for majority votes.
 

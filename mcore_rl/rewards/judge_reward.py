@@ -14,7 +14,7 @@ import regex
 from mcore_rl.config.checks import at_least, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load
-from mcore_rl.rewards.base import register_reward, shown
+from mcore_rl.rewards.base import gives, register_reward, shown
 from mcore_rl.rewards.processes import TooLateError, within
 from mcore_rl.rewards.remote import Post, RemoteError, RemoteSettings, variable_value
 from mcore_rl.rewards.threads import in_thread
@@ -104,6 +104,7 @@ class JudgeSettings(RemoteSettings):
 
 
 @register_reward("judge")
+@gives("parsed")
 async def judge(
     text: str,
     fields: Mapping[str, Any],

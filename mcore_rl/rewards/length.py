@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.checks import at_least, between
-from mcore_rl.rewards.base import register_reward
+from mcore_rl.rewards.base import gives, register_reward
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class CosineSettings:
 
 
 @register_reward("overlong")
+@gives()
 def overlong(
     text: str,
     fields: Mapping[str, Any],
@@ -57,6 +58,7 @@ def overlong(
 
 
 @register_reward("cosine")
+@gives()
 def cosine(
     text: str,
     fields: Mapping[str, Any],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.rewards.base import in_process, register_reward, shown
+from mcore_rl.rewards.base import gives, in_process, register_reward, shown
 from mcore_rl.sandbox.sandbox import Sandbox
 
 _BLOCK = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -48,6 +48,7 @@ class CodeSettings(SandboxSettings):
 
 
 @register_reward("code")
+@gives("passed", "answered", "unchecked")
 @in_process(unchecked={"reward": 0.0, "passed": 0.0, "answered": 1.0, "unchecked": 1.0})
 def code(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: CodeSettings

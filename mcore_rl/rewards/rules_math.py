@@ -12,6 +12,7 @@ from mcore_rl.config.checks import between
 from mcore_rl.rewards.base import (
     FindAnswer,
     answer_of,
+    gives,
     in_process,
     register_reward,
     with_answers,
@@ -52,6 +53,7 @@ def _boxed_answers(settings: MathSettings) -> FindAnswer | None:
 
 
 @register_reward("final_number")
+@gives("format")
 @with_answers(_final_line_answers)
 def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
     """1.0 when the last line is exactly `#### <digits>`, the digits are the answer, and it ended.
@@ -66,6 +68,7 @@ def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> di
 
 
 @register_reward("math")
+@gives("answered", "unchecked")
 @with_answers(_boxed_answers)
 @in_process("math_verify", unchecked=_UNCHECKED, memory_mb=2048)
 def math(

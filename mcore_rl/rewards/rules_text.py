@@ -11,6 +11,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.rewards.base import (
     FindAnswer,
     answer_of,
+    gives,
     in_process,
     register_reward,
     with_answers,
@@ -67,6 +68,7 @@ class SubstringSettings:
 
 
 @register_reward("format")
+@gives()
 def format_of_tags(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: FormatSettings
 ) -> dict[str, float]:
@@ -88,6 +90,7 @@ def format_of_tags(
 
 
 @register_reward("pattern")
+@gives("unchecked")
 @in_process(unchecked={"reward": 0.0, "unchecked": 1.0})
 def matches_pattern(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: PatternSettings
@@ -119,6 +122,7 @@ def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
 
 
 @register_reward("choice")
+@gives("answered")
 @with_answers(_chosen_letters)
 def choice(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: ChoiceSettings
@@ -140,6 +144,7 @@ def choice(
 
 
 @register_reward("substring")
+@gives()
 def substring(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: SubstringSettings
 ) -> dict[str, float]:

@@ -78,6 +78,17 @@ def test_a_text_is_taken_as_it_stands_in_quotes_or_without(path):
         assert compose_config(RLConfig, [f"model.path={text}"]).model.path == path
 
 
+@pytest.mark.parametrize("text", ["accuracy,format=0.5", "yes=1, no=0", "(a|b)+$", "think,answer"])
+def test_a_setting_of_a_function_may_be_a_text_with_commas_and_equals_signs(text):
+    for quoted in (text, f'"{text}"'):
+        config = compose_config(RLConfig, [f"algorithm.advantage_settings.parts={quoted}"])
+        assert config.algorithm.advantage_settings == {"parts": text}
+    config = compose_config(RLConfig, [f"reward.terms.a.settings.tags={text}"])
+    assert config.reward.terms == {"a": {"settings": {"tags": text}}}
+    with pytest.raises(ConfigError, match=r"settings.parts='\[a,'; allowed: a value"):
+        compose_config(RLConfig, ["algorithm.advantage_settings.parts=[a,"])
+
+
 def test_files_are_a_list_and_may_be_functions():
     files = "data.train_files=[/x/a.parquet,b-1.jsonl,my/own.py:rows]"
     config = compose_config(RLConfig, [files, "data.train_weights=[3,.5,1]"])
