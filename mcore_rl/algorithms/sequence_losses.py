@@ -29,6 +29,9 @@ def gspo(inputs: LossInputs, settings: GSPOSettings) -> LossResult:
     s = exp(mean of the log ratios of its tokens) is the ratio of a sequence, equation 7. The
     paper's aggregation is sequence_mean_token_mean.
 
+    The log ratio of each token is clamped at 20 either way, and so is their mean. verl clamps the
+    mean alone, at 10 and from above alone.
+
     Metrics: `ratio`, of the sequence; `clipped`; `approx_kl`, of the tokens.
     """
     log_ratio = log_ratios(inputs)
