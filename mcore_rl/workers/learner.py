@@ -15,6 +15,7 @@ from mcore_rl.workers import policy_checks, scoring, steps
 from mcore_rl.workers.checkpointer import tell
 from mcore_rl.workers.near_data import near, with_near
 from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.samples import LEFT_OUT, num_groups
 from mcore_rl.workers.turns import Turns
 
 
@@ -30,7 +31,8 @@ class Learner:
     def learn(self, batch: Samples, step: int, clock: Stopwatch) -> dict[str, float]:
         """Train on the samples of a step; its metrics. Afterwards the actor is on its devices.
 
-        Nothing is learned of an empty batch, as none of whose groups has passed the filter.
+        Nothing is learned where no group has passed the filter. The batch then is empty, or has
+        samples that are only shown.
 
         Raises:
             PolicyMismatchError: log-probs differ by more than trainer.max_logprob_gap or
@@ -39,6 +41,11 @@ class Learner:
         config, algorithm = self.config, self.config.algorithm
         temperature = config.rollout.temperature
         metrics: dict[str, float] = {}
+        if LEFT_OUT in batch:
+            self.tables.of_step(step, batch)
+            batch = batch.take([])
+        if short := self._short(num_groups(batch)):
+            tell(f"step {step}: {short}")
         with clock("log_probs"):
             if len(batch):
                 batch, metrics = scoring.with_scores(batch, self.turns, config)
@@ -54,6 +61,21 @@ class Learner:
             if len(batch):
                 metrics |= self._update(batch, step)
         return metrics
+
+    def _short(self, num: int) -> str:
+        """Why so few groups of a step are worth a word; "" where they are not.
+
+        A filter that has one round to fill a step is meant to leave groups out.
+        """
+        wanted, policy = self.config.trainer.prompts_per_step, self.config.algorithm.samples
+        is_meant = policy.group_filter and policy.max_rounds == 1 and 2 * num >= wanted
+        if num >= wanted or is_meant:
+            return ""
+        setting = f"algorithm.samples.group_filter={policy.group_filter!r}"
+        if not num:
+            return f"no group has passed {setting}: nothing is learned"
+        left = f"{num} groups to train on, of {wanted} that were asked for"
+        return f"{left}, after {setting}" if policy.group_filter else left
 
     def _update(self, batch: Samples, step: int) -> dict[str, float]:
         """The critic and the actor learn from a batch with log-probs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from mcore_rl.algorithms.sample_choice import (
@@ -12,15 +14,18 @@ from mcore_rl.algorithms.sample_choice import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.data.batch import Array, Batch, Samples
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers import policy_checks, steps
+from mcore_rl.workers.checkpointer import tell
 from mcore_rl.workers.near_data import joined, kept, lost_groups, per_sample, without_groups
 from mcore_rl.workers.policy_loss import reads_greedy
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool, tell_lost
 from mcore_rl.workers.scoring import with_teacher_names
+
+LEFT_OUT = "left_out"  # a column of samples that are shown, and not trained on
 
 
 def samples_of_step(
@@ -37,8 +42,9 @@ def samples_of_step(
     before it. Round after round is generated until the groups that pass
     algorithm.samples.group_filter and those that are replayed make trainer.prompts_per_step. The
     last round's groups beyond that are dropped. A round that has lost samples with a node meanwhile
-    is generated again, and what was to be replayed is left out. The batch is empty if no group has
-    passed, and if_short is not stop.
+    is generated again, and what was to be replayed is left out. If no group has passed, and
+    if_short is not stop, there is nothing to train on: the batch has the first groups to be shown,
+    with the column LEFT_OUT.
 
     Raises:
         PolicyMismatchError: samples came from other weights.
@@ -62,6 +68,7 @@ def samples_of_step(
         if num_groups(passed) >= wanted or len(rounds) == policy.max_rounds:
             break
     observe(config, prompts, came, batch)
+    tell_of_dropped(metrics, step)
     if policy.group_filter:
         metrics |= _of_filter(len(rounds), batch, passed, wanted)
     if num_groups(passed) < wanted and policy.if_short == "stop":
@@ -71,9 +78,17 @@ def samples_of_step(
             f"{wanted} that the step needs; allowed: more algorithm.samples.max_rounds or "
             "prompts_per_round, or if_short='train'"
         )
-    first = passed.take(np.flatnonzero(_is_first(passed.array("group_ids"), wanted)).tolist())
-    first, found = trained_on(config, first, replay, replayed, step)
+    first, found = trained_on(config, _first(passed, wanted), replay, replayed, step)
+    if not len(first):
+        first = _first(batch, wanted)
+        first = first.with_columns(**{LEFT_OUT: np.ones(len(first), np.int8)})
     return first, metrics | found | {"generated_tokens": float(came.num_tokens.sum())}
+
+
+def tell_of_dropped(metrics: Mapping[str, float], step: int) -> None:
+    """`metrics` of `rewarded`."""
+    if num := round(metrics.get("dropped", 0)):
+        tell(f"step {step}: {num} responses are missing, as they got no reward")
 
 
 def replayed_and_wanted(
@@ -164,6 +179,8 @@ def num_groups(batch: Samples) -> int:
     return len(np.unique(batch.array("group_ids")))
 
 
-def _is_first(group_ids: Array, num: int) -> Array:
-    """[samples]: of the `num` groups that were asked for first."""
-    return np.asarray(np.isin(group_ids, np.unique(group_ids)[:num]))
+def _first(batch: Samples, num: int) -> Samples:
+    """The `num` groups that were asked for first."""
+    group_ids = batch.array("group_ids")
+    is_first = np.isin(group_ids, np.unique(group_ids)[:num])
+    return batch.take(np.flatnonzero(is_first).tolist())

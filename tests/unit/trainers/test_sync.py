@@ -115,17 +115,20 @@ def one_step(tmp_path):
     return after_one_step(tmp_path, {"kl_coef": 0.1, "loss_aggregation": "sequence_mean_token_sum"})
 
 
-def one_step_of(tmp_path, settings, models, warmup_steps=0, made=None):
+def one_step_of(
+    tmp_path, settings, models, warmup_steps=0, made=None, tables=None, on_error="stop"
+):
     bounds = {"max_logprob_gap": 9.0, "mean_logprob_gap": 9.0}
-    config = RLConfig(trainer=TrainerConfig(num_steps=1, **bounds))
+    config = RLConfig(trainer=TrainerConfig(num_steps=1, prompts_per_step=3, **bounds))
     config.rollout.temperature, config.critic.warmup_steps = 0.7, warmup_steps
-    config.algorithm = AlgorithmConfig(**settings)
+    config.algorithm, config.reward.on_error = AlgorithmConfig(**settings), on_error
     servers = Servers(answered() if made is None else made)
     turns = Turns(placement_of(config), models, servers, servers)
     checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
     coefficients = Coefficients(config.algorithm)
     replay = ReplayBuffer(config.algorithm.samples.replay, config.seed, config.timeouts.call_s)
-    tables = SampleTables(tmp_path, None, SampleTablesConfig(every=0, num_shown=0, tokens=False))
+    shown = SampleTablesConfig(every=0, num_shown=0, tokens=False)
+    tables = tables or SampleTables(tmp_path, None, shown)
     evaluation = Evaluation(config, servers, {}, tables, lambda when, found: None)
     learner, source = Learner(config, turns, coefficients, tables), (servers, servers, replay)
     trained = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)
@@ -248,6 +251,52 @@ def test_groups_that_do_not_pass_are_neither_scored_nor_trained_on(tmp_path, rew
     assert len(actor.temperatures) == 2 * num_updates
     assert REPORTED["samples/passed"] == num_updates / 3
     assert REPORTED["reward"] == pytest.approx(sum(rewards) / 6)
+
+
+class Shown:
+    """Tables that keep the group ids of what they show, and nothing on disk."""
+
+    def __init__(self):
+        self.group_ids: list[list[int]] = []
+
+    def of_step(self, step, batch):
+        assert "advantages" not in batch
+        self.group_ids.append(batch.array("group_ids").tolist())
+
+
+def test_a_step_of_which_no_group_passes_is_told_and_its_samples_are_shown(tmp_path, capsys):
+    actor, samples, tables = Model(-1.0625), SamplesConfig(group_filter="drop_uniform"), Shown()
+    made = answered().with_columns(rewards=np.ones(6, np.float32))
+    one_step_of(tmp_path, {"samples": samples}, {"actor": actor}, made=made, tables=tables)
+    assert actor.updates == [] and tables.group_ids == [[0, 0, 1, 1, 2, 2]]
+    told = "step 1: no group has passed algorithm.samples.group_filter='drop_uniform': nothing is"
+    assert f"mcore-rl: warning: {told} learned\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_passing", "max_rounds", "is_told"),
+    [(3, 1, False), (2, 1, False), (1, 1, True), (2, 2, True), (3, 2, False)],
+)
+def test_a_short_step_is_told_unless_the_filter_is_meant_to_leave_groups_out(
+    tmp_path, capsys, num_passing, max_rounds, is_told
+):
+    """Of three prompts. Only several rounds are there to fill a step."""
+    rewards = np.array([1.0, 0, 1, 0, 1, 0], np.float32)
+    rewards[2 * num_passing :] = 0
+    samples = SamplesConfig(group_filter="drop_uniform", max_rounds=max_rounds)
+    made = answered().with_columns(rewards=rewards)
+    one_step_of(tmp_path, {"samples": samples}, {"actor": Model(-1.0625)}, made=made)
+    told = f"step 1: {num_passing} groups to train on, of 3 that were asked for, after algorithm"
+    assert (told in capsys.readouterr().err) == is_told
+
+
+def test_dropped_responses_and_groups_that_are_gone_with_them_are_told(tmp_path, capsys):
+    errors = np.array(["late", "late", "late", "", "", ""])
+    made = answered().with_columns(reward_errors=errors)
+    one_step_of(tmp_path, {}, {"actor": Model(-1.0625)}, made=made, on_error="drop")
+    told = capsys.readouterr().err
+    assert "step 1: 3 responses are missing, as they got no reward\n" in told
+    assert "step 1: 2 groups to train on, of 3 that were asked for\n" in told
 
 
 def test_advantages_may_compare_responses_that_are_not_trained_on(tmp_path):

@@ -100,6 +100,20 @@ def test_a_step_that_stays_short_is_trained_on_or_ends_the_run():
         stepped(run_of(policy), 1)
 
 
+def test_if_no_group_passes_the_first_of_them_are_there_to_be_shown():
+    run = run_of(SamplesConfig(group_filter="drop_uniform"))
+    answer = run[1].generate
+
+    def uniform(*asked, **how):
+        made = answer(*asked, **how)
+        return made.with_columns(rewards=np.ones(len(made), np.float32))
+
+    run[1].generate = uniform
+    groups, batch, metrics = stepped(run, 1)
+    assert groups == [0, 1, 2, 3, 4, 5] and batch.array("left_out").all()
+    assert metrics["samples/passed"] == 0
+
+
 def test_replayed_groups_take_the_place_of_new_ones():
     replay = ReplayConfig(share=0.5, max_age=1, priority="uniform")
     run = run_of(SamplesConfig(replay=replay))
