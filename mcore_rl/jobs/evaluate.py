@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.versions import versions
 from mcore_rl.rewards.base import FindAnswer, answers_of
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.workers.checkpointer import tell
 from mcore_rl.workers.near_data import here
 from mcore_rl.workers.rollout_pool import RolloutPool
 
@@ -140,7 +141,15 @@ def _check(config: EvalConfig) -> _Inputs:
     }
     for prompts in sets.values():
         check_columns(config.reward, prompts[0].fields)
+    _tell_of_short_sets(config, sets)
     return _Inputs(config, run, tokenizer, sets, _find_answer(config))
+
+
+def _tell_of_short_sets(config: EvalConfig, sets: Mapping[str, PromptDataset]) -> None:
+    asked = config.data.num_prompts
+    for name, prompts in sets.items():
+        if asked > (size := len(prompts)):
+            tell(f"data.num_prompts={asked}: data.sets.{name} has {size} rows, and all are taken")
 
 
 def _find_answer(config: EvalConfig) -> FindAnswer | None:
