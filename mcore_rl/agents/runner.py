@@ -378,6 +378,12 @@ def _checked(samples: Sequence[Sample]) -> list[Sample]:
         chosen = zip(sample.response_mask, sample.weight_versions, strict=True)
         if any(mask and version == MASKED_VERSION for mask, version in chosen):
             raise ValueError("samples have tokens to be trained that the policy did not choose")
+        said = sample.cross_entropy_mask
+        if said and (len(said) != len(sample.response_ids) or not {*said} <= {0, 1}):
+            raise ValueError(
+                f"a cross_entropy_mask of {len(said)} entries for {len(sample.response_ids)} "
+                "response tokens; it has to have 0 or 1 for each"
+            )
         key = sample.trajectory if sample.role else -1
         if rewards.setdefault(key, sample.reward) != sample.reward:
             raise ValueError(

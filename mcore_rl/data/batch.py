@@ -95,8 +95,13 @@ _SHORT = 64  # entries of a row, below which copying row by row takes longer tha
 
 NO_STATE = -1  # in state_ids
 NO_VERSION = -2  # in oldest_versions and newest_versions
+NOT_SAID = -1  # in cross_entropy_mask: the loss decides
 # What response tokens have in columns that not all batches have.
-FILLED = {"process_rewards": np.float32(0), "state_ids": np.int64(NO_STATE)}
+FILLED = {
+    "process_rewards": np.float32(0),
+    "state_ids": np.int64(NO_STATE),
+    "cross_entropy_mask": np.int8(NOT_SAID),
+}
 
 
 def _versions_of(samples: Sequence[Sample]) -> dict[str, Column]:
@@ -179,7 +184,8 @@ class Batch(Samples):
     Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
     reference_log_probs, entropy, values, advantages, returns, process_rewards, token_rewards,
-    correction_weights, policy_mask, top_entropy_mask, cross_entropy_mask, state_ids (-1: none),
+    correction_weights, policy_mask, top_entropy_mask, cross_entropy_mask (-1: the sample does not
+    say), state_ids (-1: none),
     sum_pi_squared, turn_numbers (of the turns of the policy in the sample, from 0; -1: the token is
     of none), and weights of losses: loss_weights, kl_weights, entropy_weights,
     cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs, teacher_ids,
@@ -210,6 +216,9 @@ class Batch(Samples):
         if any(s.state_ids for s in samples):
             states = (s.state_ids or [NO_STATE] * len(s.response_ids) for s in samples)
             optional["state_ids"] = Jagged.of(states, np.int64)
+        if any(s.cross_entropy_mask for s in samples):
+            masks = (s.cross_entropy_mask or [NOT_SAID] * len(s.response_ids) for s in samples)
+            optional["cross_entropy_mask"] = Jagged.of(masks, np.int8)
         return cls(
             {
                 **optional,
@@ -335,7 +344,7 @@ class Batch(Samples):
     def concat(batches: Sequence[Batch]) -> Batch:
         """What some lack, as no response of theirs got a reward of that kind, is filled in.
 
-        Parts of a reward are NaN there, process_rewards 0, state_ids -1. What has no rows says
+        Parts of a reward are NaN there, other columns as FILLED has it. What has no rows says
         nothing of columns.
 
         Raises:

@@ -56,6 +56,9 @@ class Sample:
     process_rewards: list[float] = field(default_factory=list)
     # The state that each response token was chosen in, 0 or more; -1 if there is none. Or none.
     state_ids: list[int] = field(default_factory=list)
+    # 1 at response tokens of the cross entropy loss, else 0; or none: it is of those that the
+    # policy did not choose.
+    cross_entropy_mask: list[int] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
     messages: Sequence[Mapping[str, Any]] = ()  # of the prompt, in OpenAI's form
     turn_texts: Sequence[str] = ()  # what the policy said in all of the trajectory, of an agent
@@ -66,8 +69,8 @@ class Sample:
     def __post_init__(self) -> None:
         length = len(self.response_ids)
         names = ["response_mask", "rollout_log_probs", "weight_versions"]
-        optional = [name for name in ("process_rewards", "state_ids") if getattr(self, name)]
-        for name in names + optional:
+        optional = "process_rewards", "state_ids", "cross_entropy_mask"
+        for name in names + [name for name in optional if getattr(self, name)]:
             if len(getattr(self, name)) != length:
                 raise ValueError(
                     f"Sample.{name} has {len(getattr(self, name))} entries "

@@ -20,7 +20,7 @@ from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.dispatch import Group
-from mcore_rl.data.batch import Batch, Jagged, Samples
+from mcore_rl.data.batch import NOT_SAID, Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers.near_data import B, along_tokens, kept, per_sample, with_near
 from mcore_rl.workers.policy_loss import read_by_loss
@@ -138,14 +138,20 @@ def without_truncated(batch: Batch, samples: SamplesConfig) -> Batch:
     if not samples.mask_truncated:
         return batch
     mask, is_whole = batch.jagged("response_mask"), batch.array("finish_reasons") != "length"
-    others = mask.with_values(mask.values == 0)
-    columns = {"response_mask": mask}
-    columns["cross_entropy_mask"] = (
-        batch.jagged("cross_entropy_mask") if "cross_entropy_mask" in batch else others
-    )
+    columns = {"response_mask": mask, "cross_entropy_mask": _cross_entropy_mask(batch)}
     of_tokens = np.repeat(is_whole, mask.lengths)
     masked = {name: c.with_values(c.values * of_tokens) for name, c in columns.items()}
     return batch.with_columns(**masked)
+
+
+def _cross_entropy_mask(batch: Batch) -> Jagged:
+    """What samples say or, where they do not, the tokens that the policy did not choose."""
+    response_mask = batch.jagged("response_mask")
+    others = response_mask.values == 0
+    if "cross_entropy_mask" not in batch:
+        return response_mask.with_values(others)
+    said = batch.jagged("cross_entropy_mask")
+    return said.with_values(np.where(said.values == NOT_SAID, others, said.values))
 
 
 def chosen_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B:
@@ -196,8 +202,8 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, 
 
     loss_weights: over policy_mask or, without one, response_mask; 0 where correction_weights or
     top_entropy_mask are. kl_weights, entropy_weights, distillation_weights: over response_mask.
-    cross_entropy_weights: over cross_entropy_mask or, without one, where response_mask is 0. A loss
-    without a coefficient has no column; one without a token has zeros.
+    cross_entropy_weights: over cross_entropy_mask or, where a sample has none, where response_mask
+    is 0. A loss without a coefficient has no column; one without a token has zeros.
     """
     response_mask = batch.jagged("response_mask")
     policy_mask = batch.jagged("policy_mask") if "policy_mask" in batch else response_mask
@@ -219,10 +225,7 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, 
         coef = algorithm.entropy_coef
         columns["entropy_weights"] = _weights(response_mask, coef, algorithm, trajectories)
     if algorithm.cross_entropy_coef:
-        mask = response_mask.with_values(response_mask.values == 0)
-        if "cross_entropy_mask" in batch:
-            mask = batch.jagged("cross_entropy_mask")
-        coef = algorithm.cross_entropy_coef
+        mask, coef = _cross_entropy_mask(batch), algorithm.cross_entropy_coef
         columns["cross_entropy_weights"] = _weights(mask, coef, algorithm, trajectories)
     return batch.with_columns(**columns), token_counts(Batch({**columns}))
 

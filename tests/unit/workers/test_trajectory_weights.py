@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch
 from verl.trainer.ppo import core_algos
 
 from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.sample import Sample
 from mcore_rl.workers import steps
 from tests.unit.data.test_trajectories import SAMPLES, cut
 
@@ -180,3 +183,23 @@ def test_an_update_of_columns_elsewhere_knows_trajectories(
     for part in model.updates:
         mask = part.jagged("response_mask").values
         assert part.jagged("loss_weights").values.tolist() == (mask / 2).tolist()
+
+
+def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
+    """The other of two does not say, and has those that the policy did not choose."""
+    mask, said = [1, 0, 1], [1, 1, 0]
+    plain = Sample([7], [1, 2, 3], mask, [0.0] * 3, [0, -1, 0], "stop", 0)
+    saying = replace(plain, cross_entropy_mask=said, finish_reason="length")
+    algorithm = AlgorithmConfig(cross_entropy_coef=3.0)
+
+    def weights(made: Batch) -> list[float]:
+        found, _ = steps.with_loss_weights(made, algorithm)
+        return found.jagged("cross_entropy_weights").values.tolist()
+
+    for made in (Batch.of([saying, plain]), Batch.concat([Batch.of([saying]), Batch.of([plain])])):
+        assert weights(made) == [1, 1, 0, 0, 1, 0]
+        whole = steps.without_truncated(made, SamplesConfig(mask_truncated=True))
+        assert weights(whole) == [0, 0, 0, 0, 3, 0]
+    assert "cross_entropy_mask" not in Batch.of([plain])
+    with pytest.raises(ValueError, match="cross_entropy_mask has 1 entries for 3 response tokens"):
+        replace(plain, cross_entropy_mask=[1])
