@@ -35,6 +35,7 @@ class PairsConfig:
     chosen_column: str = "chosen"  # chat messages that follow the prompt: the preferred answer
     rejected_column: str = "rejected"  # the other one
     margin_column: str = ""  # by how much the score of the preferred one is to be larger, for rm
+    tools_column: str = ""  # tool schemas for the chat template; empty: none
     max_tokens: int = 4096  # of a prompt with one answer
     long_rows: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
 

@@ -170,20 +170,21 @@ def load_pairs(
     chosen = Column(config.chosen_column, "data.chosen_column")
     rejected = Column(config.rejected_column, "data.rejected_column")
     margin = Column(config.margin_column, "data.margin_column") if config.margin_column else None
+    tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
 
     def encode(row: PreferenceRow) -> Example:
         found = [
             encoded(
                 [*row.prompt, *answer],
                 [False] * len(row.prompt) + [m["role"] == "assistant" for m in answer],
-                [],
+                row.tools,
                 tokenizer,
             )
             for answer in (row.chosen, row.rejected)
         ]
         return Example(tuple(found), row.margin or 0.0)
 
-    rows = preference_rows(source, prompt, chosen, rejected, margin)
+    rows = preference_rows(source, prompt, chosen, rejected, margin, tools)
     return Examples(rows, encode, config, source.source)
 
 

@@ -60,6 +60,7 @@ class PreferenceRow:
     chosen: list[Message]  # what follows the prompt, the last one by the assistant
     rejected: list[Message]
     margin: float | None  # by how much `chosen` is better, where the data says so
+    tools: list[dict[str, Any]]  # schemas for the chat template
 
 
 class TypedRows(Generic[T]):
@@ -105,7 +106,12 @@ def supervised_rows(
 
 
 def preference_rows(
-    rows: RowSource, prompt: Column, chosen: Column, rejected: Column, margin: Column | None = None
+    rows: RowSource,
+    prompt: Column,
+    chosen: Column,
+    rejected: Column,
+    margin: Column | None = None,
+    tools: Column | None = None,
 ) -> TypedRows[PreferenceRow]:
     """Prompts with a preferred and a rejected continuation, and the margin between the two."""
 
@@ -116,7 +122,8 @@ def preference_rows(
                 raise column.refusal(row, answer, f"{_CHAT}, of which the last is the assistant's")
         if answers[0] == answers[1]:
             raise rejected.refusal(row, answers[1], f"another answer than {chosen.name!r}")
-        return PreferenceRow(asked, answers[0], answers[1], _margin(row, margin))
+        found = _margin(row, margin), tool_schemas(row, tools)
+        return PreferenceRow(asked, answers[0], answers[1], *found)
 
     return TypedRows(rows, parse)
 

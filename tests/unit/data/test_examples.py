@@ -181,6 +181,19 @@ def test_pairs_follow_each_other_with_their_margin_and_a_score_at_their_end(writ
     assert rows_of(scored, "response_mask") == [[1]] * 4
 
 
+def test_the_prompts_of_both_conversations_of_a_pair_have_its_tools(write):
+    tokenizer = tiny_model.train_tokenizer(["user\nAdd 2.", "assistant\n7"] * 9, with_tools=True)
+    adder = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    name = write([PAIR | {"tools": [adder]}])
+    batch = load_pairs(name, PairsConfig(tools_column="tools"), tokenizer).batch([0])
+    plain = load_pairs(name, PairsConfig(), tokenizer).batch([0])
+    for with_tools, without in zip(
+        batch.jagged("prompt_ids"), plain.jagged("prompt_ids"), strict=True
+    ):
+        assert "add" in tokenizer.decode(with_tools) and "add" not in tokenizer.decode(without)
+    assert rows_of(batch, "response_ids") == rows_of(plain, "response_ids")
+
+
 def test_long_rows_are_refused_or_left_out(write, tokenizer):
     rows = [{"messages": chat("Add 2.", text)} for text in ("7", "7 " * 90, "8")]
     with pytest.raises(ConfigError, match=r"row 1 has \d+ tokens; allowed: up to data.max_tokens="):

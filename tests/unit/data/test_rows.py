@@ -148,9 +148,9 @@ def test_preferences_have_a_prompt_two_answers_and_maybe_a_margin(tmp_path):
     turns = [message("assistant", "x"), message("user", "y"), message("assistant", "z")]
     rows = source(tmp_path, GOOD, {**GOOD, "rejected": turns, "margin": None})
     one, two = preference_rows(rows, *PREFERENCE, MARGIN)
-    assert one == PreferenceRow(GOOD["prompt"], GOOD["chosen"], GOOD["rejected"], 1.0)
+    assert one == PreferenceRow(GOOD["prompt"], GOOD["chosen"], GOOD["rejected"], 1.0, [])
     assert isinstance(one.margin, float)
-    assert two == PreferenceRow(GOOD["prompt"], GOOD["chosen"], turns, None)
+    assert two == PreferenceRow(GOOD["prompt"], GOOD["chosen"], turns, None, [])
     assert [row.margin for row in preference_rows(rows, *PREFERENCE)] == [None, None]
 
 
