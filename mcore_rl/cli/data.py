@@ -14,8 +14,15 @@ Makes a parquet file that mcore-rl trains on, of the files that a publisher ship
 (.jsonl or .jsonl.gz), a folder of save_to_disk of Hugging Face's datasets, or, as MATH once, a
 folder of JSON files. Several inputs are read one after the other. Nothing is downloaded, and no
 file is overwritten."""
-_TASK = "last_digit"
-_TASK_EXAMPLE = f"{_TASK} --output last_digit --seed 7"
+# Named as their recipes, where a published data set has the name of the task; what each teaches,
+# and the share of worked examples that its recipe has.
+_TASKS = {
+    "last_digit": ("arithmetic in steps", 0.35),
+    "toy_calculator": ("calls of a calculator", 0.45),
+    "toy_countdown": ("another try after a wrong one", 0.35),
+    "toy_code": ("programs that are mended", 0.4),
+}
+_TASK_EXAMPLES = [f"{name} --output {name} --seed 7" for name in _TASKS]
 _VERIFIERS = "verifiers"
 _VERIFIERS_EXAMPLE = f"{_VERIFIERS} --environment sums-v1 --limit 1000 --output tasks.parquet"
 
@@ -26,8 +33,9 @@ def main(arguments: list[str]) -> None:
 
     if options.name == _VERIFIERS:
         _make_verifiers(options)
-    elif options.name == _TASK:
-        make_data.make_last_digit(options.output, options.seed, options.worked_share)
+    elif options.name in _TASKS:
+        task = options.name.removeprefix("toy_")
+        make_data.make_task(task, options.output, options.seed, options.worked_share)
     else:
         instruction = getattr(options, "instruction", None)
         make_data.make_published(options.name, options.input, options.output, instruction)
@@ -38,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mcore-rl data",
         description=_ABOUT,
-        epilog=_examples(*examples, _TASK_EXAMPLE, _VERIFIERS_EXAMPLE),
+        epilog=_examples(*examples, *_TASK_EXAMPLES, _VERIFIERS_EXAMPLE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
@@ -49,14 +57,21 @@ def build_parser() -> argparse.ArgumentParser:
         if found.instruction is not None:
             about = f"added to a question; default: {found.instruction or 'none'}"
             add("--instruction", metavar="TEXT", help=about)
-    about = "the built-in arithmetic task: its prompts, examples and untrained model"
-    add = _subcommand(names, _TASK, about, _TASK_EXAMPLE).add_argument
-    add("--output", type=Path, required=True, metavar="DIR", help="a new or empty folder")
-    add("--seed", type=int, default=0, metavar="N", help="of order, examples and model; default: 0")
-    about = "share of examples that show their work; default: 0.35"
-    add("--worked-share", type=float, default=0.35, metavar="SHARE", help=about)
+    for (name, (taught, share)), example in zip(_TASKS.items(), _TASK_EXAMPLES, strict=True):
+        _add_task(names, name, taught, share, example)
     _add_verifiers(names)
     return parser
+
+
+def _add_task(
+    names: argparse._SubParsersAction[Parser], name: str, taught: str, share: float, example: str
+) -> None:
+    about = f"a built-in task, {taught}: its prompts, examples and untrained model"
+    add = _subcommand(names, name, about, example).add_argument
+    add("--output", type=Path, required=True, metavar="DIR", help="a new or empty folder")
+    add("--seed", type=int, default=0, metavar="N", help="of order, examples and model; default: 0")
+    about = f"share of examples that show their work, or go about it well; default: {share}"
+    add("--worked-share", type=float, default=share, metavar="SHARE", help=about)
 
 
 def _make_verifiers(options: argparse.Namespace) -> None:

@@ -22,8 +22,8 @@ from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import MAX_SEED
 from mcore_rl.data.files import Row, RowSource, open_file, open_rows
 from mcore_rl.data.publishers import PUBLISHERS, LeftOut, Publisher, Values
-from mcore_rl.data.tasks import last_digit
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.jobs.tasks import TASKS
 
 GROUP_ROWS = 1000  # of a row group: what a reader of one row has to read
 
@@ -59,14 +59,14 @@ def make_published(
     print(f"{output}: {num_rows} of {sum(map(len, opened))} rows; {_told(left_out)}")
 
 
-def make_last_digit(output: Path, seed: int, worked_share: float) -> None:
-    """The folder of the task: model, training and held-out prompts, supervised examples."""
+def make_task(name: str, output: Path, seed: int, worked_share: float) -> None:
+    """The folder of a built-in task: model, training and held-out prompts, supervised examples."""
     between("--seed", seed, 0, MAX_SEED)
     between("--worked-share", worked_share, 0, 1)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output={str(output)!r} exists; allowed: a new or empty folder")
     try:
-        task = last_digit.prepare(output, seed, worked_share)
+        task = TASKS[name](output, seed, worked_share)
     except OSError as error:
         raise RunFailed(f"--output={str(output)!r} cannot be written: {error}") from error
     for file in (task.train_file, task.test_file, task.warm_start_file):

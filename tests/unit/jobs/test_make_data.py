@@ -321,25 +321,6 @@ def test_inputs_that_leave_no_row_or_are_damaged_are_refused(monkeypatch, capsys
     assert sorted(os.listdir()) == ["cut.jsonl.gz", "same.jsonl"]
 
 
-def test_the_built_in_task_is_made_and_not_over_another_folder(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    words = "last_digit", "--output", "task", "--seed", "3"
-    status, out, err = run(monkeypatch, capsys, *words)
-    assert (status, err) == (0, "")
-    assert out.splitlines()[:2] == [
-        "task/train.parquet: 10805 rows",
-        "task/test.parquet: 1174 rows",
-    ]
-    assert json.loads(Path("task/task.json").read_text())["seed"] == 3
-    before = Path("task/train.parquet").read_bytes()
-    status, _, err = run(monkeypatch, capsys, *words[:-1], "4")
-    assert (status, "--output='task' exists; allowed: a new or empty" in err) == (2, True)
-    assert Path("task/train.parquet").read_bytes() == before
-    status, _, err = run(monkeypatch, capsys, "last_digit", "--output", "x", "--worked-share", "2")
-    assert (status, "--worked-share=2.0; allowed: 0 to 1" in err) == (2, True)
-    assert os.listdir() == ["task"]
-
-
 def place(words: list[str], folder: Path) -> None:
     """The inputs that a command names, with the columns of their publisher."""
     options = command.build_parser().parse_args(words[2:])
