@@ -102,18 +102,6 @@ def test_log_probs_equal_the_reference_after_each_of_several_updates(server, run
         _check_generation(run, server, moe[seed], number, tolerance=1e-5)
 
 
-def test_log_probs_are_those_of_the_distribution_sampled_from(server, run, moe):
-    sampling = SamplingParams(n=4, temperature=0.5, max_tokens=24)
-    for completion in run(server.submit(PROMPT, sampling)):
-        assert moe[0].gap(PROMPT, completion, temperature=0.5) < 1e-4
-
-
-def test_top_p_log_probs_are_renormalised_over_the_kept_tokens(server, run):
-    narrow = SamplingParams(n=2, top_p=1e-6, max_tokens=8)  # keeps one token
-    for completion in run(server.submit(PROMPT, narrow)):
-        assert completion.log_probs == pytest.approx([0.0] * len(completion.token_ids), abs=1e-6)
-
-
 def test_a_response_ends_with_the_end_token_or_at_the_length(server, run):
     completions = run(server.submit(PROMPT, SamplingParams(n=32, max_tokens=100)))
     reasons = {c.finish_reason for c in completions}
