@@ -50,7 +50,9 @@ class SetSamples:
         fields = [json.loads(entry) for entry in prompts.jagged("fields").texts]
         errors = samples.array("reward_errors").tolist()
         scored = f"reward/{config.term}" if config.term else "rewards"
-        scores = np.nan_to_num(samples.array(scored), nan=-np.inf)  # NaN: without a reward
+        # A term without a column: the reward of every response has failed.
+        found = samples.array(scored) if scored in samples else np.full(len(samples), np.nan)
+        scores = np.nan_to_num(found, nan=-np.inf)
         prompt_texts = [tokenizer.decode(p.tolist()) for p in prompts.jagged("prompt_ids")]
         columns: dict[str, list[Any]] = {
             "row": [int(prompts.array("rows")[row]) for row in of_prompt],
@@ -68,8 +70,8 @@ class SetSamples:
             "reward_error": errors,
         }
         if find_answer is not None:
-            found = [find_answer(t, e) for t, e in zip(texts, ends, strict=True)]
-            columns["extracted_answer"] = found
+            answers = [find_answer(t, e) for t, e in zip(texts, ends, strict=True)]
+            columns["extracted_answer"] = answers
         for name in sorted(samples.columns):
             if name.startswith("reward/"):
                 columns[name] = samples.array(name).tolist()

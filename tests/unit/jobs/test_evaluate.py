@@ -1,9 +1,15 @@
-"""What `mcore-rl eval` tells of its data sets before it starts."""
+"""What `mcore-rl eval` tells of its data sets, and of responses without a reward."""
 
 from __future__ import annotations
 
-from mcore_rl.config.eval_schema import EvalConfig
+import numpy as np
+
+from mcore_rl.config.eval_schema import EvalConfig, ScoringConfig
+from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
+from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.sample import Sample
+from mcore_rl.jobs.eval_report import SetSamples
 from mcore_rl.jobs.evaluate import _tell_of_short_sets
 
 
@@ -18,3 +24,24 @@ def test_a_set_with_fewer_rows_than_were_asked_for_is_told(capsys):
     _tell_of_short_sets(config, sets)
     told = "mcore-rl: warning: data.num_prompts=5: data.sets.a has 3 rows, and all are taken\n"
     assert capsys.readouterr().err == told
+
+
+class Tokenizer:
+    eos_token_id = 1
+
+    def decode(self, ids, skip_special_tokens=False):
+        return " ".join(map(str, ids))
+
+
+def test_a_set_whose_rewards_have_all_failed_has_no_correct_response():
+    """Then the term that says what is correct has no column."""
+    prompts = held_out_batch(PromptDataset([PromptRow([7], {"answer": "7"})]), 1)
+    group = int(prompts.array("group_ids")[0])
+    failed = Sample([7], [1], [1], [0.0], [0], "stop", group, reward_error="late")
+    samples = Batch.of([failed, failed])
+    found = SetSamples.of(prompts, samples, Tokenizer(), None, ScoringConfig(term="right"))
+    assert found.columns["correct"] == [False, False]
+    parts = samples.with_columns(**{"reward/right": np.array([np.nan, 1.0], np.float32)})
+    parts = parts.with_columns(reward_errors=np.array(["late", ""]))
+    found = SetSamples.of(prompts, parts, Tokenizer(), None, ScoringConfig(term="right"))
+    assert found.columns["correct"] == [False, True]
