@@ -18,8 +18,10 @@ c10d: Any = torch.distributed  # whose stores have no type stubs
 _open: set[RendezvousStore] = set()  # C++ keeps no reference to what is Python of a store
 
 
-def join_world(backend: str, timeout_s: float) -> None:
-    """Make torch's default group as RANK, WORLD_SIZE and RENDEZVOUS_* say.
+def join_world(
+    backend: str, timeout_s: float, endpoint: RendezvousEndpoint | None = None
+) -> None:
+    """Make torch's default group as RANK and WORLD_SIZE say, at the endpoint or at RENDEZVOUS_*.
 
     gloo and NCCL then listen on the interface over which this process reached the rendezvous, but
     for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the user's.
@@ -29,7 +31,7 @@ def join_world(backend: str, timeout_s: float) -> None:
         RuntimeError: the rendezvous cannot be reached, or other ranks did not come in time.
     """
     rank, world_size = map(int, rendezvous.of_rank("RANK", "WORLD_SIZE"))
-    endpoint = RendezvousEndpoint.from_environment()
+    endpoint = endpoint or RendezvousEndpoint.from_environment()
     store = RendezvousStore(endpoint, rank, world_size, timeout_s)
     interface = rendezvous.interface_of(store.own_address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
