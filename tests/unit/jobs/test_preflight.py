@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from mcore_rl.checkpoint.fp8 import quantization_config, quantize_blocks
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, ModelConfig, RLConfig
+from mcore_rl.jobs import preflight
 from mcore_rl.jobs.preflight import check_inputs, check_layouts
 from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.workers.expert_records import ExpertLayers
@@ -40,6 +41,25 @@ def test_a_model_in_float8_is_refused_with_the_way_out(tmp_path: Path, is_named,
         ConfigError, match=message if is_named or is_there else "has no 'hidden_size'"
     ):
         check_inputs(RLConfig(model=ModelConfig(path=str(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    ("lane", "method", "message"),
+    [
+        ("cuda", "colocated", "expandable segments cannot be shared"),
+        ("cuda", "full_export", "model.path='/nowhere' does not exist"),
+        ("cpu", "colocated", "model.path='/nowhere' does not exist"),
+    ],
+)
+def test_gpu_memory_that_servers_cannot_map_is_refused_before_a_run(
+    monkeypatch, lane, method, message
+):
+    monkeypatch.setattr(preflight, "lane", lambda: lane)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    config = RLConfig(model=ModelConfig(path="/nowhere"))
+    config.weight_sync.method = method
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(config)
 
 
 def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_path: Path):

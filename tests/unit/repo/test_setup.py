@@ -4,6 +4,7 @@ import doctest
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
@@ -63,6 +65,27 @@ def test_a_folder_of_pips_file_is_searched_and_the_environment_goes_first(wheels
     assert installs(PIP_CONFIG_FILE=str(config)).returncode == 0
     elsewhere = installs(PIP_CONFIG_FILE=str(config), PIP_FIND_LINKS=str(tmp_path))
     assert elsewhere.returncode != 0 and "mcore-rl-toy was not found" in elsewhere.stderr
+
+
+def test_kernels_are_compiled_for_these_gpus_unless_others_are_named(monkeypatch):
+    """A100; L4 and L40S; H100 and H200; B200, in a form that later ones compile for themselves."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("MCORE_RL_CUDA", "0")
+    monkeypatch.delenv("MCORE_RL_ARCHITECTURES", raising=False)
+
+    def compiled_for() -> list[str]:
+        flags = runpy.run_path("setup.py")["CUDA_FLAGS"]
+        return [flag for flag in flags if flag.startswith("arch=")]
+
+    assert compiled_for() == [
+        "arch=compute_80,code=sm_80",
+        "arch=compute_89,code=sm_89",
+        "arch=compute_90,code=sm_90",
+        "arch=compute_100,code=[sm_100,compute_100]",
+    ]
+    monkeypatch.setenv("MCORE_RL_ARCHITECTURES", "90")
+    assert compiled_for() == ["arch=compute_90,code=[sm_90,compute_90]"]
 
 
 def pins(lane: str) -> dict[str, str]:
