@@ -90,6 +90,7 @@ class TorchrunRanks:
         """The workers that `build` makes of these on every rank."""
         self._send({"method": "__init__", "name": name, "number": number})
         self._workers[name] = self._build(name, number)
+        self._meet()
         return TorchrunGroup(self, name, self.mesh, type(self._workers[name]))
 
     def serve(self) -> None:
@@ -100,6 +101,7 @@ class TorchrunRanks:
             self._begin(call)
             if method == "__init__":
                 self._workers[call["name"]] = self._build(call["name"], call["number"])
+                self._meet()
             else:
                 self._collected(self._run(call))
         c10d.destroy_process_group()
@@ -148,7 +150,7 @@ class TorchrunRanks:
             c10d.broadcast(size, 0, group=self._calls)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self._me}: {wait}, which rank 0 has to make within {self._timeout_s:g} s: {error}"
+                f"{self._me}: {wait}, which rank 0 has to make in {self._timeout_s:g} s: {error}"
             ) from error
         data = torch.empty(int(size), dtype=torch.uint8)
         c10d.broadcast(data, 0, group=self._calls)

@@ -1,7 +1,7 @@
 """An endpoint told to the processes of this user on this machine, and to nobody else.
 
-Ranks that another launcher has started share no secret yet. A Unix socket of the abstract kind needs
-no file, and the kernel says whose process is at its other end.
+Ranks that another launcher has started share no secret yet. A Unix socket of the abstract kind
+needs no file, and the kernel says whose process is at its other end.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def ask(launch: str, timeout_s: float) -> RendezvousEndpoint:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(ConnectionError):
+        with (
+            socket.socket(socket.AF_UNIX) as sock,
+            contextlib.suppress(ConnectionError, TimeoutError),
+        ):
             sock.settimeout(max(deadline - time.monotonic(), _RETRY_S))
             sock.connect(_name(launch))
             if not _is_ours(sock):

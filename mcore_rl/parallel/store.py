@@ -18,9 +18,7 @@ c10d: Any = torch.distributed  # whose stores have no type stubs
 _open: set[RendezvousStore] = set()  # C++ keeps no reference to what is Python of a store
 
 
-def join_world(
-    backend: str, timeout_s: float, endpoint: RendezvousEndpoint | None = None
-) -> None:
+def join_world(backend: str, timeout_s: float, endpoint: RendezvousEndpoint | None = None) -> None:
     """Make torch's default group as RANK and WORLD_SIZE say, at the endpoint or at RENDEZVOUS_*.
 
     gloo and NCCL then listen on the interface over which this process reached the rendezvous, but

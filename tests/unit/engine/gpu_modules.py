@@ -1,7 +1,8 @@
 """A model on a GPU without Transformer Engine, where there is neither: what test_device.py runs.
 
 torch's meta device stands for the GPU: a tensor of the host among its tensors is an error there.
-Nothing of the CPU lane is installed. Argument: a name of tiny_models.configs().
+Nothing of the CPU lane is installed. A model with experts is only built: its dispatcher reads on
+the host how many tokens each gets. Argument: a name of tiny_models.configs().
 """
 
 import contextlib
@@ -49,14 +50,22 @@ class Starts(np.ndarray):
 
 def main(name: str) -> None:
     assert gpt_layer_specs.TESpecProvider is layers.TorchSpecProvider
+    torch.cuda.Stream = type("Stream", (), {})
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # no generator is there
-    config = tiny_models.configs()[name].to_dict()
-    config["architectures"] = ["Qwen3ForCausalLM"]
+    of_transformers = tiny_models.configs()[name]
+    config = of_transformers.to_dict()
+    architecture = type(of_transformers).__name__.replace("Config", "ForCausalLM")
+    config["architectures"] = [architecture]
     starts = np.array([0, 5, 9, 21]).view(Starts)
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=12, max_seqlen_kv=12)
     with groups_of_one():
         model = _whole_model(model_config(config), config["vocab_size"]).train()
         assert not device.config_flags()["apply_rope_fusion"]
+        experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
+        if experts:
+            assert {parameter.device for parameter in model.parameters()} == {GPU}
+            print("experts", len(experts))
+            return
         ids = torch.zeros(1, 21, dtype=torch.long, device=GPU)
         states = model(ids, ids, attention_mask=None, packed_seq_params=packed)
         assert states.shape == (21, 1, config["hidden_size"]) and states.dtype == torch.bfloat16

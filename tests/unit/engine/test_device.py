@@ -48,12 +48,15 @@ def test_cuda_means_the_cpu_and_what_is_not_replaced_is_an_error_of_torch():
     assert "CUDA" in ended.stdout
 
 
-def test_a_model_on_a_gpu_needs_neither_transformer_engine_nor_the_cpu_lane():
+@pytest.mark.parametrize(
+    ("model", "printed"), [("qwen3", "layers 18"), ("qwen3_moe", "experts 32")]
+)
+def test_a_model_on_a_gpu_needs_neither_transformer_engine_nor_the_cpu_lane(model, printed):
     program = Path(__file__).parent / "gpu_modules.py"
-    command = [sys.executable, str(program), "qwen3"]
+    command = [sys.executable, str(program), model]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["layers", "18"]
+    assert ended.stdout.strip() == printed
 
 
 @pytest.fixture
