@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,20 +29,33 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
-def save_model(folder: Path) -> Path:
-    model = tiny_models.build_from(tiny_families.served_config("qwen3_moe"))
-    return tiny_families.save_served(model, folder)
+def save_model(folder: Path, family: str = "qwen3_moe") -> Path:
+    """Of four layers: two stages of two chunks each."""
+    config = tiny_families.served_config(family)
+    config.num_hidden_layers = 4
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * 4
+    return tiny_families.save_served(tiny_models.build_from(config), folder)
 
 
 class Route:
-    """Training ranks 0 and 1 (tp=2), generation ranks 0 and 1 (tp=2) behind them."""
+    """The training ranks, and the generation ranks behind them; two of each unless said."""
 
-    def __init__(self, checkpoint: Path, transport: str, timeout_s: float = 10.0) -> None:
-        self.training, self.generation = Layout(tp=2), GenerationLayout(tp=2)
+    def __init__(
+        self,
+        checkpoint: Path,
+        transport: str,
+        timeout_s: float = 10.0,
+        training: Layout | None = None,
+        generation: GenerationLayout | None = None,
+        bucket_bytes: int = 16 << 10,
+    ) -> None:
+        self.training = training or Layout(tp=2)
+        self.generation = generation or GenerationLayout(tp=2)
         self.settings = WeightSyncConfig(
             method="disaggregated",
             transport=transport,
-            bucket_bytes=16 << 10,
+            bucket_bytes=bucket_bytes,
             verify="full",
             timeout_s=timeout_s,
         )
@@ -49,14 +63,15 @@ class Route:
         config = self.reader.config()
         trained, self.served = reshard_jobs.sides(config, self.training, self.generation)
         self.weights = [
-            LocalWeights(reshard_jobs.filled(trained, rank, self.reader.read)) for rank in range(2)
+            LocalWeights(reshard_jobs.filled(trained, rank, self.reader.read))
+            for rank in range(self.training.world_size)
         ]
         self.rendezvous = RendezvousServer("127.0.0.1")
         endpoint = self.rendezvous.endpoint
         spec = TransferSpec(self.training, 0, self.generation, "float32", self.settings)
         assert TransferSpec.from_dict(spec.to_dict()) == spec
         self.ends = together(
-            [lambda r=r: connect(spec, endpoint, config, r, CPU) for r in range(4)]
+            [lambda r=r: connect(spec, endpoint, config, r, CPU) for r in range(spec.world_size)]
         )
 
     def send(self, version: int, rank: int) -> None:
@@ -65,13 +80,30 @@ class Route:
     def receive(self, version: int, rank: int) -> dict[str, torch.Tensor]:
         """All parameters of a generation rank, NaN where nothing came."""
         found = reshard_jobs.filled(self.served, rank, lambda block: torch.tensor(torch.nan))
-        for boxes in self.ends[2 + rank].receive(WeightUpdate(version)):
+        for boxes in self.ends[self.training.world_size + rank].receive(WeightUpdate(version)):
             for box in boxes:
                 slices = tuple(
                     slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True)
                 )
+                assert found[box.target][slices].isnan().all(), f"{box.target} comes twice"
                 found[box.target][slices] = box.data
         return found
+
+    def sync(self, versions: Sequence[int]) -> list[list[dict[str, torch.Tensor]]]:
+        """What each generation rank has of each version; all ranks at their own pace."""
+
+        def send(rank: int) -> list[dict[str, torch.Tensor]]:
+            for version in versions:
+                self.send(version, rank)
+            return []
+
+        def receive(rank: int) -> list[dict[str, torch.Tensor]]:
+            return [self.receive(version, rank) for version in versions]
+
+        num_training = self.training.world_size
+        calls = [partial(send, rank) for rank in range(num_training)]
+        calls += [partial(receive, rank) for rank in range(self.generation.world_size)]
+        return together(calls)[num_training:]
 
     def wanted(self, rank: int) -> dict[str, torch.Tensor]:
         """The same, out of the checkpoint; NaN is padding of the vocabulary."""

@@ -18,8 +18,37 @@ import routes
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import TRANSPORTS
+from mcore_rl.config.schema import Layout
+from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.transport import WeightUpdate
+from tests.nightly import all_but
+
+LAYOUTS = {
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2, first_stage_layers=1),
+    "pp2vpp2": Layout(pp=2, vpp=2),
+    "dp2ep2": Layout(dp=2, ep=2),
+    "tp2ep2": Layout(tp=2, ep=2),
+    "tp2etp2": Layout(tp=2, etp=2),
+    "tp2pp2vpp2ep2": Layout(tp=2, pp=2, vpp=2, ep=2),
+    "pp2dp2ep2": Layout(pp=2, dp=2, ep=2),
+    "tp2pp2etp2": Layout(tp=2, pp=2, etp=2),
+}
+SERVERS = {
+    "tp1": GenerationLayout(),
+    "tp2": GenerationLayout(tp=2),
+    "ep2": GenerationLayout(tp=2, ep=2),
+}
+BUCKET_BYTES = 64 << 10  # some dozen buckets
+CASES = all_but(
+    [
+        ("process_group", "pp2", "tp1"), ("process_group", "tp2ep2", "ep2"),
+        ("process_group", "tp2pp2vpp2ep2", "tp2"), ("process_group", "tp2etp2", "ep2"),
+        ("nixl", "pp2vpp2", "tp1"), ("nixl", "tp2ep2", "tp2"), ("nixl", "tp2etp2", "ep2"),
+    ],
+    [(t, layout, server) for t in TRANSPORTS for layout in LAYOUTS for server in SERVERS],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +56,38 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return routes.save_model(tmp_path_factory.mktemp("routes") / "model")
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return routes.save_model(tmp_path_factory.mktemp("routes") / "latent", "deepseek_v3")
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_versions_arrive_whole_while_ranks_go_on_at_their_own_pace(checkpoint, transport):
     route = routes.Route(checkpoint, transport)
+    check(route, route.sync((1, 2, 3)))
 
-    def send(rank: int) -> None:
-        for version in (1, 2, 3):
-            route.send(version, rank)
 
-    def receive(rank: int) -> list[dict[str, torch.Tensor]]:
-        return [route.receive(version, rank) for version in (1, 2, 3)]
+@pytest.mark.parametrize(("transport", "layout", "server"), CASES)
+def test_servers_of_every_layout_get_what_is_theirs_from_trainers_of_every_layout(
+    checkpoint, transport, layout, server
+):
+    sides = LAYOUTS[layout], SERVERS[server]
+    route = routes.Route(checkpoint, transport, 60.0, *sides, bucket_bytes=BUCKET_BYTES)
+    check(route, route.sync((1,)))
 
-    sends = [lambda rank=rank: send(rank) for rank in range(2)]
-    receives = [lambda rank=rank: receive(rank) for rank in range(2)]
-    _, _, *received = routes.together([*sends, *receives])
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("layout", ["tp2pp2vpp2ep2", "pp2dp2ep2", "tp2pp2etp2"])
+def test_latent_attention_and_a_dense_first_layer_arrive_too(latent, transport, layout):
+    sides = LAYOUTS[layout], SERVERS["ep2"]
+    route = routes.Route(latent, transport, 60.0, *sides, bucket_bytes=BUCKET_BYTES)
+    check(route, route.sync((1,)))
+
+
+def check(route: routes.Route, received: list[list[dict[str, torch.Tensor]]]) -> None:
+    """Bit for bit what the checkpoint has."""
+    assert len(received) == route.generation.world_size
     for rank, versions in enumerate(received):
         wanted = route.wanted(rank)
         for found in versions:
