@@ -2,7 +2,8 @@
 
 NIXL uses the fastest link that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU
 memory too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the
-sender when that is done. Checksums travel in the notification. Each rank finds at a rendezvous how
+sender when that is done. The update's version and format
+travel in the notification, and checksums. Each rank finds at a rendezvous how
 to reach the others. NIXL does not authenticate: use it only in a network that can be trusted, as
 NCCL does.
 """
@@ -15,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from typing import Any
 
@@ -28,9 +29,10 @@ from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.transport import Pending, Transfer, Transport
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.spec import TransferSpec
-from mcore_rl.weight_sync.transport import ExchangeTransport
+from mcore_rl.weight_sync.transport import ExchangeTransport, WeightUpdate
 
 _POLL_S = 0.0005
+_REFUSAL = -1, -1  # in the place of peer and bucket
 Notices = dict[tuple[int, int, int], dict[str, Any]]  # by version, peer and bucket
 
 
@@ -55,29 +57,29 @@ class NixlTransport(ExchangeTransport):
             self._agent = api.nixl_agent(str(rank), api.nixl_agent_config(backends=["UCX"]))
             self._staging = torch.empty(2 * self._half, dtype=torch.uint8, device=device)
             self._registered = self._agent.register_memory(self._staging)
-            self._meet(keys, spec.world_size)
+            self._peers = [peer for peer in range(spec.world_size) if peer != rank]
+            self._meet(keys)
             keys.close()
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weight transport: {error}") from error
         self._used = 0  # of the staging memory, by the current version
         self._notices: Notices = {}
 
-    def _meet(self, keys: RendezvousStore, world_size: int) -> None:
+    def _meet(self, keys: RendezvousStore) -> None:
         keys.set(f"agent-{self._rank}", self._agent.get_agent_metadata())
-        for peer in range(world_size):
-            if peer != self._rank:
-                self._agent.add_remote_agent(keys.get(f"agent-{peer}"))
+        for peer in self._peers:
+            self._agent.add_remote_agent(keys.get(f"agent-{peer}"))
 
     def close(self) -> None:
         self._agent.deregister_memory(self._registered)
         del self._agent, self._staging
 
     @contextmanager
-    def _messages(self, version: int) -> Iterator[Transport]:
+    def _messages(self, update: WeightUpdate) -> Iterator[Transport]:
         self._used = 0
-        for key in [key for key in self._notices if key[0] < version]:
+        for key in [key for key in self._notices if key[0] < update.version]:
             del self._notices[key]
-        yield _NixlMessages(self._agent, version, self._notices, self._timeout_s)
+        yield _NixlMessages(self._agent, self._peers, update, self._notices, self._timeout_s)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         start, self._used = self._used, self._used + num_bytes
@@ -104,13 +106,21 @@ def _stay_on_loopback(own_address: str) -> None:
 
 
 class _NixlMessages:
-    """Messages of one version."""
+    """Messages of one update."""
 
     is_ordered = False
 
-    def __init__(self, agent: Any, version: int, notices: Notices, timeout_s: float) -> None:
+    def __init__(
+        self,
+        agent: Any,
+        peers: Sequence[int],
+        update: WeightUpdate,
+        notices: Notices,
+        timeout_s: float,
+    ) -> None:
         """`notices` are those that have come, also of the next version: a peer may be ahead."""
-        self._agent, self._version, self._timeout_s = agent, version, timeout_s
+        self._agent, self._peers = agent, peers
+        self._update, self._timeout_s = update, timeout_s
         self._notices = notices
         self.sent_bytes = self.received_bytes = 0
 
@@ -125,7 +135,7 @@ class _NixlMessages:
         [data] = (part.data for part in parts if not part.is_checksums)
         crc32s = [part.data.view(torch.int64).tolist() for part in parts if part.is_checksums]
         notice = {
-            "version": self._version,
+            **asdict(self._update),
             "bucket": bucket,
             "address": data.data_ptr(),
             "device": max(data.get_device(), 0),
@@ -148,25 +158,43 @@ class _NixlMessages:
     def _notice(self, peer: int, bucket: int) -> dict[str, Any]:
         """What a peer says of a bucket: a sender that it is ready, a receiver that it was read."""
         deadline = time.monotonic() + self._timeout_s
-        key = self._version, peer, bucket
+        version = self._update.version
+        key = version, peer, bucket
         while key not in self._notices:
-            for name, texts in self._agent.get_new_notifs().items():
-                for notice in map(json.loads, texts):
-                    self._notices[notice["version"], int(name), notice["bucket"]] = notice
+            self._take_notices()
+            if refusal := self._notices.get((version, *_REFUSAL)):
+                raise StreamError(f"a rank of the transport refused: {refusal['reason']}")
             if time.monotonic() > deadline:
                 others = {version for version, name, _ in self._notices if name == peer}
                 at = f"; it is at version {max(others)}" if others else ""
                 raise StreamError(
-                    f"version {self._version}, bucket {bucket}: rank {peer} of the transport "
+                    f"version {version}, bucket {bucket}: rank {peer} of the transport "
                     f"made no move for {self._timeout_s:g} s{at}"
                 )
             time.sleep(_POLL_S)
+        self._agree(peer, self._notices[key])
         return self._notices[key]
+
+    def _take_notices(self) -> None:
+        for name, texts in self._agent.get_new_notifs().items():
+            for notice in map(json.loads, texts):
+                about = _REFUSAL if "reason" in notice else (int(name), notice["bucket"])
+                self._notices[notice["version"], *about] = notice
+
+    def _agree(self, peer: int, notice: dict[str, Any]) -> None:
+        """Raises StreamError for another update than ours; others, who would wait, are told."""
+        try:
+            self._update.agree_with(peer, notice)
+        except StreamError as error:
+            refusal = {"version": self._update.version, "reason": str(error)}
+            for other in self._peers:
+                self._agent.send_notif(str(other), json.dumps(refusal).encode())
+            raise
 
     def _read(self, peer: int, bucket: int, data: torch.Tensor, notice: dict[str, Any]) -> None:
         remote = [(notice["address"], data.numel(), notice["device"])]
         kind = "DRAM" if data.device.type == "cpu" else "VRAM"
-        done = json.dumps({"version": self._version, "bucket": bucket}).encode()
+        done = json.dumps({**asdict(self._update), "bucket": bucket}).encode()
         _finish_work_on(data.device)  # on what was in the memory before
         agent = self._agent
         handle = agent.initialize_xfer(

@@ -5,8 +5,10 @@ The group is separate from those of Megatron and vLLM.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from mcore_rl.reshard.executor import Bucket, LocalWeights
 from mcore_rl.reshard.transport import Group, GroupTransport, Transport
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.spec import TransferSpec
-from mcore_rl.weight_sync.transport import ExchangeTransport
+from mcore_rl.weight_sync.transport import ExchangeTransport, WeightUpdate
 from mcore_rl.weight_sync.watched import watched
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ c10d: Any = torch.distributed  # which says nothing of its groups' types
 # For all ranks to connect to each other when all are there: a rank that dies meanwhile, before it
 # has connected to another one, is not missed by that one in any other way.
 _MESH_S = 15.0
+_UPDATE_BYTES = 128  # of an update, as JSON
 
 
 class ProcessGroupTransport(ExchangeTransport):
@@ -63,31 +66,31 @@ class ProcessGroupTransport(ExchangeTransport):
         del self._transport, self._group  # gloo's connections end with it
         self._store.close()
 
-    def _run(self, weights: LocalWeights, version: int) -> Iterator[Bucket]:
-        buckets = super()._run(weights, version)
+    def _run(self, weights: LocalWeights, update: WeightUpdate) -> Iterator[Bucket]:
+        buckets = super()._run(weights, update)
         return buckets if self._device.type == "cuda" else watched(buckets, self._is_lost)
 
     @contextmanager
-    def _messages(self, version: int) -> Iterator[Transport]:
-        self._agree(version)
+    def _messages(self, update: WeightUpdate) -> Iterator[Transport]:
+        self._agree(update)
         yield self._transport
 
     def _is_lost(self) -> bool:
         """Whether the rendezvous has been told that a rank is gone."""
         return bool(self._store.check([ENDED]))
 
-    def _agree(self, version: int) -> None:
-        """Raises StreamError unless every rank is at the same version."""
+    def _agree(self, update: WeightUpdate) -> None:
+        """Raises StreamError unless every rank is at the same update."""
         group = self._group  # whose end, in `close`, would wait for the work
-        mine = torch.tensor([version], dtype=torch.int64, device=self._device)
+        told = json.dumps(asdict(update)).encode().ljust(_UPDATE_BYTES)
+        mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(self._device)
         found = [torch.empty_like(mine) for _ in range(group.size())]
         try:
             group.allgather([found], [mine]).wait()
         except RuntimeError as error:
-            raise StreamError(f"version {version}, rank {self._rank}: {error}") from error
-        versions = [int(tensor) for tensor in found]
-        if len(set(versions)) > 1:
-            raise StreamError(f"ranks of the weights' group are at versions {versions}")
+            raise StreamError(f"{update}, rank {self._rank}: {error}") from error
+        for peer, tensor in enumerate(found):
+            update.agree_with(peer, json.loads(bytes(tensor.tolist())))
 
 
 def _meet(store: RendezvousStore, rank: int, world_size: int) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -45,6 +46,14 @@ class WeightUpdate:
             raise StreamError(
                 f"version {self.version} comes in the format {self.format!r}; known: {DENSE!r}"
             )
+
+    def agree_with(self, peer: int, fields: Mapping[str, Any]) -> None:
+        """Raises StreamError unless the update that `peer` tells of, by its fields, is this one."""
+        if (theirs := WeightUpdate(fields["version"], fields["format"])) != self:
+            raise StreamError(f"{self}, but rank {peer} of the transport is at {theirs}")
+
+    def __str__(self) -> str:
+        return f"version {self.version} ({self.format})"
 
 
 class WeightTransport(ABC):
@@ -84,14 +93,14 @@ class ExchangeTransport(WeightTransport):
 
     def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
         try:
-            for _ in self._run(weights, update.version):
+            for _ in self._run(weights, update):
                 raise RuntimeError("a bucket arrived on a training rank")
         except PeerError as error:
             _let_go(error)
             raise
 
     def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
-        buckets = self._run(LocalWeights({}), update.version)
+        buckets = self._run(LocalWeights({}), update)
         try:
             for bucket in buckets:
                 yield list(bucket)
@@ -102,17 +111,17 @@ class ExchangeTransport(WeightTransport):
             for _ in buckets:  # a consumer that stops must not stop the others' exchanges
                 continue
 
-    def _run(self, weights: LocalWeights, version: int) -> Iterator[Bucket]:
+    def _run(self, weights: LocalWeights, update: WeightUpdate) -> Iterator[Bucket]:
         def checked(name: str) -> bool:
-            return is_checked(self._verify, name, version)
+            return is_checked(self._verify, name, update.version)
 
-        with self._messages(version) as transport:
+        with self._messages(update) as transport:
             exchange = Exchange(self._rounds, self._half, self._dtype, transport, self._allocate)
             yield from exchange.run(weights, self._allocate, checked)
 
     @abstractmethod
-    def _messages(self, version: int) -> AbstractContextManager[Transport]:
-        """The transport of the messages of a version."""
+    def _messages(self, update: WeightUpdate) -> AbstractContextManager[Transport]:
+        """The transport of an update's messages. No weights come before the ranks agree on it."""
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,13 @@ from mcore_rl.weight_sync.transport import WeightUpdate, connect
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+
+
+def newer(version: int) -> WeightUpdate:
+    """An update as a sender makes it that knows a format more than we do."""
+    update = WeightUpdate(version)
+    object.__setattr__(update, "format", "delta")
+    return update
 
 
 def save_model(folder: Path, family: str = "qwen3_moe") -> Path:
@@ -74,8 +81,8 @@ class Route:
             [lambda r=r: connect(spec, endpoint, config, r, CPU) for r in range(spec.world_size)]
         )
 
-    def send(self, version: int, rank: int) -> None:
-        self.ends[rank].send(self.weights[rank], WeightUpdate(version))
+    def send(self, version: int, rank: int, update: WeightUpdate | None = None) -> None:
+        self.ends[rank].send(self.weights[rank], update or WeightUpdate(version))
 
     def receive(self, version: int, rank: int) -> dict[str, torch.Tensor]:
         """All parameters of a generation rank, NaN where nothing came."""
@@ -110,7 +117,11 @@ class Route:
         return reshard_jobs.filled(self.served, rank, self.reader.read)
 
 
-def together(calls: list[Callable[[], T]]) -> list[T]:
+def together(calls: Sequence[Callable[[], T]]) -> list[T]:
     """What the calls return, each in a thread of its own."""
+    return [future.result() for future in ended(calls)]
+
+
+def ended(calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
     with ThreadPoolExecutor(len(calls)) as threads:
-        return [future.result() for future in [threads.submit(call) for call in calls]]
+        return [threads.submit(call) for call in calls]

@@ -30,6 +30,7 @@ from mcore_rl.weight_sync.shared_memory import (
 from mcore_rl.weight_sync.transport import WeightUpdate
 
 CPU = torch.device("cpu")
+VERSION_7 = WeightUpdate(7)
 
 
 def matrix(number: int) -> torch.Tensor:
@@ -62,15 +63,20 @@ def in_shared_memory() -> set[str]:
 class Sending:
     """A sender at work in a thread; `outcome` waits for its end."""
 
-    def __init__(self, count: int, version: int = 7, source: Callable[..., Any] = buckets) -> None:
+    def __init__(
+        self,
+        count: int,
+        source: Callable[..., Any] = buckets,
+        update: WeightUpdate = VERSION_7,
+    ) -> None:
         self.sender = ShardSender(generation_rank=3, timeout_s=5)
         self.memory = shared_buckets(CPU)
         self.taken, self.mapped = 0, set[str]()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(source, count, version))
+        self._thread = threading.Thread(target=self._run, args=(source, count, update))
         self._thread.start()
 
-    def _run(self, source: Callable[..., Any], count: int, version: int) -> None:
+    def _run(self, source: Callable[..., Any], count: int, update: WeightUpdate) -> None:
         def counted() -> Iterator[Bucket]:
             for bucket in source(self.memory, count):
                 self.taken += 1
@@ -78,7 +84,7 @@ class Sending:
                 yield bucket
 
         try:
-            self.sender.send(counted(), self.memory, WeightUpdate(version))
+            self.sender.send(counted(), self.memory, update)
         except BaseException as error:  # noqa: BLE001 (looked at by the test)
             self._error = error
 
@@ -89,8 +95,10 @@ class Sending:
         return self._error
 
 
-def received(endpoint: ShardEndpoint, version: int = 7) -> list[list[tuple[Any, ...]]]:
-    with contextlib.closing(receive_shards(endpoint, WeightUpdate(version), CPU)) as arriving:
+def received(
+    endpoint: ShardEndpoint, update: WeightUpdate = VERSION_7
+) -> list[list[tuple[Any, ...]]]:
+    with contextlib.closing(receive_shards(endpoint, update, CPU)) as arriving:
         return [
             [(p.target, p.offset, p.data.clone(), p.source_rank, p.crc32) for p in pieces]
             for pieces in arriving
@@ -130,16 +138,27 @@ def test_who_shows_no_token_or_wants_another_version_gets_nothing():
     with pytest.raises(StreamError, match="refused: wrong token"):
         received(replace(endpoint, token="guess"))
     with pytest.raises(StreamError, match="this sends version 7, not 8"):
-        received(endpoint, version=8)
+        received(endpoint, WeightUpdate(8))
     assert len(received(endpoint)) == 1
     assert sending.outcome() is None
     assert endpoint.token not in repr(endpoint)
 
 
+def test_who_does_not_know_the_format_gets_nothing_and_is_told_its_name():
+    update = WeightUpdate(7)
+    object.__setattr__(update, "format", "delta")  # as a newer sender makes it
+    sending = Sending(1, update=update)
+    endpoint = sending.sender.endpoint
+    with pytest.raises(StreamError, match="refused: this sends format delta, not dense"):
+        received(endpoint)
+    assert len(received(endpoint, update)) == 1
+    assert sending.outcome() is None
+
+
 def test_a_receiver_that_stops_is_an_error_after_all_buckets_were_taken():
     """The other ranks' exchanges wait for this one's."""
     sending = Sending(5)
-    arriving = receive_shards(sending.sender.endpoint, WeightUpdate(7), CPU)
+    arriving = receive_shards(sending.sender.endpoint, VERSION_7, CPU)
     next(arriving)
     arriving.close()
     error = sending.outcome()

@@ -6,6 +6,8 @@ Real servers take versions by each of them in e2e/test_parallel_server.py.
 from __future__ import annotations
 
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -115,6 +117,35 @@ def listening() -> set[tuple[str, int]]:
 def test_a_format_that_is_not_known_is_refused_by_name():
     with pytest.raises(StreamError, match="version 3 comes in the format 'delta'; known: 'dense'"):
         WeightUpdate(3, "delta")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_format_that_receivers_do_not_know_ends_every_rank_by_name_and_brings_nothing(
+    checkpoint, transport
+):
+    route, arrived = routes.Route(checkpoint, transport, timeout_s=60.0), []
+
+    def receive(rank: int) -> None:
+        for slices in route.ends[2 + rank].receive(WeightUpdate(3)):
+            arrived.extend(slices)
+
+    begun = time.monotonic()
+    calls = [partial(route.send, 3, rank, routes.newer(3)) for rank in range(2)]
+    calls += [partial(receive, rank) for rank in range(2)]
+    for end in routes.ended(calls):
+        with pytest.raises(StreamError, match="version 3 comes in the format 'delta'; known: 'den"):
+            end.result()
+    assert not arrived
+    assert time.monotonic() - begun < 60.0  # nobody has waited for a rank that had refused
+
+
+def test_in_a_process_group_a_rank_that_is_at_another_version_is_named(checkpoint):
+    route = routes.Route(checkpoint, "process_group", timeout_s=60.0)
+    calls = [partial(route.send, 5, rank) for rank in range(2)]
+    calls += [partial(route.receive, 4, rank) for rank in range(2)]
+    *_, receiver = routes.ended(calls)
+    with pytest.raises(StreamError, match=r"version 4 \(dense\), but rank 0 .* version 5 "):
+        receiver.result()
 
 
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
