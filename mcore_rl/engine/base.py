@@ -134,6 +134,14 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
+    def trace(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """What the modules of this rank's pipeline stage put out, by Hugging Face name.
+
+        float32 [tokens of the batch, dim], complete after all reductions. `batch` as for
+        infer_batch. Ranks of the stage with the same rows get the same.
+        """
+
+    @abstractmethod
     def train_batch(
         self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> Metrics:

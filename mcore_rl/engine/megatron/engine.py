@@ -140,10 +140,6 @@ class MegatronEngine(BaseEngine):
 
     @torch.no_grad()
     def trace(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """What the modules of this pipeline stage put out, by Hugging Face name: see trace.py.
-
-        `batch` as for infer_batch. Ranks of the stage with the same rows get the same.
-        """
         from mcore_rl.engine.megatron.trace import Tracing
 
         self._finish_weights()

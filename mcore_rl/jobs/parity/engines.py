@@ -19,10 +19,10 @@ import torch
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.base import EngineSpec
-from mcore_rl.engine.megatron.engine import MegatronEngine
+from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
 from mcore_rl.jobs.parity.compare import Scores
 from mcore_rl.models.base import HFConfig, kv_elements_per_token
+from mcore_rl.parallel.mesh import Coordinate, Mesh
 from mcore_rl.rollout.protocol import TokenScores
 from mcore_rl.rollout.vllm_server import VLLMServer
 
@@ -94,16 +94,16 @@ def joined(by_rank: Sequence[list[dict[str, torch.Tensor]]]) -> list[dict[str, t
     ]
 
 
-def _started(spec: EngineSpec, checkpoint: str) -> MegatronEngine:
-    engine = MegatronEngine(spec)
+def _started(spec: EngineSpec, checkpoint: str) -> BaseEngine:
+    engine = create_engine("language_model", spec)
     engine.initialize()
     if checkpoint:
         engine.load_checkpoint(Path(checkpoint))
     return engine
 
 
-def _place(engine: MegatronEngine) -> Any:
-    return engine.mesh.coordinate(engine.world_rank)
+def _place(engine: BaseEngine) -> Coordinate:
+    return Mesh(engine.layout).coordinate(engine.world_rank)
 
 
 def _batch(sequences: list[list[int]]) -> Batch:

@@ -10,10 +10,11 @@ import torch
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import EngineConfig, ModelConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.engine.base import EngineSpec, create_engine
+from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.engine.megatron.offload import move
 from mcore_rl.engine.megatron.value_engine import ValueEngine
+from mcore_rl.jobs.parity import engines
 
 SPEC = EngineSpec(ModelConfig(path="/nowhere"), EngineConfig(), seed=0)
 
@@ -25,11 +26,22 @@ def test_an_engine_is_found_by_backend_and_model_type(model_type, kind):
     assert type(create_engine(model_type, SPEC)) is kind
 
 
+def test_every_engine_can_be_traced():
+    assert "trace" in BaseEngine.__abstractmethods__
+
+
 def test_an_engine_that_does_not_exist_is_named_with_those_that_do():
     with pytest.raises(ConfigError, match="backend='fsdp'; allowed: 'megatron'"):
         create_engine("language_model", replace(SPEC, engine=EngineConfig(backend="fsdp")))
     with pytest.raises(ConfigError, match="no engine of 'reward'; allowed: language_model, value"):
         create_engine("reward", SPEC)
+
+
+def test_a_comparison_of_engines_has_the_one_that_its_settings_name():
+    spec = replace(SPEC, engine=EngineConfig(backend="fsdp"))
+    for job in (engines.megatron_scores, engines.megatron_traces):
+        with pytest.raises(ConfigError, match="backend='fsdp'; allowed: 'megatron'"):
+            job(spec, "", [])
 
 
 def test_on_the_cpu_lane_parameters_stay_where_they_are():

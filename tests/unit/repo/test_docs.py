@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,9 +112,18 @@ def test_everything_in_a_tree_exists(page: Path):
     assert [path for path in sorted(tree_of(page)) if not (ROOT / path).exists()] == []
 
 
+def contract(start: str) -> dict[str, Any]:
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    return next(found for found in linter["contracts"] if found["name"].startswith(start))
+
+
+def test_every_package_but_engine_has_its_engines_by_engine_base():
+    packages = {f"mcore_rl.{path.parent.name}" for path in (ROOT / "mcore_rl").glob("*/*.py")}
+    assert {*contract("Engines")["source_modules"]} == packages - {"mcore_rl.engine"}
+
+
 def test_the_layers_are_those_that_the_linter_enforces():
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    layers = next(c["layers"] for c in contracts["contracts"] if c["name"].startswith("Layers"))
+    layers = contract("Layers")["layers"]
     section = ARCHITECTURE.read_text().partition("\n## Layers\n")[2]
     block = FENCE.search(section)
     assert block
