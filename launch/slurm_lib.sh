@@ -22,8 +22,8 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
         return
     fi
     open_logs
-    trap 'note_signal USR1' USR1
-    trap 'note_signal TERM; is_cancelled=1' TERM
+    trap 'note_signal USR1; was_warned=1' USR1
+    trap 'note_signal TERM; note_end_of_time || is_cancelled=1' TERM
     trap 'note_signal INT; is_cancelled=1' INT
     check_nodes
     start_ray
@@ -37,7 +37,7 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
 read_settings() {
     local argument
     dry_run='' output='' overrides=() has_resume='' driver_pid='' ray_pid=''
-    is_cancelled='' was_asked=''
+    is_cancelled='' was_asked='' was_warned='' is_noted=''
     for argument; do
         case $argument in
             --dry-run) dry_run=1 ;;
@@ -116,6 +116,10 @@ open_logs() {
     if [ "$number" -gt 1 ]; then overrides=("${overrides[@]/#resume=*/resume=auto}"); fi
     logs=$output/logs/attempt_$number
     ln -sfn "attempt_$number" "$output/logs/latest"
+    attempts=$output/logs/attempts.tsv before_status='' before_step=''
+    if [ -e "$attempts" ]; then read -r _ before_status before_step < <(tail -n 1 "$attempts"); fi
+    if [ "$before_status" = started ]; then before_step=$(last_step); fi # that script was killed
+    note_attempt started "$(last_step)"
     # Every Ray port asks for this token, and only this user can read it.
     unset RAY_AUTH_TOKEN # it would come before the file
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/.token
@@ -177,24 +181,37 @@ stop_all() {
 }
 
 end_or_requeue() {
-    local step attempts=$output/logs/attempts.tsv before_status='' before_step=''
-    step=$(last_step)
-    if [ -e "$attempts" ]; then
-        read -r _ before_status before_step < <(tail -n 1 "$attempts")
-    fi
-    printf '%s\t%s\t%s\n' "$MCORE_RL_ATTEMPT" "$status" "${step:--}" >>"$attempts"
-    if [ -n "$is_cancelled" ]; then exit "$status"; fi
-    case $status in
-        0 | "$BAD_INPUT") ;;
-        "$before_status")
-            if [ "${step:--}" != "$before_step" ]; then
-                start_again
-            else
-                phase "ended twice after step ${step:--}; not started again: see $logs"
-            fi ;;
-        *) start_again ;;
-    esac
+    [ -n "$is_noted" ] || note_end
     exit "$status"
+}
+
+note_end() { # and start again, unless this is how it ended before, without a step in between
+    local step
+    step=$(last_step)
+    is_noted=1
+    note_attempt "$status" "$step"
+    if [ -n "$is_cancelled" ]; then return; fi
+    case $status in
+        0 | "$BAD_INPUT") return ;;
+        "$SAVED") ;; # as did the one before, if a step takes longer than a job may
+        *) case $before_status in 0 | "$BAD_INPUT" | "$SAVED") before_status='' ;; esac ;;
+    esac
+    if [ -n "$before_status" ] && [ "$step" = "$before_step" ]; then
+        phase "ended twice after step $step; not started again: see $logs"
+    else
+        start_again
+    fi
+}
+
+note_attempt() { # STATUS STEP
+    printf '%s\t%s\t%s\n' "$MCORE_RL_ATTEMPT" "$1" "$2" >>"$attempts"
+}
+
+note_end_of_time() { # false for a job that is cancelled; what is left is KillWait, so not a step
+    [ -n "$was_warned" ] && is_out_of_time || return 1
+    phase 'the time limit came before the end of the step; it goes on from the last checkpoint'
+    status=$SAVED
+    note_end
 }
 
 # --- what the phases are made of ------------------------------------------------------------------
@@ -256,9 +273,12 @@ watch_ray() { # a driver whose Ray is gone tells so itself, or is ended; what it
     done
 }
 
-last_step() { # the step that was trained last, as metrics.jsonl has it
-    [ -e "$output/metrics.jsonl" ] || return 0
-    tail -n 1 "$output/metrics.jsonl" | sed -n 's/.*"step": *\([0-9]*\).*/\1/p'
+last_step() { # the step that was trained last, as metrics.jsonl has it; '-' for none
+    local step=''
+    if [ -e "$output/metrics.jsonl" ]; then
+        step=$(tail -n 1 "$output/metrics.jsonl" | sed -n 's/.*"step": *\([0-9]*\).*/\1/p')
+    fi
+    echo "${step:--}"
 }
 
 show_job() {
@@ -326,16 +346,26 @@ examine_nodes() {
     fi
 }
 
+is_out_of_time() {
+    [ -n "${SLURM_JOB_ID:-}" ] && scontrol show job "$(this_job)" | grep -q 'Reason=TimeLimit'
+}
+
+this_job() { # the last task of an array has the array's number, by which SLURM would take all of them
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    else
+        echo "$SLURM_JOB_ID"
+    fi
+}
+
 start_again() { # nodes whose Ray has failed are left out, where the partition has others
-    local bad needed=${#nodes[@]} others itself=$SLURM_JOB_ID
-    # The last task of an array has the array's number, by which SLURM would take all of them.
-    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then itself=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
-    bad=$(failed_nodes "$(scontrol show job "$itself" | sed -n 's/^ *ExcNodeList=//p')")
+    local bad needed=${#nodes[@]} others itself
+    itself=$(this_job)
+    bad=$(failed_nodes "$(scontrol show job "$itself" | sed -n 's/.*\bExcNodeList=\([^ ]*\).*/\1/p')")
     trap '' TERM USR1
     scontrol requeue "$itself"
     if [ -n "$bad" ]; then
-        others=$(sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --format=%N |
-            grep -vcxF "$(tr , '\n' <<<"$bad")" || true)
+        others=$(fit_nodes | grep -vcxF "$(tr , '\n' <<<"$bad")" || true)
         if [ "$others" -ge "$needed" ]; then
             if scontrol update JobId="$itself" ExcNodeList="$bad"; then
                 phase "next time without $bad"
@@ -346,6 +376,11 @@ start_again() { # nodes whose Ray has failed are left out, where the partition h
             phase "$bad is not left out: $others other nodes of the $needed that it takes"
         fi
     fi
+}
+
+fit_nodes() { # of the partition; by --states=idle one that is drained would be listed, too
+    sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --format='%N %t' |
+        sed -nE 's/ +(idle|mix|alloc|comp|plnd)[~#-]?$//p'
 }
 
 failed_nodes() { # and those that are left out already, a list of SLURM's

@@ -276,7 +276,7 @@ def test_whether_a_node_is_left_out_the_next_time_is_told(tmp_path, works):
             update) {"true" if works else "false"} ;;
             esac
         }}
-        sinfo() {{ printf 'n1\nn2\nn3\n'; }}
+        sinfo() {{ printf 'n1 idle\nn2 mix\nn3 idle\n'; }}
         echo 'no memory' >"$logs/n1.failed"
         start_again
     """
