@@ -19,10 +19,7 @@ find_nodes() {
 there() { # NUMBER COMMAND...: with what tells a node who it is, and the variables that are passed on
     local number=$1 name variables=() quoted
     shift
-    for name in $(compgen -e | grep -E '^(RAY|MCORE_RL|NCCL|UCX|GLOO|FI|HF|VLLM|OMP|CUDA)_|^PYTHON' |
-        grep -vE '(TOKEN|KEY|SECRET|PASSWORD)$'); do # argv can be read by everybody
-        variables+=("$name=${!name}")
-    done
+    for name in $(passed_on); do variables+=("$name=${!name}"); done
     variables+=("MCORE_RL_NODE=${nodes[$number]}" "MCORE_RL_NODE_NUMBER=$number")
     printf -v quoted '%q ' cd "$root" && quoted+='&& exec '
     quoted+=$(printf '%q ' env "${variables[@]}" "${in_image[@]}" "$@")
@@ -42,10 +39,7 @@ on_all_nodes() { # each gets its own end of the pipe; the status is the worst
     return "$worst"
 }
 
-examine_nodes() {
-    on_all_nodes "$python" -m mcore_rl.cli.main doctor --on=this --quiet --output-dir "$output" \
-        --interface "${MCORE_RL_INTERFACE:-}" </dev/null
-}
+examine_nodes() { on_all_nodes "${doctor[@]}" --on=this </dev/null; }
 
 start_again() { phase "to go on: the same command with output_dir=$output"; }
 

@@ -10,9 +10,7 @@ set -euo pipefail
 find_nodes() { nodes=("$(hostname -s)"); }
 on_first_node() { run env MCORE_RL_NODE="${nodes[0]}" "${in_image[@]}" "$@"; }
 on_all_nodes() { on_first_node "$@"; }
-examine_nodes() {
-    on_first_node "$python" -m mcore_rl.cli.main doctor --on=this --quiet --output-dir "$output"
-}
+examine_nodes() { on_first_node "${doctor[@]}" --on=this; }
 start_again() { phase "to go on: the same command with output_dir=$output"; }
 
 run_job "$@"

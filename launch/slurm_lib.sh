@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What every launch script does, from top to bottom: run_job. A launcher has three functions more:
-# find_nodes, on_first_node and on_all_nodes; those of SLURM are here, others in local.sh and hosts.sh.
+# find_nodes, on_first_node and on_all_nodes; those of SLURM are here and in requeue.sh, others in local.sh and hosts.sh.
 #
 #   MCORE_RL_OBJECT_STORE_BYTES=8589934592  shared memory of a node's Ray; without it, 512 MiB
 #   MCORE_RL_INTERFACE=eth0      the network that nodes meet on; without it, that of the default route
@@ -13,7 +13,12 @@
 #   MCORE_RL_DOCTOR=0            do not examine the nodes first
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=launch/environment.sh
+. "$root/launch/environment.sh"
+# shellcheck source=launch/requeue.sh
+. "$root/launch/requeue.sh"
 SAVED=75 BAD_INPUT=2 # exit statuses of the driver: start it again with resume=auto; do not
+NUM_PORTS=256
 
 run_job() { # run_job [--dry-run] KEY=VALUE...
     read_settings "$@"
@@ -37,15 +42,20 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
 read_settings() {
     local argument
     dry_run='' output='' overrides=() has_resume='' driver_pid='' ray_pid=''
-    is_cancelled='' was_asked='' was_warned='' is_noted=''
+    is_cancelled='' was_asked='' was_warned='' is_noted='' by_srun='' model='' num_nodes=''
     for argument; do
         case $argument in
             --dry-run) dry_run=1 ;;
+            --nodes=*) num_nodes=${argument#--nodes=} ;;
             output_dir=*) output=${argument#output_dir=} ;;
             *) overrides+=("$argument") ;;
         esac
-        case $argument in resume=*) has_resume=1 ;; esac
+        case $argument in
+            resume=*) has_resume=1 ;;
+            model.path=*) model=${argument#model.path=} ;;
+        esac
     done
+    [ -z "$num_nodes" ] || [ -n "$dry_run" ] || die "--nodes is for --dry-run; a job: sbatch --nodes=$num_nodes $0"
     [ -n "$has_resume" ] || overrides+=(resume=auto)
     job=${SLURM_JOB_ID:-$$}
     # SLURM runs a copy of $0. Without SLURM the time tells runs apart: processes of containers have
@@ -59,13 +69,15 @@ read_settings() {
         [ -x "$python" ] || die "$python is not there; on a machine that shares $root with the" \
             "nodes run launch/setup_env.sh, or set MCORE_RL_PYTHON or MCORE_RL_IMAGE"
     fi
-    check_number MCORE_RL_FIRST_PORT 1024 $((65536 - 256))
+    [[ ${num_nodes:-1} =~ ^[1-9][0-9]{0,4}$ ]] || die "--nodes=$num_nodes; allowed: a whole number from 1"
+    check_number MCORE_RL_FIRST_PORT 1024 $((65536 - NUM_PORTS))
     check_number MCORE_RL_NODES_S 1 86400
     check_number MCORE_RL_RANKS_PER_NODE 0 9999
     check_number MCORE_RL_OBJECT_STORE_BYTES 0 $((1 << 50))
-    # Below the ephemeral range, so that no connection has taken one, and apart from other jobs'. When
+    # Below the usual ephemeral range, so that no connection has taken one: the doctor looks at that
+    # of each node. Apart from other jobs'. When
     # a job is queued again, others: something may listen on those of before for ever.
-    port=${MCORE_RL_FIRST_PORT:-$((10000 + 256 * ((job + 31 * ${SLURM_RESTART_COUNT:-0}) % 88)))}
+    port=${MCORE_RL_FIRST_PORT:-$((10000 + NUM_PORTS * ((job + 31 * ${SLURM_RESTART_COUNT:-0}) % 88)))}
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
     find_nodes
     find_image
@@ -79,21 +91,17 @@ check_number() { # NAME LEAST MOST: of a variable, where it is set
     fi
 }
 
-find_image() { # containers: options of srun's, or a command before the command
-    container=() in_image=()
-    [ -n "${MCORE_RL_IMAGE:-}" ] || return 0
-    local folder pairs='' mounts=$root,${output%/*}${MCORE_RL_MOUNTS:+,$MCORE_RL_MOUNTS}
-    for folder in ${mounts//,/ }; do pairs+=,$folder:$folder; done
-    if [ -n "${SLURM_JOB_ID:-}" ] && srun --help 2>/dev/null | grep -q -- --container-image; then
-        container=(--container-image="$MCORE_RL_IMAGE" --container-mounts="${pairs#,}")
-    elif command -v apptainer >/dev/null; then
-        in_image=(apptainer exec --nv --bind "${pairs#,}" "$MCORE_RL_IMAGE")
-    else
-        die "MCORE_RL_IMAGE is '$MCORE_RL_IMAGE', and there is neither pyxis in srun nor apptainer"
-    fi
+set_first_commands() { # what looks at the nodes
+    doctor=("$python" -m mcore_rl.cli.main doctor --quiet --output-dir "$output" --mark "$logs")
+    doctor+=(--timeout "$limit_s" --interface "${MCORE_RL_INTERFACE:-}")
+    doctor+=(--ports "$port-$((port + NUM_PORTS - 1))")
+    # A path that is not here is a wrong setting, and no node's fault: the driver says so.
+    if [ -e "$model/config.json" ]; then doctor+=(--model-path "$model"); fi
+    address_command=("$python" -m mcore_rl.controller.node address)
+    address_command+=(--interface "${MCORE_RL_INTERFACE:-}")
 }
 
-set_commands() { # what runs on the nodes, once it is known where they meet
+set_commands() { # what else runs on the nodes, once it is known where they meet
     hold_command=("$python" -m mcore_rl.controller.node hold --head "$head" --logs "$logs")
     hold_command+=(--interface "${MCORE_RL_INTERFACE:-}" --ranks "${MCORE_RL_RANKS_PER_NODE:--1}")
     hold_command+=(--object-store-bytes "${MCORE_RL_OBJECT_STORE_BYTES:-0}")
@@ -124,16 +132,16 @@ open_logs() {
     unset RAY_AUTH_TOKEN # it would come before the file
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/.token
     (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
-    phase "attempt $number on ${nodes[*]}; to follow it: tail -F $output/logs/latest/*.log"
-    env | grep -E '^(NCCL|UCX|GLOO|FI|OMPI|MCORE_RL)_' | sort || true
+    phase "attempt $number on ${nodes[*]}; to follow it: python3 $(printf '%q ' "$root/launch/follow.py" "$output")"
+    env | grep -E "$NETWORKS" | sort || true
     ulimit -Sn "$(ulimit -Hn)" || true
 }
 
 check_nodes() {
     phase 'check the nodes'
+    set_first_commands
     [ "${MCORE_RL_DOCTOR:-1}" = 0 ] || examine_nodes || fail 'the nodes are not fit for a run'
-    head_address=$(on_first_node "$python" -m mcore_rl.controller.node address \
-        --interface "${MCORE_RL_INTERFACE:-}") || fail "${nodes[0]} cannot run $python"
+    head_address=$(on_first_node "${address_command[@]}") || fail "${nodes[0]} cannot run $python"
     head=$head_address:$port
     set_commands
 }
@@ -146,7 +154,17 @@ start_ray() {
     ray_pid=$!
     exec 3>"$pipe" # when this script is gone, however it went, so is the writer: Ray ends
     rm "$pipe"
-    on_first_node "${wait_command[@]}" 3>&- || fail "Ray did not start"
+    on_first_node "${wait_command[@]}" 3>&- &
+    local wait_pid=$!
+    while kill -0 "$wait_pid" 2>/dev/null; do
+        # What a node's Ray has failed of, the other command tells.
+        if ! kill -0 "$ray_pid" 2>/dev/null && ! compgen -G "$logs/*.failed" >/dev/null; then
+            kill "$wait_pid" 2>/dev/null || true
+            fail "no node runs Ray: what was to start it has ended, for the reason above or in $logs/node-*.log"
+        fi
+        sleep 0.2
+    done
+    wait "$wait_pid" || fail "Ray did not start"
 }
 
 run_driver() {
@@ -208,6 +226,7 @@ note_attempt() { # STATUS STEP
 }
 
 note_end_of_time() { # false for a job that is cancelled; what is left is KillWait, so not a step
+    [ -z "$is_noted" ] || return 0
     [ -n "$was_warned" ] && is_out_of_time || return 1
     phase 'the time limit came before the end of the step; it goes on from the last checkpoint'
     status=$SAVED
@@ -283,15 +302,29 @@ last_step() { # the step that was trained last, as metrics.jsonl has it; '-' for
 
 show_job() {
     logs=$output/logs/attempt_N head=${nodes[0]}:$port
+    set_first_commands
     set_commands
     echo "nodes: ${nodes[*]}"
     if [ "${MCORE_RL_DOCTOR:-1}" != 0 ]; then echo "check: $(examine_nodes)"; fi
-    echo "address: $(on_first_node "$python" -m mcore_rl.controller.node address)"
+    echo "address: $(on_first_node "${address_command[@]}")"
     echo "Ray, on each node: $(on_all_nodes "${hold_command[@]}")"
-    echo "driver: RAY_ADDRESS=$head $(on_first_node "${driver_command[@]}")"
+    echo "wait: $(on_first_node "${wait_command[@]}")"
+    echo "driver: RAY_ADDRESS=$head $(RAY_ADDRESS=$head on_first_node "${driver_command[@]}")"
     echo "end: $(on_all_nodes "$python" -m mcore_rl.controller.node sweep)"
+    show_plan
+}
+
+show_plan() {
+    local gpus plan=("${driver_command[@]}" --dry-run)
     gpus=$(sed -n 's/^#SBATCH --gpus-per-node=//p' "$0")
-    "${in_image[@]}" "${driver_command[@]}" --dry-run ${gpus:+--gpus-per-node="$gpus"}
+    if [ -n "$gpus" ]; then plan+=(--gpus-per-node="$gpus" --num-nodes=${#nodes[@]}); fi
+    if [ ${#container[@]} -eq 0 ]; then
+        "${in_image[@]}" "${plan[@]}"
+    elif [ -n "${SLURM_JOB_ID:-}" ]; then
+        dry_run='' on_first_node "${plan[@]}"
+    else
+        echo 'the plan: in a job alone (salloc), since pyxis has the packages there'
+    fi
 }
 
 run() { # the command, or with --dry-run what it is
@@ -309,6 +342,7 @@ run() { # the command, or with --dry-run what it is
 
 find_nodes() {
     local listed
+    by_srun=1
     if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
         listed=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || die "scontrol does not answer"
         mapfile -t nodes <<<"$listed"
@@ -319,15 +353,20 @@ find_nodes() {
     fi
 }
 
-planned_nodes() { # as many as the script asks for
-    local count
-    count=$(sed -n 's/^#SBATCH --nodes=\([0-9]*\).*/\1/p' "$0")
+planned_nodes() { # as many as are asked for, or else as the script asks for
+    local count=${num_nodes:-${SLURM_JOB_NUM_NODES:-}}
+    [ -n "$count" ] || count=$(sed -n 's/^#SBATCH --nodes=\([0-9]*\).*/\1/p' "$0")
     for ((i = 0; i < ${count:-1}; i++)); do echo "node$i"; done
 }
 
 step() { # a step of srun's beside the others, one task a node; one that ends does not end the others
+    local image=("${container[@]}") names
+    if [ -n "$keeps_variables" ]; then
+        mapfile -t names < <(over_image)
+        image+=(--container-env="$(joined "${names[@]}")")
+    fi
     run srun --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --mpi=none --cpu-bind=none --export=ALL \
-        --ntasks-per-node=1 "${container[@]}" "$@"
+        --ntasks-per-node=1 "${image[@]}" "$@"
 }
 
 on_first_node() {
@@ -337,57 +376,9 @@ on_first_node() {
 on_all_nodes() { step --nodes=${#nodes[@]} --ntasks=${#nodes[@]} "${in_image[@]}" "$@"; }
 
 examine_nodes() {
-    local command=("$python" -m mcore_rl.cli.main doctor --quiet --output-dir "$output")
-    command+=(--timeout "$limit_s" --interface "${MCORE_RL_INTERFACE:-}")
     if [ -n "${MCORE_RL_IMAGE:-}" ]; then
-        on_all_nodes "${command[@]}" --on=this </dev/null
+        on_all_nodes "${doctor[@]}" --on=this </dev/null
     else
-        run "${command[@]}" --on=slurm
+        run "${doctor[@]}" --on=slurm
     fi
-}
-
-is_out_of_time() {
-    [ -n "${SLURM_JOB_ID:-}" ] && scontrol show job "$(this_job)" | grep -q 'Reason=TimeLimit'
-}
-
-this_job() { # the last task of an array has the array's number, by which SLURM would take all of them
-    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-        echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-    else
-        echo "$SLURM_JOB_ID"
-    fi
-}
-
-start_again() { # nodes whose Ray has failed are left out, where the partition has others
-    local bad needed=${#nodes[@]} others itself
-    itself=$(this_job)
-    bad=$(failed_nodes "$(scontrol show job "$itself" | sed -n 's/.*\bExcNodeList=\([^ ]*\).*/\1/p')")
-    trap '' TERM USR1
-    scontrol requeue "$itself"
-    if [ -n "$bad" ]; then
-        others=$(fit_nodes | grep -vcxF "$(tr , '\n' <<<"$bad")" || true)
-        if [ "$others" -ge "$needed" ]; then
-            if scontrol update JobId="$itself" ExcNodeList="$bad"; then
-                phase "next time without $bad"
-            else
-                phase "$bad is not left out: scontrol update failed"
-            fi
-        else
-            phase "$bad is not left out: $others other nodes of the $needed that it takes"
-        fi
-    fi
-}
-
-fit_nodes() { # of the partition; by --states=idle one that is drained would be listed, too
-    sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --format='%N %t' |
-        sed -nE 's/ +(idle|mix|alloc|comp|plnd)[~#-]?$//p'
-}
-
-failed_nodes() { # and those that are left out already, a list of SLURM's
-    local file names=()
-    if [ "$1" != '(null)' ]; then mapfile -t names < <(scontrol show hostnames "$1"); fi
-    for file in "$logs"/*.failed; do
-        if [ -e "$file" ]; then names+=("$(basename "$file" .failed)"); fi
-    done
-    joined "${names[@]}"
 }

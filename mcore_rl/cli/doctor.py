@@ -56,6 +56,9 @@ def main(arguments: list[str]) -> int:
     )
     with _launcher(options.on, options.interface) as launcher:
         report = run.examine(request, launcher)
+    if options.mark:
+        for name, why in report.unfit().items():
+            (options.mark / f"{name}.failed").write_text(f"{why}\n")
     if options.json:
         json.dump(report.as_json(), sys.stdout, indent=1)
         print()
@@ -117,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-skew", type=float, default=1.0, help="seconds between clocks; default: 1")
     add("--interface", default="", metavar="eth0", help="by which nodes meet; default: the outward")
     add("--bandwidth", action="store_true", help="measure an all-reduce, and pairs of ranks")
+    add("--mark", type=Path, metavar="DIR", help="write DIR/NODE.failed for each node at fault")
     add("--on", default="auto", metavar="|".join(_PLACES), help="which nodes; default: auto")
     add("--timeout", type=float, help="seconds; default: 60, and 300 with --bandwidth")
     add("--quiet", action="store_true", help="print faults only")

@@ -22,14 +22,18 @@ EXAMPLES = """\
 def _options(parser: Parser) -> None:
     about = "with --dry-run: roles on such nodes, and what the weight sync moves, as in =8"
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help=about)
+    about = "with --gpus-per-node: how many nodes there are; which stay idle is told"
+    parser.add_argument("--num-nodes", type=int, metavar="N", help=about)
 
 
 def _dry_run(config: RLConfig, options: argparse.Namespace) -> None:
     if options.gpus_per_node is not None:
         at_least("--gpus-per-node", options.gpus_per_node, 1)
+    if options.num_nodes is not None:
+        at_least("--num-nodes", options.num_nodes, 1)
     from mcore_rl.jobs.dry_run import dry_run
 
-    dry_run(config, gpus_per_node=options.gpus_per_node)
+    dry_run(config, gpus_per_node=options.gpus_per_node, num_nodes=options.num_nodes)
 
 
 def _run(config: RLConfig) -> None:

@@ -166,11 +166,15 @@ def wait_for_nodes(head: str, names: list[str], seconds: float, logs: str) -> No
         if failed := sorted(Path(logs).glob("*.failed")):
             raise ConfigError("; ".join(file.read_text().strip() for file in failed))
         if time.monotonic() > deadline:
-            raise ConfigError(
+            told = (
                 f"{', '.join(missing)} did not join the Ray of {head} in {seconds:g} s; alive: "
                 f"{', '.join(sorted(alive)) or 'none'}. Look into {logs}/node-NAME.log, and "
                 "whether nodes reach that address (MCORE_RL_INTERFACE, a firewall)"
             )
+            # Where most are missing it is the first one that cannot be reached.
+            for name in missing if len(missing) <= len(alive) else names[:1]:
+                (Path(logs) / f"{name}.failed").write_text(f"{told}\n")
+            raise ConfigError(told)
         time.sleep(_LOOK_S)
         alive = _alive(head)
 

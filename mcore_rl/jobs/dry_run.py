@@ -31,13 +31,16 @@ from mcore_rl.observability.console import waiting
 
 
 def dry_run(
-    config: RLConfig, console: Console | None = None, gpus_per_node: int | None = None
+    config: RLConfig,
+    console: Console | None = None,
+    gpus_per_node: int | None = None,
+    num_nodes: int | None = None,
 ) -> None:
     """Check all that a run checks before its start, then print what it would start.
 
     A folder model.path with a config.json alone will do; what was not checked then is said. With
     `gpus_per_node` it tells of a cluster of such nodes, whatever this machine has; without, of this
-    machine.
+    machine. `num_nodes` is how many of them there would be.
 
     Raises:
         ConfigError: the run would be refused, for the same reason.
@@ -57,7 +60,9 @@ def dry_run(
         inputs = check_inputs(prepared) if complete else check_without_weights(prepared)
         model = read_config(prepared.model.path)
         found = roles(prepared, model)
-        on_nodes = _on_nodes(prepared, model, gpus_per_node) if gpus_per_node else []
+        on_nodes: list[str] = []
+        if gpus_per_node:
+            on_nodes = _on_nodes(prepared, model, gpus_per_node, num_nodes)
     say(console, *_inputs(config, inputs, complete))
     for role in found:
         show(role, console)
@@ -135,15 +140,18 @@ def _table(
     return table
 
 
-def _on_nodes(config: RLConfig, model: HFConfig, gpus_per_node: int) -> list[str]:
+def _on_nodes(
+    config: RLConfig, model: HFConfig, gpus_per_node: int, num_nodes: int | None
+) -> list[str]:
     """Roles on nodes, and what a push of new weights moves between their GPUs."""
     lines = ["", f"nodes of {gpus_per_node} GPUs, filled in their order:"]
-    lines += [f" {node}: {roles}" for node, roles in node_lines(config, gpus_per_node)]
-    tp, num_nodes = config.rollout.tp, config.rollout.nodes_per_server
-    if tp // num_nodes > gpus_per_node:
+    taken = [f" {node}: {roles}" for node, roles in node_lines(config, gpus_per_node)]
+    lines += [*taken, *_left_over(len(taken), num_nodes or len(taken))]
+    tp, per_server = config.rollout.tp, config.rollout.nodes_per_server
+    if tp // per_server > gpus_per_node:
         lines.append(
             f"rollout.tp={tp}: the run will be refused, since a node has {gpus_per_node} GPUs; "
-            f"allowed: rollout.nodes_per_server={-(-tp // gpus_per_node)} or more, not {num_nodes}"
+            f"allowed: rollout.nodes_per_server={-(-tp // gpus_per_node)} or more, not {per_server}"
         )
     method = config.weight_sync.method
     if method == "full_export":
@@ -157,6 +165,17 @@ def _on_nodes(config: RLConfig, model: HFConfig, gpus_per_node: int) -> list[str
             f"{found.most_received / 1e9:,.1f} GB into a GPU and {found.most_sent / 1e9:,.1f} out"
         )
     return [*lines, "", f"weight sync ({method}), each step: {text}"]
+
+
+def _left_over(num_taken: int, num_nodes: int) -> list[str]:
+    if num_nodes < num_taken:
+        return [f"the run will be refused: it takes {num_taken} nodes, and there are {num_nodes}"]
+    if num_nodes == num_taken:
+        return []
+    return [
+        f"{num_nodes - num_taken} of the {num_nodes} nodes stay idle: to use them, raise "
+        f"actor.layout.dp or rollout.num_servers; else ask for {num_taken} nodes"
+    ]
 
 
 def _ranks(role: Role) -> str:

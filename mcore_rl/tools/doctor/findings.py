@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "warn", "fail"]
+BETWEEN_NODES = ("network", "shared path")  # checks of two nodes, told by each that has looked
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,24 @@ class Report:
         """The worst there is."""
         found: set[Status] = {finding.status for finding in self.findings}
         return "fail" if "fail" in found else "warn" if "warn" in found else "ok"
+
+    def unfit(self) -> dict[str, str]:
+        """Nodes at fault, and why; none where a check failed on all of several.
+
+        What lies between two nodes is the fault of one that has it with most of the others.
+        """
+        why: dict[str, list[str]] = {}
+        between = Counter[str]()
+        for one in (finding for finding in self.findings if finding.status == "fail"):
+            told = f"{one.node}: {one.check}: {one.value}"
+            if one.check in BETWEEN_NODES:
+                between[one.node] += 1
+                if between[one.node] <= len(self.nodes) / 2:
+                    continue
+            why.setdefault(one.node, []).append(told)
+        if 1 < len(self.nodes) == len(why):
+            return {}
+        return {node: "; ".join(parts) for node, parts in why.items()}
 
     def as_json(self) -> dict[str, Any]:
         return {"status": self.status, **asdict(self)}

@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.sandbox.probe import probed
@@ -143,10 +144,25 @@ def look_at_ports(report: NodeReport, request: DoctorRequest) -> None:
         report.add("ports", "fail", f"{port}: {reason}", "free", remedy)
     ephemeral = [port for port in request.ports if low <= port <= high and port not in busy]
     if ephemeral:
-        value = f"{', '.join(map(str, ephemeral))} in the ephemeral range {low}-{high}"
-        report.add("ports", "warn", value, f"below {low}", "an outgoing connection can take them")
+        value = f"{_spans(ephemeral)} in the ephemeral range {low}-{high}"
+        remedy = (
+            "an outgoing connection can take them: choose others (--ports; MCORE_RL_FIRST_PORT of "
+            "launch scripts), or sysctl net.ipv4.ip_local_reserved_ports"
+        )
+        report.add("ports", "warn", value, f"below {low}", remedy)
     elif not busy:
         report.add("ports", "ok", f"{len(request.ports)} free")
+
+
+def _spans(ports: Sequence[int]) -> str:
+    """
+    >>> _spans([7, 20, 21, 22])
+    '7, 20-22'
+    """
+    firsts = [port for port in ports if port - 1 not in ports]
+    lasts = [port for port in ports if port + 1 not in ports]
+    pairs = zip(firsts, lasts, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
 
 
 def _busy(port: int) -> str:

@@ -79,9 +79,20 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path, monkeypatch):
         node.hold(options)
 
 
-def test_nodes_that_do_not_come_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"n1, n2 did not join .* in 0\.2 s; alive: none"):
-        node.wait_for_nodes("127.0.0.1:9", ["n1", "n2"], 0.2, str(tmp_path))
+@pytest.mark.parametrize(
+    ("alive", "failed"), [("", {"n1"}), ("n1 n2", {"n3"}), ("n1", {"n1"}), ("n1 n3", {"n2"})]
+)
+def test_nodes_that_do_not_come_are_named_and_left_out_the_next_time(
+    tmp_path, monkeypatch, alive, failed
+):
+    """Where most do not come, the one with the head is."""
+    monkeypatch.setattr(node, "_alive", lambda head: {*alive.split()})
+    names = ["n1", "n2", "n3"]
+    missing = ", ".join(name for name in names if name not in alive)
+    told = rf"{missing} did not join .* in 0\.2 s; alive: {', '.join(alive.split()) or 'none'}"
+    with pytest.raises(ConfigError, match=told):
+        node.wait_for_nodes("127.0.0.1:9", names, 0.2, str(tmp_path))
+    assert {file.stem for file in tmp_path.glob("*.failed")} == failed
 
 
 def test_a_node_that_failed_ends_the_wait_with_its_reason(tmp_path):

@@ -162,6 +162,21 @@ def test_frozen_models_are_shown_with_their_devices(place, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
+    ("num_nodes", "told"),
+    [
+        (3, ""),
+        (5, "2 of the 5 nodes stay idle: to use them, raise actor.layout.dp or rollout.num_"),
+        (2, "the run will be refused: it takes 3 nodes, and there are 2"),
+    ],
+)
+def test_nodes_that_a_run_leaves_idle_are_told(place, monkeypatch, capfd, num_nodes, told):
+    nodes = "--gpus-per-node=2", f"--num-nodes={num_nodes}"
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, *nodes)
+    assert (status, err) == (0, "")
+    assert (told in out) and ("idle" in out or "refused" in out) == bool(told)
+
+
+@pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("models.user.path=nowhere", "models.user.path='nowhere' does not exist"),

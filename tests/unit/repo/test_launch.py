@@ -32,6 +32,7 @@ TROUBLES = {
     "there is neither pyxis in srun nor apptainer": "unit/repo/test_launch.py",
     "the nodes are not fit for a run": "e2e/test_slurm.py",
     "cannot be had": "e2e/test_slurm.py",
+    "no node runs Ray: what was to start it has ended": "unit/repo/test_launch_ends.py",
     "did not join": "e2e/test_slurm.py",
     "does not see": "unit/controller/test_node.py",
     "has no IPv4 address": "e2e/test_slurm.py",

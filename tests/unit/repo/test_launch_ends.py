@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 JOB = """\
 . {root}/launch/slurm_lib.sh
 find_nodes() {{ nodes=(n1); }}
-examine_nodes() {{ :; }}
+examine_nodes() {{ {examine}; }}
 on_all_nodes() {{ case "$*" in *' hold '*) {hold} ;; esac }}
 on_first_node() {{
     case "$*" in
@@ -58,6 +58,7 @@ class LaunchedJob:
         reason: str = "None",
         sinfo: str = "",
         excluded: str = "(null)",
+        examine: str = "true",
     ) -> subprocess.Popen[bytes]:
         (self.folder / "sinfo").write_text(sinfo)
         script = JOB.format(
@@ -68,6 +69,7 @@ class LaunchedJob:
             wait=wait,
             reason=reason,
             excluded=excluded,
+            examine=examine,
         )
         usual = {"PATH": os.environ["PATH"], "MCORE_RL_PYTHON": sys.executable}
         usual |= {"SLURM_JOB_ID": "7", "SLURM_JOB_PARTITION": "p"}
@@ -195,3 +197,25 @@ def test_nodes_that_were_left_out_before_stay_so(job):
         "exit 1", hold=hold, wait="false", excluded="n7", sinfo="n1 idle\nn2 idle\nn7 idle\n"
     )
     assert "next time without n7,n1\n" in printed
+
+
+def test_a_start_of_ray_that_ends_at_once_is_not_waited_for(job):
+    """As srun does that cannot create a step; nothing of it would join."""
+    hold = "echo srun: error: Unable to create step; exit 1"
+    printed = job.run("exit 0", hold=hold, wait="exec sleep 1000")
+    assert "no node runs Ray: what was to start it has ended, for the reason above" in printed
+    assert "run the driver" not in printed
+    assert job.requeues == 1
+
+
+def test_a_node_on_which_ray_fails_at_once_is_named_by_what_waits(job):
+    failed = f"{job.folder}/out/logs/attempt_1/n1.failed"
+    wait = f"{{ sleep 2; echo told: $(cat {failed}); exit 2; }}"
+    printed = job.run("exit 0", hold=f"echo n1: no memory >{failed}; exit 2", wait=wait)
+    assert "told: n1: no memory" in printed and "Ray did not start" in printed
+
+
+def test_a_job_of_unfit_nodes_is_queued_again_without_them(job):
+    mark = f"touch {job.folder}/out/logs/attempt_1/n1.failed; return 1"
+    printed = job.run("exit 0", examine=mark, sinfo="n1 idle\nn2 idle\n")
+    assert "the nodes are not fit for a run" in printed and "next time without n1\n" in printed

@@ -20,7 +20,14 @@ from mcore_rl.cli import doctor
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.tools.doctor import compare, devices, run, system
 from mcore_rl.tools.doctor.bandwidth import rounds, rounds_of_ranks
-from mcore_rl.tools.doctor.findings import Bandwidth, DoctorRequest, Fact, Finding, NodeReport
+from mcore_rl.tools.doctor.findings import (
+    Bandwidth,
+    DoctorRequest,
+    Fact,
+    Finding,
+    NodeReport,
+    Report,
+)
 from tests.pages import of_kind
 from tests.planted import FAULTS, NODE, NODES, ProcessNodes, World, plant
 
@@ -142,6 +149,38 @@ def test_a_busy_port_is_named_and_a_free_one_is_not(tmp_path):
         ("fail", f"{ports[0]}: address already in use"),
         ("warn", f"{ports[1]} in the ephemeral range 32768-60999"),
     ]
+    assert "MCORE_RL_FIRST_PORT" in found[1]["remedy"]
+
+
+def _finding(node: str, check: str) -> Finding:
+    return Finding(check, node, "fail", "bad")
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "found", "unfit"),
+    [
+        (2, {"n2 clock"}, {"n2"}),
+        (1, {"n1 clock"}, {"n1"}),
+        (2, {"n1 output folder", "n2 output folder"}, set()),  # one that they share
+        (4, {"n2 node", "n1 network", "n3 network", "n4 network"}, {"n2"}),  # it did not come
+        (4, {"n2 network", "n2 network ", "n2 network  ", "n1 network", "n3 network"}, {"n2"}),
+        (2, {"n1 shared path", "n2 shared path"}, set()),
+    ],
+)
+def test_nodes_at_fault_are_those_that_differ_from_most(num_nodes, found, unfit):
+    findings = [_finding(*map(str.strip, one.split(maxsplit=1))) for one in sorted(found)]
+    nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
+    assert {*Report(nodes, findings, None, 1.0).unfit()} == unfit
+
+
+def test_a_node_at_fault_is_marked_with_the_reason(tmp_path):
+    mark = "--output-dir", str(tmp_path / "out"), "--mark", str(tmp_path)
+    assert mcore_rl("doctor", "--quiet", *SMALL[:2], "--min-shm", "1e9", *mark).returncode == 1
+    [file] = tmp_path.glob("*.failed")
+    assert re.match(rf"{file.stem}: shared memory: .* free in /dev/shm\n$", file.read_text())
+    file.unlink()
+    assert mcore_rl("doctor", "--quiet", *SMALL, *mark).returncode == 0
+    assert not [*tmp_path.glob("*.failed")]
 
 
 def test_nothing_is_printed_with_quiet_when_all_is_well(tmp_path):
