@@ -63,8 +63,9 @@ class JobCommand:
             return
         if not words:
             raise ConfigError(f"no settings; {self.hint} mcore-rl {self.name} --help")
-        if not options.dry_run and getattr(options, "gpus_per_node", None) is not None:
-            raise ConfigError("--gpus-per-node is an option of --dry-run")
+        for name in ("gpus_per_node", "num_nodes"):
+            if not options.dry_run and getattr(options, name, None) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is an option of --dry-run")
         for warning in self.warnings(config):
             print(f"mcore-rl {self.name}: warning: {warning}", file=sys.stderr)
         if options.dry_run:

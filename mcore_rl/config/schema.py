@@ -459,7 +459,7 @@ class RLConfig:
     # Shared memory of a private Ray, where the columns of batches lie. 0: room for the samples of
     # two steps with all their rounds, with trainer.mode=fully_async of trainer.staleness more and
     # what is over-issued, with replay of algorithm.samples.replay.max_age more; at least 512 MiB,
-    # at most 80% of what is free in /dev/shm.
+    # at most 80% of what is free in /dev/shm and in the memory of the job's cgroup.
     object_store_bytes: int = 0
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.node_limits import num_cores
 from mcore_rl.controller.object_store import object_store_bytes
 from mcore_rl.controller.reaper import RAY_DIR, sweep_abandoned
 from mcore_rl.controller.run_scope import MARKER, run_scope, short_temp_dir
@@ -309,8 +310,8 @@ def _ignore_signals() -> None:
 
 
 def _cpu_ranks() -> int:
-    """One a core on a node without GPUs."""
-    return 0 if any(Path("/dev").glob("nvidia[0-9]*")) else os.cpu_count() or 1
+    """One for each core that the job has on a node without GPUs."""
+    return 0 if any(Path("/dev").glob("nvidia[0-9]*")) else num_cores()
 
 
 def _here() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_mode import num_over_issued, staleness_of
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.controller.node_limits import memory_left
 
 LEAST_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,16 +55,17 @@ def object_store_bytes(wanted: int, held: int = 0, *, setting: str, shm: int = -
     Memory is taken when objects are stored. `shm` is for tests: what is free.
 
     Raises:
-        ConfigError: more is wanted than is free in /dev/shm, or less than LEAST_BYTES.
+        ConfigError: more is wanted than is free in /dev/shm and in the memory of the cgroup, or
+            less than LEAST_BYTES.
     """
     if shm < 0:
         space = os.statvfs(SHARED_MEMORY)
-        shm = space.f_bavail * space.f_frsize
+        shm = min(space.f_bavail * space.f_frsize, memory_left())
     if not wanted:
         return max(LEAST_BYTES, min(held, int(_MOST * shm)))
     if not LEAST_BYTES <= wanted <= shm:
         raise ConfigError(
-            f"{setting}={wanted}; allowed: 0, or from {LEAST_BYTES} to what is free in "
-            f"{SHARED_MEMORY} here, {shm}"
+            f"{setting}={wanted}; allowed: 0, or from {LEAST_BYTES} to what {SHARED_MEMORY} and "
+            f"memory.max of the cgroup leave here, {shm}"
         )
     return wanted

@@ -88,7 +88,7 @@ def is_saving(folder: Path, since: float) -> bool:
 
 @pytest.mark.parametrize(
     ("num_ranks", "in_background", "num_kills"),
-    [nightly((1, False, 20)), (1, True, 20), nightly((1, True, 110)), nightly((2, False, 25)),
+    [nightly((1, False, 20)), (1, True, 40), nightly((1, True, 110)), nightly((2, False, 25)),
      nightly((2, True, 25))],
 )  # fmt: skip
 def test_after_any_kill_the_newest_whole_checkpoint_loads(

@@ -148,6 +148,7 @@ def test_recipes_are_listed_with_their_first_comment(monkeypatch, capsys):
         ("--recipe=x", "--recipe=x: settings have no dashes; use recipe=VALUE"),
         ("-x", "unknown argument '-x'"),
         ("--gpus-per-node=8", "--gpus-per-node is an option of --dry-run"),
+        ("--num-nodes=8", "--num-nodes is an option of --dry-run"),
     ],
 )
 def test_an_option_that_there_is_not_is_named(monkeypatch, capsys, flag, message):

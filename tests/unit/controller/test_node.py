@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -249,3 +250,21 @@ def _wait(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, 4096),
+        (1024, 1 << 20, 65536),
+        (1024, resource.RLIM_INFINITY, 65536),
+        (1 << 17, 1 << 20, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_ray_may_have_as_many_files_open_as_the_system_allows(monkeypatch, soft, hard, raised):
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: told.append(limits))
+    node._raise_file_limit()
+    assert told == ([] if raised is None else [(raised, hard)])
