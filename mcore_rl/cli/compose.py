@@ -18,6 +18,7 @@ from mcore_rl.cli import recipes
 from mcore_rl.cli.options import closest
 from mcore_rl.config.describe import Setting, groups
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import TimeoutsConfig
 
 T = TypeVar("T")
 Settings = Mapping[str, Setting]  # by key
@@ -46,6 +47,16 @@ OmegaConf.register_new_resolver(
 )
 
 
+def _start_s(path: str) -> float:
+    """What a model's start may take: the default, and 5 s for each GB that every server reads."""
+    files = Path(path).glob("*.safetensors") if path else ()
+    return TimeoutsConfig.start_s + sum(f.stat().st_size for f in files if f.is_file()) * 5 // 10**9
+
+
+# What timeouts.start_s is unless a recipe or an override sets it: ${start_s:FOLDER}.
+OmegaConf.register_new_resolver("start_s", _start_s, replace=True)
+
+
 def compose_config(schema: type[T], arguments: Sequence[str]) -> T:
     """The defaults, changed by a recipe (recipe=NAME or PATH), then by the other key=value.
 
@@ -55,6 +66,8 @@ def compose_config(schema: type[T], arguments: Sequence[str]) -> T:
     settings = {s.key: s for group in groups(schema()) for s in group.settings}
     overrides = [_split(argument, settings) for argument in arguments]
     config = OmegaConf.structured(schema)
+    if {"timeouts.start_s", "model.path"} <= {*settings}:
+        config.timeouts.start_s = "${start_s:${model.path}}"
     chosen = [text for key, text in overrides if key == _RECIPE]
     if len(chosen) > 1:
         raise ConfigError(f"recipe is given {len(chosen)} times: {', '.join(chosen)}")

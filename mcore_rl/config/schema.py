@@ -343,7 +343,9 @@ class TimeoutsConfig:
     The error says which rank did not answer, and what it was doing.
     """
 
-    start_s: float = 600.0  # to start processes, load the model and join the process groups
+    # To start processes, load the model and join the process groups; unless it is set, 5 more for
+    # each GB of the files of model.path.
+    start_s: float = 600.0
     call_s: float = 1800.0  # for any other call: generate, log-probs, update, evaluate, export
 
 

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import as_recipe, compose_config
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
+from mcore_rl.config.train_schema import SFTConfig
 from mcore_rl.jobs.placement import num_devices, pool_plans
 
 
@@ -242,3 +244,22 @@ def test_terms_of_a_reward_are_given_by_a_recipe_and_changed_one_by_one(tmp_path
 def test_what_is_no_setting_of_a_function_is_refused(argument, message):
     with pytest.raises(ConfigError, match=message):
         compose_config(RLConfig, [argument])
+
+
+@pytest.mark.parametrize("schema", [RLConfig, SFTConfig, EvalConfig])
+def test_the_time_to_start_grows_with_the_model_and_a_set_one_is_kept(tmp_path, schema):
+    (tmp_path / "of: ${a} model").mkdir()
+    model = f"model.path={tmp_path}/of: \\${{a}} model"
+
+    def start_s(*arguments: str) -> float:
+        return compose_config(schema, arguments).timeouts.start_s
+
+    assert start_s() == start_s(model) == 600.0
+    for number in (1, 2):
+        with (tmp_path / "of: ${a} model" / f"{number}.safetensors").open("wb") as file:
+            file.truncate(50 * 10**9)
+    (tmp_path / "of: ${a} model" / "3.safetensors").symlink_to("nowhere")
+    assert start_s(model) == 1100.0
+    assert start_s(model, "timeouts.start_s=600") == 600.0
+    (tmp_path / "mine.yaml").write_text("timeouts: {start_s: 600}")
+    assert start_s(model, f"recipe={tmp_path}/mine.yaml") == 600.0
