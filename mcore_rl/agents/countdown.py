@@ -14,7 +14,8 @@ from mcore_rl.agents.tools.base import ToolError
 from mcore_rl.agents.tools.calculator import calculator
 from mcore_rl.config.errors import ConfigError
 
-_EXPRESSION = re.compile(r"[\d+\-*/() .]*\d[\d+\-*/() .]*")
+_RUN = re.compile(r"[\d+\-*/() .]+")  # an expression, if there is a digit in it
+_DIGIT = re.compile(r"\d")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -80,12 +81,14 @@ def expression_of(text: str) -> str | None:
     >>> expression_of("I take 3 numbers: (8 - 2) * 4 = 24")
     '(8 - 2) * 4'
     """
-    if inside := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
-        text = inside[-1]
-    lines = [line for line in text.splitlines() if _EXPRESSION.search(line)]
+    for part in reversed(text.split("</answer>")[:-1]):
+        _, is_tagged, inside = part.partition("<answer>")
+        if is_tagged:
+            text = inside
+            break
+    lines = [line for line in text.splitlines() if _DIGIT.search(line)]
     if not lines:
         return None
-    sides = lines[-1].split("=")
-    with_digits = [side for side in sides if _EXPRESSION.search(side)]
-    found: list[str] = _EXPRESSION.findall(with_digits[0])
+    side = next(side for side in lines[-1].split("=") if _DIGIT.search(side))
+    found = [run for run in _RUN.findall(side) if _DIGIT.search(run)]
     return max(found, key=len).strip(" .")

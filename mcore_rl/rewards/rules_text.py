@@ -107,12 +107,13 @@ def matches_pattern(
 def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
     # Possessive: a response of many stars would take its length cubed, and the server waits.
     letter = rf"[\s*_(\[]*+([{settings.letters}])(?![A-Za-z0-9'])"
+    # At the start only, for the same reason.
+    styled = re.compile(r"\A([\s*_(\[]*+[A-Z]?)\\(?:text|mathrm|textbf)\{(.*)\}")
 
     def find(text: str, finish_reason: str) -> str | None:
         boxed = last_boxed(text)
         if boxed is not None:
-            inside = re.sub(r"\\(?:text|mathrm|textbf)\{(.*)\}", r"\1", boxed)
-            found = re.findall(rf"\A{letter}", inside)
+            found = re.findall(rf"\A{letter}", styled.sub(r"\1\2", boxed))
         else:
             found = re.findall(rf"(?i:answer)[*_]*+(?:\s++(?i:is))?[*_]*+:?{letter}", text)
             found = found or re.findall(rf"\A{letter}[\s*_)\].]*\Z", text)
