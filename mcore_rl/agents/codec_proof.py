@@ -21,6 +21,7 @@ from mcore_rl.agents.codec import (
     ToolSpec,
     template_ids,
 )
+from mcore_rl.agents.messages import encodable_message, encodable_tool
 from mcore_rl.agents.proof_conversations import PARALLEL, PLAIN, TOOLS, Conversation
 from mcore_rl.config.errors import ConfigError
 
@@ -54,7 +55,10 @@ class Template:
 
 
 class Proved:
-    """A codec that agrees with the chat template, held to the laws of `ChatCodec`."""
+    """A codec that agrees with the chat template, held to the laws of `ChatCodec`.
+
+    Messages may have texts that no tokenizer takes: see `encodable`.
+    """
 
     def __init__(self, codec: UnprovedCodec, template: Template) -> None:
         """ConfigError where it differs from the template without tools, naming the conversation.
@@ -77,7 +81,8 @@ class Proved:
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         calls = max((len(message.tool_calls) for message in messages), default=0)
         self._refuse(tools, calls)
-        return self._codec.render(messages, tools)
+        messages, specs = [*map(encodable_message, messages)], [*map(encodable_tool, tools)]
+        return self._codec.render(messages, specs)
 
     def extend(
         self,
@@ -88,7 +93,8 @@ class Proved:
     ) -> list[int] | None:
         self._refuse(tools, sum(message.role == "tool" for message in new_messages))
         done = [*prompt_ids, *completion_ids]
-        found = self._codec.extend(prompt_ids, completion_ids, new_messages, tools)
+        new, specs = [*map(encodable_message, new_messages)], [*map(encodable_tool, tools)]
+        found = self._codec.extend(prompt_ids, completion_ids, new, specs)
         return found if found is not None and found[: len(done)] == done else None
 
     def parse(

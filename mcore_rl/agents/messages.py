@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
-from mcore_rl.agents.codec import ChatMessage, Role, ToolCall
+from mcore_rl.agents.codec import ChatMessage, JsonValue, Role, ToolCall, ToolSpec
 from mcore_rl.config.errors import ConfigError
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def encodable(text: str) -> str:
+    """U+FFFD for each lone surrogate: JSON may have one, no tokenizer takes it.
+
+    >>> encodable("in x\\ud800") == "in x\\ufffd"
+    True
+    """
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def encodable_message(message: ChatMessage) -> ChatMessage:
+    """The same for all that a chat template shows of a message."""
+    calls = tuple(
+        ToolCall(encodable(call.name), _encodable_values(call.arguments), encodable(call.id))
+        for call in message.tool_calls
+    )
+    return replace(
+        message,
+        content=encodable(message.content),
+        reasoning=encodable(message.reasoning),
+        tool_calls=calls,
+        tool_call_id=encodable(message.tool_call_id),
+        name=encodable(message.name),
+    )
+
+
+def encodable_tool(spec: ToolSpec) -> ToolSpec:
+    """The same for a tool."""
+    told = encodable(spec.name), encodable(spec.description)
+    return ToolSpec(*told, _encodable_values(spec.parameters))
 
 
 def messages_of(rows: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
@@ -44,3 +79,15 @@ def _call(call: Mapping[str, Any], number: int) -> ToolCall:
         return ToolCall(function["name"], found, call.get("id") or "")
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"message {number} has a tool call {call!r}: {error!r}") from error
+
+
+def _encodable_values(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    return {encodable(name): _encodable_value(value) for name, value in values.items()}
+
+
+def _encodable_value(value: JsonValue) -> JsonValue:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, list):
+        return [_encodable_value(one) for one in value]
+    return _encodable_values(value) if isinstance(value, Mapping) else value

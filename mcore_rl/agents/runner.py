@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mcore_rl.agents.choose import CodecKind, codec_for
+from mcore_rl.agents.closing import close_or_tell
 from mcore_rl.agents.codec import ChatTokenizer
 from mcore_rl.agents.codec_proof import Proved
 from mcore_rl.agents.coding import Coding
@@ -20,7 +21,7 @@ from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.guessing import Guessing
 from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Served, Task, ToolLoop
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.messages import encodable, messages_of
 from mcore_rl.agents.openenv import OpenEnv
 from mcore_rl.agents.program import ProgramLoop
 from mcore_rl.agents.remote import FrozenModel
@@ -52,7 +53,6 @@ ENVIRONMENTS.register("countdown")(Countdown)
 ENVIRONMENTS.register("guessing")(Guessing)
 ENVIRONMENTS.register("openenv")(OpenEnv)
 MAX_ROLES = 64  # sessions that a program may open in a trajectory
-_CLOSE_S = 10.0  # for an environment to clean up after a trajectory
 
 
 def check_agent(
@@ -212,7 +212,7 @@ class AgentRunner:
         return [s for session in asked for s in self.rewarded(task, session, status, 0.0)]
 
     def _failed(self, task: Task, error: Exception) -> list[Sample]:
-        told = f"agent.loop={self._config.loop!r} raised {type(error).__name__}: {error}"
+        told = encodable(f"agent.loop={self._config.loop!r} raised {type(error).__name__}: {error}")
         if self._stops_on_error:
             where = f"row {task.row} of the data (group {task.group_id})"
             raise RewardError(f"{told}; it was asked about {where}") from error
@@ -295,11 +295,8 @@ class AgentRunner:
         try:
             yield environment
         finally:
-            try:
-                async with asyncio.timeout(_CLOSE_S):
-                    await environment.close()
-            except TimeoutError:
-                print(f"the environment of row {task.row} has not closed in {_CLOSE_S:g} s")
+            name = f"agent.environment={self._config.environment!r}, for row {task.row},"
+            await close_or_tell(name, environment.close)
 
     async def judged(
         self,

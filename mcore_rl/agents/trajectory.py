@@ -115,7 +115,8 @@ def with_turn_rewards(samples: Sequence[Sample], earned: Mapping[str, float]) ->
 
 def state_id(state: str) -> int:
     """The same number, 0 or more, for the same text in every process."""
-    return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest()) >> 1
+    found = hashlib.blake2b(state.encode(errors="surrogatepass"), digest_size=8)
+    return int.from_bytes(found.digest()) >> 1
 
 
 def _checked(turns: Sequence[Turn]) -> dict[str, Turn]:

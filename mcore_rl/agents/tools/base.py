@@ -28,11 +28,12 @@ from typing import (
 
 from jsonschema import Draft202012Validator
 
+from mcore_rl.agents.closing import close_or_tell
+from mcore_rl.agents.messages import encodable
 from mcore_rl.config.errors import ConfigError
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of OpenAI's functions
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
-_CLOSE_S = 10.0  # for a tool to clean up after a trajectory
 
 
 class ToolError(RuntimeError):
@@ -159,7 +160,9 @@ class ToolSet:
         async with AsyncExitStack() as stack:
             for source in self._sources:
                 if hasattr(source, "close"):
-                    stack.push_async_callback(_closed, cast(StatefulTool, source))
+                    close = cast(StatefulTool, source).close
+                    name = f"the tool {type(source).__name__}"
+                    stack.push_async_callback(close_or_tell, name, close)
                 if hasattr(source, "setup"):
                     await source.setup()
                 for found in _tools_of(source):
@@ -222,16 +225,13 @@ class ToolSet:
         return ToolAnswer(self._cut(f"Error: {text}"), is_error=True)
 
     def _cut(self, text: str) -> str:
+        """What the model is told of a text, which may echo what is in a call."""
+        text = encodable(text)
         if len(text) <= self._max_chars:
             return text
         half = self._max_chars // 2
         left_out = len(text) - 2 * half
         return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
-
-
-async def _closed(source: StatefulTool) -> None:
-    async with asyncio.timeout(_CLOSE_S):
-        await source.close()
 
 
 def _tools_of(source: object) -> list[Tool]:

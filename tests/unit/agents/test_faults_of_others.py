@@ -1,0 +1,153 @@
+"""Faults of tools, environments and programs that cost no trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import httpx
+import pytest
+
+from mcore_rl.agents import closing
+from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.loops import Agent, Task
+from mcore_rl.agents.tools.base import tool
+from mcore_rl.agents.trajectory import state_id
+from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.data.sample import Sample
+from tests.unit.agents.served import ASKED
+from tests.unit.agents.served import run as run_program
+from tests.unit.agents.test_loops import call, run, text_of
+
+HERE = __file__
+LONE = "x\ud800"  # half of a character in two bytes pairs, as JSON may have it
+TOLD = "x\ufffd"
+
+
+@tool
+def weather(city: str) -> str:
+    """The weather in a city."""
+    if city == f"no {LONE}":
+        raise ValueError(city)
+    return f"in {city}"
+
+
+class Echoes:
+    """Says what no tokenizer takes."""
+
+    tools: Sequence[ToolSpec] = ()
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        pass
+
+    async def reset(self) -> Sequence[ChatMessage]:
+        return [ChatMessage("user", LONE)]
+
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
+        return EnvironmentStep((ChatMessage("user", f"in {LONE}"),))
+
+    async def close(self) -> None:
+        pass
+
+
+class Renders:
+    """A loop whose second conversation has the calls of the first one."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        session, other = self._agent.session(task), self._agent.session(task)
+        answer = await session.ask(task.messages)
+        messages = [*task.messages, answer.parsed.message(), ChatMessage("tool", LONE)]
+        await other.ask(messages)
+        return await self._agent.judged(task, other, "finished", "42", [session])
+
+
+def asked(city: str) -> str:
+    arguments = {"name": "weather", "arguments": {"city": city}}
+    return f"<tool_call>\n{json.dumps(arguments)}\n</tool_call>"
+
+
+def test_half_a_character_is_replaced_wherever_it_comes_from():
+    config = AgentConfig("tools", tools=[f"{HERE}:weather"])
+    says = [asked(LONE) + asked(f"no {LONE}"), "42"]
+    [sample], policy = run(says, config)
+    told = text_of(policy.prompts[1])
+    assert f"in {TOLD}" in told and f"Error: ValueError: no {TOLD}" in told
+    assert (sample.reward, sample.status) == (1.0, "finished")
+    config = AgentConfig("environment", environment=f"{HERE}:Echoes", max_turns=2)
+    [sample], policy = run(["1", "2"], config)
+    assert TOLD in text_of(policy.prompts[0]) and f"in {TOLD}" in text_of(policy.prompts[1])
+    assert sample.state_ids[-1] == state_id(f"in {LONE}") != state_id(f"in {TOLD}")
+    _, policy = run([asked(LONE), "42"], AgentConfig(f"{HERE}:Renders"))
+    assert text_of(policy.prompts[1]).count(TOLD) == 2
+
+
+def test_a_program_may_send_half_a_character():
+    """Clients that write JSON in ASCII can."""
+    schema = {"type": "object", "properties": {LONE: {"description": LONE}}}
+    function = {"name": "look", "description": LONE, "parameters": schema}
+    sent = [{"role": "user", "content": LONE}, {"role": "assistant", "content": LONE}, *ASKED]
+    body = json.dumps({"messages": sent, "tools": [{"type": "function", "function": function}]})
+
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=30) as raw:
+            found = await raw.post(f"{base_url}/chat/completions", content=body.encode())
+        assert found.status_code == 200, found.text
+        assert found.json()["choices"][0]["message"]["content"] == "42"
+
+    _, policy = run_program(["42"], program)
+    assert policy.prompts[0].count(TOLD) == 5
+
+
+class Hanging:
+    @tool
+    def seven(self) -> int:
+        """Seven."""
+        return 7
+
+    async def close(self) -> None:
+        await asyncio.sleep(60)
+
+
+class Failing(Hanging):
+    async def close(self) -> None:
+        raise OSError("the file is gone")
+
+
+class HangingRoom(Echoes):
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
+        return EnvironmentStep(reward=1.0, is_done=True)
+
+    async def close(self) -> None:
+        await asyncio.sleep(60)
+
+
+class FailingRoom(HangingRoom):
+    async def close(self) -> None:
+        raise OSError("the file is gone")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Hanging", "the tool Hanging has not closed in 0.01 s"),
+        ("Failing", "the tool Failing raised OSError when it was closed: the file is gone"),
+        ("HangingRoom", "has not closed in 0.01 s"),
+        ("FailingRoom", "raised OSError when it was closed: the file is gone"),
+    ],
+)
+def test_what_does_not_close_is_told_and_costs_no_trajectory(name, what, monkeypatch, capsys):
+    monkeypatch.setattr(closing, "CLOSE_S", 0.01)
+    path, is_room = f"{HERE}:{name}", name.endswith("Room")
+    config = AgentConfig("tools", tools=[path, "calculator"])
+    if is_room:
+        config = AgentConfig("environment", environment=path)
+        what = f"agent.environment={path!r}, for row 7, {what}"
+    [sample], _ = run(["42"] if is_room else [call("6 * 7"), "42"], config)
+    assert (sample.reward, sample.status, sample.reward_error) == (1.0, "finished", "")
+    assert capsys.readouterr().out == f"{what}\n"
