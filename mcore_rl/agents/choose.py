@@ -22,22 +22,40 @@ def codec_for(
 ) -> Proved:
     """The codec of a tokenizer's chat template: the first that is proved, one with tools if any.
 
-    A family is known by what its renderer writes, not by the model's name. `options` are values of
-    the template's own variables, such as enable_thinking; `stop_ids` are the ends of turns in
-    generation_config.json. Raises ConfigError, with the reason of each codec, where none is proved.
+    If that begins a new sample wherever a user speaks, another that can do as much and need not
+    is taken. A family is known by what its renderer writes, not by the model's name. `options` are
+    values of the template's own variables, such as enable_thinking; `stop_ids` are the ends of
+    turns in generation_config.json. Raises ConfigError, with the reason of each codec, where none
+    is proved.
     """
     reasons: list[str] = []
-    without_tools: Proved | None = None
+    found: list[Proved] = []
     for proved in _proved(tokenizer, kind, options or {}, stop_ids, reasons):
-        if not proved.tool_refusal:
-            return proved
-        without_tools = proved  # the last is the template's own
-    if without_tools is None:
+        found.append(proved)
+        if not proved.tool_refusal and proved.extends_users:
+            break
+    if not found:
         raise ConfigError(
             f"the tokenizer's chat template cannot be used over several turns, "
             f"with codec={kind}:\n" + "\n".join(f"  {reason}" for reason in reasons)
         )
-    return without_tools
+    return _best(found)
+
+
+def _best(found: Sequence[Proved]) -> Proved:
+    """Never for the price of other values of the template's variables, which change prompts."""
+    with_tools = [one for one in found if not one.tool_refusal]
+    first = with_tools[0] if with_tools else found[-1]  # the last is the template's own
+    if first.extends_users:
+        return first
+    like_it = [
+        one
+        for one in found
+        if one.options == first.options
+        and bool(one.tool_refusal) <= bool(first.tool_refusal)
+        and bool(one.parallel_refusal) <= bool(first.parallel_refusal)
+    ]
+    return next((one for one in like_it if one.extends_users), first)
 
 
 def _proved(
@@ -47,23 +65,32 @@ def _proved(
     stop_ids: Sequence[int],
     reasons: list[str],
 ) -> Iterator[Proved]:
-    """Codecs that are proved; `reasons` gets those of the others."""
+    """Codecs that are proved; `reasons` gets those of the others.
+
+    The template's own knows the ends of turns that a family has, too.
+    """
+    ends = {*stop_ids}
     if kind != "template":
         for family, variants in FAMILIES.items():
             for variant in variants:
                 chosen = {**variant, **options}
                 try:
-                    codec = RenderersCodec(tokenizer, family, chosen)
+                    known = RenderersCodec(tokenizer, family, chosen)
                 except ValueError as error:
                     reasons.append(f"renderers:{family}: {str(error).splitlines()[0]}")
                     continue
                 try:
-                    yield Proved(codec, Template(tokenizer, chosen))
+                    proved = Proved(known, Template(tokenizer, chosen))
                 except ConfigError as error:
                     reasons.append(str(error))
+                    continue
+                if chosen == options:
+                    ends |= proved.stop_ids
+                yield proved
     if kind != "renderers":
         try:
-            yield Proved(TemplateCodec(tokenizer, options, stop_ids), Template(tokenizer, options))
+            codec = TemplateCodec(tokenizer, options, sorted(ends))
+            yield Proved(codec, Template(tokenizer, options))
         except ConfigError as error:
             reasons.append(f"template: {error}")
         except REFUSALS as error:

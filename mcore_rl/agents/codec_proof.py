@@ -21,7 +21,6 @@ from mcore_rl.agents.codec import (
     ToolSpec,
     template_ids,
 )
-from mcore_rl.agents.messages import encodable_message, encodable_tool
 from mcore_rl.agents.proof_conversations import PARALLEL, PLAIN, TOOLS, Conversation
 from mcore_rl.config.errors import ConfigError
 
@@ -55,24 +54,23 @@ class Template:
 
 
 class Proved:
-    """A codec that agrees with the chat template, held to the laws of `ChatCodec`.
-
-    Messages may have texts that no tokenizer takes: see `encodable`.
-    """
+    """A codec that agrees with the chat template, held to the laws of `ChatCodec`."""
 
     def __init__(self, codec: UnprovedCodec, template: Template) -> None:
         """ConfigError where it differs from the template without tools, naming the conversation.
 
         Where it differs with tools only, or with several calls in a turn only, those are refused:
-        `tool_refusal` and `parallel_refusal` say why.
+        `tool_refusal` and `parallel_refusal` say why. A codec may begin a new sample wherever a
+        user speaks: `extends_users` says whether it goes on from a turn without reasoning.
         """
-        self._codec = codec
+        self._codec, self.options = codec, template.options
         self.name = codec.name
         for case, given in PLAIN.items():
             if found := difference(codec, template, given):
                 raise ConfigError(f"the codec {codec.name} {found} ({case})")
         self.tool_refusal = codec.tool_refusal or _first(codec, template, TOOLS)
         self.parallel_refusal = self.tool_refusal or _first(codec, template, PARALLEL)
+        self.extends_users = _extends(codec, template, PLAIN["a system message"])
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -81,8 +79,7 @@ class Proved:
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         calls = max((len(message.tool_calls) for message in messages), default=0)
         self._refuse(tools, calls)
-        messages, specs = [*map(encodable_message, messages)], [*map(encodable_tool, tools)]
-        return self._codec.render(messages, specs)
+        return self._codec.render(messages, tools)
 
     def extend(
         self,
@@ -93,8 +90,7 @@ class Proved:
     ) -> list[int] | None:
         self._refuse(tools, sum(message.role == "tool" for message in new_messages))
         done = [*prompt_ids, *completion_ids]
-        new, specs = [*map(encodable_message, new_messages)], [*map(encodable_tool, tools)]
-        found = self._codec.extend(prompt_ids, completion_ids, new, specs)
+        found = self._codec.extend(prompt_ids, completion_ids, new_messages, tools)
         return found if found is not None and found[: len(done)] == done else None
 
     def parse(
@@ -168,6 +164,11 @@ def _difference(codec: ChatCodec, template: Template, given: Conversation, cut: 
         f"extends a turn in another way than the chat template: "
         f"{template.text(found[at : at + 8])!r} for {template.text(expected[at : at + 8])!r}"
     )
+
+
+def _extends(codec: ChatCodec, template: Template, given: Conversation) -> bool:
+    prompt, completion = _sampled(codec, template, given)
+    return codec.extend(prompt, completion, given.after, given.tools) is not None
 
 
 def _as_last(
@@ -247,10 +248,18 @@ def _first(codec: ChatCodec, template: Template, given: Mapping[str, Conversatio
     return ""
 
 
-def _unread(codec: ChatCodec, template: Template, given: Conversation) -> str:
+def _sampled(
+    codec: ChatCodec, template: Template, given: Conversation
+) -> tuple[list[int], list[int]]:
+    """The prompt of the turn, and the turn as the whole render has it."""
     prompt = codec.render(given.before, given.tools)
     whole = template.ids([*given.before, given.turn, *given.after], given.tools)
-    completion = _until_stop(codec, whole[_start_of_turn(codec, template, given, prompt, whole) :])
+    start = _start_of_turn(codec, template, given, prompt, whole)
+    return prompt, _until_stop(codec, whole[start:])
+
+
+def _unread(codec: ChatCodec, template: Template, given: Conversation) -> str:
+    prompt, completion = _sampled(codec, template, given)
     calls = codec.parse(completion, given.tools, prompt).calls
     found = [(call.status, call.name, call.arguments) for call in calls]
     if found == [("ok", call.name, call.arguments) for call in given.turn.tool_calls]:

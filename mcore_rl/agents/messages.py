@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from mcore_rl.agents.codec import ChatMessage, JsonValue, Role, ToolCall, ToolSpec
+from mcore_rl.agents.codec import ChatMessage, JsonValue, Role, ToolCall
 from mcore_rl.config.errors import ConfigError
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -37,12 +37,6 @@ def encodable_message(message: ChatMessage) -> ChatMessage:
         tool_call_id=encodable(message.tool_call_id),
         name=encodable(message.name),
     )
-
-
-def encodable_tool(spec: ToolSpec) -> ToolSpec:
-    """The same for a tool."""
-    told = encodable(spec.name), encodable(spec.description)
-    return ToolSpec(*told, _encodable_values(spec.parameters))
 
 
 def messages_of(rows: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:

@@ -9,6 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from mcore_rl.agents.codec import ChatCodec, ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.messages import encodable_message
 from mcore_rl.agents.trajectory import Turn, VersionSpan, num_routed
 from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
@@ -145,12 +146,13 @@ class ChatSession:
         return len(self._prompt(messages, tools))
 
     def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
+        messages = [*map(encodable_message, messages)]
         if self._goes_on:
             last = self.turns[-1]
             found = self._codec.extend(last.prompt_ids, last.token_ids, messages, tools)
             if found is not None:
                 return found
-        return self._codec.render([*self._messages, *messages], tools)
+        return self._codec.render([*map(encodable_message, self._messages), *messages], tools)
 
     def _num_routed(self, prompt: Sequence[int], parent: str) -> int | None:
         """As SamplingParams.experts_from, after the turn `parent` and those before it."""

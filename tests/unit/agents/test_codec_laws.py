@@ -19,28 +19,29 @@ from tests.nightly import nightly
 from tests.unit.agents.families import FAMILIES, tokenizer_of
 
 OPTIONS: dict[str, dict[str, JsonValue]] = {"llama-3": {"date_string": "26 Jul 2024"}}
-# What each codec is, and whether it has tools and several calls a turn.
+# What each codec is, whether it has tools and several calls a turn, and whether it goes on from a
+# turn without reasoning where a user speaks: one that never does would break no law.
 PROVED = {
     ("qwen3", "renderers"): "renderers:qwen3, tools, several calls",
     ("qwen3.5", "renderers"): "renderers:qwen3.5, tools, several calls",
-    ("deepseek-v3", "renderers"): "renderers:deepseek-v3, tools, several calls",
+    ("deepseek-v3", "renderers"): "renderers:deepseek-v3, tools, several calls, users",
     ("deepseek-r1", "renderers"): "renderers:deepseek-r1",
     ("glm-4.5", "renderers"): "renderers:glm-4.5, tools, several calls",
-    ("kimi-k2", "renderers"): "renderers:kimi-k2, tools, several calls",
-    ("llama-3", "renderers"): "renderers:llama-3, tools",
-    ("chatml", "template"): "template",
-    ("qwen3", "template"): "template, tools, several calls",
-    ("deepseek-v3", "template"): "template",
-    ("kimi-k2", "template"): "template",
-    ("qwen2", "template"): "template",
-    ("deepseek-v2", "template"): "template",
-    ("moonlight", "template"): "template",
+    ("kimi-k2", "renderers"): "renderers:kimi-k2, tools, several calls, users",
+    ("llama-3", "renderers"): "renderers:llama-3, tools, users",
+    ("chatml", "template"): "template, users",
+    ("qwen3", "template"): "template, tools, several calls, users",
+    ("deepseek-v3", "template"): "template, users",
+    ("kimi-k2", "template"): "template, users",
+    ("qwen2", "template"): "template, users",
+    ("deepseek-v2", "template"): "template, users",
+    ("moonlight", "template"): "template, users",
     ("published/qwen2.5", "renderers"): "renderers:qwen3, tools, several calls",
-    ("published/qwen2.5", "template"): "template, tools, several calls",
+    ("published/qwen2.5", "template"): "template, tools, several calls, users",
     ("published/qwen3", "renderers"): "renderers:qwen3, tools, several calls",
-    ("published/qwen3", "template"): "template, tools, several calls",
+    ("published/qwen3", "template"): "template, tools, several calls, users",
     ("published/qwen3-2507", "renderers"): "renderers:qwen3, tools, several calls",
-    ("published/qwen3-2507", "template"): "template, tools, several calls",
+    ("published/qwen3-2507", "template"): "template, tools, several calls, users",
     ("published/deepseek-v3", "renderers"): "renderers:deepseek-r1",
     ("published/deepseek-r1-distill", "renderers"): "renderers:deepseek-r1",
     ("published/glm-4.5", "renderers"): "renderers:glm-4.5, tools, several calls",
@@ -158,9 +159,33 @@ def test_what_is_proved():
             codec.name
             + ("" if codec.tool_refusal else ", tools")
             + ("" if codec.parallel_refusal else ", several calls")
+            + (", users" if codec.extends_users else "")
         )
     assert found == PROVED
     assert {family for family, _ in [*PROVED, *REFUSED]} == FAMILIES.keys()
+
+
+def test_auto_is_a_codec_that_goes_on_where_a_user_speaks_if_there_is_one():
+    for family in {family for family, _ in PROVED}:
+        kinds = [kind for kind in ("renderers", "template") if (family, kind) in PROVED]
+        codecs = [codec_of(family, kind)[0] for kind in kinds]
+        chosen, _ = codec_of(family, "auto")
+        most = max(("tools" in PROVED[family, kind]) for kind in kinds)
+        as_able = [one for one in codecs if (not one.tool_refusal) == most]
+        assert chosen.name in {one.name for one in as_able}, family
+        assert chosen.extends_users == any(one.extends_users for one in as_able), family
+
+
+def test_auto_takes_no_other_values_of_a_templates_variables_to_go_on(monkeypatch):
+    """Those change prompts: without thinking Qwen3.5 might be gone on from."""
+    goes_on = property(_without_thinking, lambda *_: None)
+    monkeypatch.setattr(Proved, "extends_users", goes_on, raising=False)
+    codec = codec_for(tokenizer_of("qwen3.5"))
+    assert codec.options == {"enable_thinking": True}
+
+
+def _without_thinking(codec: Proved) -> bool:
+    return codec.options.get("enable_thinking") is False
 
 
 @pytest.mark.parametrize(("family", "kind"), REFUSED)

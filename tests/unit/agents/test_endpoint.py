@@ -115,8 +115,8 @@ def test_a_call_that_is_not_well_formed_is_text():
 
     bad = "Look: <tool_call>\n{\n</tool_call>"
     samples, policy = run([bad, "42", call("1")], program)
-    assert [sample.segment for sample in samples] == [0, 1, 2]
-    assert "Look:\n<tool_call>\n{\n</tool_call><|im_end|>" in policy.prompts[1]
+    assert [sample.segment for sample in samples] == [0, 1]  # the first is gone on from as it is
+    assert "Look: <tool_call>\n{\n</tool_call><|im_end|>" in policy.prompts[1]
 
 
 def test_each_of_n_choices_is_a_branch_that_can_be_gone_on_from():

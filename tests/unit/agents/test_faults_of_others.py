@@ -1,4 +1,4 @@
-"""Faults of tools, environments and programs that cost no trajectory."""
+"""Faults of tools and environments that cost no trajectory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 
-import httpx
 import pytest
 
 from mcore_rl.agents import closing
@@ -17,8 +16,6 @@ from mcore_rl.agents.tools.base import tool
 from mcore_rl.agents.trajectory import state_id
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.data.sample import Sample
-from tests.unit.agents.served import ASKED
-from tests.unit.agents.served import run as run_program
 from tests.unit.agents.test_loops import call, run, text_of
 
 HERE = __file__
@@ -84,24 +81,6 @@ def test_half_a_character_is_replaced_wherever_it_comes_from():
     assert sample.state_ids[-1] == state_id(f"in {LONE}") != state_id(f"in {TOLD}")
     _, policy = run([asked(LONE), "42"], AgentConfig(f"{HERE}:Renders"))
     assert text_of(policy.prompts[1]).count(TOLD) == 2
-
-
-def test_a_program_may_send_half_a_character():
-    """Clients that write JSON in ASCII can."""
-    schema = {"type": "object", "properties": {LONE: {"description": LONE}}}
-    function = {"name": "look", "description": LONE, "parameters": schema}
-    sent = [{"role": "user", "content": LONE}, {"role": "assistant", "content": LONE}, *ASKED]
-    body = json.dumps({"messages": sent, "tools": [{"type": "function", "function": function}]})
-
-    async def program(task: Task, base_url: str, api_key: str) -> None:
-        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-        async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=30) as raw:
-            found = await raw.post(f"{base_url}/chat/completions", content=body.encode())
-        assert found.status_code == 200, found.text
-        assert found.json()["choices"][0]["message"]["content"] == "42"
-
-    _, policy = run_program(["42"], program)
-    assert policy.prompts[0].count(TOLD) == 5
 
 
 class Hanging:

@@ -21,6 +21,8 @@ from mcore_rl.rollout.agent_loop import Prompt
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers import evaluation
 from tests.pages import ROOT
+from tests.unit.agents import test_loops
+from tests.unit.agents.families import tokenizer_of
 from tests.unit.agents.test_loops import (
     END,
     MESSAGES,
@@ -55,6 +57,18 @@ def expected(*parts: tuple[str, int]) -> tuple[list[int], list[int], list[int], 
         versions += [4 + turn if turn else -1] * len(found)
         log_probs += [-0.1 * turn if turn else 0.0] * len(found)
     return ids, mask, versions, log_probs
+
+
+@pytest.mark.parametrize("family", ["published/qwen2.5", "published/qwen3", "qwen3"])
+def test_a_game_without_reasoning_is_one_sample(family, monkeypatch):
+    """Each turn ends with white space, which templates trim when they render it again."""
+    monkeypatch.setattr(test_loops, "TOKENIZER", tokenizer_of(family))
+    config = AgentConfig("environment", environment=f"{test_loops.__file__}:Guessing")
+    guesses = [f"I say {number}\n" for number in (10, 20, 30, 40)]
+    [sample], policy = run([*guesses, "42"], config)
+    assert len(sample.turn_spans) == 5
+    whole = [*sample.prompt_ids, *sample.response_ids]
+    assert whole[: len(policy.prompts[-1])] == policy.prompts[-1]
 
 
 def columns(sample: Sample) -> tuple[list[int], list[int], list[int], list[float]]:
