@@ -232,7 +232,8 @@ class RewardConfig:
     on_error: str = "stop"
     # Limit on one call of a reward, unless that has a setting timeout_s of its own.
     timeout_s: float = 60.0
-    # Processes for each reward that is called in processes of its own, as math is; for each server.
+    # Processes for each reward that is called in processes of its own, as math is, and functions of
+    # yours that are not async; for each server.
     num_processes: int = 2
     shuffle: bool = False  # control experiment: permute the rewards of a batch at random
 

@@ -77,7 +77,8 @@ def in_process(
 
     A MemoryError ends the process, too.
 
-    For code that a response can make run for ever, or take all memory. The process finds the reward
+    For code that a response can make run for ever, or take all memory. A function by import path
+    that is not async needs no mark, but for other than the defaults. The process finds the reward
     by its name or import path; arguments and result are JSON.
     """
 
@@ -108,6 +109,16 @@ def parts_of(key: str, name: str) -> tuple[str, ...] | None:
     """
     found: tuple[str, ...] | None = getattr(rewards(key)[name], "parts", None)
     return found
+
+
+def in_thread(function: R) -> R:
+    """Decorator of a reward by import path that is called in a thread of the server.
+
+    For one that is not async and has what is in this process only, or too large to be there twice:
+    a connection, a model. A call that takes too long goes on, with nobody waiting for it.
+    """
+    function.in_thread = True  # type: ignore[attr-defined]
+    return function
 
 
 def with_answers(find: Callable[[Any], FindAnswer | None]) -> Callable[[R], R]:

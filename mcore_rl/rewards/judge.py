@@ -25,9 +25,15 @@ from mcore_rl.rewards.base import (
     rewards,
     shown,
 )
-from mcore_rl.rewards.processes import ProcessDiedError, RewardProcesses, TooLateError, within
+from mcore_rl.rewards.processes import (
+    NotLoadedError,
+    ProcessDiedError,
+    RewardProcesses,
+    TooLateError,
+    within,
+)
 from mcore_rl.rewards.remote import Post, RemoteReward, RemoteSettings
-from mcore_rl.rewards.threads import CallError, in_thread
+from mcore_rl.rewards.threads import CallError, called_in_thread
 
 Numbers = Mapping[str, float]
 
@@ -65,7 +71,7 @@ class _Term:
     def problem(self, error: Exception) -> _Problem:
         if isinstance(error, TooLateError):
             return _Problem(f"{error} ({self.limit_key})")
-        if isinstance(error, ProcessDiedError | CallError):
+        if isinstance(error, ProcessDiedError | NotLoadedError | CallError):
             return _Problem(error)
         return _Problem(raised(error))
 
@@ -90,8 +96,9 @@ class _Term:
 class Judge:
     """The rewards that a config names, with a check on what they return.
 
-    Sync functions by import path run in a thread, one call at a time; async ones in the event loop;
-    those with the mark `in_process` in processes of their own. All calls are of one event loop.
+    Sync functions by import path and those with the mark `in_process` run in processes of their
+    own; those with the mark `in_thread` in a thread, one call at a time; others in the event loop.
+    All calls are of one event loop.
     """
 
     def __init__(self, config: RewardConfig, max_tokens: int | None = None) -> None:
@@ -169,6 +176,9 @@ class Judge:
         if max_tokens is not None and hasattr(settings, "check_max_tokens"):
             settings.check_max_tokens(f"{key}.settings", max_tokens)
         mark: InProcess | None = getattr(function, "in_process", None)
+        may_block = term.name not in registry.names and not _is_async(function)
+        if may_block and not getattr(function, "in_thread", False) and "post" not in parameters:
+            mark = mark or InProcess((), None, None)
         processes = None
         if mark is not None:
             asked = {
@@ -192,7 +202,7 @@ class Judge:
             limit_s=limit_s,
             limit_key="reward.timeout_s" if own_limit is None else f"{key}.settings.timeout_s",
             parameters=parameters,
-            runs_in_thread=term.name not in registry.names and not _is_async(function),
+            runs_in_thread=may_block and mark is None,
             processes=processes,
             remote=self._remote(key, settings, limit_s) if asks else None,
             served_by=served_by,
@@ -258,12 +268,11 @@ class Judge:
         optional = {name: known[name] for name in OPTIONAL if name in term.parameters}
         try:
             if term.processes is not None:
-                found = await term.processes.call(given, optional, term.limit_s)
-                return _Problem(found["error"]) if "error" in found else found["result"]
+                return _result_of(await term.processes.call(given, optional, term.limit_s))
             if term.runs_in_thread:
                 async with self._thread:
                     call = partial(term.reward, *given, **optional)
-                    return await within(term.limit_s, in_thread(call))
+                    return await within(term.limit_s, called_in_thread(call))
             result = term.reward(*given, **optional)
             if asks:  # each request has the limit, once it has a place
                 return await result
@@ -294,6 +303,15 @@ def check_judges(config: RewardConfig, models: Collection[str]) -> None:
 
 class _Problem(str):
     """Why there is no result."""
+
+
+def _result_of(answer: Mapping[str, Any]) -> object:
+    """What a process answered, with the errors in a batched result in their places."""
+    if "error" in answer:
+        return _Problem(answer["error"])
+    for number, error in answer["errors"].items():
+        answer["result"][int(number)] = _Problem(error)
+    return answer["result"]
 
 
 def _is_async(function: Reward) -> bool:

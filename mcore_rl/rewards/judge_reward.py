@@ -17,7 +17,7 @@ from mcore_rl.config.import_path import load
 from mcore_rl.rewards.base import gives, register_reward, shown
 from mcore_rl.rewards.processes import TooLateError, within
 from mcore_rl.rewards.remote import Post, RemoteError, RemoteSettings, variable_value
-from mcore_rl.rewards.threads import in_thread
+from mcore_rl.rewards.threads import called_in_thread
 
 _PATTERN_S = 1.0  # for one verdict: there are expressions for which it takes years
 _PARSER_S = 10.0  # for one verdict, by a function of a user
@@ -139,7 +139,7 @@ async def judge(
 async def _read(verdict: str, settings: JudgeSettings) -> float | None:
     """Its score, found in a thread; RemoteError where that takes too long."""
     try:
-        return await within(_PARSER_S, in_thread(partial(_score, verdict, settings)))
+        return await within(_PARSER_S, called_in_thread(partial(_score, verdict, settings)))
     except TooLateError as error:
         raise RemoteError(f"to read the verdict {shown(verdict)} {error}") from error
 

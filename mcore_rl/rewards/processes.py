@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 START_S = 120.0  # for a process to start and to import what it needs
+_LONGEST = 1 << 28  # characters of an answer
 
 
 class TooLateError(RuntimeError):
@@ -31,6 +32,10 @@ class ProcessDiedError(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"ended its process with status {status}")
         self.is_killed = status < 0  # by a signal, perhaps from outside
+
+
+class NotLoadedError(RuntimeError):
+    """A process cannot import what it is to call; the message says why."""
 
 
 async def within(timeout_s: float, work: Awaitable[T]) -> T:
@@ -57,7 +62,7 @@ class RewardProcesses:
     async def call(
         self, given: Sequence[Any], optional: Mapping[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        """{"result": ...} or {"error": ...} of one call, with arguments by place and by name.
+        """What reward_process.py answers to one call, with arguments by place and by name.
 
         Time spent waiting for a process does not count. A call whose process was killed, as the
         kernel does when memory is short, is made once more.
@@ -65,7 +70,8 @@ class RewardProcesses:
         Raises:
             TooLateError: after timeout_s; the process has been killed.
             ProcessDiedError: the call ended its process.
-            RuntimeError: no process could be started.
+            NotLoadedError: a process has started, but cannot import the reward.
+            RuntimeError: none could be started.
         """
         asked = {"given": given, "optional": optional, "timeout_s": timeout_s}
         async with self._places:
@@ -95,9 +101,16 @@ class RewardProcesses:
             if (process := self._idle.pop()).returncode is None:
                 return process
         program = [sys.executable, "-m", "mcore_rl.rewards.reward_process"]
-        process = await asyncio.create_subprocess_exec(*program, stdin=PIPE, stdout=PIPE)
+        process = await asyncio.create_subprocess_exec(
+            *program, stdin=PIPE, stdout=PIPE, limit=_LONGEST
+        )
         try:
-            await within(START_S, _answer(process, self._reward))
+            found = await within(START_S, _answer(process, {**self._reward, "path": sys.path}))
+            if "error" in found:
+                raise NotLoadedError(
+                    f"cannot be imported by a process of its own: {found['error']}. In the server, "
+                    "which could, a function with @in_thread of mcore_rl.rewards.base is called"
+                )
         except BaseException as error:
             await _end(process)
             if isinstance(error, TooLateError | ProcessDiedError):

@@ -17,7 +17,7 @@ class CallError(RuntimeError):
     """A function raised; the message says what."""
 
 
-async def in_thread(call: Callable[[], T]) -> T:
+async def called_in_thread(call: Callable[[], T]) -> T:
     """What it returns. One that nobody waits for any more goes on in its thread.
 
     Raises:

@@ -18,7 +18,7 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.base import RewardError, in_thread
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker, Stream, prompts_of
 from tests.e2e.hosting import hosting
@@ -31,6 +31,7 @@ SAMPLING = SamplingParams(n=2, max_tokens=24, seed=100)
 LONG = replace(SAMPLING, n=12, max_tokens=200)
 
 
+@in_thread
 def length_or_error(text: str, fields: dict[str, object], finish_reason: str) -> dict[str, float]:
     """The reward: the number of words."""
     if fields.get("fails"):

@@ -1,8 +1,6 @@
 """Several rewards with weights, functions of every kind, limits on time, and what errors do."""
 
-import asyncio
 import re
-import time
 
 import numpy as np
 import pytest
@@ -12,17 +10,15 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.rewards import base
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rewards.judge import Judge
-from tests.unit.rewards.judging import judged, judged_by, response
+from tests.unit.rewards.judging import judged, response
 
 OWN = """
 import asyncio
 import math
-import os
-import threading
 import time
 from dataclasses import dataclass
 
-from mcore_rl.rewards.base import in_process
+from mcore_rl.rewards.base import in_process, in_thread
 
 @dataclass(frozen=True)
 class Settings:
@@ -33,9 +29,6 @@ def words(text, fields, finish_reason, settings: Settings):
 
 def text_only(text):
     return {"reward": 0.0}
-
-def threads(text, fields, finish_reason):
-    return {"reward": float(threading.current_thread() is threading.main_thread())}
 
 together = []
 
@@ -75,19 +68,18 @@ async def waits(text, fields, finish_reason):
 def apart(text, fields, finish_reason):
     return raises_or_sleeps(text, fields, finish_reason)
 
-@in_process()
-def killed(text, fields, finish_reason):
-    # Always, or once, where the text is a file that is not there yet.
-    if text == "always" or not os.path.exists(text):
-        open(text, "w").close()
-        os.kill(os.getpid(), 9)
-    return {"reward": 0.5}
+@in_thread
+def in_a_thread(text, fields, finish_reason):
+    return raises_or_sleeps(text, fields, finish_reason)
 
 def too_few(texts, fields, finish_reasons):
     return [{"reward": 1.0}]
 
 def fails(texts, fields, finish_reasons):
     raise ValueError("no server")
+
+def some_fail(texts, fields, finish_reasons):
+    return [KeyError(text) if text == "raises" else {"reward": 2.0} for text in texts]
 """
 
 
@@ -165,11 +157,6 @@ def test_a_reward_outside_of_the_package_has_settings_and_is_checked_alike(own):
         Judge(RewardConfig(own("text_only")))
 
 
-def test_a_sync_function_of_a_user_leaves_the_event_loop_its_thread(own):
-    """A built-in one, which takes microseconds, does not."""
-    assert [s.reward for s in judged(RewardConfig(own("threads")), ["a", "b"])] == [0.0, 0.0]
-
-
 def test_async_calls_are_made_at_the_same_time(own):
     found = judged(
         RewardConfig(own("meets")), ["a", "bc", "def"], [response(num_tokens=n) for n in (4, 5, 6)]
@@ -234,14 +221,14 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("function", ["raises_or_sleeps", "apart"])
+@pytest.mark.parametrize("function", ["raises_or_sleeps", "apart", "in_a_thread"])
 @pytest.mark.parametrize("on_error", ["drop", "zero"])
 def test_an_error_marks_its_sample_and_no_other(own, function, on_error):
     """Whether in a thread or in a process; a call that goes on does not delay those after it."""
     config = RewardConfig(own(function), on_error=on_error, timeout_s=2.0)
     found = judged(config, TEXTS)
     expected = list(ERRORS)
-    if function == "apart":  # there it ends its process
+    if function != "in_a_thread":  # it ends its process
         expected[3] = "ended its process with status 3"
     for sample, text, error in zip(found, TEXTS, expected, strict=True):
         said = f"reward.name={own(function)!r} {error}".strip() if error else ""
@@ -272,6 +259,12 @@ def test_an_error_of_a_batch_is_that_of_all_its_samples(own, function, said):
     assert [said in sample.reward_error for sample in found] == [True, True]
 
 
+def test_a_batch_may_have_errors_in_the_place_of_results(own):
+    found = judged(RewardConfig(own("some_fail"), on_error="zero"), ["a", "raises", "b"])
+    assert [sample.reward for sample in found] == [2.0, 0.0, 2.0]
+    assert found[1].reward_error.endswith("some_fail' raised KeyError: 'raises'")
+
+
 def test_a_sample_with_an_error_is_not_asked_about_again(own):
     terms = {
         "first": {"name": own("raises_or_sleeps")},
@@ -285,46 +278,6 @@ def test_a_sample_with_an_error_is_not_asked_about_again(own):
     )
     assert found[1].reward_parts["later"] == 3.0  # one response, of three words
     assert judged(config, ["raises"])[0].reward_parts == {}
-
-
-def test_a_process_that_cannot_start_is_no_wrong_answer(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    monkeypatch.chdir("/")
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(RewardError, match=r"'math' raised RuntimeError: the start of its process"):
-        judged(RewardConfig("math"), [r"\boxed{7}"])
-
-
-def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
-    async def run():
-        judge = Judge(RewardConfig(own("apart"), num_processes=1))
-        await judged_by(judge, ["fine"])
-        [process] = judge._terms[0].processes._idle
-        waiting = asyncio.create_task(judged_by(judge, ["sleeps"]))
-        await asyncio.sleep(0.2)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert process.returncode == -9
-        await judged_by(judge, ["fine"])
-        [process] = judge._terms[0].processes._idle
-        process.kill()  # by the kernel, say, while nobody asks it
-        await process.wait()
-        await judged_by(judge, ["fine"])
-        await judge.close()
-        assert judge._terms[0].processes._idle == []
-
-    started = time.monotonic()
-    asyncio.run(run())
-    assert time.monotonic() - started < 15
-
-
-def test_a_process_that_is_killed_in_a_call_loses_no_reward(own, tmp_path):
-    config = RewardConfig(own("killed"), num_processes=1)
-    (found,) = judged(config, [str(tmp_path / "once")])
-    assert (found.reward, found.reward_error) == (0.5, "")
-    with pytest.raises(RewardError, match=r"killed' ended its process with status -9"):
-        judged(config, ["always"])
 
 
 WRONG = {

@@ -47,7 +47,7 @@ def test_the_recipes_are_of_rewards_that_there_are(block, tmp_path, monkeypatch)
 
 
 def test_the_functions_are_rewards(tmp_path):
-    [block] = [text for language, text in BLOCKS if language == "python"]
+    block, more = [text for language, text in BLOCKS if language == "python"]
     file = tmp_path / "own.py"
     file.write_text(f"{block}\n\nasync def ask_my_service(answer, text):\n    return 0.25\n")
     texts, samples = ["two, please", "no"], [response(num_tokens=n) for n in (4, 8)]
@@ -60,6 +60,11 @@ def test_the_functions_are_rewards(tmp_path):
     sample.turn_texts = ["a call", "7"]
     [found] = judged(RewardConfig(f"{file}:calls"), ["7"], [sample])
     assert (found.reward, found.turn_rewards) == (1.1, [0.1, 1.0])
+    file = tmp_path / "more.py"
+    file.write_text(more.replace('"sympy"', '"json"'))  # which takes no seconds
+    for name in ("checked", "remembered"):
+        found = judged(RewardConfig(f"{file}:{name}"), ["no", "no"])
+        assert [sample.reward for sample in found] == [1.0, float(name == "checked")]
 
 
 def test_the_server_of_the_page_is_asked_and_understood():

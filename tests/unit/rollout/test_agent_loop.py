@@ -162,9 +162,12 @@ def test_a_reward_is_told_which_prompt_it_is_about_and_how_long_a_response_may_b
 BLOCKS = """
 import threading
 
+from mcore_rl.rewards.base import in_thread
+
 all_sampled = threading.Event()
 on_main_thread = []
 
+@in_thread
 def blocks(text, fields, finish_reason):
     on_main_thread.append(threading.current_thread() is threading.main_thread())
     return {"reward": float(all_sampled.wait(60))}

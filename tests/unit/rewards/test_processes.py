@@ -1,0 +1,143 @@
+"""Functions of a user in processes of their own: what these get, and what ends them."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from mcore_rl.config.schema import RewardConfig
+from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.judge import Judge
+from tests.unit.rewards.judging import judged, judged_by
+
+OWN = """
+import os
+import re
+import threading
+import time
+
+from mcore_rl.rewards.base import in_process, in_thread
+
+def where(text, fields, finish_reason):
+    is_main = threading.current_thread() is threading.main_thread()
+    return {"reward": float(is_main), "process": os.getpid()}
+
+@in_thread
+def where_in_thread(text, fields, finish_reason):
+    return where(text, fields, finish_reason)
+
+def backtracks(text, fields, finish_reason):
+    return {"reward": float(re.fullmatch("(a+)+b", text) is not None)}
+
+def long_name(text, fields, finish_reason):
+    return {"reward": 1.0, text: 0.0}
+
+def sleeps(text, fields, finish_reason):
+    if text == "sleeps":
+        time.sleep(20)
+    return {"reward": 2.0}
+
+@in_process()
+def killed(text, fields, finish_reason):
+    # Always, or once, where the text is a file that is not there yet.
+    if text == "always" or not os.path.exists(text):
+        open(text, "w").close()
+        os.kill(os.getpid(), 9)
+    return {"reward": 0.5}
+"""
+ONLY_HERE = """
+import sys
+
+if "reward_process" in sys.argv[0]:
+    raise ImportError("no device")
+
+def one(text, fields, finish_reason):
+    return {"reward": 1.0}
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return "own.py:{}".format
+
+
+def test_a_sync_function_of_a_user_is_in_a_process_or_in_a_thread_that_it_asks_for(own):
+    [found] = judged(RewardConfig(own("where")), ["a"])
+    assert (found.reward, found.reward_parts["process"] == os.getpid()) == (1.0, False)
+    [found] = judged(RewardConfig(own("where_in_thread")), ["a"])
+    assert (found.reward, found.reward_parts["process"] == os.getpid()) == (0.0, True)
+
+
+def test_a_function_that_lets_no_thread_run_costs_its_sample_and_no_other_work(own):
+    """A match of Python's re keeps all threads of its process waiting: here, for hours."""
+
+    async def run():
+        judge = Judge(RewardConfig(own("backtracks"), on_error="zero", timeout_s=1.0))
+        judging = asyncio.create_task(judged_by(judge, ["ab", "a" * 60, "aab"]))
+        gaps, last = [], time.monotonic()
+        while not judging.done():
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - last)
+            last += gaps[-1]
+        await judge.close()
+        return await judging, max(gaps)
+
+    found, longest = asyncio.run(run())
+    assert [sample.reward for sample in found] == [1.0, 0.0, 1.0]
+    assert found[1].reward_error.endswith("took longer than 1 s (reward.timeout_s)")
+    assert longest < 30
+
+
+def test_an_answer_of_a_process_may_be_long(own):
+    name = "x" * 200_000
+    [found] = judged(RewardConfig(own("long_name")), [name])
+    assert (found.reward, found.reward_parts) == (1.0, {name: 0.0})
+
+
+def test_a_function_that_no_process_can_import_says_so_and_how_to_keep_it_here(tmp_path):
+    (tmp_path / "own.py").write_text(ONLY_HERE)
+    with pytest.raises(RewardError, match=r"no device\. .* @in_thread"):
+        judged(RewardConfig(f"{tmp_path}/own.py:one"), ["a"])
+
+
+def test_a_process_that_cannot_start_is_no_wrong_answer(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.chdir("/")
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RewardError, match=r"'math' raised RuntimeError: the start of its process"):
+        judged(RewardConfig("math"), [r"\boxed{7}"])
+
+
+def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
+    async def run():
+        judge = Judge(RewardConfig(own("sleeps"), num_processes=1))
+        await judged_by(judge, ["fine"])
+        [process] = judge._terms[0].processes._idle
+        waiting = asyncio.create_task(judged_by(judge, ["sleeps"]))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert process.returncode == -9
+        await judged_by(judge, ["fine"])
+        [process] = judge._terms[0].processes._idle
+        process.kill()  # by the kernel, say, while nobody asks it
+        await process.wait()
+        await judged_by(judge, ["fine"])
+        await judge.close()
+        assert judge._terms[0].processes._idle == []
+
+    started = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - started < 15
+
+
+def test_a_process_that_is_killed_in_a_call_loses_no_reward(own, tmp_path):
+    config = RewardConfig(own("killed"), num_processes=1)
+    (found,) = judged(config, [str(tmp_path / "once")])
+    assert (found.reward, found.reward_error) == (0.5, "")
+    with pytest.raises(RewardError, match=r"killed' ended its process with status -9"):
+        judged(config, ["always"])
