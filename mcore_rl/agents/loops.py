@@ -43,6 +43,7 @@ class Served:
     text: str = ""  # the content of the last answer, which a reward reads
     reward: float | None = None  # what the program has posted
     turn_rewards: tuple[float, ...] = ()  # the same, one a turn; or none
+    token_rewards: tuple[Sequence[float], ...] = ()  # the same, a list a turn; or none
     status: TrajectoryStatus | None = None  # how the program has said that it ended
     is_limited: bool = False  # a request was refused by a limit of the trajectory
     roles: list[Served] = field(default_factory=list)  # opened by the program, with their rewards
@@ -108,10 +109,12 @@ class Agent(Protocol):
         status: TrajectoryStatus,
         reward: float,
         turn_rewards: Sequence[float] = (),
+        token_rewards: Sequence[Sequence[float]] = (),
     ) -> list[Sample]:
         """The samples of a session with a reward that is known.
 
         `turn_rewards`: how much of it each turn has earned; the last one, what they leave.
+        `token_rewards`: the same for each token of each turn.
         """
 
 

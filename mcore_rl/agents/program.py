@@ -96,9 +96,8 @@ class ProgramLoop:
             return self._agent.rewarded(task, served.session, status, 0.0)
         if served.reward is None:
             return await self._agent.judged(task, served.session, status, served.text)
-        return self._agent.rewarded(
-            task, served.session, status, served.reward, served.turn_rewards
-        )
+        of_parts = served.turn_rewards, served.token_rewards
+        return self._agent.rewarded(task, served.session, status, served.reward, *of_parts)
 
     async def _call(self, task: Task, served: Served) -> None:
         await self._function(task, served.base_url, served.api_key)

@@ -29,7 +29,7 @@ from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
 from mcore_rl.agents.time_limit import TimeLimit
 from mcore_rl.agents.tool_sources import tool_sources
 from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, samples_of, with_turn_rewards
+from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, pay, samples_of
 from mcore_rl.agents.user_loop import UserLoop
 from mcore_rl.agents.verifiers.loop import VerifiersLoop
 from mcore_rl.algorithms.registry import Registry
@@ -314,14 +314,15 @@ class AgentRunner:
         for sample in last:
             sample.messages = [message.as_dict() for message in task.messages]
             sample.turn_texts = [self._text(turn) for turn in session.turns]
+            sample.turn_token_ids = [list(turn.token_ids) for turn in session.turns]
         # A reward has a limit of its own.
         with self._open[task.group_id, task.trajectory].limit.stopped():
             await self._reward(last, [text], task.max_tokens, where)
         for sample in samples[:-1]:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error
-        if last and last[0].turn_rewards:
-            _pay(own, session, last[0].turn_rewards)
+        if last:
+            pay(own, session.turns, last[0].turn_rewards, last[0].token_rewards)
         return samples
 
     def _text(self, turn: Turn) -> str:
@@ -338,6 +339,7 @@ class AgentRunner:
         status: TrajectoryStatus,
         reward: float,
         turn_rewards: Sequence[float] = (),
+        token_rewards: Sequence[Sequence[float]] = (),
     ) -> list[Sample]:
         if session.model:
             raise ValueError(f"a session with models.{session.model} is not trained")
@@ -357,15 +359,8 @@ class AgentRunner:
             sample.fields, sample.role = dict(task.fields), session.role
             if status == "truncated":
                 sample.finish_reason = "length"
-        if turn_rewards:
-            _pay(samples, session, turn_rewards)
+        pay(samples, session.turns, turn_rewards, token_rewards)
         return samples
-
-
-def _pay(samples: Sequence[Sample], session: ChatSession, turn_rewards: Sequence[float]) -> None:
-    """Raises ValueError unless there is one a turn."""
-    turns = [turn.turn_id for turn in session.turns]
-    with_turn_rewards(samples, dict(zip(turns, turn_rewards, strict=True)))
 
 
 def _checked(samples: Sequence[Sample]) -> list[Sample]:

@@ -62,7 +62,9 @@ class Sample:
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
     messages: Sequence[Mapping[str, Any]] = ()  # of the prompt, in OpenAI's form
     turn_texts: Sequence[str] = ()  # what the policy said in all of the trajectory, of an agent
+    turn_token_ids: Sequence[Sequence[int]] = ()  # the same as tokens
     turn_rewards: Sequence[float] = ()  # how much of `reward` each of these has earned; or none
+    token_rewards: Sequence[Sequence[float]] = ()  # the same for each token of each turn; or none
     # Of the tokens from the first of the prompt, one part after the other; or none.
     routed_experts: tuple[RoutedExperts, ...] = ()
 

@@ -3,7 +3,8 @@
 A reward reads the text of a response, the fields of its prompt and why generation ended, and
 returns its total under "reward" and other metrics under other names. All are
 finite numbers, and the names are the same for every response. Under "turn_rewards" it may have a
-list: how much of the total each turn of the policy has earned.
+list: how much of the total each turn of the policy has earned; and under "token_rewards" a list for
+each turn: how much each of its tokens has.
 
 A batched reward takes the lists `texts`, `fields` and `finish_reasons`, of some or all responses to
 one prompt, and returns a list of such results. Either kind may be async, and may have more
@@ -13,6 +14,7 @@ parameters, which it gets by name (a batched one as lists, but for max_tokens):
 - `max_tokens`: how many it may have at most;
 - `messages`: of the prompt, dicts in OpenAI's form;
 - `turns`: the texts of all turns of the policy; of one without tools, the response;
+- `turn_token_ids`: the same as tokens, with those that end a turn;
 - `rewards`: what the terms before it in reward.terms found, by name, without their weights;
 - `post`: asks the server of its settings, which are `RemoteSettings` (remote.py). A reward with it
   has a limit on each request, and none on the rest of what it does.
@@ -42,8 +44,11 @@ class RewardError(RuntimeError):
     """A reward raised, took too long, or returned an invalid result."""
 
 
-OPTIONAL = ("num_tokens", "max_tokens", "messages", "turns", "rewards", "post")
+OPTIONAL = (
+    "num_tokens", "max_tokens", "messages", "turns", "turn_token_ids", "rewards", "post"
+)  # fmt: skip
 TURN_REWARDS = "turn_rewards"  # in a result: one a turn
+TOKEN_REWARDS = "token_rewards"  # in a result: a list a turn, with one a token
 _SHOWN = 200  # characters of a response or of its fields in an error
 _REWARDS: Registry[Reward] = Registry(
     "reward.name", ("text", "fields", "finish_reason"), "reward.settings", OPTIONAL
@@ -168,8 +173,8 @@ def answer_of(fields: Mapping[str, Any], name: str) -> str:
     return str(fields["answer"])
 
 
-def fault(found: object, num_turns: int) -> str:
-    """Why a reward's result for a response of so many turns is invalid; empty if it is valid."""
+def fault(found: object, turn_lengths: Sequence[int]) -> str:
+    """Why a reward's result is invalid for turns of so many tokens; empty if it is valid."""
     if not isinstance(found, Mapping):
         return f"{shown(found)}, which is no dict but {type(found).__name__}"
     if "reward" not in found:
@@ -180,10 +185,27 @@ def fault(found: object, num_turns: int) -> str:
         if name == TURN_REWARDS:
             if not isinstance(value, Sequence) or not all(map(_is_finite, value)):
                 return f"{shown(value)} for {name!r}, which is no list of finite numbers"
-            if len(value) != num_turns:
-                return f"{len(value)} numbers for {name!r} of {num_turns} turns"
+            if len(value) != len(turn_lengths):
+                return f"{len(value)} numbers for {name!r} of {len(turn_lengths)} turns"
+        elif name == TOKEN_REWARDS:
+            if problem := token_fault(value, turn_lengths):
+                return problem
         elif not _is_finite(value):
             return f"{shown(value)} for {name!r}, which is no finite number"
+    return ""
+
+
+def token_fault(value: object, turn_lengths: Sequence[int]) -> str:
+    """Why `token_rewards` are invalid for turns of so many tokens; empty if they are valid."""
+    lists = value if isinstance(value, Sequence) else [value]
+    for own in lists:
+        if not isinstance(own, Sequence) or not all(map(_is_finite, own)):
+            return f"{shown(value)} for {TOKEN_REWARDS!r}, which is no list of lists of numbers"
+    if len(lists) != len(turn_lengths):
+        return f"{len(lists)} lists for {TOKEN_REWARDS!r} of {len(turn_lengths)} turns"
+    for number, (own, length) in enumerate(zip(lists, turn_lengths, strict=True)):
+        if len(own) != length:
+            return f"{len(own)} numbers for {TOKEN_REWARDS!r} of turn {number}, of {length} tokens"
     return ""
 
 

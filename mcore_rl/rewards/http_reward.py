@@ -27,13 +27,15 @@ async def http(
     max_tokens: int,
     messages: Sequence[Sequence[Mapping[str, Any]]],
     turns: Sequence[Sequence[str]],
+    turn_token_ids: Sequence[Sequence[Sequence[int]]],
     post: Post,
     settings: HttpSettings,
 ) -> Sequence[object]:
     """What a server answers to each response: an object as a reward returns it.
 
-    It gets text, fields, finish_reason, num_tokens, max_tokens, messages and turns of a response
-    or, `batched`, {"responses": [these of each]}, and answers {"results": [an object each]}.
+    It gets text, fields, finish_reason, num_tokens, max_tokens, messages, turns and turn_token_ids
+    of a response or, `batched`, {"responses": [these of each]}, and answers {"results": [an object
+    each]}.
     """
     columns = {
         "text": texts,
@@ -43,6 +45,7 @@ async def http(
         "max_tokens": [max_tokens] * len(texts),
         "messages": messages,
         "turns": turns,
+        "turn_token_ids": turn_token_ids,
     }
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if not settings.batched:

@@ -16,6 +16,7 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import (
     OPTIONAL,
+    TOKEN_REWARDS,
     TURN_REWARDS,
     InProcess,
     Reward,
@@ -44,6 +45,7 @@ class _Found:
 
     numbers: Numbers
     of_turns: Sequence[float] | None
+    of_tokens: Sequence[Sequence[float]] | None  # a list a turn
 
 
 @dataclass(slots=True)
@@ -75,13 +77,13 @@ class _Term:
             return _Problem(error)
         return _Problem(raised(error))
 
-    def checked(self, result: object, num_turns: int) -> _Found | _Problem:
-        """What it returned for a response of so many turns."""
+    def checked(self, result: object, turn_lengths: Sequence[int]) -> _Found | _Problem:
+        """What it returned for a response whose turns have so many tokens."""
         if isinstance(result, _Problem):
             return result
         if isinstance(result, Exception):
             return self.problem(result)
-        if problem := fault(result, num_turns):
+        if problem := fault(result, turn_lengths):
             return _Problem(f"returned {problem}")
         given: dict[str, Any] = dict(result)  # type: ignore[call-overload]
         self.parts = self.parts or set(given)
@@ -89,8 +91,12 @@ class _Term:
             keys = f"the keys {sorted(given)}, and {sorted(self.parts)} for an earlier response"
             return _Problem(f"returned {keys}")
         of_turns: list[Any] | None = given.pop(TURN_REWARDS, None)
-        numbers = {name: float(value) for name, value in given.items()}
-        return _Found(numbers, None if of_turns is None else [float(value) for value in of_turns])
+        of_tokens: list[Any] | None = given.pop(TOKEN_REWARDS, None)
+        return _Found(
+            {name: float(value) for name, value in given.items()},
+            None if of_turns is None else [*map(float, of_turns)],
+            None if of_tokens is None else [[*map(float, own)] for own in of_tokens],
+        )
 
 
 class Judge:
@@ -116,10 +122,11 @@ class Judge:
     async def __call__(
         self, samples: Sequence[Sample], texts: Sequence[str], max_tokens: int, where: str
     ) -> None:
-        """Sets reward, reward_parts, turn_rewards and reward_error of responses to one prompt.
+        """Sets reward, reward_parts, those of turns and tokens, and reward_error of responses.
 
         Args:
-            texts: of the responses, without the end token.
+            samples: responses to one prompt.
+            texts: of these, without the end token.
             max_tokens: how many tokens each may have.
             where: which prompt it was, in words, for errors.
 
@@ -130,6 +137,7 @@ class Judge:
         """
         found: list[dict[str, _Found]] = [{} for _ in samples]  # by term
         turns = [sample.turn_texts or [text] for sample, text in zip(samples, texts, strict=True)]
+        turn_ids = [sample.turn_token_ids or [sample.response_ids] for sample in samples]
         for term in self._terms:
             rows = [row for row, sample in enumerate(samples) if not sample.reward_error]
             answers = [
@@ -141,12 +149,13 @@ class Judge:
                     "max_tokens": max_tokens,
                     "messages": samples[row].messages,
                     "turns": turns[row],
+                    "turn_token_ids": turn_ids[row],
                     "rewards": {n: one.numbers["reward"] for n, one in found[row].items()},
                 }
                 for row in rows
             ]
             for row, result in zip(rows, await self._asked(term, answers), strict=True):
-                checked = term.checked(result, len(turns[row]))
+                checked = term.checked(result, [*map(len, turn_ids[row])])
                 if not isinstance(checked, _Problem):
                     found[row][term.name] = checked
                     continue
@@ -235,6 +244,13 @@ class Judge:
         sample.reward = sum(weight * one.numbers["reward"] for weight, one in weighted)
         rows = [[weight * r for r in one.of_turns] for weight, one in weighted if one.of_turns]
         sample.turn_rewards = [sum(of_turn) for of_turn in zip(*rows, strict=True)]
+        lists = [(weight, one.of_tokens) for weight, one in weighted if one.of_tokens]
+        sample.token_rewards = [
+            [sum(weight * own[turn][at] for weight, own in lists) for at in range(len(first))]
+            for turn, first in enumerate(lists[0][1] if lists else ())
+        ]
+        if lists and not sample.turn_texts:  # the response is the turn
+            sample.process_rewards = list(sample.token_rewards[0])
         for name, one in found.items():
             for part, value in one.numbers.items():
                 if part != "reward":

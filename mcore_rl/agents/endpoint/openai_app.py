@@ -20,6 +20,7 @@ from mcore_rl.agents.endpoint.guard import Guard
 from mcore_rl.agents.endpoint.http_app import has_ended, new_app, result_of, unless_gone
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.endpoint.wire import MODEL, ChatRequest, CompletionsRequest, TextRequest
+from mcore_rl.rewards.base import token_fault
 
 COMMENTS_S = 5.0  # between the comments of a stream that has nothing to say yet
 Body = dict[str, Any]
@@ -32,6 +33,7 @@ class Opened(BaseModel):
 class Reward(BaseModel):
     reward: float
     turn_rewards: list[float] = []
+    token_rewards: list[list[float]] = []
 
 
 class Finish(BaseModel):
@@ -98,7 +100,11 @@ def _add_sessions(app: FastAPI) -> None:
         if given and len(given) != len(served.session.turns):
             told = f"{len(given)} turn_rewards; the session has {len(served.session.turns)} turns"
             raise RefusalError(400, "invalid_request", told, param="turn_rewards")
+        lengths = [len(turn.token_ids) for turn in served.session.turns]
+        if body.token_rewards and (told := token_fault(body.token_rewards, lengths)):
+            raise RefusalError(400, "invalid_request", told, param="token_rewards")
         served.reward, served.turn_rewards = body.reward, given
+        served.token_rewards = tuple(body.token_rewards)
         return {}
 
     @app.post("/v1/sessions/finish")

@@ -91,13 +91,17 @@ def test_a_session_that_has_ended_answers_no_more_and_may_still_be_rewarded():
         body: dict[str, Any] = {"reward": 0.25, "turn_rewards": [0.1, 0.2]}
         refused = await post(base_url, api_key, "sessions/reward", body)
         assert refused.status_code == 400 and "the session has 1 turns" in refused.text
-        body["turn_rewards"] = [0.25]
+        body = {"reward": 0.25, "turn_rewards": [0.2], "token_rewards": [[0.5]]}
+        refused = await post(base_url, api_key, "sessions/reward", body)
+        told = "1 numbers for 'token_rewards' of turn 0, of 3 tokens"
+        assert refused.status_code == 400 and told in refused.text
+        body["token_rewards"] = [[0.0, 0.5, 0.25]]
         assert (await post(base_url, api_key, "sessions/reward", body)).status_code == 200
 
     [sample], policy = run(["41"], program)
     assert len(policy.asked) == 1
     assert (sample.reward, sample.status) == (0.25, "finished")
-    assert sample.process_rewards == [0.0] * (len(sample.response_ids) - 1) + [0.25]
+    assert sample.process_rewards == [0.0, 0.5, pytest.approx(0.45)]
 
 
 def test_requests_that_are_too_large_or_unfit_are_told():

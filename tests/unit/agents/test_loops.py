@@ -19,10 +19,8 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.trajectory import state_id
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from tests.pages import ROOT
@@ -335,29 +333,6 @@ def test_rewards_are_found_while_other_trajectories_are_generated():
     prompts = [Prompt([], n, {"answer": "42"}, messages=MESSAGES) for n in range(4)]
     samples = asyncio.run(runner.run_all(prompts, SamplingParams(n=1, max_tokens=1000)))
     assert [sample.reward for sample in samples] == [1.0] * 4
-
-
-STEPS = """
-def steps(text, fields, finish_reason, messages, turns):
-    assert messages == [{"role": "user", "content": "How much is 6 * 7?"}], messages
-    assert [turn.startswith("<tool_call>") for turn in turns] == [True, False], turns
-    return {"reward": 1.0, "turn_rewards": [0.25, float(text == turns[-1] == "42") / 2]}
-
-def too_many(text, fields, finish_reason):
-    return {"reward": 1.0, "turn_rewards": [0.25] * 3}
-"""
-
-
-def test_a_reward_may_say_what_each_turn_has_earned(tmp_path):
-    (tmp_path / "own.py").write_text(STEPS)
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:steps"))
-    [sample], _ = run([call("6 * 7"), "42"], TOOLS, reward=judge)
-    first, last = (span.end - 1 for span in sample.turn_spans)
-    paid = {at: reward for at, reward in enumerate(sample.process_rewards) if reward}
-    assert (paid, sample.reward) == ({first: 0.25, last: 0.5}, 1.0)
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:too_many"))
-    with pytest.raises(RewardError, match="returned 3 numbers for 'turn_rewards' of 2 turns"):
-        run([call("6 * 7"), "42"], TOOLS, reward=judge)
 
 
 def test_a_server_that_fails_is_no_failure_of_the_environment():

@@ -71,6 +71,7 @@ def test_a_server_is_told_about_a_response_and_says_what_it_is_worth(monkeypatch
             "max_tokens": 16,
             "messages": [{"role": "user", "content": "3 + 4?"}],
             "turns": ["#### 7"],
+            "turn_token_ids": [[1, 1, 1]],
         }
     ]
     assert server.headers[0]["authorization"] == "bearer of tokens"

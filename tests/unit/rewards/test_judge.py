@@ -203,7 +203,7 @@ def first(texts, fields, finish_reasons, turns):
         "right": {"name": "final_number"},
     }
     sample = response()
-    sample.turn_texts = ["a call", "#### 7"]
+    sample.turn_texts, sample.turn_token_ids = ["a call", "#### 7"], [[1], [2]]
     [found] = judged(RewardConfig(terms=terms), ["#### 7"], [sample])
     assert (found.reward, found.turn_rewards) == (2.5, [0.5, 1.0])
     assert sorted(found.reward_parts) == ["first", "half", "right", "right/format"]

@@ -57,7 +57,7 @@ def test_the_functions_are_rewards(tmp_path):
         found[name] = [sample.reward for sample in judged(config, texts, samples)]
     assert found == {"polite": [1.0, 0.0], "judged": [0.25, 0.25], "batched": [1.0, 0.5]}
     sample = response()
-    sample.turn_texts = ["a call", "7"]
+    sample.turn_texts, sample.turn_token_ids = ["a call", "7"], [[1], [2]]
     [found] = judged(RewardConfig(f"{file}:calls"), ["7"], [sample])
     assert (found.reward, found.turn_rewards) == (1.1, [0.1, 1.0])
     file = tmp_path / "more.py"
@@ -70,6 +70,7 @@ def test_the_functions_are_rewards(tmp_path):
 def test_the_server_of_the_page_is_asked_and_understood():
     sent, answered = [json.loads(text) for language, text in BLOCKS if language == "json"][-2:]
     sample = response(num_tokens=5)
+    [sample.response_ids] = sent["turn_token_ids"]
     sample.messages = sent["messages"]
 
     async def run() -> dict[str, object]:
