@@ -90,5 +90,5 @@ def expression_of(text: str) -> str | None:
     if not lines:
         return None
     side = next(side for side in lines[-1].split("=") if _DIGIT.search(side))
-    found = [run for run in _RUN.findall(side) if _DIGIT.search(run)]
+    found: list[str] = [run for run in _RUN.findall(side) if _DIGIT.search(run)]
     return max(found, key=len).strip(" .")

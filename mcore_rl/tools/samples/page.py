@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,8 @@ from mcore_rl.tools.samples.tables import Array, Segment, Summary, segments_of
 from mcore_rl.tools.samples.token_texts import Piece, TokenTexts, visible
 
 # Added tokens of chat templates: those after which a role is named, and those that are of one.
-_HEADERS = ("<|im_start|>", "<|start_header_id|>")
+_LLAMA = "<|start_header_id|>"
+_HEADERS = ("<|im_start|>", _LLAMA)
 _KIMI_SYSTEM, _RESULT = "<|im_system|>", "<tool_response>"
 _OPENERS = {
     "<|system|>": "system",
@@ -44,6 +46,8 @@ _PARTS = {
         re.DOTALL,
     ),
 }
+_THINK, _THOUGHT = "<think>", "</think>"
+_END = re.compile(r"\s*(?:<\|\w+\|>)?\s*")  # of a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +177,10 @@ def _opened_role(pieces: Sequence[Piece], index: int) -> str:
 
 
 def _spans(pieces: Sequence[Piece], turn: int, segment: Segment, mark_gap: float) -> Iterator[Span]:
-    parts = _parts([p.text if segment.turns[p.start] == turn >= 0 else "" for p in pieces])
+    is_said = [int(segment.turns[piece.start]) == turn >= 0 for piece in pieces]
+    header = "".join(p.text for p, said in zip(pieces, is_said, strict=True) if not said)
+    said = [p.text if said else "" for p, said in zip(pieces, is_said, strict=True)]
+    parts = _parts(said, header)
     for piece, part in zip(pieces, parts, strict=True):
         tokens = slice(piece.start, piece.end)
         is_chosen = bool(segment.is_chosen[tokens].any())
@@ -188,16 +195,41 @@ def _spans(pieces: Sequence[Piece], turn: int, segment: Segment, mark_gap: float
         )
 
 
-def _parts(texts: Sequence[str]) -> list[str]:
-    """For each text which part of the whole it begins in; empty: in none."""
+def _parts(texts: Sequence[str], header: str) -> list[str]:
+    """For each text which part of the whole it begins in; empty: in none.
+
+    `header`: what the template has put before the turn.
+    """
     whole, starts = "".join(texts), np.cumsum([0, *map(len, texts)])
     found = [""] * len(texts)
-    for name, form in _PARTS.items():
-        for match in form.finditer(whole):
-            for index in range(*np.searchsorted(starts[:-1], match.span())):
-                if texts[index]:  # others begin there, too, and are none of it
-                    found[index] = name
+    for name, *span in _parts_of(whole, header):
+        for index in range(*np.searchsorted(starts[:-1], span)):
+            if texts[index]:  # others begin there, too, and are none of it
+                found[index] = name
     return found
+
+
+def _parts_of(said: str, header: str) -> Iterator[tuple[str, int, int]]:
+    """Names, starts and ends; a later one may be inside of one before it."""
+    if _THINK in header and _THOUGHT not in header.rpartition(_THINK)[2]:
+        before, closed, _ = said.partition(_THOUGHT)
+        yield "reasoning", 0, len(before) + len(closed)
+    for name, form in _PARTS.items():
+        for match in form.finditer(said):
+            yield name, *match.span()
+    if _LLAMA in header and (end := _end_of_json_call(said)):
+        yield "call", 0, end
+
+
+def _end_of_json_call(said: str) -> int:
+    """Where a turn that is nothing but a call of Llama-3 ends: an object with a name; else 0."""
+    start = len(said) - len(said.lstrip())
+    try:
+        found, end = json.JSONDecoder().raw_decode(said, start)
+    except (ValueError, RecursionError):
+        return 0
+    is_call = isinstance(found, dict) and bool(found.get("name")) and _END.fullmatch(said, end)
+    return end if is_call else 0
 
 
 def _about(segment: Segment, piece: Piece) -> str:

@@ -136,6 +136,45 @@ def test_a_turn_tells_what_is_chosen_what_is_a_call_and_which_tokens_differ(tmp_
     assert parts(repeated, is_chosen=True) == ""
 
 
+HERMES = "<tool_call>x</tool_call>"
+JSON_CALL = '{"name": "add", "parameters": {"a": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "reasoning", "call"),
+    [
+        ("llama-3", f"{JSON_CALL}<|eot_id|>", "", JSON_CALL),
+        ("llama-3", f"So: {JSON_CALL}<|eot_id|>", "", ""),
+        ("llama-3", f"{JSON_CALL} is it<|eot_id|>", "", ""),
+        ("llama-3", '{"a": 2}<|eot_id|>', "", ""),
+        ("llama-3", '{"name": "add"', "", ""),
+        ("published/qwen3", f"{JSON_CALL}<|im_end|>", "", ""),
+        ("qwen3.5", f"hm\n</think>\n\n{HERMES}{END}", "hm\n</think>", HERMES),
+        ("published/deepseek-r1-distill", "hm</think>Yes.", "hm</think>", ""),
+        ("published/deepseek-r1-distill", "hm", "hm", ""),
+        ("published/qwen3", f"hm</think>Yes.{END}", "", ""),
+    ],
+)  # fmt: skip
+def test_parts_without_a_marker_of_their_own_are_known_by_what_the_template_puts_before_the_turn(
+    family, said, reasoning, call, tmp_path
+):
+    tokenizer = tokenizer_of(family)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    options = {"enable_thinking": True, "date_string": "26 Jul 2024"}
+    prompt = tokenizer.apply_chat_template(
+        CHAT[1:2], add_generation_prompt=True, tokenize=True, return_dict=False, **options
+    )
+    answer = tokenizer.encode(said, add_special_tokens=False)
+    ones = [1] * len(answer)
+    one = Sample(prompt, answer, ones, [-1.0] * len(answer), ones, "stop", 0)
+    [summary] = SampleReader(str(written(tmp_path, 1, Batch.of([one])))).summaries([1])
+    [(*_, last)] = page_of(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
+    found = {name: "" for name in ("reasoning", "call", "")}
+    for span in last.spans:
+        found[span.part] += span.text
+    assert (found["reasoning"], found["call"]) == (reasoning, call)
+
+
 def test_every_trajectory_of_a_table_of_many_is_its_own(tmp_path, texts):
     samples = [sample(ASSISTANT, ("turn", f"this is {n}"), group_id=n) for n in range(200)]
     reader = SampleReader(str(written(tmp_path, 1, Batch.of(samples))))
