@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,13 +35,14 @@ from mcore_rl.jobs.roles import roles
 from mcore_rl.jobs.run_folder import model_folder
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.models.base import field, read_config
+from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.versions import versions
 from mcore_rl.rewards.base import FindAnswer, answers_of
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
 from mcore_rl.workers.checkpointer import tell
-from mcore_rl.workers.near_data import here
+from mcore_rl.workers.near_data import here, per_sample
 from mcore_rl.workers.rollout_pool import RolloutPool
 
 SAMPLES = "samples"  # the folder with a parquet file a set
@@ -195,16 +195,16 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
     at_once = servers.num_servers * servers.max_num_seqs
     size = max(servers.num_servers, _ROUNDS * at_once // servers.n)
     parts: list[Batch] = []
-    begun = time.monotonic()
-    with StepProgress(name, math.ceil(len(prompts) / size)) as progress:
+    with (
+        StepProgress(name, len(prompts) * servers.n) as progress,
+        ACTIVITY.phase(f"sampling {name}"),
+    ):
+        so_far = _SoFar(progress, time.monotonic())
         for start in range(0, len(prompts), size):
             rows = range(start, min(start + size, len(prompts)))
-            made = pool.generate(prompts.take(rows), servers.n)
+            made = pool.generate(prompts.take(rows), servers.n, heard=so_far.heard)
             parts.append(here(made, f"the samples of {name}", config.timeouts.call_s))
-            num_tokens = sum(len(part.jagged("response_ids").values) for part in parts)
-            rate = num_tokens / (time.monotonic() - begun)
-            reward = sum(part.array("rewards").sum() for part in parts) / sum(map(len, parts))
-            progress.update(len(parts), f"reward {reward:.3f}  {rate:,.0f} tok/s")
+            progress.update(so_far.num, so_far.report)
     samples = SetSamples.of(
         prompts,
         Batch.concat(parts),
@@ -214,6 +214,31 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
     )
     _written(folder / f"{name}.parquet", samples)
     return metrics_of(samples, config.ks)
+
+
+@dataclass(slots=True)
+class _SoFar:
+    """What has come of a set."""
+
+    progress: StepProgress
+    begun: float
+    num: int = 0
+    rewards: float = 0.0
+    num_tokens: int = 0
+
+    def heard(self, found: Sequence[Batch]) -> None:
+        for batch in found:
+            batch = per_sample(batch)
+            self.num += len(batch)
+            self.rewards += float(batch.array("rewards").sum())
+            self.num_tokens += int(batch.array("response_tokens").sum())
+        if self.num:
+            self.progress.draw(self.num, self.report)
+
+    @property
+    def report(self) -> str:
+        rate = self.num_tokens / (time.monotonic() - self.begun)
+        return f"reward {self.rewards / self.num:.3f}  {rate:,.0f} tok/s"
 
 
 def _written(path: Path, content: Any) -> None:

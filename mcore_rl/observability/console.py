@@ -6,14 +6,16 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from mcore_rl.observability.activity import ACTIVITY, Teller
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,19 @@ class _Console(Console):
         os.close(nowhere)
 
 
+class _Now:
+    """What the process does at the time that it is drawn."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if text := str(ACTIVITY):
+            yield Text(text, no_wrap=True, overflow="ellipsis")
+
+
 class StepProgress:
     """Shows each of `num_steps` steps of the phase `title`; use it as a context manager.
+
+    Within a step it shows what is being done: on a terminal all the time, elsewhere as a line where
+    that takes long.
 
     >>> with StepProgress("warm start", 2, Console(width=80)) as progress:
     ...     progress.update(1, "loss 2.310")
@@ -66,25 +79,30 @@ class StepProgress:
         self._task = self._bar.add_task(title, total=num_steps)
         # The report has a line of its own under the bar: both fit in 80 columns.
         self._report = Text(no_wrap=True, overflow="ellipsis")
-        self._live = Live(Group(self._bar, self._report), console=self._console)
+        self._live = Live(Group(self._bar, self._report, _Now()), console=self._console)
+        self._stack = ExitStack()
 
     def update(self, step: int, report: StepReport | str) -> None:
         """Step `step`, counted from 1, is done."""
         if self._console.is_terminal:
-            self._report.plain = str(report)
-            self._bar.update(self._task, completed=step)
+            self.draw(step, report)
         else:
-            line = f"{self._title} {step}/{self._num_steps}  {report}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            show_line(f"{self._title} {step}/{self._num_steps}  {report}", self._console)
+
+    def draw(self, step: int, report: StepReport | str) -> None:
+        """The same for a terminal alone: there may be more of these than anybody reads as lines."""
+        self._report.plain = str(report)
+        self._bar.update(self._task, completed=step)
 
     def __enter__(self) -> StepProgress:
         if self._console.is_terminal:
-            self._live.start()
+            self._stack.enter_context(self._live)
+        else:
+            self._stack.enter_context(_told(self._console))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
+        self._stack.close()
 
 
 @contextmanager
@@ -93,18 +111,24 @@ def waiting(
 ) -> Iterator[None]:
     """A spinner on a terminal while something without steps runs; elsewhere a line when it begins.
 
-    When it has ended well, a line with its seconds. Without `has_lines` only the spinner.
+    Elsewhere there are others where it takes long. When it has ended well, a line with its seconds.
+    Without `has_lines` only the spinner.
     """
     console, started = console or _Console(), time.perf_counter()
-    if console.is_terminal:
-        with console.status(f"{for_what} ..."):
-            yield
-    else:
-        if has_lines:
+    with ExitStack() as stack:
+        stack.enter_context(ACTIVITY.phase(for_what))
+        if console.is_terminal:
+            stack.enter_context(console.status(_Now()))
+        elif has_lines:
             show_line(f"{for_what} ...", console)
+            stack.enter_context(_told(console))
         yield
     if has_lines:
         show_line(f"{for_what}: {time.perf_counter() - started:.1f} s", console)
+
+
+def _told(console: Console) -> AbstractContextManager[None]:
+    return Teller(lambda line: show_line(line, console)).told()
 
 
 def show_line(line: str, console: Console | None = None) -> None:

@@ -6,11 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mcore_rl.observability.activity import ACTIVITY
+
 
 class Stopwatch:
-    """Seconds of named phases, as metrics "time/<phase>_s", and of everything since it was made."""
+    """Seconds of named phases, as metrics "time/<phase>_s", and of everything since it was made.
 
-    def __init__(self) -> None:
+    Who shows this process (`ACTIVITY`) hears of the phases, as those of `step`.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        self._step = step
         self._started, self._cpu_started_s = time.perf_counter(), time.process_time()
         self.seconds: dict[str, float] = {}
 
@@ -18,7 +24,8 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with ACTIVITY.phase(phase, self._step):
+                yield
         finally:
             name = f"time/{phase}_s"
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

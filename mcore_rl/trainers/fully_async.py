@@ -46,7 +46,7 @@ class FullyAsyncTrainer:
         """
         self.rollout.start()
         for step in range(self.checkpointer.next_step, self.config.trainer.num_steps + 1):
-            clock = Stopwatch()
+            clock = Stopwatch(step)
             with clock("generate"):  # what the trainer waits for it
                 batch, metrics = self.rollout.take(step)
             with clock("log_probs"):

@@ -25,7 +25,7 @@ def train(
     """
     first = 1 if checkpointer is None else checkpointer.next_step
     for step in range(first, num_steps + 1):
-        clock = Stopwatch()
+        clock = Stopwatch(step)
         with clock("data"):
             batch = next(batches)
         metrics = objective.step(batch, clock)

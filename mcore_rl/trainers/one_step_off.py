@@ -45,7 +45,7 @@ class OneStepOffTrainer:
         self.ahead.start()
         last, staleness = self.config.trainer.num_steps, self.config.trainer.staleness or 0
         for step in range(self.checkpointer.next_step, last + 1):
-            clock = Stopwatch()
+            clock = Stopwatch(step)
             with clock("generate"):  # what the trainer waits for it
                 batch, metrics = self.ahead.take(step, version=step - 1)
             metrics |= policy_checks.checked_age(batch, step - 1, staleness)

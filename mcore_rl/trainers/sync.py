@@ -41,7 +41,7 @@ class SyncTrainer:
         """
         source = self.config, self.rollout, self.prompts, self.replay
         for step in range(self.checkpointer.next_step, self.config.trainer.num_steps + 1):
-            clock = Stopwatch()
+            clock = Stopwatch(step)
             with clock("generate"):
                 batch, metrics = samples_of_step(*source, step)
             with clock("log_probs"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.workers import policy_checks, samples
 from mcore_rl.workers.admission import Admission, Pacing
 from mcore_rl.workers.near_data import for_metrics, kept, lost_groups
@@ -187,11 +188,18 @@ class AsyncRollout:
         return bool(lost)
 
     def _ready(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
+        with ACTIVITY.counting(wanted, "groups") as came:
+            return self._awaited(step, wanted, came)
+
+    def _awaited(
+        self, step: int, wanted: int, came: Callable[[int], None]
+    ) -> list[SampleGroup[Batch]]:
         limit, last = self._config.timeouts.call_s, time.monotonic()
         while True:
             self._begin_more()
             if (chosen := self.admission.select(step, wanted)) is not None:
                 return chosen
+            came(self._num_ready)
             if not (running := self.queue.num_groups(GroupState.GENERATING)):
                 return self._too_few(step, wanted)
             if self._take_in(self._rollout.collect(POLL_S, self._at_least(wanted))):
@@ -206,8 +214,11 @@ class AsyncRollout:
         """Groups to wait for: what the step lacks. With max_groups each that ends makes room."""
         if self._config.trainer.asynchronous.max_groups:
             return 1
-        ready = self.queue.num_groups(GroupState.REWARDED, GroupState.TRAINING)
-        return max(wanted - ready, 1)
+        return max(wanted - self._num_ready, 1)
+
+    @property
+    def _num_ready(self) -> int:
+        return self.queue.num_groups(GroupState.REWARDED, GroupState.TRAINING)
 
     def _begin_more(self) -> None:
         """Also for those that the filter has rejected, up to max_rounds times a step's."""
@@ -254,7 +265,7 @@ class AsyncRollout:
     def _too_few(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
         """What there is, where the filter has rejected as many as it may in a step."""
         policy = self._config.algorithm.samples
-        num = min(self.queue.num_groups(GroupState.REWARDED, GroupState.TRAINING), wanted)
+        num = min(self._num_ready, wanted)
         if policy.if_short == "stop":
             raise ConfigError(
                 f"step {step}: algorithm.samples.group_filter={policy.group_filter!r} has rejected "

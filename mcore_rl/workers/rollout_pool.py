@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
+from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers.near_data import joined, lost_groups, without_groups
 from mcore_rl.workers.server_pool import ALL, ServerPool
@@ -16,6 +17,7 @@ from mcore_rl.workers.server_pool import ALL, ServerPool
 _WAIT_S = 10.0
 
 TRAIN = "train"  # the stream of samples that are trained on
+Heard = Callable[[Sequence[Batch]], None]  # takes samples that have come
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,15 @@ class RolloutPool:
     seed: int
     records_experts: bool = False  # of the tokens of samples that are trained
 
-    def generate(self, prompts: Batch, n: int, *, is_greedy: bool = False) -> Batch:
-        """`n` samples per prompt, in the order of the prompts.
+    def generate(
+        self,
+        prompts: Batch,
+        n: int,
+        *,
+        is_greedy: bool = False,
+        heard: Heard = lambda found: None,
+    ) -> Batch:
+        """`n` samples per prompt, in the order of the prompts; `heard` takes them as they come.
 
         A response depends on the run's seed, its group id, its number in the group, `n` and the
         weights, not on the server. Those that die with a node are generated again.
@@ -36,7 +45,7 @@ class RolloutPool:
         sampling = self._sampling(n, 0.0 if is_greedy else self.config.temperature)
         if self.records_experts and not is_greedy:
             sampling = replace(sampling, experts_from=0)
-        return self._answers(prompts, sampling)
+        return self._answers(prompts, sampling, heard=heard)
 
     def begin(self, prompts: Batch, n: int) -> None:
         """The same samples, which come by `collect`; returns at once."""
@@ -97,22 +106,34 @@ class RolloutPool:
             seed=first_seed(self.seed),  # agent loops count from here by the group id
         )
 
-    def _answers(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> Batch:
-        batch = self._collected(prompts, sampling, stream)
+    def _answers(
+        self,
+        prompts: Batch,
+        sampling: SamplingParams,
+        stream: str = TRAIN,
+        heard: Heard = lambda found: None,
+    ) -> Batch:
+        batch = self._collected(prompts, sampling, stream, heard)
         while lost := lost_groups([batch]):
             tell_lost(lost)
             again = prompts.take(np.flatnonzero(np.isin(prompts.array("group_ids"), lost)).tolist())
-            found = self._collected(again, sampling, stream)
+            found = self._collected(again, sampling, stream, heard)
             batch = joined([without_groups(batch, lost), found])
         place = {int(group): row for row, group in enumerate(prompts.array("group_ids"))}
         places = [place[int(group)] for group in batch.array("group_ids")]
         return batch.take(np.argsort(places, kind="stable").tolist())
 
-    def _collected(self, prompts: Batch, sampling: SamplingParams, stream: str) -> Batch:
+    def _collected(
+        self, prompts: Batch, sampling: SamplingParams, stream: str, heard: Heard
+    ) -> Batch:
         found: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
-        while self.servers.num_outstanding(stream):
-            found += self.servers.collect(stream, _WAIT_S, ALL)
+        with ACTIVITY.counting(len(prompts) * sampling.n, "samples") as came:
+            while self.servers.num_outstanding(stream):
+                found += (new := self.servers.collect(stream, _WAIT_S, ALL))
+                num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in found)
+                came(num_groups * sampling.n)
+                heard(new)
         return joined(found)
 
 

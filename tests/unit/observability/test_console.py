@@ -1,8 +1,10 @@
 import io
 import re
+import time
 
 from rich.console import Console
 
+from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import (
     Measured,
     StepProgress,
@@ -10,6 +12,7 @@ from mcore_rl.observability.console import (
     print_before_after,
     waiting,
 )
+from mcore_rl.observability.stopwatch import Stopwatch
 
 REPORT = StepReport(
     reward=0.4567,
@@ -87,3 +90,31 @@ def test_a_phase_has_a_line_when_it_begins_and_its_seconds_when_it_has_ended():
     with waiting("loading", to):
         assert written.getvalue() == "loading ...\n"
     assert re.fullmatch(r"loading \.\.\.\nloading: 0\.\d s\n", written.getvalue())
+
+
+def test_on_a_terminal_a_step_shows_what_it_does_and_how_much_has_come():
+    to, written = console(terminal=True)
+    with (
+        StepProgress("grpo", 16, to),
+        Stopwatch(12)("generate"),
+        ACTIVITY.counting(512, "samples") as came,
+    ):
+        came(190)
+        deadline = time.monotonic() + 60  # rich draws in a thread, four times a second
+        while "190/512" not in written.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert re.search(r"step 12: generate 190/512 samples, \d+ s", written.getvalue())
+
+
+def test_what_is_drawn_is_no_line_elsewhere():
+    to, written = console(terminal=False)
+    with StepProgress("math", 8, to) as progress:
+        progress.draw(3, "reward 1.0")
+    assert written.getvalue() == ""
+
+
+def test_on_a_terminal_a_wait_shows_its_seconds():
+    to, written = console(terminal=True)
+    with waiting("loading", to):
+        pass
+    assert re.search(r"loading, \d+ s", written.getvalue())

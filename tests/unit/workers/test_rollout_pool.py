@@ -17,6 +17,7 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
 from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
 from mcore_rl.data.sample import Sample
+from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.workers.rollout_pool import RolloutPool, first_seed
@@ -155,3 +156,24 @@ def test_a_server_without_any_reward_has_the_parts_of_the_others_as_missing():
     batch = RolloutPool(Two(), RolloutConfig(), 0).generate(asked, 1)
     assert batch.array("reward_errors").tolist() == ["raised", ""]
     np.testing.assert_array_equal(batch.array("reward/format"), [np.nan, 1.0])
+
+
+def test_samples_are_counted_and_heard_as_they_come():
+    told, heard = [], []
+
+    class OneByOne(Answering):
+        def answers(self, prompts, sampling):
+            return [Batch.of([replace(SAMPLE, group_id=i)] * sampling.n) for i in range(3)]
+
+        def collect(self, stream, wait_s, at_least=1):
+            told.append(str(ACTIVITY).partition(",")[0])
+            first, *self.found = self.found
+            return [first]
+
+    asked = Batch({"group_ids": np.arange(3)})
+    with ACTIVITY.phase("generate"):
+        RolloutPool(OneByOne(), RolloutConfig(), 0).generate(
+            asked, 2, heard=lambda found: heard.append(sum(map(len, found)))
+        )
+    assert told == [f"generate {came}/6 samples" for came in (0, 2, 4)]
+    assert heard == [2, 2, 2]
