@@ -11,6 +11,7 @@ from mcore_rl.cli.options import Parser
 from mcore_rl.config.checks import at_least, between, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPES, MAX_SEED
+from mcore_rl.config.resolve_evaluation import check_stop
 
 _ABOUT = """\
 Answers each line of standard input, from a terminal or a pipe. The conversation goes on until
@@ -22,6 +23,8 @@ def main(arguments: list[str]) -> None:
     at_least("--temperature", options.temperature, 0)
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p={options.top_p}; allowed: above 0, up to 1")
+    at_least("--top-k", options.top_k, 0)
+    check_stop("--stop", options.stop)
     for name in ("max_tokens", "max_context", "tp", "kv_cache_bytes"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     if options.seed is not None:
@@ -37,6 +40,8 @@ def main(arguments: list[str]) -> None:
             system=options.system,
             temperature=options.temperature,
             top_p=options.top_p,
+            top_k=options.top_k,
+            stop=tuple(options.stop),
             max_tokens=options.max_tokens,
             max_context=options.max_context,
             seed=options.seed,
@@ -62,6 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--system", default="", metavar="TEXT", help="system prompt; default: none")
     add("--temperature", type=float, default=1.0, metavar="X", help="0 is greedy; default: 1")
     add("--top-p", type=float, default=1.0, metavar="X", help="default: 1, all tokens")
+    add("--top-k", type=int, default=0, metavar="N", help="default: 0, all tokens")
+    about = "an answer ends where it has this text; may be given several times"
+    add("--stop", action="append", default=[], metavar="TEXT", help=about)
     add("--max-tokens", type=int, default=1024, metavar="N", help="of an answer; default: 1024")
     add("--max-context", type=int, default=8192, metavar="N", help=_CONTEXT)
     add("--seed", type=int, metavar="N", help="default: each answer is drawn anew")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +36,8 @@ class AgentConfig:
     tool_timeout_s: float = 30.0  # of a call of a tool without a limit of its own
 
 
-def resolve_agent(config: AgentConfig, stop: list[str]) -> None:
-    """Checks the settings that need nothing else; `stop` is rollout.stop.
+def resolve_agent(config: AgentConfig, stops: Mapping[str, Sequence[str]]) -> None:
+    """Checks the settings that need nothing else; `stops`: texts that end a response, by setting.
 
     Raises:
         ConfigError: one cannot work.
@@ -46,11 +47,12 @@ def resolve_agent(config: AgentConfig, stop: list[str]) -> None:
     at_least("agent.max_turn_tokens", config.max_turn_tokens, 0)
     positive("agent.timeout_s", config.timeout_s)
     positive("agent.tool_timeout_s", config.tool_timeout_s)
-    if config.loop != "single_turn" and stop:
-        raise ConfigError(
-            f"rollout.stop={stop}: turns of agent.loop={config.loop!r} end with a token; "
-            "allowed: []"
-        )
+    for setting, stop in stops.items():
+        if config.loop != "single_turn" and stop:
+            raise ConfigError(
+                f"{setting}={stop}: turns of agent.loop={config.loop!r} end with a token; "
+                "allowed: []"
+            )
     if config.loop == "tools" and not (config.tools or config.mcp_servers):
         raise ConfigError("agent.loop='tools' needs agent.tools or agent.mcp_servers")
     if config.loop == "environment" and not config.environment:

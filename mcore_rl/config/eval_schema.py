@@ -17,6 +17,7 @@ from mcore_rl.config.resolve import (
     resolve_servers,
     reward_terms,
 )
+from mcore_rl.config.resolve_evaluation import check_stop
 from mcore_rl.config.schema import (
     DataConfig,
     ModelConfig,
@@ -115,8 +116,7 @@ def resolve_eval(config: EvalConfig) -> None:
 
 
 def _resolve_sampling(config: SamplingConfig) -> None:
-    if config.stop:
-        raise ConfigError(f"rollout.stop={config.stop}: eval has no stop strings; allowed: []")
+    check_stop("rollout.stop", config.stop)
     resolve_servers(config)
     between("rollout.n", config.n, 1, MAX_N)
     at_least("rollout.temperature", config.temperature, 0)

@@ -119,7 +119,8 @@ def resolve(config: RLConfig) -> None:
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
     _resolve_rollout(config.rollout)
-    resolve_agent(config.agent, config.rollout.stop)
+    stops = {"rollout.stop": config.rollout.stop, "evaluation.stop": config.evaluation.stop or []}
+    resolve_agent(config.agent, stops)
     resolve_truncation(config)
     resolve_reward(config.reward)
     _resolve_weight_sync(config)

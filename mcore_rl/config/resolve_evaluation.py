@@ -23,8 +23,7 @@ def resolve_evaluation(config: RLConfig) -> None:
             raise ConfigError(f"{name}.top_p={part.top_p}; allowed: above 0, up to 1")
         if part.top_k is not None:
             at_least(f"{name}.top_k", part.top_k, 0)
-    if "" in config.rollout.stop:
-        raise ConfigError(f"rollout.stop={config.rollout.stop}; allowed: texts that are not empty")
+        check_stop(f"{name}.stop", part.stop or [])
     for setting, value in asdict(samples).items():
         at_least(f"samples.{setting}", value, 0)
     if evaluation.temperature == 0 and evaluation.num_samples > 1:
@@ -32,7 +31,26 @@ def resolve_evaluation(config: RLConfig) -> None:
             f"evaluation.num_samples={evaluation.num_samples}: with evaluation.temperature=0 all "
             "are the same; allowed: 1"
         )
+    _resolve_own_length(config)
     _resolve_best(config)
+
+
+def check_stop(setting: str, stop: Sequence[str]) -> None:
+    if "" in stop:
+        raise ConfigError(f"{setting}={list(stop)}; allowed: texts that are not empty")
+
+
+def _resolve_own_length(config: RLConfig) -> None:
+    own, of_training = config.evaluation.max_response_tokens, config.rollout.max_response_tokens
+    if own is None:
+        return
+    at_least("evaluation.max_response_tokens", own, 1)
+    if config.agent.loop != "single_turn" and own > of_training:
+        raise ConfigError(
+            f"evaluation.max_response_tokens={own}: conversations of "
+            f"agent.loop={config.agent.loop!r} have one context, in training and evaluation; "
+            f"allowed: up to rollout.max_response_tokens={of_training}"
+        )
 
 
 def _resolve_best(config: RLConfig) -> None:

@@ -162,8 +162,8 @@ class RolloutConfig:
     # gaps (docs/rollout.md). evaluation.top_p does not.
     top_p: float = 1.0
     top_k: int = 0  # sample from so many likeliest tokens, as with top_p below 1; 0: from all
-    # A response ends where one of these is in its text, in training and evaluation. The tokens up
-    # to the one that completes it are the response.
+    # A response ends where one of these is in its text. The tokens up to the one that completes it
+    # are the response.
     stop: list[str] = field(default_factory=list)
     max_response_tokens: int = 1024  # longer responses are truncated
     max_num_seqs: int = 256  # sequences that a server runs at the same time
@@ -184,6 +184,8 @@ class EvaluationConfig:
     temperature: float | None = None  # 0 is greedy; null: rollout.temperature
     top_p: float | None = None  # null: rollout.top_p
     top_k: int | None = None  # null: rollout.top_k
+    stop: list[str] | None = None  # null: rollout.stop
+    max_response_tokens: int | None = None  # null: rollout.max_response_tokens
 
 
 @dataclass
@@ -486,6 +488,12 @@ class RLConfig:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Of a prompt and its response, in training or evaluation."""
+        responses = self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0
+        return self.data.max_prompt_tokens + max(responses)
 
     @property
     def inner_timeout_s(self) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -36,6 +36,8 @@ class ChatSettings:
     system: str
     temperature: float
     top_p: float
+    top_k: int
+    stop: tuple[str, ...]
     max_tokens: int  # of an answer
     max_context: int  # tokens of the whole conversation
     seed: int | None
@@ -70,12 +72,7 @@ class Chat:
         if room < 1:
             print(f"the conversation has {len(prompt_ids)} of {self.max_context} tokens: /reset")
             return
-        sampling = SamplingParams(
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            max_tokens=min(self.sampling.max_tokens, room),
-            seed=self.sampling.seed,
-        )
+        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
         stream, said = DecodeStream(skip_special_tokens=True), ""
         reason: str | None = None
         try:
@@ -121,6 +118,8 @@ def run(settings: ChatSettings) -> None:
     sampling = SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
+        top_k=settings.top_k,
+        stop=settings.stop,
         max_tokens=settings.max_tokens,
         seed=settings.seed,
     )

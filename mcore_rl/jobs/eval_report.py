@@ -37,8 +37,9 @@ class SetSamples:
         tokenizer: Tokenizer,
         find_answer: FindAnswer | None,
         config: ScoringConfig,
+        stop: Sequence[str] = (),
     ) -> SetSamples:
-        """From prompts and what a RolloutPool made of them."""
+        """From prompts and what a RolloutPool made of them, with these stop strings."""
         place = {group: row for row, group in enumerate(prompts.array("group_ids").tolist())}
         asked = [place[group] for group in samples.array("group_ids").tolist()]
         order = sorted(range(len(samples)), key=asked.__getitem__)  # stable: the numbers are kept
@@ -46,7 +47,7 @@ class SetSamples:
         of_prompt = [row for row in range(len(prompts)) for _ in range(n)]
         ends = samples.array("finish_reasons").tolist()
         ids = samples.jagged("response_ids")
-        texts = [text_of(tokenizer, i.tolist(), e) for i, e in zip(ids, ends, strict=True)]
+        texts = [_text(tokenizer, i.tolist(), e, stop) for i, e in zip(ids, ends, strict=True)]
         fields = [json.loads(entry) for entry in prompts.jagged("fields").texts]
         errors = samples.array("reward_errors").tolist()
         scored = f"reward/{config.term}" if config.term else "rewards"
@@ -86,6 +87,12 @@ class SetSamples:
         given = {"extracted_answer": pa.string()}  # all of them may be null
         arrays = {name: pa.array(v, given.get(name)) for name, v in self.columns.items()}
         return pa.table(arrays)
+
+
+def _text(tokenizer: Tokenizer, token_ids: list[int], end: str, stop: Sequence[str]) -> str:
+    """One that a stop string ends has no token that says so."""
+    whole = tokenizer.decode(token_ids) if stop else ""
+    return whole if any(s in whole for s in stop) else text_of(tokenizer, token_ids, end)
 
 
 def metrics_of(samples: SetSamples, ks: Sequence[int]) -> Metrics:

@@ -211,6 +211,7 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
         inputs.tokenizer,
         inputs.find_answer,
         config.scoring,
+        servers.stop,
     )
     _written(folder / f"{name}.parquet", samples)
     return metrics_of(samples, config.ks)

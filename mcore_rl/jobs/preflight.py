@@ -138,7 +138,8 @@ def _check_choices(config: RLConfig) -> None:
     if curriculum := config.data.curriculum.name:
         CURRICULA.bound(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
-    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
+    Judge(config.reward, min(filter(None, lengths)))  # checks names and settings
     check_judges(config.reward, served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
@@ -294,24 +295,30 @@ def _refuse_quantised(config: RLConfig) -> NoReturn:
 
 def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:
     """A bound from below: vLLM rounds up to blocks of tokens, and says so when it starts."""
-    num_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    num_tokens, response = config.max_sequence_tokens, _longest_response(config)
     itemsize = getattr(torch, config.model.dtype).itemsize
     least = num_tokens * kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
     if config.rollout.kv_cache_bytes < least:
         raise ConfigError(
             f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}: one sequence of "
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {num_tokens} tokens takes "
+            f"data.max_prompt_tokens + {response} = {num_tokens} tokens takes "
             f"{least} bytes; allowed: at least as many"
         )
 
 
+def _longest_response(config: RLConfig) -> str:
+    """The setting that says how long one can be."""
+    is_own = (config.evaluation.max_response_tokens or 0) > config.rollout.max_response_tokens
+    return f"{'evaluation' if is_own else 'rollout'}.max_response_tokens"
+
+
 def _check_lengths(config: RLConfig) -> None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest, response = config.max_sequence_tokens, _longest_response(config)
     positions = read_config(config.model.path).get("max_position_embeddings")
     if positions is not None and longest > positions:
         raise ConfigError(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens} make {longest}; "
+            f"{response}={longest - config.data.max_prompt_tokens} make {longest}; "
             f"allowed: together up to the model's max_position_embeddings={positions}"
         )
 

@@ -352,7 +352,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
     spec = RolloutSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
-        max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_model_tokens=config.max_sequence_tokens,
         rollout=config.rollout,
         reward=config.reward,
         agent=config.agent,

@@ -90,6 +90,8 @@ class RolloutPool:
         """
         sampling = self._sampling(config.num_samples, self.config.temperature)
         own = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
+        own["max_tokens"] = config.max_response_tokens
+        own["stop"] = None if config.stop is None else tuple(config.stop)
         given = {name: value for name, value in own.items() if value is not None}
         return self._answers(
             prompts, replace(sampling, cache="evaluation", **given), stream="evaluation"

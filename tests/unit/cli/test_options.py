@@ -79,3 +79,15 @@ def test_an_axis_of_no_rank_is_left_for_the_rules(axis):
 def test_what_a_command_does_not_know_is_named_with_what_is_like_it(main, line, message):
     with pytest.raises(ConfigError, match=message):
         main(line.split())
+
+
+def test_chat_takes_top_k_and_stop_strings(monkeypatch):
+    from mcore_rl.cli import chat
+    from mcore_rl.jobs import chat as job
+
+    asked = []
+    monkeypatch.setattr(job, "run", asked.append)
+    chat.main(["folder", "--top-k", "5", "--stop", "a", "--stop=b"])
+    assert (asked[0].top_k, asked[0].stop) == (5, ("a", "b"))
+    with pytest.raises(ConfigError, match=r"--stop=\[''\]"):
+        chat.main(["folder", "--stop", ""])

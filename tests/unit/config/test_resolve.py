@@ -180,6 +180,16 @@ BAD = [
     ({"rollout__top_p": 0.9}, "rollout.top_p=0.9: servers sample from a part of the distribution"),
     ({"rollout__top_k": 5}, "rollout.top_k=5: servers sample from a part of the distribution"),
     ({"rollout__stop": [""]}, "rollout.stop=[''];"),
+    ({"evaluation__stop": ["a", ""]}, "evaluation.stop=['a', ''];"),
+    ({"evaluation__max_response_tokens": 0}, "evaluation.max_response_tokens=0; allowed: at least"),
+    (
+        {"evaluation__max_response_tokens": 2048, "agent__loop": "environment"},
+        "agent.loop='environment' have one context, in training and evaluation",
+    ),
+    (
+        {"evaluation__stop": ["."], "agent__loop": "environment"},
+        "evaluation.stop=['.']: turns of agent.loop='environment' end with a token",
+    ),
     ({"evaluation__top_p": 0.0}, "evaluation.top_p=0.0; allowed: above 0"),
     ({"evaluation__temperature": -1.0}, "evaluation.temperature=-1.0"),
     ({"evaluation__temperature": 0.0, "evaluation__num_samples": 2}, "evaluation.num_samples=2: "),
@@ -338,6 +348,15 @@ def test_the_fixed_length_of_a_loss_is_that_of_the_longest_response():
     made.algorithm.loss_aggregation_settings = {"length": 5}
     assert for_lane(made, "cpu").algorithm.loss_aggregation_settings == {"length": 5}
     assert made.algorithm.loss_aggregation_settings == {"length": 5}
+
+
+def test_servers_have_room_for_the_longest_response_of_training_or_evaluation():
+    made = config(data__max_prompt_tokens=10, rollout__max_response_tokens=77)
+    assert made.max_sequence_tokens == 87
+    made.evaluation.max_response_tokens = 50
+    assert made.max_sequence_tokens == 87
+    made.evaluation.max_response_tokens = 200
+    assert made.max_sequence_tokens == 210
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD, ids=[m for _, m in BAD])

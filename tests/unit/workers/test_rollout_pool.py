@@ -99,11 +99,14 @@ def test_evaluations_repeat_their_seeds():
 
 
 def test_an_evaluation_has_its_own_sampling_and_a_cache_apart():
-    made, generator = pool(temperature=0.6, stop=["</s>"])
+    made, generator = pool(temperature=0.6, stop=["</s>"], max_response_tokens=9)
     made.generate(held_out_batch(DATASET, 1), n=1)
     made.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(num_samples=2, top_k=5))
     made.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(temperature=0.0, top_p=0.9))
-    training, sampled, greedy = generator.asked
+    own = EvaluationConfig(stop=[], max_response_tokens=7)
+    made.evaluate(held_out_batch(DATASET, 1), own)
+    training, sampled, greedy, short = generator.asked
+    assert (greedy.max_tokens, short.max_tokens, short.stop) == (9, 7, ())
     assert (training.cache, training.stop) == ("", ("</s>",))
     assert sampled.cache == greedy.cache != ""
     assert (sampled.n, sampled.temperature, sampled.top_k, sampled.top_p) == (2, 0.6, 5, 1.0)
