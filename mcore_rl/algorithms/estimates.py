@@ -107,3 +107,20 @@ def mean_and_error(values: npt.ArrayLike) -> tuple[float, float | None]:
     if len(found) < 2:
         return float(found.mean()), None
     return float(found.mean()), float(found.std(ddof=1) / math.sqrt(len(found)))
+
+
+def ratio_error(sums: npt.ArrayLike, counts: npt.ArrayLike) -> float:
+    """The standard error of sum(sums) / sum(counts) over rows; 0 for a single row.
+
+    sqrt(J / (J - 1) * sum_j (s_j - mean * c_j)^2) / sum_j c_j for J rows: that of a mean over all
+    tokens, where those of a row hang together. With counts of 1 it is std / sqrt(J).
+
+    >>> round(ratio_error([1.0, 2.0, 3.0], [1, 1, 1]), 4)
+    0.5774
+    """
+    total, num = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
+    if len(total) < 2:
+        return 0.0
+    deviations = total - total.sum() / num.sum() * num
+    factor = len(total) / (len(total) - 1)
+    return math.sqrt(factor * float((deviations**2).sum())) / float(num.sum())

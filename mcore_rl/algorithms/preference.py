@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mcore_rl.algorithms.estimates import ratio_error
 from mcore_rl.algorithms.inputs import needs
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.checks import at_least, between, positive
@@ -68,15 +69,25 @@ class PairLosses:
     @property
     def metrics(self) -> dict[str, float]:
         """Means over the pairs. `accuracy` is the share whose chosen response has more reward."""
+        return {name: float(column.mean()) for name, column in self._columns.items()}
+
+    @property
+    def metrics_with_errors(self) -> dict[str, float]:
+        """The same, and NAME_stderr of loss and accuracy, over the pairs."""
+        ones, told = np.ones(len(self.loss)), ("loss", "accuracy")
+        errors = {f"{name}_stderr": ratio_error(self._columns[name], ones) for name in told}
+        return self.metrics | errors
+
+    @property
+    def _columns(self) -> dict[str, Floats]:
         margin = self.reward_chosen - self.reward_rejected
-        columns = {
+        return {
             "loss": self.loss,
             "accuracy": (margin > 0) + 0.5 * (margin == 0),
             "margin": margin,
             "reward_chosen": self.reward_chosen,
             "reward_rejected": self.reward_rejected,
         }
-        return {name: float(column.mean()) for name, column in columns.items()}
 
 
 PreferenceLoss = Callable[[PairInputs], PairLosses]

@@ -38,6 +38,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     WeightSyncConfig,
 )
+from mcore_rl.config.sources import resolve_test_files
 from mcore_rl.config.train_schema import TrainConfig
 
 DTYPES = ("float32", "bfloat16")
@@ -51,7 +52,6 @@ ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "calculator", "code", "countdown", "last_digit")
 LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
-_SET_NAME = "[A-Za-z0-9_-]+"
 # What a term of reward.terms may have.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
     "name": (str, "text"),
@@ -208,14 +208,7 @@ def _resolve_data(config: DataConfig) -> None:
             f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
             "weight for each of them, or []"
         )
-    if config.test_files and config.test_file:
-        raise ConfigError(
-            f"data.test_file={config.test_file!r} and data.test_files={config.test_files}; "
-            "allowed: one of the two"
-        )
-    for name in config.test_files:
-        if not re.fullmatch(_SET_NAME, str(name)):
-            raise ConfigError(f"data.test_files.{name}; allowed: names of {_SET_NAME}")
+    resolve_test_files(config)
     for index, weight in enumerate(weights):
         positive(f"data.train_weights[{index}]", weight)
     curriculum = config.curriculum

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from mcore_rl.config.checks import at_least, one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.train_schema import TrainConfig
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 
@@ -32,7 +33,7 @@ def resolve_evaluation(config: RLConfig) -> None:
             "are the same; allowed: 1"
         )
     _resolve_own_length(config)
-    _resolve_best(config)
+    resolve_best(config)
 
 
 def check_stop(setting: str, stop: Sequence[str]) -> None:
@@ -53,7 +54,7 @@ def _resolve_own_length(config: RLConfig) -> None:
         )
 
 
-def _resolve_best(config: RLConfig) -> None:
+def resolve_best(config: RLConfig | TrainConfig) -> None:
     """A checkpoint can be the best by an evaluation if there is one at its step."""
     best, every, save = (
         config.checkpoint.keep_best,

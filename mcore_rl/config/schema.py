@@ -403,8 +403,9 @@ class CheckpointConfig:
     """Training checkpoints, output_dir/checkpoints/step_NNNNNN, from which a run can be resumed."""
 
     keep: int = 2  # the last ones; older ones are removed
-    # Metric of metrics.jsonl, such as "reward" or "eval/test/reward": the checkpoint with the
-    # highest is kept as well. "-NAME": the lowest. Empty: none.
+    # Metric of metrics.jsonl, such as "eval/test/reward" of rl or "eval/test/accuracy" of dpo: the
+    # checkpoint with the highest is kept as well. "-NAME", as "-eval/test/loss" of sft: the lowest.
+    # Empty: none.
     keep_best: str = ""
     hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN, all kept; 0 writes none
     # Train while a checkpoint is written: a step waits until it has been copied to the host,

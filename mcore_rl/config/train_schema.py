@@ -15,7 +15,10 @@ class ConversationsConfig:
     """
 
     train_file: str = ""  # rows with the messages column
-    test_file: str = ""  # the same, for evaluation before and after training; empty: none
+    test_file: str = ""  # the same, for evaluation; the set is called test; empty: none
+    # Several sets for evaluation, by their names in metrics, in its place:
+    # {chat: chat.jsonl, code: code.jsonl}.
+    test_files: dict[str, str] = field(default_factory=dict)
     # Chat messages: list of {role, content}. Those of the assistant are trained on; a message may
     # say otherwise with a field `train`, true or false.
     messages_column: str = "messages"
@@ -30,7 +33,10 @@ class PairsConfig:
     """Preference pairs, in the same kinds of files."""
 
     train_file: str = ""  # rows with the prompt, chosen and rejected columns
-    test_file: str = ""  # the same, for evaluation before and after training; empty: none
+    test_file: str = ""  # the same, for evaluation; the set is called test; empty: none
+    # Several sets for evaluation, by their names in metrics, in its place:
+    # {chat: chat.jsonl, code: code.jsonl}.
+    test_files: dict[str, str] = field(default_factory=dict)
     prompt_column: str = "prompt"  # chat messages
     chosen_column: str = "chosen"  # chat messages that follow the prompt: the preferred answer
     rejected_column: str = "rejected"  # the other one
@@ -45,13 +51,21 @@ class StepsConfig:
     num_epochs: float = 1.0  # passes over data.train_file, where num_steps is 0
     num_steps: int = 0  # optimizer steps; 0: as many as num_epochs needs
     batch_size: int = 64  # conversations, or pairs, of an optimizer step
-    eval_samples: int = 0  # rows of data.test_file for evaluation; 0 uses all
+    eval_samples: int = 0  # rows of each held-out set per evaluation; 0 uses all
     # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
     save_every: int = 0
     # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab. The last three
     # have to be installed, and are configured by their own environment variables.
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     tracker_project: str = "mcore_rl"  # project, or experiment, of the last three
+
+
+@dataclass
+class HeldOutConfig:
+    """When held-out rows are scored."""
+
+    before: bool = True  # evaluate before training; there is always an evaluation after it
+    every: int = 0  # steps from one evaluation to the next while training goes on; 0: none
 
 
 @dataclass
@@ -75,6 +89,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: StepsConfig = field(default_factory=StepsConfig)
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 from mcore_rl.config.resolve_train import data_of
 from mcore_rl.config.schema import OptimizerConfig, RLConfig
+from mcore_rl.config.sources import test_files
 from mcore_rl.config.train_schema import TrainConfig
 
 
 def warnings_of(config: RLConfig) -> Iterator[str]:
     """A line for each doubtful setting, naming it. The config may be unresolved."""
     data, warm, trainer = config.data, config.warm_start, config.trainer
-    tests = {"data.test_file": data.test_file} if data.test_file else {}
-    tests |= {f"data.test_files.{name}": file for name, file in data.test_files.items()}
-    for key, file in tests.items():
+    for key, file in test_files(data).values():
         if file in (data.train_file, *data.train_files):
             where = "data.train_file" if data.train_file else "in data.train_files"
             yield f"{key}={file!r} is {where}: evaluations are of training data"
@@ -35,11 +34,12 @@ def warnings_of(config: RLConfig) -> Iterator[str]:
 def warnings_of_training(config: TrainConfig) -> Iterator[str]:
     """The same for a job that trains on examples."""
     data, optimizer = data_of(config), config.engine.optimizer
-    if data.train_file and data.train_file == data.test_file:
-        yield (
-            f"data.test_file={data.test_file!r} is data.train_file: what is told of held-out rows "
-            "is of training data"
-        )
+    for key, file in test_files(data).values():
+        if file == data.train_file:
+            yield (
+                f"{key}={file!r} is data.train_file: what is told of held-out rows is of training "
+                "data"
+            )
     yield from _of_checkpoints(config)
     yield from _of_optimizer("engine.optimizer", optimizer, config.trainer.num_steps)
 

@@ -295,27 +295,26 @@ class TrainOutput(RunOutput):
 
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         self._sinks.close()
-        before, after = (self.results.get(f"test_{when}", {}) for when in ("before", "after"))
-        for name in ("loss", "accuracy"):
-            if name in before:
-                print(f"held-out {name}: {before[name]:.3f} before, {after[name]:.3f} after")
+        if found := self.results.get("evaluation"):
+            print_before_after("Held out", held_out_rows(found))
         self._write_summary(peak_memory_bytes, wall_s)
 
 
 def held_out_rows(
     found: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> list[tuple[str, Measured | None, Measured]]:
-    """One a set: its accuracy or, where the reward is none, the mean reward."""
+    """Of each set its loss and its accuracy or, where it has neither, the mean reward."""
     before, rows = found.get("before", {}), []
     for name, metrics in found["after"].items():
-        kind = "accuracy" if "accuracy" in metrics else "reward"
-
-        def measured(of: Mapping[str, float], kind: str = kind) -> Measured:
-            return Measured(of[kind], of[f"{kind}_stderr"], kind == "accuracy")
-
-        title = f"{kind} ({name})" if len(found["after"]) > 1 else kind
-        rows.append((title, measured(before[name]) if name in before else None, measured(metrics)))
+        for kind in [kind for kind in ("loss", "accuracy") if kind in metrics] or ["reward"]:
+            title = f"{kind} ({name})" if len(found["after"]) > 1 else kind
+            was = _measured(before[name], kind) if name in before else None
+            rows.append((title, was, _measured(metrics, kind)))
     return rows
+
+
+def _measured(metrics: Mapping[str, float], kind: str) -> Measured:
+    return Measured(metrics[kind], metrics[f"{kind}_stderr"], kind == "accuracy")
 
 
 def _layout(config: RLConfig | TrainConfig) -> Layout:

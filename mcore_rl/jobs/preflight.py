@@ -24,6 +24,7 @@ from mcore_rl.config.resolve_engine import (
 )
 from mcore_rl.config.resolve_models import served_models
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.sources import test_files
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -155,16 +156,9 @@ def _train_files(config: RLConfig) -> dict[str, str]:
     return several or {"data.train_file": config.data.train_file}
 
 
-def _test_files(config: RLConfig) -> dict[str, tuple[str, str]]:
-    """Setting and source of each held-out set, by its name."""
-    several = config.data.test_files
-    found = {name: (f"data.test_files.{name}", file) for name, file in several.items()}
-    return found or {"test": ("data.test_file", config.data.test_file)}
-
-
 def _data_files(config: RLConfig) -> dict[str, str]:
     """All sources of data that a run reads, by setting."""
-    found = _train_files(config) | dict(_test_files(config).values())
+    found = _train_files(config) | dict(test_files(config.data).values())
     if config.warm_start.num_steps:
         found["warm_start.train_file"] = config.warm_start.train_file
     return found
@@ -180,7 +174,7 @@ def _read_data(config: RLConfig) -> Inputs:
         train=prompts_of(_train_files(config), config, tokenizer),
         tests={
             name: prompts_of(dict([file]), config, tokenizer)
-            for name, file in _test_files(config).items()
+            for name, file in test_files(config.data).items()
         },
         examples=_examples(config, tokenizer),
     )
@@ -222,7 +216,7 @@ def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
     else:
         _refuse_fewer(prompts, " and ".join(files), len(inputs.train), step)
     num_tests = config.trainer.eval_samples
-    for name, (setting, file) in _test_files(config).items():
+    for name, (setting, file) in test_files(config.data).items():
         size = len(inputs.tests[name])
         _refuse_fewer(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:

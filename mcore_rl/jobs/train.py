@@ -28,8 +28,7 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.data.batch import Batch
-from mcore_rl.data.examples import AnyExamples, ExampleBatches
+from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
@@ -48,6 +47,7 @@ from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.trainers import offline
 from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
+from mcore_rl.workers.held_out import HeldOut
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.objectives import (
     Objective,
@@ -137,14 +137,11 @@ def _train(run: _Run, make: MakeGroup) -> None:
         num_bytes,
     )
 
-    def evaluated(when: str) -> None:
-        if inputs.test is not None:
-            with waiting("evaluating"):
-                output.record(f"test_{when}", objective.evaluate(_held_out(config, inputs.test)))
-
-    if run.found is None:
-        evaluated("before")
-    else:
+    held_out = HeldOut(config, objective, inputs.tests, output.evaluated)
+    if run.found is None and held_out.is_due(0):
+        with waiting("evaluating"):
+            output.write(0, held_out.run(0))
+    if run.found is not None:
         with waiting("loading the checkpoint"):
             checkpointer.restore(run.found)
     path = output.folder / CHECKPOINT
@@ -153,10 +150,12 @@ def _train(run: _Run, make: MakeGroup) -> None:
             output.progress("training", inputs.num_steps) as report,
             run.stop.heeded_after_a_step(),
         ):
-            offline.train(objective, batches, inputs.num_steps, report, checkpointer)
+            offline.train(objective, batches, inputs.num_steps, report, checkpointer, held_out)
     except OutputError as error:  # a full disk: what has been learned is kept
         raise RunFailed(f"{error}; {room.kept(model, path, num_bytes)[1]}") from error
-    evaluated("after")
+    if checkpointer.next_step > inputs.num_steps and inputs.tests:  # it went on after its last step
+        with waiting("evaluating"):
+            held_out.run(inputs.num_steps)
     with waiting("exporting"):
         room.export(model, path, num_bytes)
 
@@ -179,14 +178,6 @@ def _objective(config: TrainConfig, model: Group, make: MakeGroup) -> Objective:
         moved = frozen
         frozen.to("host")
     return PreferenceObjective(model, loss, Reference(frozen.compute_log_probs, moved))
-
-
-def _held_out(config: TrainConfig, test: AnyExamples) -> Iterator[Batch]:
-    """All of them, or eval_samples, a training batch at a time."""
-    rows = list(range(config.trainer.eval_samples or len(test)))
-    size = config.trainer.batch_size
-    for start in range(0, len(rows), size):
-        yield test.batch(rows[start : start + size])
 
 
 def _worker(config: TrainConfig, name: str, total_steps: int) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from mcore_rl.config.resolve_engine import (
     resolve_schedule,
 )
 from mcore_rl.config.resolve_train import data_of, num_steps, rows_each
+from mcore_rl.config.sources import test_files
 from mcore_rl.config.train_schema import (
     ConversationsConfig,
     DPOConfig,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class TrainInputs:
     train: AnyExamples
-    test: AnyExamples | None
+    tests: dict[str, AnyExamples]  # held-out sets, by name
     num_steps: int  # of the whole run
 
 
@@ -88,18 +89,21 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
             f"max_position_embeddings={positions}"
         )
     train = _load(config, data.train_file, tokenizer, "data.train_file")
-    test = _load(config, data.test_file, tokenizer, "data.test_file") if data.test_file else None
-    for setting, size, file, examples in (
-        ("trainer.batch_size", config.trainer.batch_size, "data.train_file", train),
-        ("trainer.eval_samples", config.trainer.eval_samples, "data.test_file", test),
-    ):
-        if examples is not None and size > len(examples):
-            raise ConfigError(
-                f"{setting}={size}: {file} has {len(examples)} rows; allowed: up to as many"
-            )
+    _refuse_fewer("trainer.batch_size", config.trainer.batch_size, "data.train_file", train)
+    tests = {}
+    for name, (setting, file) in test_files(data).items():
+        tests[name] = _load(config, file, tokenizer, setting)
+        _refuse_fewer("trainer.eval_samples", config.trainer.eval_samples, setting, tests[name])
     steps = num_steps(config, len(train))
     resolve_schedule("engine.optimizer", config.engine.optimizer, steps)
-    return TrainInputs(train, test, steps)
+    return TrainInputs(train, tests, steps)
+
+
+def _refuse_fewer(setting: str, size: int, file: str, examples: AnyExamples) -> None:
+    if size > len(examples):
+        raise ConfigError(
+            f"{setting}={size}: {file} has {len(examples)} rows; allowed: up to as many"
+        )
 
 
 def _check_functions(config: TrainConfig) -> None:
@@ -172,7 +176,8 @@ def _load(
 
 def describe_inputs(config: TrainConfig, inputs: TrainInputs) -> list[str]:
     what = "conversations" if rows_each(config) == 1 else "pairs"
-    held_out = f", {len(inputs.test)} held out" if inputs.test is not None else ""
+    num_held_out = sum(map(len, inputs.tests.values()))
+    held_out = f", {num_held_out} held out" if num_held_out else ""
     return [
         f"model: {config.model.path}",
         f"data: {len(inputs.train)} {what} to train{held_out}",

@@ -8,6 +8,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers.checkpointer import Checkpointer
+from mcore_rl.workers.held_out import HeldOut
 from mcore_rl.workers.objectives import Objective
 
 
@@ -17,6 +18,7 @@ def train(
     num_steps: int,
     report: Report,
     checkpointer: Checkpointer | None = None,
+    held_out: HeldOut | None = None,
 ) -> None:
     """One optimizer step a batch up to `num_steps`, from 1 or from where the checkpointer goes on.
 
@@ -33,6 +35,9 @@ def train(
             with clock("save"):
                 checkpointer.save(step)
         metrics["tokens_per_s"] = int(batch.num_tokens.sum()) / clock.total_s
+        if held_out is not None and held_out.is_due(step):
+            with clock("evaluate"):
+                metrics |= held_out.run(step)
         metrics |= clock.seconds
         report(step, metrics)
         if checkpointer is not None:

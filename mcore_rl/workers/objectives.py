@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.estimates import ratio_error
 from mcore_rl.algorithms.preference import (
     PairLosses,
     PreferenceLoss,
@@ -38,7 +39,10 @@ class Objective(Protocol):
         """One optimizer step; its metrics are those of the weights before it."""
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
-        """The metrics of all batches together, without training."""
+        """The metrics of all batches together, without training.
+
+        NAME_stderr is the standard error over rows of a loss or an accuracy.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +60,17 @@ class SupervisedObjective:
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
         """`loss`: the mean over all trained tokens, whatever the aggregation."""
-        total, count = 0.0, 0
+        sums, counts = list[float](), list[int]()  # of each row
         for batch in batches:
             scored = self.model.compute_log_probs(batch, temperature=1.0)
-            trained = batch.jagged("response_mask").values != 0
-            total -= float(scored.jagged("log_probs").values[trained].sum(dtype=np.float64))
-            count += int(trained.sum())
-        return {"loss": total / count}
+            pairs = zip(scored.jagged("log_probs"), batch.jagged("response_mask"), strict=True)
+            for log_probs, mask in pairs:
+                sums.append(-float(log_probs[mask != 0].sum(dtype=np.float64)))
+                counts.append(int((mask != 0).sum()))
+        return {
+            "loss": float(np.sum(sums) / np.sum(counts)),
+            "loss_stderr": ratio_error(sums, counts),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,7 @@ class PairObjective(ABC):
         """Means over the pairs of all batches."""
         found = [self.losses(batch, Stopwatch())[1] for batch in batches]
         columns = [[getattr(o, field.name) for o in found] for field in fields(PairLosses)]
-        return PairLosses(*map(np.concatenate, columns)).metrics
+        return PairLosses(*map(np.concatenate, columns)).metrics_with_errors
 
 
 @dataclass(frozen=True)

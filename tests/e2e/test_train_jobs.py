@@ -103,6 +103,11 @@ def ended(done: subprocess.CompletedProcess[str], output: Path) -> dict:
     return json.loads((output / "summary.json").read_text())
 
 
+def told(summary: dict, when: str = "after") -> dict[str, float]:
+    """Of the held-out rows."""
+    return summary["evaluation"][when]["test"]
+
+
 @pytest.fixture(scope="module")
 def sft(data, tmp_path_factory) -> tuple[Path, dict, str]:
     output = tmp_path_factory.mktemp("sft") / "out"
@@ -114,17 +119,20 @@ def sft_settings(data: Path, output: Path) -> list[str]:
     return settings(
         data, "sft", output, "trainer.batch_size=32", "engine.layout.pp=2",
         "engine.layout.first_stage_layers=1", "engine.optimizer.lr=3e-3",
-        "engine.moe.aux_loss_coef=0.01",
+        "engine.moe.aux_loss_coef=0.01", "evaluation.every=10",
     )  # fmt: skip
 
 
 def test_sft_learns_both_turns_in_an_epoch_and_says_so(sft):
     output, summary, stdout = sft
-    assert summary["test_before"]["loss"] > 5
-    assert summary["test_after"]["loss"] < 0.5 * summary["test_before"]["loss"]
-    assert [row["step"] for row in rows_of(output)] == list(range(1, 21))  # 640 rows, 32 a step
+    before, after = told(summary, "before"), told(summary, "after")
+    assert before["loss"] > 5 and after["loss"] < 0.5 * before["loss"]
+    rows = rows_of(output)
+    assert [row["step"] for row in rows] == list(range(21))  # 640 rows, 32 a step
+    assert [row["step"] for row in rows if "eval/test/loss" in row] == [0, 10, 20]
+    assert rows[-1]["eval/test/loss"] == after["loss"] and after["loss_stderr"] > 0
     assert "training 20/20  loss " in stdout
-    assert "held-out loss: " in stdout
+    assert "Held out" in stdout and "±" in stdout
 
 
 @pytest.mark.nightly
@@ -135,7 +143,7 @@ def test_sft_under_torchrun_is_sft_on_ranks_of_ray(sft, data, tmp_path):
     line = [PROGRAMS.get(word, word) for word in torchrun]
     line += ["sft", *sft_settings(data, again)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert ended(done, again)["test_after"] == summary["test_after"]
+    assert told(ended(done, again)) == told(summary)
     assert timeless(again) == timeless(output)
 
 
@@ -158,7 +166,7 @@ def test_the_loss_that_sft_tells_is_that_of_its_checkpoint_by_transformers(sft, 
             scores = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
         found = -scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         losses.append(found[torch.tensor(trained[1:])])
-    assert summary["test_after"]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
+    assert told(summary)["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +185,11 @@ def dpo_settings(data: Path, output: Path) -> list[str]:
 
 def test_dpo_under_torchrun_learns_to_prefer(dpo):
     output, summary = dpo
-    assert summary["test_before"]["accuracy"] == 0.5  # the policy is the reference
-    assert summary["test_before"]["loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert summary["test_after"]["accuracy"] >= 0.95
-    assert summary["test_after"]["loss"] < 0.5
-    assert len(rows_of(output)) == DPO_STEPS
+    assert told(summary, "before")["accuracy"] == 0.5  # the policy is the reference
+    assert told(summary, "before")["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert told(summary)["accuracy"] >= 0.95
+    assert told(summary)["loss"] < 0.5
+    assert len(rows_of(output)) == 1 + DPO_STEPS
 
 
 def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, tmp_path):
@@ -191,7 +199,7 @@ def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, 
     again = tmp_path / "again"
     done = command("dpo", *dpo_settings(data, again), resume)
     assert "going on after step 6" in done.stdout
-    assert ended(done, again)["test_after"] == summary["test_after"]
+    assert told(ended(done, again)) == told(summary)
     assert timeless(again) == timeless(output)
     file = "checkpoint/model.safetensors"
     assert (again / file).read_bytes() == (output / file).read_bytes()
@@ -211,8 +219,8 @@ def rm(data, tmp_path_factory) -> tuple[Path, dict]:
 
 def test_rm_under_torchrun_learns_which_answer_is_better(rm):
     _, summary = rm
-    assert summary["test_before"]["accuracy"] == 0.5  # all scores are 0
-    assert summary["test_after"]["accuracy"] >= 0.95
+    assert told(summary, "before")["accuracy"] == 0.5  # all scores are 0
+    assert told(summary)["accuracy"] >= 0.95
 
 
 def test_a_reward_model_gives_its_scores_in_transformers(rm, data):
@@ -231,7 +239,7 @@ def test_a_reward_model_gives_its_scores_in_transformers(rm, data):
         inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         with torch.no_grad():
             means.append(model(**inputs).logits.mean().item())
-    found = summary["test_after"]
+    found = told(summary)
     assert [found["reward_chosen"], found["reward_rejected"]] == pytest.approx(means, abs=1e-4)
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.train_schema import DPOConfig
 from mcore_rl.controller.reaper import processes
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.jobs.output import RunOutput, _locked, exclusive_run_dir
+from mcore_rl.jobs.output import RunOutput, TrainOutput, _locked, exclusive_run_dir
 from tests.small_disk import on_small_disk
 
 HOLDER = """
@@ -122,6 +123,7 @@ FULL = """
 import sys
 from pathlib import Path
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.train_schema import DPOConfig
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import OutputError, RunOutput
 folder = Path(sys.argv[1])
@@ -175,3 +177,17 @@ def test_bad_input_that_shows_when_a_run_has_started_ends_it_with_a_story(tmp_pa
     ):
         raise ConfigError("rank 1: seed is odd")
     assert "ConfigError: rank 1" in (tmp_path / "logs" / "error.txt").read_text()
+
+
+def test_a_run_on_examples_shows_loss_and_accuracy_of_each_set_with_errors(tmp_path, capsys):
+    output = TrainOutput(tmp_path, DPOConfig())
+    found = {"loss": 0.5, "loss_stderr": 0.125, "accuracy": 0.75, "accuracy_stderr": 0.0625}
+    output.evaluated("before", {"a": found})
+    output.evaluated("after", {"a": found | {"loss": 0.25}, "b": {"loss": 2, "loss_stderr": 1}})
+    output.finish(peak_memory_bytes=0, wall_s=0.0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "±" in line]
+    assert [[cell.strip() for cell in line.split("│")[1:5]] for line in lines] == [
+        ["loss (a)", "0.500 ± 0.125", "0.250 ± 0.125", "-0.250"],
+        ["accuracy (a)", "75.0% ± 6.2", "75.0% ± 6.2", "+0.0 points"],
+        ["loss (b)", "", "2.000 ± 1.000", ""],
+    ]

@@ -9,6 +9,7 @@ from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, pai
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.trainers import offline
+from mcore_rl.workers.evaluation import standard_error
 from mcore_rl.workers.objectives import (
     PreferenceObjective,
     Reference,
@@ -116,3 +117,26 @@ def test_a_loop_reports_each_step_with_its_times_and_its_rate():
     offline.train(SupervisedObjective(Model()), batches, 2, reports.__setitem__)
     assert list(reports) == [1, 2]
     assert {"loss", "tokens_per_s", "time/data_s", "time/update_s"} <= set(reports[2])
+
+
+def test_the_error_of_a_held_out_loss_takes_the_tokens_of_a_row_together():
+    """As if each token had the value of its own and rows were clusters."""
+
+    class Scored:
+        def compute_log_probs(self, batch, temperature):
+            log_probs = batch.jagged("response_mask")
+            values = -np.arange(len(log_probs.values), dtype=np.float32)
+            return batch.with_columns(log_probs=log_probs.with_values(values))
+
+    batches = [batch_of([7, 7, 7], [7]), batch_of([7, 7])]
+    found = SupervisedObjective(Scored()).evaluate(iter(batches))
+    values, rows = np.array([0, 1, 2, 3, 0, 1.0]), np.array([0, 0, 0, 1, 2, 2])
+    assert found["loss"] == pytest.approx(values.mean())
+    assert found["loss_stderr"] == pytest.approx(standard_error(values, rows))
+
+
+def test_the_error_of_a_loss_of_pairs_is_over_pairs():
+    found = RewardObjective(Model()).evaluate(iter([PAIRS]))
+    losses = bradley_terry(np.array([1.0, 1.25]), np.array([2.25, 0.5]), np.array([0.5, 0.0])).loss
+    assert found["loss_stderr"] == pytest.approx(losses.std(ddof=1) / np.sqrt(2))
+    assert found["accuracy_stderr"] == pytest.approx(0.5)

@@ -1,0 +1,59 @@
+"""The rules between the settings of sft, dpo and rm."""
+
+import re
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_train import resolve_train
+from mcore_rl.config.train_schema import DPOConfig, SFTConfig, TrainConfig
+from mcore_rl.config.warnings import warnings_of_training
+
+
+def config(kind: type[TrainConfig] = SFTConfig, **changes) -> TrainConfig:
+    made = kind()
+    named = {"model__path": "m", "data__train_file": "a", "data__test_file": "b"}
+    for key, value in (named | changes).items():
+        *parts, name = key.split("__")
+        holder = made
+        for part in parts:
+            holder = getattr(holder, part)
+        setattr(holder, name, value)
+    return made
+
+
+BAD = [
+    ({"evaluation__every": -1}, "evaluation.every=-1; allowed: at least 0"),
+    (
+        {"evaluation__every": 5, "data__test_file": ""},
+        "evaluation.every=5 needs data.test_file or data.test_files",
+    ),
+    (
+        {"checkpoint__keep_best": "-eval/test/loss", "data__test_file": ""},
+        "checkpoint.keep_best='-eval/test/loss' needs data.test_file",
+    ),
+    (
+        {"checkpoint__keep_best": "-eval/test/loss", "trainer__save_every": 4},
+        "checkpoint.keep_best='-eval/test/loss': trainer.save_every=4",
+    ),
+    ({"data__test_files": {"a": "x"}}, "data.test_file='b' and data.test_files={'a': 'x'}"),
+    ({"data__test_file": "", "data__test_files": {"a/b": "x"}}, "data.test_files.a/b; allowed"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[m for _, m in BAD])
+def test_a_bad_setting_is_named(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_train(config(DPOConfig, **changes))
+
+
+def test_the_best_checkpoint_can_be_that_of_the_held_out_loss():
+    resolve_train(
+        config(checkpoint__keep_best="-eval/test/loss", trainer__save_every=4, evaluation__every=2)
+    )
+
+
+def test_held_out_rows_that_are_trained_on_are_doubted():
+    made = config(data__test_file="", data__test_files={"new": "c", "old": "a"})
+    [line] = warnings_of_training(made)
+    assert line.startswith("data.test_files.old='a' is data.train_file")
