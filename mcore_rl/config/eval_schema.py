@@ -72,7 +72,10 @@ class ScoringConfig:
 @dataclass
 class EvalConfig:
     seed: int = 0  # of sampling; up to 4294967295
-    output_dir: str = "outputs/eval"  # folder of all outputs; new or empty
+    output_dir: str = "outputs/eval"  # folder of all outputs; new or empty, unless resumed
+    # never, or auto: go on in output_dir, with the sets of which not all samples are there; a new
+    # evaluation if there is none.
+    resume: str = "never"
     model: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
     data: SetsConfig = field(default_factory=SetsConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
@@ -94,6 +97,7 @@ class EvalConfig:
 def resolve_eval(config: EvalConfig) -> None:
     """Check every setting that needs no file."""
     one_of("model.dtype", config.model.dtype, (*DTYPES, "auto"))
+    one_of("resume", config.resume, ("never", "auto"))
     between("seed", config.seed, 0, MAX_SEED)
     for key, value in (("model.path", config.model.path), ("output_dir", config.output_dir)):
         if not value:

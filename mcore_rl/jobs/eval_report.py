@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
@@ -77,6 +79,12 @@ class SetSamples:
             if name.startswith("reward/"):
                 columns[name] = samples.array(name).tolist()
         return cls(n, columns, find_answer is not None)
+
+    @classmethod
+    def read(cls, path: Path, n: int) -> SetSamples:
+        """From the file of its table."""
+        columns = pq.read_table(path).to_pydict()
+        return cls(n, columns, "extracted_answer" in columns)
 
     def groups(self, column: str) -> list[list[Any]]:
         """A list a prompt."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
+from mcore_rl.jobs.eval_resume import SAMPLES, check_content, done_before, settings_of
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import STARTED, SUMMARY, exclusive_run_dir, log_dir, write_json
 from mcore_rl.jobs.placement import Pools, places
@@ -45,7 +46,6 @@ from mcore_rl.workers.checkpointer import tell
 from mcore_rl.workers.near_data import here, per_sample
 from mcore_rl.workers.rollout_pool import RolloutPool
 
-SAMPLES = "samples"  # the folder with a parquet file a set
 _ROUNDS = 4  # a call asks for this many times what the servers run at once
 
 
@@ -72,25 +72,19 @@ def run(config: EvalConfig) -> None:
     started = time.monotonic()
     resolve_eval(config)
     with (
-        exclusive_run_dir(config.output_dir) as claim,
+        exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
         run_scope(claim.folder, logs=log_dir(claim.folder) / "ray", locks=[claim.lock]) as scratch,
         PeakMemory() as memory,
     ):
         with waiting("checking the inputs"):
             inputs = _check(config)
-        num_devices = config.rollout.num_servers * config.rollout.tp
-        logs = log_dir(claim.folder)
-        found: dict[str, Any] = {}
-        with (
-            session(inputs.run, num_devices, scratch),
-            summarize_failure(logs / "error.txt", ConfigError, WorkerError, RunFailed),
-            _serving(inputs, logs) as pool,
-        ):
-            (claim.folder / SAMPLES).mkdir()
-            write_json(claim.folder / STARTED, asdict(config))
-            for name in inputs.sets:
-                found[name] = _evaluate(name, inputs, pool, claim.folder / SAMPLES)
+            done = _done_before(inputs, claim.folder)
+        found = {name: metrics_of(samples, config.ks) for name, samples in done.items()}
+        if found.keys() < inputs.sets.keys():
+            (claim.folder / SUMMARY).unlink(missing_ok=True)
+            found |= _sampled(inputs, found, claim.folder, scratch)
         wall_s = time.monotonic() - started
+        found = {name: found[name] for name in inputs.sets}
         summary = {
             "model": inputs.run.model.path,
             "dtype": inputs.run.model.dtype,
@@ -106,6 +100,31 @@ def run(config: EvalConfig) -> None:
         print(f"{wall_s:.0f} s, in {claim.folder}")
 
 
+def _done_before(inputs: _Inputs, folder: Path) -> dict[str, SetSamples]:
+    num_prompts = {name: inputs.num_prompts(name) for name in inputs.sets}
+    done = done_before(inputs.config, inputs.run, folder, num_prompts)
+    if done:
+        print(f"going on in {folder}: the samples of {', '.join(done)} are there")
+    return done
+
+
+def _sampled(
+    inputs: _Inputs, done: Collection[str], folder: Path, scratch: Path
+) -> dict[str, dict[str, Any]]:
+    """Metrics of the sets that are not done, by servers that are started for them."""
+    config, logs = inputs.config, log_dir(folder)
+    num_devices = config.rollout.num_servers * config.rollout.tp
+    with (
+        session(inputs.run, num_devices, scratch),
+        summarize_failure(logs / "error.txt", ConfigError, WorkerError, RunFailed),
+        _serving(inputs, logs) as pool,
+    ):
+        write_json(folder / STARTED, settings_of(config, inputs.run))
+        (folder / SAMPLES).mkdir(exist_ok=True)
+        left = [name for name in inputs.sets if name not in done]
+        return {name: _evaluate(name, inputs, pool, folder / SAMPLES) for name in left}
+
+
 def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     """Check all that an evaluation checks before its start, then print what it would start.
 
@@ -114,8 +133,12 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     """
     console = console or Console()
     resolve_eval(config)
-    with exclusive_run_dir(config.output_dir), waiting("checking the inputs"):
+    with (
+        exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
+        waiting("checking the inputs"),
+    ):
         inputs = _check(config)
+        _done_before(inputs, claim.folder)
     n = config.rollout.n
     say(console, f"model: {inputs.run.model.path}")
     for name in inputs.sets:

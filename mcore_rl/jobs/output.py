@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,6 +40,10 @@ CHECKPOINT = "checkpoint"  # the folder with the weights of the end
 SUMMARY = "summary.json"  # the last thing
 
 
+# Takes a folder, what it holds, its setting and `resume`; raises ConfigError.
+CheckContent = Callable[[Path, set[str], str, str], None]
+
+
 class OutputError(RunFailed):
     """What a run tells about itself could not be written."""
 
@@ -53,8 +57,10 @@ class Claim:
 
 
 @contextmanager
-def exclusive_run_dir(output_dir: str, resume: str = "never") -> Iterator[Claim]:
-    """A folder for a run, new or empty but for one that goes on in it.
+def exclusive_run_dir(
+    output_dir: str, resume: str = "never", check: CheckContent | None = None
+) -> Iterator[Claim]:
+    """A folder for a run, new or empty but for one that goes on in it, which `check` says.
 
     One that was new or empty is so again at the end when no RunOutput was made in it.
 
@@ -76,7 +82,7 @@ def exclusive_run_dir(output_dir: str, resume: str = "never") -> Iterator[Claim]
             held = {entry.name for entry in folder.iterdir()} - {_LOCK}
             if ATTEMPT in os.environ:
                 held -= {LOGS}  # of a launch script, which writes there before the run
-            _check_content(folder, held, output_dir, resume)
+            (check or _check_content)(folder, held, output_dir, resume)
             is_refused = False
             try:
                 yield Claim(folder, file)

@@ -125,7 +125,7 @@ def _check_critic(config: RLConfig, found: RunCheckpoint) -> None:
 def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> None:
     if isinstance(config, RLConfig):
         _check_critic(config, found)
-    mine, theirs = dict(_flat(asdict(config))), dict(_flat(found.state["settings"]))
+    mine, theirs = dict(flat(asdict(config))), dict(flat(found.state["settings"]))
     differ = [key for key in mine if mine[key] != theirs.get(key)]
     layout = f"{WARM_START}.layout."  # no ranks start for it any more
     known = [key for key in differ if key in theirs]  # others are newer than what wrote it
@@ -140,9 +140,10 @@ def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> Non
         print(f"settings that differ: {', '.join(others)}")
 
 
-def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their whole names."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{name}.")
+            yield from flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", list(value) if isinstance(value, tuple) else value

@@ -227,3 +227,17 @@ def test_an_output_folder_with_content_is_refused(dry_run, tmp_path):
     (tmp_path / "out" / "summary.json").write_text("{}")
     status, _, err = dry_run()
     assert (status, "is not empty; allowed: a new folder" in err) == (2, True)
+
+
+def test_an_evaluation_that_was_ended_samples_what_is_left(sampled, model_and_sets, tmp_path):
+    """And gets the numbers that it would have had."""
+    out = tmp_path / "out"
+    shutil.copytree(sampled.output, out)
+    (out / "summary.json").unlink()
+    (out / "samples" / "train.parquet").unlink()
+    kept = (out / "samples" / "held_out.parquet").stat().st_mtime_ns
+    settings = f"reward.name={OWN}:is_a", f"rollout.n={N}", "rollout.num_servers=2", "seed=3"
+    again = evaluated(tmp_path, *model_and_sets, *settings, "resume=auto")
+    assert "the samples of held_out are there" in again.stdout
+    assert summary(again)["sets"] == summary(sampled)["sets"]
+    assert (out / "samples" / "held_out.parquet").stat().st_mtime_ns == kept

@@ -1,0 +1,167 @@
+"""An evaluation that goes on in its folder: which sets it skips, and which folders it refuses."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.eval_schema import EvalConfig, SamplingConfig, as_run
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.datasets import PromptDataset, PromptRow
+from mcore_rl.data.sample import Sample
+from mcore_rl.jobs import evaluate
+from mcore_rl.jobs.eval_report import metrics_of
+from mcore_rl.jobs.eval_resume import check_content, done_before, settings_of
+from mcore_rl.jobs.output import STARTED, exclusive_run_dir, write_json
+from mcore_rl.observability.console import StepProgress
+
+N, PROMPTS = 2, 3
+
+
+class Tokenizer:
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+
+class Pool:
+    """Answers group by group; the first response to each prompt is right."""
+
+    def generate(self, prompts, n, heard):
+        made = [
+            Batch.of([replace(sample(int(group)), reward=float(not i)) for i in range(n)])
+            for group in prompts.array("group_ids")
+        ]
+        for batch in made:
+            heard([batch])
+        return Batch.concat(made)
+
+
+def sample(group: int) -> Sample:
+    return Sample([5], [1, 2], [1, 1], [0.0, 0.0], [0, 0], "length", group)
+
+
+def inputs(**changes) -> evaluate._Inputs:
+    config = EvalConfig(rollout=SamplingConfig(n=N), **changes)
+    config.model.path = "model"
+    rows = [PromptRow([1, row], {"answer": "1"}) for row in range(PROMPTS)]
+    sets = {"a": PromptDataset(rows), "b": PromptDataset(rows)}
+    config.data.sets = {name: f"{name}.jsonl" for name in sets}
+    run = as_run(config, "cpu", "model/checkpoint")
+    return evaluate._Inputs(config, run, Tokenizer(), sets, lambda text, end: text)
+
+
+def begun(folder: Path, *names: str) -> dict:
+    """What an evaluation has left that was ended after these sets; and their metrics."""
+    made = inputs()
+    (folder / "samples").mkdir()
+    write_json(folder / STARTED, settings_of(made.config, made.run))
+    return {name: evaluate._evaluate(name, made, Pool(), folder / "samples") for name in names}
+
+
+def done(folder: Path, made: evaluate._Inputs) -> dict:
+    return done_before(made.config, made.run, folder, dict.fromkeys(made.sets, PROMPTS))
+
+
+def test_sets_that_are_done_have_the_numbers_that_they_had(tmp_path):
+    found = begun(tmp_path, "a")
+    again = done(tmp_path, inputs())
+    assert {name: metrics_of(samples, [1, 2]) for name, samples in again.items()} == found
+    assert found["a"]["pass@1"]["mean"] == 0.5 and found["a"]["majority@1"]["mean"] == 0.5
+
+
+def test_a_new_folder_has_none(tmp_path):
+    assert done(tmp_path, inputs()) == {}
+
+
+@pytest.mark.parametrize("fault", ["cut short", "fewer rows"])
+def test_a_set_that_is_not_whole_is_sampled_again(tmp_path, capsys, fault):
+    begun(tmp_path, "a", "b")
+    file = tmp_path / "samples" / "a.parquet"
+    made = inputs()
+    if fault == "cut short":
+        file.write_bytes(file.read_bytes()[:-10])
+    else:
+        made.sets["a"] = PromptDataset([PromptRow([1, 0], {"answer": "1"})])
+        evaluate._evaluate("a", made, Pool(), file.parent)
+    assert list(done(tmp_path, inputs())) == ["b"]
+    assert ("sampled again" in capsys.readouterr().err) == (fault == "cut short")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "told"),
+    [
+        ("seed", 7, "seed=7, there 0"),
+        ("run", "model/hf/step_000010", "evaluated.model='model/hf/step_000010', there 'model/"),
+        ("data.sets", {"a": "other.jsonl"}, "data.sets.a='other.jsonl', there 'a.jsonl'"),
+        ("scoring.correct_from", 0.5, "scoring.correct_from=0.5, there 1.0"),
+    ],
+)
+def test_a_folder_of_another_evaluation_is_refused_by_what_differs(tmp_path, setting, value, told):
+    begun(tmp_path, "a")
+    made = inputs()
+    if setting == "run":
+        made.run.model.path = value
+    else:
+        *parts, name = setting.split(".")
+        holder = made.config
+        for part in parts:
+            holder = getattr(holder, part)
+        setattr(holder, name, value)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        done(tmp_path, made)
+
+
+def test_what_changes_no_response_may_differ(tmp_path):
+    begun(tmp_path, "a")
+    made = inputs()
+    made.config.scoring.ks, made.config.rollout.num_servers = [2], 4
+    made.config.data.sets["new"] = "new.jsonl"
+    made.config.timeouts.call_s, made.config.resume = 1.0, "auto"
+    assert list(done(tmp_path, made)) == ["a"]
+
+
+def test_who_asks_for_a_new_evaluation_gets_none_in_the_folder_of_another(tmp_path):
+    begun(tmp_path, "a")
+    with (
+        pytest.raises(ConfigError, match="or resume=auto to go on with the evaluation in it"),
+        exclusive_run_dir(str(tmp_path), "never", check_content),
+    ):
+        pass
+    with exclusive_run_dir(str(tmp_path), "auto", check_content):
+        pass
+    assert (tmp_path / "samples" / "a.parquet").exists()
+
+
+def test_the_folder_of_something_else_is_refused(tmp_path):
+    write_json(tmp_path / STARTED, {"seed": 0})  # of a run
+    with (
+        pytest.raises(ConfigError, match="holds no evaluation; allowed: a new folder"),
+        exclusive_run_dir(str(tmp_path), "auto", check_content),
+    ):
+        pass
+
+
+def test_the_bar_follows_responses_as_they_come(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(StepProgress, "draw", lambda self, num, report: drawn.append((num, report)))
+    begun(tmp_path, "a")
+    assert [num for num, _ in drawn] == [N * (i + 1) for i in range(PROMPTS)]
+    assert all(re.fullmatch(r"reward 0\.500  [\d,]+ tok/s", report) for _, report in drawn)
+
+
+def test_samples_keep_parts_of_rewards_that_are_missing(tmp_path):
+    made = inputs()
+    (tmp_path / "samples").mkdir()
+
+    class Parts(Pool):
+        def generate(self, prompts, n, heard):
+            batch = super().generate(prompts, n, heard)
+            parts = np.where(np.arange(len(batch)) % 2, np.nan, 1.0)
+            return batch.with_columns(**{"reward/form": parts})
+
+    found = evaluate._evaluate("a", made, Parts(), tmp_path / "samples")
+    write_json(tmp_path / STARTED, settings_of(made.config, made.run))
+    assert metrics_of(done(tmp_path, made)["a"], [1, 2]) == found
