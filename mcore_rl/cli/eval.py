@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_rl.cli.job import JobCommand
+from mcore_rl.cli.job import JobCommand, starting
 from mcore_rl.config.eval_schema import EvalConfig
 
 EXAMPLES = """\
@@ -23,7 +23,8 @@ def _dry_run(config: EvalConfig, options: argparse.Namespace) -> None:
 
 
 def _run(config: EvalConfig) -> None:
-    from mcore_rl.jobs import evaluate  # torch and Ray: bad settings should not wait for that
+    with starting():
+        from mcore_rl.jobs import evaluate  # torch and Ray: bad settings should not wait for that
 
     evaluate.run(config)
 

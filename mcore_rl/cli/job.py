@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig
+from mcore_rl.observability.start import began
 
 SCHEMAS: dict[str, type] = {
     "rl": RLConfig,
@@ -97,6 +100,18 @@ class JobCommand:
             parts.append("\n".join(["recipes (or the path of your own):", *lines]))
         parts += [f"examples:\n{self.examples}", "settings and their defaults:"]
         return "\n\n".join([*parts, *("\n".join(_described(group)) for group in found)])
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Says that a job starts, while its libraries are imported: that takes seconds."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        yield  # rank 0 of torchrun's says it
+        return
+    from mcore_rl.observability.console import waiting  # rich: not for a completion
+
+    with waiting("starting", since=began()):
+        yield
 
 
 def _refuse_settings(flags: Sequence[str], schema: type) -> None:

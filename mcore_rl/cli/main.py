@@ -12,6 +12,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.stop_signals import STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.garbage import leave_garbage_at_exit
+from mcore_rl.observability.start import begin
 
 COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
@@ -39,6 +40,7 @@ _ENDED = {128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
 
 
 def main() -> int:
+    begin()
     leave_garbage_at_exit()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_rl.cli.job import JobCommand
+from mcore_rl.cli.job import JobCommand, starting
 from mcore_rl.cli.options import Parser
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.schema import RLConfig
@@ -37,7 +37,8 @@ def _dry_run(config: RLConfig, options: argparse.Namespace) -> None:
 
 
 def _run(config: RLConfig) -> None:
-    from mcore_rl.jobs import rl  # torch and Ray: bad settings should not wait for that
+    with starting():
+        from mcore_rl.jobs import rl  # torch and Ray: bad settings should not wait for that
 
     rl.run(config)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_rl.cli.job import JobCommand
+from mcore_rl.cli.job import JobCommand, starting
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.config.warnings import warnings_of_training
 
@@ -34,6 +34,7 @@ def _dry_run(config: TrainConfig, options: argparse.Namespace) -> None:
 
 
 def _run(config: TrainConfig) -> None:
-    from mcore_rl.jobs import train  # torch and Ray: bad settings should not wait for that
+    with starting():
+        from mcore_rl.jobs import train  # torch and Ray: bad settings should not wait for that
 
     train.run(config)

@@ -39,6 +39,7 @@ from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, waiting
 from mcore_rl.observability.memory import PeakMemory
+from mcore_rl.observability.start import began
 from mcore_rl.observability.versions import versions
 from mcore_rl.rewards.base import FindAnswer, answers_of
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
@@ -69,7 +70,7 @@ def run(config: EvalConfig) -> None:
         ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
         RunFailed: it had to stop. The samples of data sets that were done are left.
     """
-    started = time.monotonic()
+    started = began()
     resolve_eval(config)
     with (
         exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,

@@ -47,6 +47,7 @@ from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
+from mcore_rl.observability.start import began
 from mcore_rl.trainers import offline
 from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
 from mcore_rl.workers.evaluation import Evaluation, held_out
@@ -71,7 +72,7 @@ def run(config: RLConfig) -> None:
         RunFailed: the run had to stop.
         RunStopped: a signal has ended it, and it can go on.
     """
-    started = time.monotonic()
+    started = began()
     resolve(config)
     config = for_lane(config, lane())
     with (

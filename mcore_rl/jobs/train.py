@@ -45,6 +45,7 @@ from mcore_rl.jobs.train_inputs import (
 )
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
+from mcore_rl.observability.start import began
 from mcore_rl.trainers import offline
 from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
 from mcore_rl.workers.held_out import HeldOut
@@ -71,7 +72,7 @@ def run(config: TrainConfig) -> None:
         RunFailed: the run had to stop.
         RunStopped: a signal has ended it, and it can go on.
     """
-    started = time.monotonic()
+    started = began()
     resolve_train(config)
     config = for_device(config, lane())
     if torchrun.is_launched():

@@ -40,8 +40,9 @@ class Activity:
         self._counts: list[Count] = []
 
     @contextmanager
-    def phase(self, title: str, step: int = 0) -> Iterator[None]:
-        phase = Phase(title, step, self.now())
+    def phase(self, title: str, step: int = 0, since: float | None = None) -> Iterator[None]:
+        """`since` is when it began, if that is not now."""
+        phase = Phase(title, step, self.now() if since is None else since)
         self._phases.append(phase)
         try:
             yield

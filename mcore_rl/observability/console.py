@@ -107,16 +107,20 @@ class StepProgress:
 
 @contextmanager
 def waiting(
-    for_what: str, console: Console | None = None, *, has_lines: bool = True
+    for_what: str,
+    console: Console | None = None,
+    *,
+    has_lines: bool = True,
+    since: float | None = None,
 ) -> Iterator[None]:
     """A spinner on a terminal while something without steps runs; elsewhere a line when it begins.
 
     Elsewhere there are others where it takes long. When it has ended well, a line with its seconds.
-    Without `has_lines` only the spinner.
+    Without `has_lines` only the spinner. `since` is when it began, if that is not now.
     """
-    console, started = console or _Console(), time.perf_counter()
+    console, started = console or _Console(), time.monotonic() if since is None else since
     with ExitStack() as stack:
-        stack.enter_context(ACTIVITY.phase(for_what))
+        stack.enter_context(ACTIVITY.phase(for_what, since=started))
         if console.is_terminal:
             stack.enter_context(console.status(_Now()))
         elif has_lines:
@@ -124,7 +128,7 @@ def waiting(
             stack.enter_context(_told(console))
         yield
     if has_lines:
-        show_line(f"{for_what}: {time.perf_counter() - started:.1f} s", console)
+        show_line(f"{for_what}: {time.monotonic() - started:.1f} s", console)
 
 
 def _told(console: Console) -> AbstractContextManager[None]:

@@ -1,0 +1,38 @@
+"""The first seconds of a job: told at once, and counted from when its command began."""
+
+import re
+import time
+
+import pytest
+
+from mcore_rl.cli.job import starting
+from mcore_rl.observability import start
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_begun(monkeypatch):
+    monkeypatch.setattr(start, "_began", None)
+
+
+def test_imports_count_from_the_beginning_of_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(start, "_began", time.monotonic() - 20)
+    with starting():
+        assert capsys.readouterr().out == "starting ...\n"  # before them
+    assert re.fullmatch(r"starting: [2-9]\d\.\d s\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
+def test_of_the_ranks_of_torchrun_one_says_so(monkeypatch, capsys, rank, lines):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", rank)
+    with starting():
+        pass
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+def test_a_job_that_no_command_has_started_begins_when_it_is_asked():
+    before = time.monotonic()
+    assert before <= start.began() <= time.monotonic()
+    start.begin()
+    told = start.began()
+    assert start.began() == told
