@@ -38,7 +38,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     WeightSyncConfig,
 )
-from mcore_rl.config.sources import resolve_test_files
+from mcore_rl.config.sources import resolve_sources
 from mcore_rl.config.train_schema import TrainConfig
 
 DTYPES = ("float32", "bfloat16")
@@ -197,21 +197,8 @@ def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
 def _resolve_data(config: DataConfig) -> None:
     at_least("data.max_prompt_tokens", config.max_prompt_tokens, 1)
     one_of("data.long_prompts", config.long_prompts, LONG_PROMPTS)
-    files, weights = config.train_files, config.train_weights
-    if files and config.train_file:
-        raise ConfigError(
-            f"data.train_file={config.train_file!r} and data.train_files={files}; allowed: one of "
-            "the two"
-        )
-    if weights and len(weights) != len(files):
-        raise ConfigError(
-            f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
-            "weight for each of them, or []"
-        )
-    resolve_test_files(config)
-    for index, weight in enumerate(weights):
-        positive(f"data.train_weights[{index}]", weight)
-    curriculum = config.curriculum
+    resolve_sources(config)
+    curriculum, weights = config.curriculum, config.train_weights
     between("data.curriculum.decay", curriculum.decay, 0, 1)
     between("data.curriculum.min_reward", curriculum.min_reward, -MAX_WEIGHT, MAX_WEIGHT)
     between("data.curriculum.min_weight", curriculum.min_weight, MIN_CURRICULUM_WEIGHT, 1)

@@ -12,7 +12,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPES, MAX_SEED, resolve_checkpoint
 from mcore_rl.config.resolve_engine import resolve_engine
 from mcore_rl.config.resolve_evaluation import resolve_best
-from mcore_rl.config.sources import resolve_test_files, test_files
+from mcore_rl.config.sources import resolve_sources, test_files, train_files
 from mcore_rl.config.train_schema import (
     ConversationsConfig,
     DPOConfig,
@@ -42,10 +42,10 @@ def resolve_train(config: TrainConfig) -> None:
     if config.engine.moe.router_replay == "rollout":
         raise ConfigError("engine.moe.router_replay='rollout': nothing is rolled out here; 'off'")
     data = data_of(config)
-    for key, value in (("model.path", config.model.path), ("data.train_file", data.train_file)):
+    for key, value in ({"model.path": config.model.path} | train_files(data)).items():
         if not value:
             raise ConfigError(f"{key}='' names nothing; it is needed")
-    resolve_test_files(data)
+    resolve_sources(data)
     _resolve_held_out(config)
     at_least("data.max_tokens", data.max_tokens, 2)
     one_of("data.long_rows", data.long_rows, ("refuse", "drop"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from mcore_rl.config.checks import positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
@@ -12,7 +13,20 @@ _SET_NAME = "[A-Za-z0-9_-]+"
 AnyData = DataConfig | ConversationsConfig | PairsConfig
 
 
-def resolve_test_files(config: AnyData) -> None:
+def resolve_sources(config: AnyData) -> None:
+    files, weights = config.train_files, config.train_weights
+    if files and config.train_file:
+        raise ConfigError(
+            f"data.train_file={config.train_file!r} and data.train_files={files}; allowed: one of "
+            "the two"
+        )
+    if weights and len(weights) != len(files):
+        raise ConfigError(
+            f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
+            "weight for each of them, or []"
+        )
+    for index, weight in enumerate(weights):
+        positive(f"data.train_weights[{index}]", weight)
     if config.test_files and config.test_file:
         raise ConfigError(
             f"data.test_file={config.test_file!r} and data.test_files={config.test_files}; "
@@ -21,6 +35,12 @@ def resolve_test_files(config: AnyData) -> None:
     for name in config.test_files:
         if not re.fullmatch(_SET_NAME, str(name)):
             raise ConfigError(f"data.test_files.{name}; allowed: names of {_SET_NAME}")
+
+
+def train_files(config: AnyData) -> dict[str, str]:
+    """The sources that are trained on, by setting."""
+    several = {f"data.train_files[{i}]": name for i, name in enumerate(config.train_files)}
+    return several or {"data.train_file": config.train_file}
 
 
 def test_files(config: AnyData) -> dict[str, tuple[str, str]]:

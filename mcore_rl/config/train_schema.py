@@ -15,6 +15,10 @@ class ConversationsConfig:
     """
 
     train_file: str = ""  # rows with the messages column
+    train_files: list[str] = field(default_factory=list)  # several of them, in its place
+    # How often a row is drawn from each of train_files, in relation to the others. Empty: each row
+    # of all files comes once an epoch.
+    train_weights: list[float] = field(default_factory=list)
     test_file: str = ""  # the same, for evaluation; the set is called test; empty: none
     # Several sets for evaluation, by their names in metrics, in its place:
     # {chat: chat.jsonl, code: code.jsonl}.
@@ -33,6 +37,10 @@ class PairsConfig:
     """Preference pairs, in the same kinds of files."""
 
     train_file: str = ""  # rows with the prompt, chosen and rejected columns
+    train_files: list[str] = field(default_factory=list)  # several of them, in its place
+    # How often a row is drawn from each of train_files, in relation to the others. Empty: each row
+    # of all files comes once an epoch.
+    train_weights: list[float] = field(default_factory=list)
     test_file: str = ""  # the same, for evaluation; the set is called test; empty: none
     # Several sets for evaluation, by their names in metrics, in its place:
     # {chat: chat.jsonl, code: code.jsonl}.
@@ -48,7 +56,9 @@ class PairsConfig:
 
 @dataclass
 class StepsConfig:
-    num_epochs: float = 1.0  # passes over data.train_file, where num_steps is 0
+    # Where num_steps is 0: passes over the rows of all files, or with data.train_weights as many
+    # rows.
+    num_epochs: float = 1.0
     num_steps: int = 0  # optimizer steps; 0: as many as num_epochs needs
     batch_size: int = 64  # conversations, or pairs, of an optimizer step
     eval_samples: int = 0  # rows of each held-out set per evaluation; 0 uses all

@@ -35,11 +35,9 @@ def warnings_of_training(config: TrainConfig) -> Iterator[str]:
     """The same for a job that trains on examples."""
     data, optimizer = data_of(config), config.engine.optimizer
     for key, file in test_files(data).values():
-        if file == data.train_file:
-            yield (
-                f"{key}={file!r} is data.train_file: what is told of held-out rows is of training "
-                "data"
-            )
+        if file in (data.train_file, *data.train_files):
+            where = "data.train_file" if data.train_file else "in data.train_files"
+            yield f"{key}={file!r} is {where}: evaluations are of training data"
     yield from _of_checkpoints(config)
     yield from _of_optimizer("engine.optimizer", optimizer, config.trainer.num_steps)
 

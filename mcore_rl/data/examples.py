@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -23,7 +25,7 @@ from mcore_rl.data.rows import (
     preference_rows,
     supervised_rows,
 )
-from mcore_rl.data.sampler import IndexSampler
+from mcore_rl.data.sampler import IndexSampler, MixtureSampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,17 +81,11 @@ class Examples(Generic[R]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        """Jagged columns prompt_ids, response_ids and response_mask, and the array margins.
+    def __getitem__(self, row: int) -> Example:
+        return self._example(int(self._kept[row]))
 
-        A conversation begins with prompt_ids, up to its first trained token. Those of a row follow
-        each other.
-        """
-        examples = [self._example(int(self._kept[row])) for row in rows]
-        found = [tokens for example in examples for tokens in example.conversations]
-        num_each = len(examples[0].conversations)
-        margins = np.repeat([example.margin for example in examples], num_each)
-        return _batch_of(found).with_columns(margins=margins)
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return batch_of([self[row] for row in rows])
 
     def _example(self, index: int) -> Example:
         try:
@@ -102,6 +98,29 @@ class Examples(Generic[R]):
 
 
 AnyExamples = Examples[SupervisedRow] | Examples[PreferenceRow]
+
+
+class ExampleFiles:
+    """Rows by number: those of the first file, then those of the next."""
+
+    def __init__(self, *files: AnyExamples) -> None:
+        self._files = files
+        self._ends = list(accumulate(len(file) for file in files))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each file."""
+        return [len(file) for file in self._files]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return batch_of([self[row] for row in rows])
+
+    def __getitem__(self, row: int) -> Example:
+        file = bisect_right(self._ends, row)
+        return self._files[file][row - (self._ends[file - 1] if file else 0)]
 
 
 def load_conversations(
@@ -228,6 +247,18 @@ def encoded(
     return Tokens(ids[:end], mask[:end])
 
 
+def batch_of(examples: Sequence[Example]) -> Batch:
+    """Jagged columns prompt_ids, response_ids and response_mask, and the array margins.
+
+    A conversation begins with prompt_ids, up to its first trained token. Those of a row follow each
+    other.
+    """
+    found = [tokens for example in examples for tokens in example.conversations]
+    num_each = len(examples[0].conversations)
+    margins = np.repeat([example.margin for example in examples], num_each)
+    return _batch_of(found).with_columns(margins=margins)
+
+
 def _batch_of(conversations: Sequence[Tokens]) -> Batch:
     """A conversation begins with prompt_ids, up to its first trained token."""
     firsts = [max(1, tokens.is_trained.index(True)) for tokens in conversations]
@@ -259,12 +290,25 @@ def scored_batch(batch: Batch) -> Batch:
 
 
 class ExampleBatches:
-    """Shuffled batches without end; `take` gives the batch of rows."""
+    """Shuffled batches without end; `take` gives the batch of rows.
+
+    `sizes` are rows of each file. With `weights`, one a file, files are mixed.
+    """
 
     def __init__(
-        self, take: Callable[[Sequence[int]], Batch], num_rows: int, batch_size: int, seed: int
+        self,
+        take: Callable[[Sequence[int]], Batch],
+        sizes: Sequence[int],
+        batch_size: int,
+        seed: int,
+        weights: Sequence[float] = (),
     ) -> None:
-        self._take, self._sampler = take, IndexSampler(num_rows, batch_size, seed)
+        self._take = take
+        self._sampler: IndexSampler | MixtureSampler
+        if weights:
+            self._sampler = MixtureSampler(sizes, weights, batch_size, seed)
+        else:
+            self._sampler = IndexSampler(sum(sizes), batch_size, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -24,7 +24,7 @@ from mcore_rl.config.resolve_engine import (
 )
 from mcore_rl.config.resolve_models import served_models
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.sources import test_files
+from mcore_rl.config.sources import test_files, train_files
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -150,15 +150,9 @@ def _check_choices(config: RLConfig) -> None:
         check_allocator()
 
 
-def _train_files(config: RLConfig) -> dict[str, str]:
-    """The sources of training prompts, by setting."""
-    several = {f"data.train_files[{i}]": name for i, name in enumerate(config.data.train_files)}
-    return several or {"data.train_file": config.data.train_file}
-
-
 def _data_files(config: RLConfig) -> dict[str, str]:
     """All sources of data that a run reads, by setting."""
-    found = _train_files(config) | dict(test_files(config.data).values())
+    found = train_files(config.data) | dict(test_files(config.data).values())
     if config.warm_start.num_steps:
         found["warm_start.train_file"] = config.warm_start.train_file
     return found
@@ -171,7 +165,7 @@ def _read_data(config: RLConfig) -> Inputs:
         check_agent(config.agent, tokenizer, served_models(config))
     inputs = Inputs(
         tokenizer=tokenizer,
-        train=prompts_of(_train_files(config), config, tokenizer),
+        train=prompts_of(train_files(config.data), config, tokenizer),
         tests={
             name: prompts_of(dict([file]), config, tokenizer)
             for name, file in test_files(config.data).items()
@@ -205,7 +199,7 @@ def prompts_of(
 def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
     """Refuse to draw more rows at a time than there are: some would come twice."""
     data, warm, step = config.data, config.warm_start, config.trainer.prompts_per_step
-    files = [f"{setting}={name!r}" for setting, name in _train_files(config).items()]
+    files = [f"{setting}={name!r}" for setting, name in train_files(config.data).items()]
     prompts = f"trainer.prompts_per_step={step}"
     if (per_round := config.algorithm.samples.prompts_per_round) > step:
         step, prompts = per_round, f"algorithm.samples.prompts_per_round={per_round}"

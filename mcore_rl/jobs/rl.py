@@ -160,7 +160,7 @@ def _warm_start(
         model = ended.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
         model.initialize()
         with output.progress("warm start", warm.num_steps, "warm_start/") as report:
-            batches = ExampleBatches(examples.take, len(examples), warm.batch_size, config.seed)
+            batches = ExampleBatches(examples.take, [len(examples)], warm.batch_size, config.seed)
             offline.train(SupervisedObjective(model), batches, warm.num_steps, report)
         room.export(model, path, room.weight_bytes(config))
         is_kept = _same_ranks(engine, config.actor)

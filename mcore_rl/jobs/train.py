@@ -18,7 +18,7 @@ from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import resolve_train
+from mcore_rl.config.resolve_train import data_of, resolve_train
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
@@ -127,7 +127,8 @@ def _train(run: _Run, make: MakeGroup) -> None:
         model.initialize()
         objective = _objective(config, model, make)
     batch_size, num_bytes = config.trainer.batch_size, room.weight_bytes(config)
-    batches = ExampleBatches(inputs.train.batch, len(inputs.train), batch_size, config.seed)
+    rows, weights = inputs.train, data_of(config).train_weights
+    batches = ExampleBatches(rows.batch, rows.sizes, batch_size, config.seed, weights)
     checkpointer = Checkpointer(
         config,
         output.folder,

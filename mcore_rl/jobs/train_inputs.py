@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from mcore_rl.config.resolve_engine import (
     resolve_schedule,
 )
 from mcore_rl.config.resolve_train import data_of, num_steps, rows_each
-from mcore_rl.config.sources import test_files
+from mcore_rl.config.sources import test_files, train_files
 from mcore_rl.config.train_schema import (
     ConversationsConfig,
     DPOConfig,
@@ -26,7 +28,7 @@ from mcore_rl.config.train_schema import (
     SFTConfig,
     TrainConfig,
 )
-from mcore_rl.data.examples import AnyExamples, load_conversations, load_pairs
+from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lora_targets import check_targets
@@ -49,8 +51,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainInputs:
-    train: AnyExamples
-    tests: dict[str, AnyExamples]  # held-out sets, by name
+    train: ExampleFiles
+    tests: dict[str, ExampleFiles]  # held-out sets, by name
     num_steps: int  # of the whole run
 
 
@@ -88,22 +90,31 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
             f"data.max_tokens={data.max_tokens}; allowed: up to the model's "
             f"max_position_embeddings={positions}"
         )
-    train = _load(config, data.train_file, tokenizer, "data.train_file")
-    _refuse_fewer("trainer.batch_size", config.trainer.batch_size, "data.train_file", train)
-    tests = {}
+    train = _load(config, train_files(data), tokenizer)
+    _check_train_rows(config, train)
+    tests, num = {}, config.trainer.eval_samples
     for name, (setting, file) in test_files(data).items():
-        tests[name] = _load(config, file, tokenizer, setting)
-        _refuse_fewer("trainer.eval_samples", config.trainer.eval_samples, setting, tests[name])
+        tests[name] = _load(config, {setting: file}, tokenizer)
+        _refuse_fewer(f"trainer.eval_samples={num}", num, setting, len(tests[name]))
     steps = num_steps(config, len(train))
     resolve_schedule("engine.optimizer", config.engine.optimizer, steps)
     return TrainInputs(train, tests, steps)
 
 
-def _refuse_fewer(setting: str, size: int, file: str, examples: AnyExamples) -> None:
-    if size > len(examples):
-        raise ConfigError(
-            f"{setting}={size}: {file} has {len(examples)} rows; allowed: up to as many"
-        )
+def _check_train_rows(config: TrainConfig, train: ExampleFiles) -> None:
+    """Refuse to draw more rows at a time than there are: some would come twice."""
+    data, size = data_of(config), config.trainer.batch_size
+    setting, files = f"trainer.batch_size={size}", list(train_files(data))
+    if not data.train_weights:
+        return _refuse_fewer(setting, size, " and ".join(files), len(train))
+    for file, weight, num in zip(files, data.train_weights, train.sizes, strict=True):
+        drawn = math.ceil(size * weight / sum(data.train_weights))
+        _refuse_fewer(f"{setting} takes {drawn} of this file", drawn, file, num)
+
+
+def _refuse_fewer(setting: str, drawn: int, source: str, num_rows: int) -> None:
+    if drawn > num_rows:
+        raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
 
 
 def _check_functions(config: TrainConfig) -> None:
@@ -158,20 +169,21 @@ def _check_kind(config: TrainConfig, found: HFConfig) -> None:
 
 
 def _load(
-    config: TrainConfig, name: str, tokenizer: PreTrainedTokenizerBase, setting: str
-) -> AnyExamples:
-    data = data_of(config)
-    found: AnyExamples
-    if isinstance(data, ConversationsConfig):
-        found = load_conversations(name, data, tokenizer, setting)
-    else:
-        found = load_pairs(name, data, tokenizer, setting)
-    if found.num_dropped:
-        print(
-            f"{setting}={name!r}: {found.num_dropped} of {found.num_rows} rows left out: more than "
-            f"data.max_tokens={data.max_tokens} tokens"
-        )
-    return found
+    config: TrainConfig, files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
+) -> ExampleFiles:
+    """Those of sources, by setting."""
+    data, found = data_of(config), list[AnyExamples]()
+    for setting, name in files.items():
+        if isinstance(data, ConversationsConfig):
+            found.append(load_conversations(name, data, tokenizer, setting))
+        else:
+            found.append(load_pairs(name, data, tokenizer, setting))
+        if num := found[-1].num_dropped:
+            print(
+                f"{setting}={name!r}: {num} of {found[-1].num_rows} rows left out: more than "
+                f"data.max_tokens={data.max_tokens} tokens"
+            )
+    return ExampleFiles(*found)
 
 
 def describe_inputs(config: TrainConfig, inputs: TrainInputs) -> list[str]:

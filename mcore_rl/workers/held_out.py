@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.examples import AnyExamples
+from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.workers.objectives import Metrics, Objective
 
@@ -18,7 +18,7 @@ class HeldOut:
 
     config: TrainConfig  # with the number of steps of the whole run
     objective: Objective
-    sets: Mapping[str, AnyExamples]
+    sets: Mapping[str, ExampleFiles]
     record: Callable[[str, dict[str, Metrics]], None]  # takes "before" or "after", for the summary
 
     def is_due(self, step: int) -> bool:

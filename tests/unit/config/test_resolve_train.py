@@ -36,6 +36,20 @@ BAD = [
         {"checkpoint__keep_best": "-eval/test/loss", "trainer__save_every": 4},
         "checkpoint.keep_best='-eval/test/loss': trainer.save_every=4",
     ),
+    ({"data__train_file": ""}, "data.train_file='' names nothing; it is needed"),
+    ({"data__train_files": ["x"]}, "data.train_file='a' and data.train_files=['x']; allowed: one"),
+    (
+        {"data__train_file": "", "data__train_files": ["x", ""]},
+        "data.train_files[1]='' names nothing",
+    ),
+    (
+        {
+            "data__train_file": "",
+            "data__train_files": ["x", "y"],
+            "data__train_weights": [1.0],
+        },
+        "data.train_weights=[1.0]: 2 files in data.train_files",
+    ),
     ({"data__test_files": {"a": "x"}}, "data.test_file='b' and data.test_files={'a': 'x'}"),
     ({"data__test_file": "", "data__test_files": {"a/b": "x"}}, "data.test_files.a/b; allowed"),
 ]
@@ -57,3 +71,12 @@ def test_held_out_rows_that_are_trained_on_are_doubted():
     made = config(data__test_file="", data__test_files={"new": "c", "old": "a"})
     [line] = warnings_of_training(made)
     assert line.startswith("data.test_files.old='a' is data.train_file")
+    made.data.train_file, made.data.train_files = "", ["x", "a"]
+    [line] = warnings_of_training(made)
+    assert line.startswith("data.test_files.old='a' is in data.train_files")
+
+
+def test_several_files_take_the_place_of_one():
+    resolve_train(
+        config(data__train_file="", data__train_files=["x", "y"], data__train_weights=[1.0, 3.0])
+    )

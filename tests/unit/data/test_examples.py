@@ -11,7 +11,10 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
 from mcore_rl.data.examples import (
+    Example,
     ExampleBatches,
+    ExampleFiles,
+    Tokens,
     encoded,
     load_chats,
     load_conversations,
@@ -219,8 +222,27 @@ def test_a_row_that_the_template_does_not_write_is_named(write, tokenizer, templ
 
 
 def test_batches_go_on_from_their_state():
-    made = [ExampleBatches(lambda rows: rows, 10, 4, seed=1) for _ in range(2)]
+    made = [ExampleBatches(lambda rows: rows, [10], 4, seed=1) for _ in range(2)]
     drawn = [next(made[0]) for _ in range(3)]
     made[1].load_state_dict(made[0].state_dict())
     assert next(made[1]) == next(made[0])
     assert sorted(np.concatenate(drawn)[:10].tolist()) == list(range(10))
+
+
+def test_files_follow_each_other_and_a_batch_is_in_the_order_of_its_rows():
+    def rows(*numbers):
+        return [Example((Tokens([9, number], [False, True]),)) for number in numbers]
+
+    files = ExampleFiles(rows(0, 1, 2), rows(3), rows(4, 5))
+    assert files.sizes == [3, 1, 2] and len(files) == 6
+    batch = files.batch([5, 0, 3, 4, 0])
+    assert [row.tolist() for row in batch.jagged("response_ids")] == [[5], [0], [3], [4], [0]]
+
+
+def test_with_weights_a_batch_has_its_share_of_each_file():
+    batches = ExampleBatches(lambda rows: rows, [4, 100], 8, seed=1, weights=[3.0, 1.0])
+    drawn = [next(batches) for _ in range(4)]
+    assert [sum(row < 4 for row in rows) for rows in drawn] == [6] * 4
+    again = ExampleBatches(lambda rows: rows, [4, 100], 8, seed=1, weights=[3.0, 1.0])
+    again.load_state_dict(batches.state_dict())
+    assert next(again) == next(batches)
