@@ -48,8 +48,8 @@ def held_out(objective, recorded=None, *, num_steps=5, **settings) -> HeldOut:
 def test_it_is_due_before_training_every_so_many_steps_and_at_the_end():
     made = held_out(Objective(), every=2)
     assert [step for step in range(6) if made.is_due(step)] == [0, 2, 4, 5]
-    made = held_out(Objective(), before=False)
-    assert [step for step in range(6) if made.is_due(step)] == [5]
+    made = held_out(Objective(), every=2, before=False)
+    assert [step for step in range(6) if made.is_due(step)] == [2, 4, 5]
     nothing = HeldOut(made.config, Objective(), {}, lambda when, found: None)
     assert not any(nothing.is_due(step) for step in range(6))
 
