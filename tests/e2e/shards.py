@@ -40,9 +40,10 @@ class Trainer:
         self.weights = [LocalWeights(found) for found in held]
         self.rendezvous = RendezvousServer("127.0.0.1")
 
-    def spec(self, verify: str = "full") -> TransferSpec:
-        settings = WeightSyncConfig(bucket_bytes=32 << 10, verify=verify, timeout_s=10)
-        return TransferSpec(Layout(), 0, GenerationLayout(), "float32", settings)
+    def spec(self, verify: str = "full", tp: int = 1, **settings: Any) -> TransferSpec:
+        given = {"bucket_bytes": 32 << 10, "verify": verify, "timeout_s": 10.0, **settings}
+        sync = WeightSyncConfig(**given)
+        return TransferSpec(Layout(), 0, GenerationLayout(tp=tp), "float32", sync)
 
     async def connect(self, server: VLLMServer, verify: str = "full") -> WeightTransport:
         """Both sides, through shared memory."""

@@ -6,6 +6,7 @@ It is fed by our trainer, and is the judge of the reward `judge`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -30,11 +31,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import shards
 import tiny_families
 
+from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.controller import reaper
 from mcore_rl.data.sample import Sample
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.rewards.judge import Judge
+from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.e2e import served
 from tests.e2e.processes import free_port
@@ -43,6 +46,7 @@ from tests.unit.rewards.judging import response
 pytestmark = pytest.mark.server
 
 WAIT_S = 120.0
+OF_OUR_SERVERS = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"}
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +57,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[served.Model]:
 
 @pytest.fixture(scope="module")
 def ask(models: list[served.Model], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """ask(path, **fields) of vLLM's HTTP server with our backend."""
-    port = free_port()
+    """ask(path, **fields) of vLLM's HTTP server with our backend, engine and server in one."""
     log = tmp_path_factory.mktemp("plain") / "log"
+    with serving(models[0].path, log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as asked:
+        yield asked
+
+
+@contextlib.contextmanager
+def serving(path: str, log: Path, settings: dict[str, str], tp: int = 1) -> Iterator[Any]:
+    """`settings` are of vLLM, as environment; without any the engine has a process of its own."""
+    port = free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", models[0].path,
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path,
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--tensor-parallel-size", str(tp),
         "--max-model-len", "256", "--kv-cache-memory-bytes", str(32 << 20), "--enforce-eager",
         "--weight-transfer-config", '{"backend": "mcore_rl"}',
         "--chat-template", "{% for message in messages %}{{ message['content'] }}{% endfor %}",
     ]  # fmt: skip
-    environ = os.environ | {
+    inherited = {n: v for n, v in os.environ.items() if n not in OF_OUR_SERVERS}
+    environ = inherited | {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for weights
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker wants a NUMA node of its own
+        **settings,
     }
 
     def asked(path: str, **fields: Any) -> dict[str, Any]:
@@ -115,16 +129,41 @@ def _wait_until_it_serves(process: subprocess.Popen[bytes], ask: Any, log: Path)
 
 def test_it_takes_versions_through_our_engine_and_answers_with_them(ask, models):
     trainer = shards.Trainer([Path(model.path) for model in models])
+    check_versions(ask, models, trainer, trainer.spec())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("tp", "transports"), [(1, ("colocated", *TRANSPORTS)), (2, TRANSPORTS)], ids=["tp1", "tp2"]
+)
+def test_an_engine_in_a_process_of_its_own_takes_them_too(models, tmp_path, tp, transports):
+    """As vLLM starts it by default. It joins again for each transport."""
+    trainer = shards.Trainer([Path(model.path) for model in models])
+    with serving(models[0].path, tmp_path / "log", {}, tp) as ask:
+        for number, name in enumerate(transports):
+            how = {} if name == "colocated" else {"method": "disaggregated", "transport": name}
+            spec = trainer.spec(tp=tp, timeout_s=60.0, **how)
+            check_versions(ask, models, trainer, spec, first=5 + 3 * number)
+
+
+def check_versions(
+    ask: Any,
+    models: list[served.Model],
+    trainer: shards.Trainer,
+    spec: TransferSpec,
+    first: int = 5,
+) -> None:
+    """Three versions, from `first` on, of the two models in turn."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trainer.rendezvous = RendezvousServer("127.0.0.1")
-    endpoint, spec = trainer.rendezvous.endpoint, trainer.spec()
+    endpoint = trainer.rendezvous.endpoint
     info = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": 0}
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(connect, spec, endpoint, trainer.config, 0, torch.device("cpu"))
         ask("/init_weight_transfer_engine", init_info=info)
         transport = joining.result(WAIT_S)
-        for number, version in ((1, 5), (0, 6), (1, 7)):
+        for number, version in ((1, first), (0, first + 1), (1, first + 2)):
             ask("/pause?mode=wait")
             ask("/start_weight_update")
             sending = thread.submit(transport.send, trainer.weights[number], WeightUpdate(version))
@@ -134,6 +173,7 @@ def test_it_takes_versions_through_our_engine_and_answers_with_them(ask, models)
             ask("/resume")
             assert ask("/weight_info") == {"weight_version": str(version)}
             _check_answer(ask, models, number)
+        transport.close()
 
 
 def judged_with(ask: Any, **settings: Any) -> Sample:
