@@ -41,7 +41,7 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
 
 read_settings() {
     local argument
-    dry_run='' output='' overrides=() has_resume='' driver_pid='' ray_pid=''
+    dry_run='' output='' overrides=() has_resume='' driver_pid='' ray_pid='' status=''
     is_cancelled='' was_asked='' was_warned='' is_noted='' by_srun='' model='' num_nodes=''
     for argument; do
         case $argument in
@@ -162,6 +162,10 @@ start_ray() {
             kill "$wait_pid" 2>/dev/null || true
             fail "no node runs Ray: what was to start it has ended, for the reason above or in $logs/node-*.log"
         fi
+        if [ -n "$was_asked" ]; then
+            kill "$wait_pid" 2>/dev/null || true
+            return
+        fi
         sleep 0.2
     done
     wait "$wait_pid" || fail "Ray did not start"
@@ -228,8 +232,8 @@ note_attempt() { # STATUS STEP
 note_end_of_time() { # false for a job that is cancelled; what is left is KillWait, so not a step
     [ -z "$is_noted" ] || return 0
     [ -n "$was_warned" ] && is_out_of_time || return 1
-    phase 'the time limit came before the end of the step; it goes on from the last checkpoint'
-    status=$SAVED
+    phase 'the time limit has come; the run goes on from its last checkpoint'
+    if [ -n "$driver_pid" ] || [ -z "$status" ]; then status=$SAVED; fi
     note_end
 }
 

@@ -219,3 +219,12 @@ def test_a_job_of_unfit_nodes_is_queued_again_without_them(job):
     mark = f"touch {job.folder}/out/logs/attempt_1/n1.failed; return 1"
     printed = job.run("exit 0", examine=mark, sinfo="n1 idle\nn2 idle\n")
     assert "the nodes are not fit for a run" in printed and "next time without n1\n" in printed
+
+
+def test_a_job_that_is_told_to_end_while_ray_starts_does_not_wait_for_it(job):
+    process = job.start("exit 0", wait="exec sleep 1000")
+    wait_until(lambda: "start Ray" in job.printed)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(100) == 75, job.printed
+    assert "run the driver" not in job.printed
+    assert job.requeues == 1
