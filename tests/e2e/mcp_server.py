@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 from mcp.server import MCPServer
 
@@ -16,8 +17,10 @@ def add(a: int, b: int) -> int:
 
 
 @server.tool()
-async def wait(seconds: float) -> str:
-    """Waits."""
+async def wait(seconds: float, file: str = "") -> str:
+    """Waits; the file is made before."""
+    if file:
+        Path(file).touch()
     await asyncio.sleep(seconds)
     return "waited"
 

@@ -1,6 +1,8 @@
 """Tools of a real MCP server in a process, by stdio and by streamable HTTP."""
 
 import asyncio
+import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -10,10 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.tools.base import ToolError, ToolSet, tool
 from mcore_rl.agents.tools.mcp_tools import McpTools
+from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.rollout.agent_loop import Prompt
+from mcore_rl.rollout.protocol import SamplingParams
 from tests.e2e.processes import command_line, free_port
 from tests.nightly import all_but
+from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42, run, text_of
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = [sys.executable, SERVER, "stdio"]
@@ -112,3 +119,45 @@ def test_a_server_that_does_not_answer(server, message):
 
     with pytest.raises(ToolError, match=message):
         asyncio.run(run())
+
+
+def called(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize("how", ["stdio", "http"])
+def test_servers_that_the_settings_name_are_those_of_a_trajectory(how, url):
+    server = shlex.join(STDIO) if how == "stdio" else url
+    config = AgentConfig("tools", mcp_servers=[server], tools=["calculator"], tool_timeout_s=120)
+    [sample], policy = run([called("add", a=3, b=4) + called("fail"), "42"], config)
+    told = text_of(policy.prompts[1][len(policy.prompts[0]) :])
+    assert "<tool_response>\n7\n</tool_response>" in told and "Error: " in told
+    assert (sample.reward, sample.status) == (1.0, "finished")
+    assert servers() == []
+
+
+@pytest.mark.parametrize("how", ["stdio", "http"])
+def test_a_trajectory_that_is_cancelled_in_a_call_leaves_no_server_and_others_go_on(
+    how, url, tmp_path
+):
+    server, file = shlex.join(STDIO) if how == "stdio" else url, tmp_path / "waits"
+    config = AgentConfig("tools", mcp_servers=[server], tool_timeout_s=120)
+    sampling, prompt = SamplingParams(n=1, max_tokens=1000), Prompt([], 0, messages=MESSAGES)
+
+    async def cut_short() -> None:
+        waits = called("wait", seconds=600, file=str(file))
+        policy = Scripted([waits, called("add", a=3, b=4), "42"])
+        runner = AgentRunner(policy, TOKENIZER, is_42, config, 4096, stops_on_error=True)
+        running = asyncio.create_task(runner.run_all([prompt], sampling))
+        async with asyncio.timeout(120):
+            while not file.exists():
+                await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert servers() == []
+        [sample] = await runner.run_all([prompt], sampling)
+        assert (sample.reward, sample.status) == (1.0, "finished")
+
+    asyncio.run(cut_short())
+    assert servers() == []

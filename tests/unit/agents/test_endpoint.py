@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -60,6 +61,29 @@ def test_a_chat_that_resends_its_history_is_one_sample():
     assert [asked.temperature for _, asked, _ in policy.asked] == [0.7, 0.7]
     seeds = [asked.seed for _, asked, _ in policy.asked]
     assert seeds[0] == 103 and seeds[1] not in (None, 103)
+
+
+def test_what_a_client_says_of_sampling_seeds_and_caches_is_overruled():
+    own = {"temperature": 0.1, "top_p": 0.2, "seed": 7}
+    more = {"top_k": 3, "cache_salt": "mine", "min_tokens": 9, "repetition_penalty": 2.0}
+
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        ai = client(base_url, api_key)
+        await said(ai, ASKED)
+        await said(ai, ASKED, **own, extra_body=more)
+        await ai.completions.create(model="any", prompt="So", **own, extra_body=more)
+        url = base_url.removesuffix("/v1")
+        body = {"token_ids": [1], "sampling_params": {**own, **more}, "cache_salt": "mine"}
+        found = await post(url, api_key, "inference/v1/generate", body)
+        assert found.status_code == 200, found.text
+
+    _, policy = run(["41"] * 4, program)
+    plain, *others = [sampling for _, sampling, _ in policy.asked]
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.cache) == (0.7, 1.0, 0, "")
+    alike = [replace(one, seed=plain.seed, max_tokens=plain.max_tokens) for one in others]
+    assert alike == [plain] * 3
+    seeds = {one.seed for one in [plain, *others]}
+    assert len(seeds) == 4 and not {7, None} & seeds  # drawn from the trajectory's
 
 
 def test_calls_of_tools_come_as_the_client_knows_them_and_their_answers_go_on():
