@@ -149,8 +149,8 @@ def test_parts_that_come_and_go_are_refused(monkeypatch):
 def test_a_reward_outside_of_the_package_has_settings_and_is_checked_alike(own):
     [found] = judged(RewardConfig(own("words"), {"per_token": 0.5}), ["three words here"])
     assert (found.reward, found.reward_parts) == (1.5, {})
-    with pytest.raises(RewardError, match=r"own.py:words' returned nan for 'reward'"):
-        judged(RewardConfig(own("words"), {"per_token": float("nan")}), ["a"])
+    with pytest.raises(RewardError, match=r"own.py:words' returned inf for 'reward'"):
+        judged(RewardConfig(own("words"), {"per_token": 1e308}), ["a word"])
     with pytest.raises(ConfigError, match=r"reward.settings.per_word is no setting of rew"):
         Judge(RewardConfig(own("words"), {"per_word": 0.5}))
     with pytest.raises(ConfigError, match=r"takes \(text\); allowed: \(text, fields, fin"):
