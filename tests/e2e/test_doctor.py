@@ -93,8 +93,12 @@ def test_a_node_that_cannot_start_it_is_named_with_slurms_reason(
 def test_it_runs_once_and_not_as_a_task_on_each_node(slurm: SlurmCluster, arguments):
     done = slurm.run("srun", "-N2", *arguments)
     assert "run it once, without srun, or with --on=this" in done.stderr
-    done = slurm.run("srun", "-N2", *arguments, "--on=this")
-    assert done.stdout.count('"status": "ok",\n "nodes"') == 2, done.stderr
+    done = slurm.run("srun", "-N2", "--label", *arguments, "--on=this")  # lines of both may mix
+    for number, node in enumerate(NODES):
+        label = f"{number}: "
+        lines = [line.removeprefix(label) for line in done.stdout.splitlines() if label in line[:3]]
+        found = json.loads("\n".join(lines))
+        assert (found["status"], found["nodes"]) == ("ok", [node]), done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ class MegatronEngine(BaseEngine):
     def train_batch(
         self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> Metrics:
-        self._require("parameters", "gradients", "optimizer state")
+        self._require("gradients", "parameters", "optimizer state")
         self.optimizer_zero_grad()
         results = self.forward_backward_batch(
             batch, loss_function, forward_only=False, temperature=temperature
