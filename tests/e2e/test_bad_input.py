@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -128,10 +127,7 @@ BAD_SETTINGS = {
         {"actor.layout.ep": "2"},
         ["actor.layout: etp * ep * pp = 1 * 2 * 1 = 2", "world size", "= 1"],
     ),
-    "key/value heads": (
-        {"actor.layout.tp": "4"},
-        ["actor.layout.tp=4", "2 key/value heads"],
-    ),
+    "key/value heads": ({"actor.layout.tp": "4"}, ["actor.layout.tp=4", "2 key/value heads"]),
     "heads": ({"actor.layout.tp": "3"}, ["actor.layout.tp=3", "4 attention heads"]),
     "experts": (
         {"actor.layout.dp": "3", "actor.layout.ep": "3", "trainer.prompts_per_step": "48"},
@@ -395,9 +391,8 @@ def test_the_command_itself_refuses_what_does_not_fit_its_own_task(tmp_path: Pat
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
     )
     assert done.returncode == 2
-    assert re.fullmatch(
-        r"starting \.\.\.\nstarting: .* s\nchecking the inputs \.\.\.\n", done.stdout
-    )
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[2:]) == ("starting ...", ["checking the inputs ..."])
     assert done.stderr.startswith("mcore-rl rl: data.train_file='runs/new/task/train.parquet'")
     assert done.stderr.endswith("allowed: up to data.max_prompt_tokens=30\n")
     assert done.stderr.count("\n") == 1
