@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What every launch script does, from top to bottom: run_job. A launcher has three functions more:
-# find_nodes, on_first_node and on_all_nodes; those of SLURM are here and in requeue.sh, others in local.sh and hosts.sh.
+# find_nodes, on_first_node and on_all_nodes; those of SLURM are here, others in local.sh and hosts.sh.
 #
 #   MCORE_RL_OBJECT_STORE_BYTES=8589934592  shared memory of a node's Ray; without it, 512 MiB
 #   MCORE_RL_INTERFACE=eth0      the network that nodes meet on; without it, that of the default route
@@ -74,9 +74,9 @@ read_settings() {
     check_number MCORE_RL_NODES_S 1 86400
     check_number MCORE_RL_RANKS_PER_NODE 0 9999
     check_number MCORE_RL_OBJECT_STORE_BYTES 0 $((1 << 50))
-    # Below the usual ephemeral range, so that no connection has taken one: the doctor looks at that
-    # of each node. Apart from other jobs'. When
-    # a job is queued again, others: something may listen on those of before for ever.
+    # Below the usual ephemeral range, so that no connection has taken one (the doctor looks at that of
+    # each node), and apart from other jobs'. When a job is queued again, others: something may listen
+    # on those of before for ever.
     port=${MCORE_RL_FIRST_PORT:-$((10000 + NUM_PORTS * ((job + 31 * ${SLURM_RESTART_COUNT:-0}) % 88)))}
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
     find_nodes

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.files import Row, RowSource, open_rows
-from mcore_rl.data.rows import Column, Message, chat, tool_schemas
+from mcore_rl.data.rows import Column, FilesInOrder, Message, chat, tool_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,48 +32,32 @@ class PromptRow:
     messages: list[Message] = field(default_factory=list)  # what the prompt was made of
 
 
-class PromptDataset:
-    """Prompts by number: those of the first file, then those of the next."""
-
-    def __init__(self, *files: Sequence[PromptRow] | FilePrompts) -> None:
-        self._files = files
-        self._ends = list(accumulate(len(file) for file in files))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Prompts of each file."""
-        return [len(file) for file in self._files]
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, row: int) -> PromptRow:
-        file = bisect_right(self._ends, row)
-        return self._files[file][row - (self._ends[file - 1] if file else 0)]
+class PromptDataset(FilesInOrder["Sequence[PromptRow] | FilePrompts", PromptRow]):
+    """Prompts of files."""
 
     def take(self, rows: Sequence[int]) -> list[PromptRow]:
-        """The same of several, whose texts are tokenised together."""
+        """Several, whose texts are tokenised together."""
         found: dict[int, PromptRow] = {}
-        of_files: dict[int, list[int]] = {}
-        for row in dict.fromkeys(rows):
-            of_files.setdefault(bisect_right(self._ends, row), []).append(row)
-        for file, own in of_files.items():
-            source, first = self._files[file], self._ends[file - 1] if file else 0
-            numbers = [row - first for row in own]
+        of_files: dict[int, dict[int, int]] = {}
+        for row in rows:
+            file, number = self._place(row)
+            of_files.setdefault(file, {})[row] = number
+        for file, numbers in of_files.items():
+            source = self._files[file]
             if isinstance(source, FilePrompts):
-                taken = source.take(numbers)
+                taken = source.take([*numbers.values()])
             else:
-                taken = [source[number] for number in numbers]
-            found |= dict(zip(own, taken, strict=True))
+                taken = [source[number] for number in numbers.values()]
+            found |= dict(zip(numbers, taken, strict=True))
         return [found[row] for row in rows]
 
     def row_number(self, row: int) -> int:
         """Where a prompt is in its files, counted one after the other with what was left out."""
-        file = bisect_right(self._ends, row)
+        file, prompt = self._place(row)
         before = sum(
             f.num_rows if isinstance(f, FilePrompts) else len(f) for f in self._files[:file]
         )
-        found, prompt = self._files[file], row - (self._ends[file - 1] if file else 0)
+        found = self._files[file]
         return before + (found.row_number(prompt) if isinstance(found, FilePrompts) else prompt)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -18,6 +16,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.files import open_rows
 from mcore_rl.data.rows import (
     Column,
+    FilesInOrder,
     Message,
     PreferenceRow,
     SupervisedRow,
@@ -100,27 +99,11 @@ class Examples(Generic[R]):
 AnyExamples = Examples[SupervisedRow] | Examples[PreferenceRow]
 
 
-class ExampleFiles:
-    """Rows by number: those of the first file, then those of the next."""
-
-    def __init__(self, *files: AnyExamples) -> None:
-        self._files = files
-        self._ends = list(accumulate(len(file) for file in files))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of each file."""
-        return [len(file) for file in self._files]
-
-    def __len__(self) -> int:
-        return self._ends[-1]
+class ExampleFiles(FilesInOrder[AnyExamples, Example]):
+    """Examples of files."""
 
     def batch(self, rows: Sequence[int]) -> Batch:
         return batch_of([self[row] for row in rows])
-
-    def __getitem__(self, row: int) -> Example:
-        file = bisect_right(self._ends, row)
-        return self._files[file][row - (self._ends[file - 1] if file else 0)]
 
 
 def load_conversations(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.files import Row, RowSource
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Message = dict[str, Any]  # role, content, and what else a chat template reads, such as tool_calls
 _CHAT = "a list of messages with a role and a content of text"
 _TOOLS = "a list of tool schemas, each an object, or that list as JSON text"
@@ -82,6 +85,43 @@ class TypedRows(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         return map(self._parse, self._rows)
+
+
+class Numbered(Protocol[T_co]):
+    """A file's rows, by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> T_co: ...
+
+
+F = TypeVar("F", bound=Numbered[Any])
+
+
+class FilesInOrder(Generic[F, T]):
+    """Rows by number: those of the first file, then those of the next."""
+
+    def __init__(self, *files: F) -> None:
+        self._files = files
+        self._ends = list(accumulate(len(file) for file in files))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each file."""
+        return [len(file) for file in self._files]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, row: int) -> T:
+        file, its_row = self._place(row)
+        found: T = self._files[file][its_row]
+        return found
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """The number of its file, and its own in that."""
+        file = bisect_right(self._ends, row)
+        return file, row - (self._ends[file - 1] if file else 0)
 
 
 def supervised_rows(

@@ -7,6 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 Report = Callable[[int, dict[str, float]], None]  # takes a step, counted from 1, and its metrics
 
 
+def of_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Metrics eval/SET/NAME, from those of held-out sets by name."""
+    return {
+        f"eval/{name}/{metric}": value
+        for name, metrics in found.items()
+        for metric, value in metrics.items()
+    }
+
+
 def merge(
     parts: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None
 ) -> dict[str, float]:

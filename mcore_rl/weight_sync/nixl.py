@@ -2,10 +2,9 @@
 
 NIXL uses the fastest link that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU
 memory too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the
-sender when that is done. The update's version and format
-travel in the notification, and checksums. Each rank finds at a rendezvous how
-to reach the others. NIXL does not authenticate: use it only in a network that can be trusted, as
-NCCL does.
+sender when that is done. Version and format of the update and checksums travel in the notification.
+Each rank finds at a rendezvous how to reach the others. NIXL does not authenticate: use it only in
+a network that can be trusted, as NCCL does.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import held_out_batch
 from mcore_rl.data.trajectories import Trajectories
+from mcore_rl.observability.metrics import of_sets
 from mcore_rl.workers import steps
 from mcore_rl.workers.near_data import per_sample
 from mcore_rl.workers.rollout_pool import RolloutPool
@@ -61,11 +62,7 @@ class Evaluation:
         for when, at in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == at:
                 self.record(when, found)
-        return {
-            f"eval/{name}/{metric}": value
-            for name, metrics in found.items()
-            for metric, value in metrics.items()
-        }
+        return of_sets(found)
 
     @property
     def temperature(self) -> float | None:

@@ -9,6 +9,7 @@ from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.observability.activity import ACTIVITY
+from mcore_rl.observability.metrics import of_sets
 from mcore_rl.workers.objectives import Metrics, Objective
 
 
@@ -36,11 +37,7 @@ class HeldOut:
         for when, at in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == at:
                 self.record(when, found)
-        return {
-            f"eval/{name}/{metric}": value
-            for name, metrics in found.items()
-            for metric, value in metrics.items()
-        }
+        return of_sets(found)
 
     def _batches(self, name: str) -> Iterator[Batch]:
         """All rows of a set, or eval_samples, a training batch at a time."""

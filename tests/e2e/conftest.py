@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -159,6 +159,23 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
     config = served.tiny_families.served_config("qwen3_moe")
     return _SERVERS.enter_context(served.serving(config, tmp_path_factory.mktemp("served")))
+
+
+@pytest.fixture
+def run(shared_server: Served) -> Any:
+    return shared_server.run
+
+
+@pytest.fixture
+def moe(shared_server: Served) -> list[Any]:
+    return shared_server.models
+
+
+@pytest.fixture
+def server(shared_server: Served) -> Any:
+    """The shared server on the weights of moe[0], whatever the test before left."""
+    shared_server.take(0)
+    return shared_server.server
 
 
 @pytest.hookimpl(trylast=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -111,13 +112,8 @@ def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_
     start_job, own_model_and_data, part
 ):
     """Of a model without a path, which is what the actor begins with."""
-    job = start_job(
-        *own_model_and_data, *CONVERSATION, "models.user.num_servers=1", "trainer.num_steps=1000"
-    )
-    job.wait_until(
-        lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
-    )
-    _part_of_server_0(job, part).kill()
+    own = *own_model_and_data, *CONVERSATION, "models.user.num_servers=1", "trainer.num_steps=1000"
+    job = _job_with_a_kill(start_job, part, own)
     killed = time.monotonic()
     assert job.process.wait(120) == 1
     assert time.monotonic() - killed < 60
@@ -131,17 +127,22 @@ def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_
 def test_one_of_two_servers_of_a_frozen_model_dies_and_the_run_goes_on(
     start_job, own_model_and_data, part
 ):
-    job = start_job(
-        *own_model_and_data, *CONVERSATION, "models.user.num_servers=2", "trainer.num_steps=6"
-    )
-    job.wait_until(
-        lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
-    )
-    _part_of_server_0(job, part).kill()
+    own = *own_model_and_data, *CONVERSATION, "models.user.num_servers=2", "trainer.num_steps=6"
+    job = _job_with_a_kill(start_job, part, own)
     assert job.process.wait(300) == 0, job.stderr
     rows = [row for row in rows_of(job.output) if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert job.left() == []
+
+
+def _job_with_a_kill(start_job: Callable[..., Job], part: str, settings: Sequence[str]) -> Job:
+    """A run in which, after a step, a part of the first server of `models.user` is killed."""
+    job = start_job(*settings)
+    job.wait_until(
+        lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
+    )
+    _part_of_server_0(job, part).kill()
+    return job
 
 
 def _part_of_server_0(job: Job, part: str) -> psutil.Process:

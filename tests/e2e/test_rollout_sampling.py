@@ -8,26 +8,9 @@ import pytest
 import torch
 
 from mcore_rl.rollout.protocol import SamplingParams
-from tests.e2e.served import PROMPT, Model
+from tests.e2e.served import PROMPT
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def run(shared_server):
-    return shared_server.run
-
-
-@pytest.fixture
-def moe(shared_server) -> list[Model]:
-    return shared_server.models
-
-
-@pytest.fixture
-def server(shared_server):
-    """The shared server on the weights of moe[0], whatever the test before left."""
-    shared_server.take(0)
-    return shared_server.server
 
 
 def test_log_probs_are_those_of_the_distribution_sampled_from(server, run, moe):

@@ -49,23 +49,6 @@ pytestmark = pytest.mark.server
 _REVIEWED_VLLM = {"0.32.0"}
 
 
-@pytest.fixture
-def run(shared_server):
-    return shared_server.run
-
-
-@pytest.fixture
-def moe(shared_server) -> list[Model]:
-    return shared_server.models
-
-
-@pytest.fixture
-def server(shared_server):
-    """The shared server on the weights of moe[0], whatever the test before left."""
-    shared_server.take(0)
-    return shared_server.server
-
-
 def _check_generation(run, server, model: Model, number: int, tolerance: float = 1e-4) -> None:
     prompts = [PROMPT[: len(PROMPT) - i] for i in range(4)]
     # Seeded: by chance a router weighs two experts the same to the last bit, and either is right.
