@@ -78,7 +78,9 @@ def assert_ended(job, number, word) -> None:
     assert job.process.wait() == 128 + number
     assert job.left() == []
     assert_whole(job)
-    assert job.stderr == f"mcore-rl rl: {word}\n"
+    lines = job.stderr.splitlines()
+    # A model that earns nothing yet has steps that teach nothing.
+    assert [line for line in lines if "warning: step " not in line] == [f"mcore-rl rl: {word}"]
 
 
 def assert_logs(job) -> None:
@@ -122,7 +124,7 @@ def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_inter
     killed, interrupted = (start_job(*own_model_and_data, *TRAINING) for _ in range(2))
     for job in (killed, interrupted):
         job.wait_until(lambda job=job: is_training(job), "the first step")
-        assert len(job.processes) > 8
+        assert len(job.processes) >= 8  # five of Ray and its node, three ranks
         interrupt_an_export(job)
     killed.process.kill()
     assert killed.process.wait() == -signal.SIGKILL
