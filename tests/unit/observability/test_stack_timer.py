@@ -9,14 +9,16 @@ import time
 from mcore_rl.observability.stack_timer import StackTimer
 
 
-def waits_for_ever(ended: threading.Event) -> None:
+def waits_for_ever(begun: threading.Event, ended: threading.Event) -> None:
+    begun.set()
     ended.wait()
 
 
 def test_what_takes_too_long_is_named_with_all_stacks_once(capfd):
-    ended = threading.Event()
-    thread = threading.Thread(target=waits_for_ever, args=[ended])
+    begun, ended = threading.Event(), threading.Event()
+    thread = threading.Thread(target=waits_for_ever, args=[begun, ended])
     thread.start()
+    assert begun.wait(60)  # else it may not be there when the stacks are taken
     timer = StackTimer("rank 3 on here", 0.1)
     timer.begin("model.update")
     found, deadline, name = "", time.monotonic() + 60, sys._getframe().f_code.co_name
