@@ -63,7 +63,7 @@ class PeakMemory:
     a core; between, memory is what it was then and what anonymous memory has grown by.
     """
 
-    def __init__(self, interval_s: float = 8.0, share: float = 0.0005) -> None:
+    def __init__(self, interval_s: float = 4.0, share: float = 0.0005) -> None:
         self._interval_s, self._share = interval_s, share
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)

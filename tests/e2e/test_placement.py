@@ -77,7 +77,7 @@ PAUSES = {
             ("trains", "engine", r"rollout\.wake: rank 0 \(host .* died"),
             ("trains", "actor", r"actor\.update: rank 0 \(host .* died"),
             ("generates", "engine", r"rollout\.collect: rank 0 \(host .* died"),
-            ("generates", "actor", r"actor\.to: rank 0 \(host .* died"),
+            ("generates", "actor", r"actor\.apply: rank 0 \(host .* died"),
             ("pushes", "actor", r"actor\.send_weights: rank 0 \(host .* died"),
             ("pushes", "engine", r"rollout\.receive_weights: rank 0 \(host .* died"),
         ],
@@ -96,7 +96,8 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
         "algorithm.loss_settings={}", function, f"{setting}={paused}", "rollout.max_restarts=0",
     )  # fmt: skip
     job.wait_until(paused.exists, f"a job that {while_it}")
-    (process,) = [p for p in set(job.processes) if _is(p, victim)]
+    started = psutil.Process(job.process.pid).children(recursive=True)
+    (process,) = [p for p in started if _is(p, victim)]
     process.kill()
     assert job.process.wait(120) == 1
     assert job.left() == []
