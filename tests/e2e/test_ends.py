@@ -31,9 +31,11 @@ def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_an
             filler.write(bytes(1 << 16))
             filler.flush()
     assert job.process.wait() == 1
-    assert job.stderr.startswith("mcore-rl rl: ") and job.stderr.count("\n") == 1
-    assert "No space left on device" in job.stderr
-    [place] = re.findall(r"the weights are in (\S+)", job.stderr)
+    # A model that earns nothing yet has steps that teach nothing, and tables find no room either.
+    *warnings, error = job.stderr.splitlines()
+    assert all(line.startswith("mcore-rl: warning: ") for line in warnings)
+    assert error.startswith("mcore-rl rl: ") and "No space left on device" in error
+    [place] = re.findall(r"the weights are in (\S+)", error)
     assert Path(place).is_relative_to(job.temp)
     assert Path(place).parent.stat().st_mode & 0o777 == 0o700
     found = load_file(Path(place) / "model.safetensors")

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.test_resume import ONE_RANK
-from tests.pages import PAGES, ROOT, Command, of_kind
+from tests.pages import ROOT, Command, of_kind
 from tests.unit.repo.test_docs import write_recipes
 
 BIN = Path(sys.executable).parent
@@ -43,8 +43,7 @@ def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     given = {name: value for name, _, value in (s.partition("=") for s in own_model_and_data)}
     Path("here").mkdir()
-    for page in PAGES:
-        write_recipes(page.read_text(), tmp_path)
+    write_recipes((ROOT / JOBS[settings].page).read_text(), tmp_path)
     for name in ("train", "test"):
         Path("here", f"{name}.parquet").symlink_to(given[f"data.{name}_file"])
     model = str(_longer(given["model.path"]))
