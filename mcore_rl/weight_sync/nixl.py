@@ -5,6 +5,9 @@ memory too. A sender packs a message and notifies its receiver, which reads it; 
 sender when that is done. Version and format of the update and checksums travel in the notification.
 Each rank finds at a rendezvous how to reach the others. NIXL does not authenticate: use it only in
 a network that can be trusted, as NCCL does.
+
+NIXL's own thread is off: it takes a whole core of each rank, all the time. So what a rank has begun
+goes on while it waits, and over TCP also what others read of it.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import ExchangeTransport, WeightUpdate
 
 _POLL_S = 0.0005
+_REFUSING_S = 1.0  # to reach others, who may not have been spoken to yet
 _REFUSAL = -1, -1  # in the place of peer and bucket
 Notices = dict[tuple[int, int, int], dict[str, Any]]  # by version, peer and bucket
 
@@ -53,7 +57,8 @@ class NixlTransport(ExchangeTransport):
         try:
             keys = RendezvousStore(endpoint, rank, spec.world_size, self._timeout_s)
             _stay_on_loopback(keys.own_address)
-            self._agent = api.nixl_agent(str(rank), api.nixl_agent_config(backends=["UCX"]))
+            how = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent = api.nixl_agent(str(rank), how)
             self._staging = torch.empty(2 * self._half, dtype=torch.uint8, device=device)
             self._registered = self._agent.register_memory(self._staging)
             self._peers = [peer for peer in range(spec.world_size) if peer != rank]
@@ -78,7 +83,9 @@ class NixlTransport(ExchangeTransport):
         self._used = 0
         for key in [key for key in self._notices if key[0] < update.version]:
             del self._notices[key]
-        yield _NixlMessages(self._agent, self._peers, update, self._notices, self._timeout_s)
+        messages = _NixlMessages(self._agent, self._peers, update, self._notices, self._timeout_s)
+        yield messages
+        messages.go_on(0)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         start, self._used = self._used, self._used + num_bytes
@@ -174,6 +181,14 @@ class _NixlMessages:
         self._agree(peer, self._notices[key])
         return self._notices[key]
 
+    def go_on(self, seconds: float) -> None:
+        """For what was told last to leave."""
+        deadline = time.monotonic() + seconds
+        self._take_notices()
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            self._take_notices()
+
     def _take_notices(self) -> None:
         for name, texts in self._agent.get_new_notifs().items():
             for notice in map(json.loads, texts):
@@ -188,6 +203,7 @@ class _NixlMessages:
             refusal = {"version": self._update.version, "reason": str(error)}
             for other in self._peers:
                 self._agent.send_notif(str(other), json.dumps(refusal).encode())
+            self.go_on(_REFUSING_S)
             raise
 
     def _read(self, peer: int, bucket: int, data: torch.Tensor, notice: dict[str, Any]) -> None:

@@ -109,6 +109,16 @@ def test_all_that_listens_for_a_route_is_on_the_address_that_was_chosen(checkpoi
     assert {address for address, _ in found} == {"127.0.0.1"}
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_have_nothing_to_move_take_no_core(checkpoint, transport):
+    route = routes.Route(checkpoint, transport)
+    check(route, route.sync((1,)))
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.5
+    assert len(route.ends) > 1
+
+
 def listening() -> set[tuple[str, int]]:
     connections = psutil.Process().net_connections("tcp")
     return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
