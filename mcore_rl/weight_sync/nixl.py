@@ -6,8 +6,9 @@ sender when that is done. Version and format of the update and checksums travel 
 Each rank finds at a rendezvous how to reach the others. NIXL does not authenticate: use it only in
 a network that can be trusted, as NCCL does.
 
-NIXL's own thread is off: it takes a whole core of each rank, all the time. So what a rank has begun
-goes on while it waits, and over TCP also what others read of it.
+NIXL's progress thread is off: it polls without a pause, which takes a core of each rank all the
+time (nixl 1.5.1). So messages move on only while their rank is in a call of this file; over TCP
+that holds for what others read from it, too.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class NixlTransport(ExchangeTransport):
             del self._notices[key]
         messages = _NixlMessages(self._agent, self._peers, update, self._notices, self._timeout_s)
         yield messages
-        messages.go_on(0)
+        messages.progress(0)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         start, self._used = self._used, self._used + num_bytes
@@ -181,8 +182,8 @@ class _NixlMessages:
         self._agree(peer, self._notices[key])
         return self._notices[key]
 
-    def go_on(self, seconds: float) -> None:
-        """For what was told last to leave."""
+    def progress(self, seconds: float) -> None:
+        """For so long, but once at least: what was sent last leaves."""
         deadline = time.monotonic() + seconds
         self._take_notices()
         while time.monotonic() < deadline:
@@ -203,7 +204,7 @@ class _NixlMessages:
             refusal = {"version": self._update.version, "reason": str(error)}
             for other in self._peers:
                 self._agent.send_notif(str(other), json.dumps(refusal).encode())
-            self.go_on(_REFUSING_S)
+            self.progress(_REFUSING_S)
             raise
 
     def _read(self, peer: int, bucket: int, data: torch.Tensor, notice: dict[str, Any]) -> None:
