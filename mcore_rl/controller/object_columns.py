@@ -12,7 +12,8 @@ its own. All others are together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -137,9 +138,9 @@ def _slices(
 ) -> list[tuple[int, int]]:
     """Of consecutive rows that make an object together; at most `num_most`, if it is given."""
     num_bytes = np.zeros(num_rows, np.int64)
-    for column in columns.values():
-        entry = column.values.itemsize * int(np.prod(column.values.shape[1:], dtype=np.int64))
-        num_bytes += column.lengths * entry
+    for same in _by_offsets(columns.values()):
+        entries = (c.values.itemsize * math.prod(c.values.shape[1:]) for c in same)
+        num_bytes += same[0].lengths * sum(entries)
     ends, most_bytes = np.cumsum(num_bytes), _object_bytes()
     cuts = [0] if num_rows else []
     while cuts and cuts[-1] < num_rows:
@@ -151,6 +152,14 @@ def _slices(
         numbers = np.minimum((ends - num_bytes) * num_most // ends[-1], num_most - 1)
         cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), num_rows]
     return list(pairwise(cuts))
+
+
+def _by_offsets(columns: Iterable[Jagged]) -> list[list[Jagged]]:
+    """Those with the same array of offsets together."""
+    found: dict[int, list[Jagged]] = {}
+    for column in columns:
+        found.setdefault(id(column.offsets), []).append(column)
+    return list(found.values())
 
 
 def _rows_of(columns: Mapping[str, Jagged], start: int, end: int) -> dict[str, Jagged]:
@@ -178,13 +187,16 @@ def fetch(batch: RemoteBatch, timeout_s: float | None = None) -> Batch:
     places = {id(column.places): column.places for column in batch.remote.values()}
     references = dict.fromkeys(ref for one in places.values() for ref in one.references)
     objects = dict(zip(references, _objects(list(references), timeout_s), strict=True))
+    runs = {key: one.run() for key, one in places.items()}
     columns: dict[str, Column] = {}
     known: dict[tuple[int, str], Jagged] = {}  # a column may be there under two names
     for name, column in batch.remote.items():
         key = id(column.places), column.stored_name
         if key not in known:
-            own = [objects[reference] for reference in column.places.references]
-            known[key] = _gathered(column, own, batch, name)
+            own = [objects[reference][key[1]] for reference in column.places.references]
+            run = runs[key[0]]
+            rows = _gathered(column, own, batch, name) if run is None else _slice(own[0], *run)
+            known[key] = rows
         columns[name] = known[key]
     return Batch({**columns, **batch.own.columns})
 
@@ -246,14 +258,10 @@ def _objects(references: list[Any], timeout_s: float | None) -> Objects:
     return found
 
 
-def _gathered(column: RemoteColumn, objects: Objects, batch: RemoteBatch, name: str) -> Jagged:
+def _gathered(column: RemoteColumn, sources: list[Jagged], batch: RemoteBatch, name: str) -> Jagged:
     numbers, rows = column.places.objects, column.places.rows
-    sources = [one[column.stored_name] for one in objects]
     if not len(rows):
         return Jagged(column.empty, np.zeros(1, np.int64))
-    if len(sources) == 1 and (numbers == 0).all() and (np.diff(rows) == 1).all():
-        first, end = int(rows[0]), int(rows[-1]) + 1
-        return sources[0] if end - first == len(sources[0]) else _slice(sources[0], first, end)
     if (is_filled := numbers == NOWHERE).any():
         lengths = batch.lengths("response_ids")[is_filled]
         numbers, rows = numbers.copy(), rows.copy()
@@ -263,6 +271,8 @@ def _gathered(column: RemoteColumn, objects: Objects, batch: RemoteBatch, name: 
 
 
 def _slice(source: Jagged, first: int, end: int) -> Jagged:
+    if end - first == len(source):
+        return source
     offsets = source.offsets[first : end + 1]
     return Jagged(source.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
@@ -293,9 +303,6 @@ class GatheredRows(Jagged):
         own = {"_sources": sources, "_numbers": numbers, "_rows": rows, "_joined": None}
         for name, value in {**own, "offsets": _offsets(lengths)}.items():
             object.__setattr__(self, name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Jagged, (self.values, self.offsets)
 
     def __getitem__(self, row: int) -> Array:
         return self._sources[self._numbers[row]][self._rows[row]]

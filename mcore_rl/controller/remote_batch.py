@@ -36,6 +36,13 @@ class Places:
     objects: Rows  # [samples]: which of them has the row
     rows: Rows  # [samples]: its number in that object
 
+    def run(self) -> tuple[int, int] | None:
+        """The first row of one object and the end, if these rows follow each other in it."""
+        is_run = len(self.rows) and len(self.references) == 1 and not self.objects.any()
+        if not is_run or (np.diff(self.rows) != 1).any():
+            return None
+        return int(self.rows[0]), int(self.rows[-1]) + 1
+
     def take(self, index: npt.NDArray[np.int64]) -> Places:
         """Without the objects that no row is left of: they may go."""
         objects, rows = self.objects[index], self.rows[index]
@@ -94,8 +101,10 @@ class RemoteBatch(Samples):
         stored: dict[int, tuple[Any, dict[str, Any]]] = {}  # by their places
         for name, column in self.remote.items():
             places, empty = column.places, column.empty
-            packed = places.references, _packed(places.objects), _packed(places.rows)
-            columns = stored.setdefault(id(places), (packed, {}))[1]
+            if id(places) not in stored:
+                packed = places.references, _packed(places.objects), _packed(places.rows)
+                stored[id(places)] = packed, {}
+            columns = stored[id(places)][1]
             columns[name] = column.stored_name, empty.dtype.char, empty.shape[1:]
         return _restored, (own, list(stored.values()), len(self))
 

@@ -31,6 +31,9 @@ class Jagged:
     values: Array  # [total length]
     offsets: npt.NDArray[np.int64]  # [number of rows + 1]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Jagged, (self.values, self.offsets)
+
     @classmethod
     def of(cls, rows: Iterable[Sequence[float] | Array], dtype: npt.DTypeLike) -> Jagged:
         arrays = [np.asarray(row, dtype=dtype) for row in rows]

@@ -101,21 +101,22 @@ class FilePrompts:
 
     def take(self, prompts: Sequence[int]) -> list[PromptRow]:
         rows = [self._rows[self.row_number(prompt)] for prompt in prompts]
-        ids = _encode([self._text(row) for row in rows], self._tokenizer)
-        return [self._prompt_row(*pair) for pair in zip(rows, ids, strict=True)]
+        chats = [chat(row, self._prompt) for row in rows]
+        ids = _encode(list(map(self._text, rows, chats)), self._tokenizer)
+        return list(map(self._prompt_row, rows, ids, chats))
 
-    def _prompt_row(self, row: Row, ids: list[int]) -> PromptRow:
+    def _prompt_row(self, row: Row, ids: list[int], messages: list[Message]) -> PromptRow:
         fields = {n: value for n, value in row.values.items() if n != self._prompt.name}
-        return PromptRow(ids, {**fields, "answer": self._answer.of(row)}, chat(row, self._prompt))
+        return PromptRow(ids, {**fields, "answer": self._answer.of(row)}, messages)
 
-    def _text(self, row: Row) -> str:
-        return _templated(row, self._prompt, self._tools, self._tokenizer)
+    def _text(self, row: Row, messages: list[Message]) -> str:
+        return _templated(row, messages, self._tools, self._tokenizer)
 
     def _checked_lengths(self) -> npt.NDArray[np.int32]:
         """The tokens of each row's prompt; ConfigError for the first row that is not valid."""
         lengths = [np.empty(0, np.int32)]
         for rows in _chunks(self._rows):
-            texts = [self._text(row) for row in rows]
+            texts = [self._text(row, chat(row, self._prompt)) for row in rows]
             for row in rows:
                 _check_answer(row, self._answer)
             lengths.append(np.array([len(i) for i in _encode(texts, self._tokenizer)], np.int32))
@@ -169,7 +170,7 @@ def load_supervised(
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
     for rows in _chunks(open_rows(path, setting)):
-        texts = [_templated(row, prompt, tools, tokenizer) for row in rows]
+        texts = [_templated(row, chat(row, prompt), tools, tokenizer) for row in rows]
         answers = [response.text(row) for row in rows]
         prompts += _encode(texts, tokenizer)
         responses += [[*ids, tokenizer.eos_token_id] for ids in _encode(answers, tokenizer)]
@@ -204,12 +205,15 @@ def _check_answer(row: Row, column: Column) -> None:
 
 
 def _templated(
-    row: Row, prompt: Column, tools: Column | None, tokenizer: PreTrainedTokenizerBase
+    row: Row,
+    messages: list[Message],
+    tools: Column | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> str:
     """The chat of a row as the template writes it, up to where the response begins."""
     from jinja2 import TemplateError  # comes with transformers
 
-    messages, schemas = chat(row, prompt), tool_schemas(row, tools)
+    schemas = tool_schemas(row, tools)
     try:
         if schemas and "tools" not in tokenizer.get_chat_template(tools=schemas):
             raise row.refusal("has tools, and the model's chat template does not use any")

@@ -110,9 +110,9 @@ def first_trajectories(batch: Samples, max_samples: int, max_tokens: int) -> lis
     for row, key in enumerate(keys):
         trajectories.setdefault(key, []).append(row)
     rows: list[int] = []
-    num_tokens, tokens = batch.num_tokens, 0
+    num_tokens, tokens = batch.num_tokens.tolist(), 0
     for own in trajectories.values():
-        tokens += int(num_tokens[own].sum())
+        tokens += sum(num_tokens[row] for row in own)
         is_full = (max_samples and len(rows) + len(own) > max_samples) or (
             max_tokens and tokens > max_tokens
         )

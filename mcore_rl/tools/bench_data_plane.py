@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -142,10 +143,12 @@ def check(groups: BothSides, sizes: Sequence[tuple[int, int, int]]) -> None:
 
 def measured(candidates: dict[str, Callable[[], None]], repetitions: int) -> dict[str, RoundTrip]:
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    order, shuffle = list(candidates), random.Random(0).shuffle
     for _ in range(_WARM_UPS + repetitions):
-        for name, round_trip in candidates.items():
+        shuffle(order)  # one that frees much slows the next
+        for name in order:
             start = time.perf_counter()
-            round_trip()
+            candidates[name]()
             times[name].append(time.perf_counter() - start)
     counted = {name: all_of_it[_WARM_UPS:] for name, all_of_it in times.items()}
     return {name: RoundTrip(statistics.median(one), min(one)) for name, one in counted.items()}
