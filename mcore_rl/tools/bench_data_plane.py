@@ -145,7 +145,7 @@ def measured(candidates: dict[str, Callable[[], None]], repetitions: int) -> dic
     times: dict[str, list[float]] = {name: [] for name in candidates}
     order, shuffle = list(candidates), random.Random(0).shuffle
     for _ in range(_WARM_UPS + repetitions):
-        shuffle(order)  # one that frees much slows the next
+        shuffle(order)  # what one leaves behind may slow the next
         for name in order:
             start = time.perf_counter()
             candidates[name]()
