@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -138,9 +138,8 @@ def _slices(
 ) -> list[tuple[int, int]]:
     """Of consecutive rows that make an object together; at most `num_most`, if it is given."""
     num_bytes = np.zeros(num_rows, np.int64)
-    for same in _by_offsets(columns.values()):
-        entries = (c.values.itemsize * math.prod(c.values.shape[1:]) for c in same)
-        num_bytes += same[0].lengths * sum(entries)
+    for column in columns.values():
+        num_bytes += column.lengths * column.values.itemsize * math.prod(column.values.shape[1:])
     ends, most_bytes = np.cumsum(num_bytes), _object_bytes()
     cuts = [0] if num_rows else []
     while cuts and cuts[-1] < num_rows:
@@ -152,14 +151,6 @@ def _slices(
         numbers = np.minimum((ends - num_bytes) * num_most // ends[-1], num_most - 1)
         cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), num_rows]
     return list(pairwise(cuts))
-
-
-def _by_offsets(columns: Iterable[Jagged]) -> list[list[Jagged]]:
-    """Those with the same array of offsets together."""
-    found: dict[int, list[Jagged]] = {}
-    for column in columns:
-        found.setdefault(id(column.offsets), []).append(column)
-    return list(found.values())
 
 
 def _rows_of(columns: Mapping[str, Jagged], start: int, end: int) -> dict[str, Jagged]:
@@ -187,15 +178,15 @@ def fetch(batch: RemoteBatch, timeout_s: float | None = None) -> Batch:
     places = {id(column.places): column.places for column in batch.remote.values()}
     references = dict.fromkeys(ref for one in places.values() for ref in one.references)
     objects = dict(zip(references, _objects(list(references), timeout_s), strict=True))
-    runs = {key: one.run() for key, one in places.items()}
+    spans = {key: one.span() for key, one in places.items()}
     columns: dict[str, Column] = {}
     known: dict[tuple[int, str], Jagged] = {}  # a column may be there under two names
     for name, column in batch.remote.items():
         key = id(column.places), column.stored_name
         if key not in known:
-            own = [objects[reference][key[1]] for reference in column.places.references]
-            run = runs[key[0]]
-            rows = _gathered(column, own, batch, name) if run is None else _slice(own[0], *run)
+            sources = [objects[ref][column.stored_name] for ref in column.places.references]
+            span = spans[id(column.places)]
+            rows = _slice(sources[0], *span) if span else _gathered(column, sources, batch, name)
             known[key] = rows
         columns[name] = known[key]
     return Batch({**columns, **batch.own.columns})

@@ -36,10 +36,9 @@ class Places:
     objects: Rows  # [samples]: which of them has the row
     rows: Rows  # [samples]: its number in that object
 
-    def run(self) -> tuple[int, int] | None:
-        """The first row of one object and the end, if these rows follow each other in it."""
-        is_run = len(self.rows) and len(self.references) == 1 and not self.objects.any()
-        if not is_run or (np.diff(self.rows) != 1).any():
+    def span(self) -> tuple[int, int] | None:
+        """The first row and the end, if these are rows of one object that follow each other."""
+        if not len(self.rows) or self.objects.any() or (np.diff(self.rows) != 1).any():
             return None
         return int(self.rows[0]), int(self.rows[-1]) + 1
 

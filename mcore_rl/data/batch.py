@@ -31,7 +31,7 @@ class Jagged:
     values: Array  # [total length]
     offsets: npt.NDArray[np.int64]  # [number of rows + 1]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # of subclasses too: they arrive as plain ones
         return Jagged, (self.values, self.offsets)
 
     @classmethod
