@@ -20,7 +20,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import Dispatch
 from mcore_rl.controller.pending import Limit, PendingCall
 from mcore_rl.controller.pool import ray_session
-from mcore_rl.controller.rank_actor import Reply, WorkerInfo
+from mcore_rl.controller.rank_actor import Call, Reply, WorkerInfo
 from mcore_rl.controller.sending import send
 from mcore_rl.data.batch import Batch
 from mcore_rl.parallel.mesh import Mesh
@@ -29,8 +29,8 @@ from mcore_rl.parallel.mesh import Mesh
 class AllRanks:
     """Answers as `RankActor.call` does."""
 
-    def call(self, method: str, is_output: bool, *_: object) -> Reply:
-        return Reply(1.0 if is_output else None)
+    def call(self, call: Call, *_: object) -> Reply:
+        return Reply(1.0 if call[1] else None)
 
 
 class Group:
@@ -52,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     with ray_session(num_cpus=1, object_store_bytes=200 << 20, log_to_driver=False):
         actor = ray.remote(AllRanks).options(num_cpus=0).remote()
-        ray.get(actor.call.remote("", True))
+        ray.get(actor.call.remote(("", True, [], {})))
         for num_ranks in options.ranks:
             print(json.dumps(measure(actor, num_ranks)), flush=True)
 

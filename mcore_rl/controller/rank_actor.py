@@ -28,6 +28,9 @@ from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
 Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
+# Of a worker: the method, whether its value is wanted, and the arguments. As one argument of a call
+# of Ray's, which packs each on its own.
+Call = tuple[str, bool, list[Any], dict[str, Any]]
 
 
 class FailureKind(IntEnum):
@@ -144,21 +147,16 @@ class RankActor:
 
         return _guarded(make)
 
-    def call(
-        self, method: str, is_output: bool, args: list[Any], kwargs: dict[str, Any], *batches: Any
-    ) -> Reply:
+    def call(self, call: Call, *stored: Any) -> Reply:
         """Calls a method of the worker; the value is dropped where nobody wants it.
 
-        A `StoredBatch` among the arguments stands for one of the batches. Of those by reference the
-        columns are fetched, and what the method adds to them is stored here.
+        A `StoredBatch` among the arguments stands for one of those stored. Of batches by reference
+        the columns are fetched, and what the method adds to them is stored here.
         """
 
         def run() -> Any:
-            here = [self._here(one) for one in batches]
-            value = self._value(method, args, kwargs, here)
-            given = [
-                h for h, one in zip(here, batches, strict=True) if isinstance(one, RemoteBatch)
-            ]
+            value, given = self._value(call, stored)
+            method, is_output, *_ = call
             if not is_output:
                 return None
             registration = registered_methods(type(self._worker))[method]
@@ -166,16 +164,7 @@ class RankActor:
 
         return _guarded(run)
 
-    def make(
-        self,
-        method: str,
-        num_pieces: int,
-        num_parts: int,
-        is_output: bool,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        *batches: Any,
-    ) -> list[Any]:
+    def make(self, call: Call, num_pieces: int, num_parts: int, *stored: Any) -> list[Any]:
         """The same for a method that returns new samples: the reply, and objects of `pieces`.
 
         They are results of this call, so they belong to the caller and outlive this process.
@@ -183,8 +172,7 @@ class RankActor:
         found: list[Any] = [None] * (num_pieces * (1 + num_parts))
 
         def run() -> Any:
-            here = [self._here(one) for one in batches]
-            made = self._value(method, args, kwargs, here)
+            made, _ = self._value(call, stored)
             if made is None:  # of a rank that has no part in it
                 return None
             value, found[:] = pieces(made, num_pieces, num_parts)
@@ -192,22 +180,27 @@ class RankActor:
 
         return [_guarded(run), *found]
 
-    def _here(self, batch: Any) -> Batch:
-        if not isinstance(batch, RemoteBatch):
-            return batch
-        part = getattr(self._worker, "part", None)
-        return fetch(batch if part is None else batch.of_part(part), self._fetch_s)
+    def _value(self, call: Call, stored: Sequence[Any]) -> tuple[Any, list[Batch]]:
+        """What the method returned, and the batches by reference as it has got them."""
+        given: list[Batch] = []
 
-    def _value(
-        self, method: str, args: list[Any], kwargs: dict[str, Any], batches: Sequence[Any]
-    ) -> Any:
-        own = {name: _restored(value, batches) for name, value in kwargs.items()}
-        return getattr(self._worker, method)(*(_restored(a, batches) for a in args), **own)
+        def here(value: Any) -> Any:
+            value = stored[value.index] if isinstance(value, StoredBatch) else value
+            if not isinstance(value, RemoteBatch):
+                return value
+            part = getattr(self._worker, "part", None)
+            read = value if part is None else value.of_part(part)
+            given.append(fetch(read, self._fetch_s))
+            return given[-1]
+
+        method, _, args, kwargs = call
+        own = {name: here(value) for name, value in kwargs.items()}
+        return getattr(self._worker, method)(*map(here, args), **own), given
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """Stands for a batch that travels through the object store."""
+    """Stands for a batch that is in the object store, as several ranks get it."""
 
     index: int
 
@@ -233,10 +226,6 @@ def by_reference(
             f"{', '.join(writes) or 'none'}"
         )
     return store(value, same)
-
-
-def _restored(value: Any, batches: Sequence[Any]) -> Any:
-    return batches[value.index] if isinstance(value, StoredBatch) else value
 
 
 def _guarded(run: Callable[[], Any]) -> Reply:

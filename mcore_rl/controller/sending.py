@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
 
 from mcore_rl.controller.call_parts import CallPart
-from mcore_rl.controller.rank_actor import StoredBatch
+from mcore_rl.controller.rank_actor import Call, StoredBatch
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Samples
 
@@ -21,9 +21,9 @@ def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> Sent:
     `actors` are handles by world rank. A batch that several ranks get is stored once.
     """
     return {
-        actors[rank].call.remote(method, *given): rank
+        actors[rank].call.remote(call, *stored): rank
         for part in parts
-        for rank, given in _arguments(part).items()
+        for rank, call, stored in _calls(method, part)
     }
 
 
@@ -37,25 +37,25 @@ def send_for_samples(
     """The same with `RankActor.make`; with the references to what each rank's batch is made of."""
     sent, of_columns, num_objects = {}, {}, num_pieces * (1 + num_parts)
     for part in parts:
-        for rank, given in _arguments(part).items():
+        for rank, call, stored in _calls(method, part):
             make = actors[rank].make.options(num_returns=1 + num_objects)
-            reply, *of_columns[rank] = make.remote(method, num_pieces, num_parts, *given)
+            reply, *of_columns[rank] = make.remote(call, num_pieces, num_parts, *stored)
             sent[reply] = rank
     return sent, of_columns
 
 
-def _arguments(part: CallPart) -> dict[int, list[Any]]:
-    """Of `RankActor.call`, after the name of the method, by rank."""
+def _calls(method: str, part: CallPart) -> Iterator[tuple[int, Call, list[Any]]]:
+    """What each rank of a part is called with, and what of it is stored."""
     stored: list[Any] = []
 
     def store(value: Any) -> Any:
-        if not isinstance(value, Samples):
-            return value
         value = value.to_read() if isinstance(value, RemoteBatch) else value
-        stored.append(ray.put(value) if len(part.ranks) > 1 else value)
+        if len(part.ranks) == 1 or not isinstance(value, Samples):
+            return value
+        stored.append(ray.put(value))
         return StoredBatch(len(stored) - 1)
 
     args = [store(value) for value in part.args]
     kwargs = {name: store(value) for name, value in part.kwargs.items()}
-    counts = {rank: part.output_rank in (None, rank) for rank in part.ranks}
-    return {rank: [is_output, args, kwargs, *stored] for rank, is_output in counts.items()}
+    for rank in part.ranks:
+        yield rank, (method, part.output_rank in (None, rank), args, kwargs), stored

@@ -73,12 +73,12 @@ def test_ranks_of_a_part_are_pointed_to_one_stored_batch_and_one_of_them_answers
     parts = Dispatch.MEGATRON_COMPUTE.scatter(Mesh(Layout(tp=2, dp=2)), (batch_of(5),), {})
     send([ray.actor(rank) for rank in range(4)], "update", parts)
     assert [batch.array("row").tolist() for batch in ray.stored] == [list(p.rows) for p in parts]
-    found = [(rank, args[0], args[1], args[4:]) for rank, args in ray.calls]
+    found = [(rank, *call[:2], stored) for rank, (call, *stored) in ray.calls]
     assert found == [
-        (0, "update", True, ("object 0",)),
-        (1, "update", False, ("object 0",)),
-        (2, "update", True, ("object 1",)),
-        (3, "update", False, ("object 1",)),
+        (0, "update", True, ["object 0"]),
+        (1, "update", False, ["object 0"]),
+        (2, "update", True, ["object 1"]),
+        (3, "update", False, ["object 1"]),
     ]
 
 

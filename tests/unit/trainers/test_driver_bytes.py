@@ -23,7 +23,7 @@ from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller import living_nodes, object_columns, sending
 from mcore_rl.controller.pending import Limit
-from mcore_rl.controller.rank_actor import RankActor
+from mcore_rl.controller.rank_actor import Call, RankActor
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.datasets import PromptDataset, PromptRow, load_prompts
@@ -104,11 +104,13 @@ class Actor:
         value = self._ray.travels(method, value)
         return Reply(self._ray.keep(value).number, value)
 
-    def _call(self, method: str, *given: Any) -> Reply:
-        return self._reply(method, self._host.call(method, *self._given(method, given)))
+    def _call(self, call: Call, *stored: Any) -> Reply:
+        method = call[0]
+        return self._reply(method, self._host.call(*self._given(method, (call, *stored))))
 
-    def _make(self, method: str, *given: Any) -> list[Any]:
-        reply, *columns = self._host.make(method, *self._given(method, given))
+    def _make(self, call: Call, *given: Any) -> list[Any]:
+        method = call[0]
+        reply, *columns = self._host.make(*self._given(method, (call, *given)))
         return [self._reply(method, reply), *map(self._ray.keep, columns)]
 
 
