@@ -52,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     with ray_session(num_cpus=1, object_store_bytes=200 << 20, log_to_driver=False):
         actor = ray.remote(AllRanks).options(num_cpus=0).remote()
-        ray.get(actor.call.remote(("", True, [], {})))
+        ray.get(actor.call.remote(("", True, [], {}, ())))
         for num_ranks in options.ranks:
             print(json.dumps(measure(actor, num_ranks)), flush=True)
 

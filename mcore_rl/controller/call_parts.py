@@ -119,6 +119,40 @@ def split_batches(axes: tuple[str, ...], mesh: Mesh, args: Args, kwargs: Kwargs)
     ]
 
 
+def split_mini_batches(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]:
+    """Each mini-batch of a batch is split as by `split_batches`, over data-parallel ranks.
+
+    The arguments are the batch and `sizes`, by its name: how many consecutive rows each mini-batch
+    has. A rank gets its rows of each of them, one after the other, and these sizes. Without `sizes`
+    all rows are one mini-batch.
+
+    Raises:
+        TypeError: the first argument is no Batch.
+        ValueError: the sizes are not those of all rows.
+    """
+    batch, sizes, groups = args[0], kwargs.get("sizes"), _groups(mesh, ("dp",))
+    if not isinstance(batch, Samples):
+        raise TypeError(f"mini-batches of a {type(batch).__name__}; allowed: a Batch")
+    if sizes is not None and sum(sizes) != len(batch):
+        raise ValueError(f"mini-batches of {list(sizes)} rows of a batch of {len(batch)}")
+    if sizes is None or len(groups) == 1:
+        return split_batches(("dp",), mesh, args, kwargs)
+    costs = _row_costs([batch])
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    rows_of: list[list[list[int]]] = []  # by mini-batch and data-parallel rank
+    for size, end in zip(sizes, ends, strict=True):
+        start = end - size
+        divided = balanced_partition(costs[start:end], len(groups))
+        rows_of.append([[start + row for row in rows] for rows in divided])
+    found = []
+    for ranks, of_each in zip(groups, zip(*rows_of, strict=True), strict=True):
+        rows, its = [row for one in of_each for row in one], {"sizes": [*map(len, of_each)]}
+        output_rank = _first_of_last_stage(mesh, ranks)
+        part = CallPart(ranks, output_rank, (batch.take(rows),), kwargs | its, tuple(rows))
+        found.append(part)
+    return found
+
+
 def split_batches_for_function(
     axes: tuple[str, ...], mesh: Mesh, args: Args, kwargs: Kwargs
 ) -> list[CallPart]:

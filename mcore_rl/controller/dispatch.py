@@ -36,6 +36,7 @@ from mcore_rl.controller.call_parts import (
     only_result,
     split_batches,
     split_batches_for_function,
+    split_mini_batches,
     to_all,
     to_rank_zero,
 )
@@ -65,6 +66,7 @@ class Dispatch:
     RANK_ZERO: Final = DispatchMode(to_rank_zero, only_result)
     DP_COMPUTE: Final = DispatchMode(partial(split_batches, _EVERY_RANK), joined_batch)
     MEGATRON_COMPUTE: Final = DispatchMode(partial(split_batches, ("dp",)), joined_batch)
+    MINI_BATCHES: Final = DispatchMode(split_mini_batches, joined_batch)
     MEGATRON_PP_AS_DP: Final = DispatchMode(partial(split_batches, ("dp", "pp")), joined_batch)
     DP_COMPUTE_WITH_FUNC: Final = DispatchMode(
         partial(split_batches_for_function, _EVERY_RANK), joined_batch

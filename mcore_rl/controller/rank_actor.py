@@ -28,9 +28,10 @@ from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
 Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
-# Of a worker: the method, whether its value is wanted, and the arguments. As one argument of a call
-# of Ray's, which packs each on its own.
-Call = tuple[str, bool, list[Any], dict[str, Any]]
+Ahead = tuple[str, tuple[Any, ...], dict[str, Any]]  # a method, and its arguments
+# Of a worker: the method, whether its value is wanted, the arguments, and what comes before. It is
+# one argument of a call of Ray's, which packs each argument on its own.
+Call = tuple[str, bool, list[Any], dict[str, Any], Sequence[Ahead]]
 
 
 class FailureKind(IntEnum):
@@ -193,7 +194,9 @@ class RankActor:
             given.append(fetch(read, self._fetch_s))
             return given[-1]
 
-        method, _, args, kwargs = call
+        method, _, args, kwargs, before = call
+        for name, its_args, its_kwargs in before:
+            getattr(self._worker, name)(*its_args, **its_kwargs)
         own = {name: here(value) for name, value in kwargs.items()}
         return getattr(self._worker, method)(*map(here, args), **own), given
 

@@ -8,22 +8,26 @@ from typing import Any
 import ray
 
 from mcore_rl.controller.call_parts import CallPart
-from mcore_rl.controller.rank_actor import Call, StoredBatch
+from mcore_rl.controller.rank_actor import Ahead, Call, StoredBatch
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Samples
 
 Sent = dict[Any, int]  # references to replies, with the world ranks that they are of
+ByRank = dict[int, list[Ahead]]
 
 
-def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> Sent:
+def send(
+    actors: Sequence[Any], method: str, parts: Sequence[CallPart], before: ByRank | None = None
+) -> Sent:
     """Calls `RankActor.call` of the ranks of each part.
 
-    `actors` are handles by world rank. A batch that several ranks get is stored once.
+    `actors` are handles by world rank. A batch that several ranks get is stored once. What ranks
+    are to do `before` is taken from there when it is sent.
     """
     return {
         actors[rank].call.remote(call, *stored): rank
         for part in parts
-        for rank, call, stored in _calls(method, part)
+        for rank, call, stored in _calls(method, part, before)
     }
 
 
@@ -33,18 +37,21 @@ def send_for_samples(
     parts: Sequence[CallPart],
     num_pieces: int,
     num_parts: int,
+    before: ByRank | None = None,
 ) -> tuple[Sent, dict[int, list[Any]]]:
     """The same with `RankActor.make`; with the references to what each rank's batch is made of."""
     sent, of_columns, num_objects = {}, {}, num_pieces * (1 + num_parts)
     for part in parts:
-        for rank, call, stored in _calls(method, part):
+        for rank, call, stored in _calls(method, part, before):
             make = actors[rank].make.options(num_returns=1 + num_objects)
             reply, *of_columns[rank] = make.remote(call, num_pieces, num_parts, *stored)
             sent[reply] = rank
     return sent, of_columns
 
 
-def _calls(method: str, part: CallPart) -> Iterator[tuple[int, Call, list[Any]]]:
+def _calls(
+    method: str, part: CallPart, before: ByRank | None
+) -> Iterator[tuple[int, Call, list[Any]]]:
     """What each rank of a part is called with, and what of it is stored."""
     stored: list[Any] = []
 
@@ -58,4 +65,5 @@ def _calls(method: str, part: CallPart) -> Iterator[tuple[int, Call, list[Any]]]
     args = [store(value) for value in part.args]
     kwargs = {name: store(value) for name, value in part.kwargs.items()}
     for rank in part.ranks:
-        yield rank, (method, part.output_rank in (None, rank), args, kwargs), stored
+        ahead = before.pop(rank, ()) if before else ()
+        yield rank, (method, part.output_rank in (None, rank), args, kwargs, ahead), stored

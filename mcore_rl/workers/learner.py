@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_rl.algorithms.controllers import Coefficients, measured
-from mcore_rl.algorithms.distillation import distillation_metrics
-from mcore_rl.algorithms.token_rewards import with_token_rewards
-from mcore_rl.config.resolve_distillation import teachers_of
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
-from mcore_rl.data.batch import Batch, Samples
+from mcore_rl.data.batch import Samples
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers import policy_checks, scoring, steps
+from mcore_rl.workers import policy_checks, scoring, steps, updates
 from mcore_rl.workers.checkpointer import tell
-from mcore_rl.workers.near_data import near, with_near
+from mcore_rl.workers.near_data import near
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.samples import LEFT_OUT, num_groups
+from mcore_rl.workers.training_batch import Told, prepared
 from mcore_rl.workers.turns import Turns
 
 
@@ -54,9 +52,6 @@ class Learner:
             self.turns.begin_training()
             if len(batch):
                 batch = steps.with_log_probs(batch, self.turns.actor, algorithm, temperature)
-                metrics |= policy_checks.checked_mismatch(batch, self.turns.actor, config, step)
-                if teachers_of(config.teacher):
-                    metrics |= near(self.turns.actor, distillation_metrics, batch)
         with clock("update"):
             if len(batch):
                 metrics |= self._update(batch, step)
@@ -80,45 +75,39 @@ class Learner:
     def _update(self, batch: Samples, step: int) -> dict[str, float]:
         """The critic and the actor learn from a batch with log-probs."""
         config, seed = self.config, [self.config.seed, step]
-        metrics, actor = dict[str, float](), self.turns.actor
         found = dict[str, float]()
         if self.coefficients.follow:
-            found = near(actor, measured, batch, self.coefficients.config)
-        now, followed = self.coefficients.of_step(found, len(batch))
+            found = near(self.turns.actor, measured, batch, self.coefficients.config)
+        now, metrics = self.coefficients.of_step(found, len(batch))
         if self.turns.critic is None:
-            batch, doubts = with_near(actor, _with_advantages, batch, now)
+            batch, trained, told = self._prepared(batch, now, step)
         else:
             with self.turns.critic_on_device() as critic:
                 batch = steps.with_values(batch, critic)
-                batch, doubts = with_near(actor, _with_advantages, batch, now)
-                metrics |= steps.update_critic(critic, batch, config, seed=seed)
+                batch, trained, told = self._prepared(batch, now, step)
+                metrics |= updates.update_critic(critic, batch, config, seed=seed)
         self.tables.of_step(step, batch)
-        for doubt in doubts:
+        for doubt in told.doubts:
             tell(f"step {step}: {doubt}")
-        batch = steps.chosen_responses(batch, now.samples, seed)
-        left_out = dict[str, float]()
-        if (
-            now.samples.mask_truncated
-            or now.correction.has_weights
-            or now.correction.reject
-            or now.top_entropy_share < 1
-        ):
-            batch, left_out = with_near(actor, _with_correction, batch, now)
-        metrics |= followed | left_out
+        metrics |= told.gaps | told.metrics
         if step > config.critic.warmup_steps:
-            temperature = config.rollout.temperature
-            metrics |= steps.update(
-                self.turns.actor, batch, now, temperature=temperature, seed=seed
+            metrics |= updates.update(
+                self.turns.actor,
+                trained,
+                told.counts,
+                now,
+                temperature=config.rollout.temperature,
+                seed=seed,
             )
         return metrics
 
-
-def _with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, list[str]]:
-    """Adds token_rewards and advantages; and why the batch teaches little."""
-    batch = steps.with_advantages(with_token_rewards(batch, algorithm), algorithm)
-    return batch, steps.doubts(batch)
-
-
-def _with_correction(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
-    """What of the responses is trained on, and its metrics."""
-    return steps.with_correction(steps.without_truncated(batch, algorithm.samples), algorithm)
+    def _prepared(
+        self, batch: Samples, now: AlgorithmConfig, step: int
+    ) -> tuple[Samples, Samples, Told]:
+        """The batch with advantages; what of it is trained on, with weights; and what is told."""
+        trainer, seed = self.config.trainer, [self.config.seed, step]
+        version = step - 1 if trainer.staleness else None  # of the policy, where others may be, too
+        scored, weighed, told = near(self.turns.actor, prepared, batch, now, version, seed)
+        policy_checks.checked_gaps(told.gaps, trainer, step)
+        batch = batch.union(scored)
+        return batch, steps.chosen_responses(batch, now.samples, seed).union(weighed), told

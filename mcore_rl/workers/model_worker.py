@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +128,26 @@ class ModelWorker:
         self._engine.to(place, model=model, optimizer=optimizer, grad=grad)
         return self._engine.memory_report()
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
-    def update(self, batch: Batch, *, temperature: float = 1.0) -> Metrics:
-        """One optimizer step on a mini-batch; its loss is that of scores at `temperature`.
+    @register(dispatch_mode=Dispatch.MINI_BATCHES)
+    def update(
+        self, batch: Batch, *, sizes: Sequence[int] | None = None, temperature: float = 1.0
+    ) -> list[Metrics]:
+        """An optimizer step on each mini-batch; its loss is that of scores at `temperature`.
 
-        It reads all columns that it is given, as a loss of one's own may: `read_by_loss` of
+        A mini-batch is as many consecutive rows as `sizes` says; all rows, where it is None. It
+        reads all columns that it is given, as a loss of one's own may: `read_by_loss` of
         policy_loss.py leaves out what others do not. See BaseEngine.train_batch for what comes
-        back.
+        back, of each step.
         """
         if self._loss_function is None:
             raise RuntimeError("update on a model without a loss function")
-        mine = self._with_experts(batch)
-        return self._engine.train_batch(mine, self._loss_function, temperature=temperature)
+        mine, found, start = self._with_experts(batch), list[Metrics](), 0
+        for size in [len(batch)] if sizes is None else sizes:
+            part = mine if size == len(batch) else mine.take(range(start, start + size))
+            step = self._engine.train_batch(part, self._loss_function, temperature=temperature)
+            found.append(step)
+            start += size
+        return found
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(

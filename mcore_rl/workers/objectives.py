@@ -55,7 +55,7 @@ class SupervisedObjective:
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
         weights = loss_weights(batch.jagged("response_mask"), self.aggregation)
         with clock("update"):
-            found: Metrics = self.model.update(batch.with_columns(loss_weights=weights))[0]
+            found: Metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
         return found
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
@@ -102,7 +102,7 @@ class PairObjective(ABC):
         batch, losses = self.losses(batch, clock)
         weights = pair_weights(batch, losses)
         with clock("update"):
-            found = self.model.update(batch.with_columns(loss_weights=weights))[0]
+            found = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
         return {**found, **losses.metrics}  # the loss of the update has the gradient, not the value
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:

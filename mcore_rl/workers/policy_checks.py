@@ -7,12 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from mcore_rl.algorithms.correction import mismatch
-from mcore_rl.config.schema import RLConfig, TrainerConfig
-from mcore_rl.controller.dispatch import Group
+from mcore_rl.config.schema import CorrectionConfig, TrainerConfig
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Samples
-from mcore_rl.workers.near_data import B, near, per_sample
-
-_COMPARED = ("log_probs", "rollout_log_probs", "response_mask")
+from mcore_rl.workers.near_data import B, per_sample
 
 
 class PolicyMismatchError(RuntimeError):
@@ -97,28 +94,22 @@ def logprob_gaps(batch: Batch) -> dict[str, float]:
     return {"max_logprob_gap": float(gaps.max()), "mean_logprob_gap": float(gaps.mean())}
 
 
-def checked_mismatch(batch: Samples, actor: Group, config: RLConfig, step: int) -> dict[str, float]:
-    """Metrics of how far trainer and servers are apart, with the gaps checked.
+def gaps_and_mismatch(
+    batch: Batch, config: CorrectionConfig, version: int | None = None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What logprob_gaps has found, to be checked, and metrics of how far the two are apart.
 
     None where the servers' log-probs stand for the trainer's. Replayed samples, of other weights,
-    do not count. The gaps are those of samples of the policy itself: others differ from it by what
-    it has learned since, too.
+    do not count. Where samples are of several versions, the gaps are those of samples of the policy
+    itself, of `version`: others differ from it by what it has learned since, too.
     """
     batch = split_replayed(batch)[0]
-    if config.algorithm.correction.use_rollout_log_probs or not len(batch):
-        return {}
-    rows: list[int] | None = None
-    if config.trainer.staleness:  # none is newer than the policy
-        rows = np.flatnonzero(per_sample(batch).array("oldest_versions") == step - 1).tolist()
-    gaps, found = near(actor, _gaps_and_mismatch, batch, rows, reads=_COMPARED)
-    return checked_gaps(gaps, config.trainer, step) | found
-
-
-def _gaps_and_mismatch(
-    batch: Batch, current: list[int] | None
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Gaps are of these rows alone, or of all; no others come into question."""
-    compared = batch if current is None else batch.take(current)
+    if config.use_rollout_log_probs or not len(batch):
+        return {}, {}
+    compared = batch
+    if version is not None:  # no token is newer
+        is_current = per_sample(batch).array("oldest_versions") == version
+        compared = batch.take(np.flatnonzero(is_current).tolist())
     return logprob_gaps(compared), mismatch(batch)
 
 

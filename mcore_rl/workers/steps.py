@@ -11,27 +11,23 @@ from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
 from mcore_rl.algorithms.correction import corrected
 from mcore_rl.algorithms.distillation import sampled_kl
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS
-from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import MiniBatchInputs, is_prepared, prepared_columns
 from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig
+from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import NOT_SAID, Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.workers.near_data import B, along_tokens, kept, per_sample, with_near
-from mcore_rl.workers.policy_loss import read_by_loss
-from mcore_rl.workers.update_metrics import StepMetrics, TokenCounts, of_update, token_counts
+from mcore_rl.workers.near_data import B, kept, per_sample
+from mcore_rl.workers.update_metrics import TokenCounts, token_counts
 
 T = TypeVar("T")
 
 # What says which samples are a trajectory, and what loss weights are made of.
-_TRAJECTORY = "group_ids", "trajectories", "segments"
-_WEIGHED = (
-    *_TRAJECTORY, "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights",
+TRAJECTORY = "group_ids", "trajectories", "segments"
+WEIGHED = (
+    *TRAJECTORY, "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights",
     "top_entropy_mask",
 )  # fmt: skip
 
@@ -168,7 +164,7 @@ def mini_batches(batch: Samples, num: int, seed: Sequence[int]) -> list[list[int
     return [np.flatnonzero(np.isin(group_ids, part)).tolist() for part in parts]
 
 
-def _with_each(
+def with_each(
     batch: Batch,
     num: int,
     seed: Sequence[int],
@@ -240,86 +236,10 @@ def _weights(
     return weights.with_values(weights.values * np.float32(coef))
 
 
-def with_prepared_columns(
-    batch: Batch, algorithm: AlgorithmConfig, seed: Sequence[int]
-) -> tuple[Batch, None]:
-    """Adds what the loss reads of a whole mini-batch.
-
-    It has current_log_probs and entropy of the policy as it is before the update.
-    """
-    columns = prepared_columns(
-        LOSSES[algorithm.loss],
-        LOSSES.settings(algorithm.loss, algorithm.loss_settings),
-        MiniBatchInputs(batch, seed),
-        f"{LOSSES.setting}={algorithm.loss!r}",
-    )
-    return batch.with_columns(**columns), None
-
-
-def update(
-    actor: Group,
-    batch: Samples,
-    algorithm: AlgorithmConfig,
-    *,
-    temperature: float,
-    seed: Sequence[int],
-) -> dict[str, float]:
-    """One optimizer step per mini-batch with a token to train on; none if no group is left.
-
-    For a loss that is prepared (algorithms/inputs.py), the columns that it reads are made of each
-    mini-batch and the policy as it is then.
-    """
-    found, num = [], algorithm.num_mini_batches
-    batch, counts = with_near(
-        actor, _with_each, batch, num, seed, with_loss_weights, algorithm, reads=_WEIGHED
-    )
-    parts = mini_batches(batch, num, seed)
-    for index, (rows, trained) in enumerate(zip(parts, counts, strict=True)):
-        if not any(trained.values()):
-            continue
-        part = batch.take(rows)
-        if is_prepared(LOSSES[algorithm.loss]):
-            # Before the first one it is still the policy that has scored the batch.
-            is_scored = not index and not algorithm.correction.use_rollout_log_probs
-            scored = part if is_scored else actor.compute_log_probs(part, temperature=temperature)
-            current = scored.select("log_probs", "entropy")
-            part = part.union(current.renamed(log_probs="current_log_probs"))
-            its_seed = [*seed, 1 + index]
-            part, _ = with_near(actor, with_prepared_columns, part, algorithm, its_seed)
-        # Every data-parallel rank reports what is true of all of them.
-        read = read_by_loss(along_tokens(part), algorithm.loss)
-        metrics = actor.update(read, temperature=temperature)[0]
-        found.append(StepMetrics(metrics, trained, int(part.num_tokens.sum())))
-    return {f"actor/{name}": value for name, value in of_update(found).items()}
-
-
 def with_values(batch: B, critic: Group) -> B:
     """Adds values, of the critic before its update."""
     scored = critic.compute_values(batch.select("prompt_ids", "response_ids"))
     return batch.union(scored.select("values"))
-
-
-def update_critic(
-    critic: Group, batch: Samples, config: RLConfig, *, seed: Sequence[int]
-) -> dict[str, float]:
-    """One optimizer step per mini-batch, towards the column returns."""
-    columns = "prompt_ids", "response_ids", "response_mask", "values", "returns"
-    num, aggregation = config.algorithm.num_mini_batches, config.critic.loss_aggregation
-    read = batch.select(*columns, *(name for name in _TRAJECTORY if name in batch))
-    given = _with_each, read, num, seed, _with_critic_weights, aggregation
-    weighted, counts = with_near(critic, *given, reads=_WEIGHED)
-    found = []
-    for rows, trained in zip(mini_batches(weighted, num, seed), counts, strict=True):
-        part = weighted.take(rows)
-        metrics = critic.update(along_tokens(part))[0]
-        found.append(StepMetrics(metrics, trained, int(part.num_tokens.sum())))
-    return {f"critic/{name}": value for name, value in of_update(found).items()}
-
-
-def _with_critic_weights(batch: Batch, aggregation: str) -> tuple[Batch, TokenCounts]:
-    sequences = Trajectories(batch).numbers
-    weights = loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
-    return batch.with_columns(loss_weights=weights), token_counts(Batch({LOSS_WEIGHTS: weights}))
 
 
 def doubts(batch: Batch) -> list[str]:

@@ -63,7 +63,7 @@ class Turns:
 
     def begin_training(self) -> None:
         if model_moves(self.placement, "actor", self.models):
-            self.actor.to("device")
+            self.actor.with_next("to", "device")
 
     @contextlib.contextmanager
     def critic_on_device(self) -> Iterator[WorkerGroup]:
@@ -81,7 +81,7 @@ class Turns:
         """Inside, a model has its devices, which the actor has left or not yet got."""
         moves = model_moves(self.placement, role, self.models)
         if moves:
-            self.models[role].to("device")
+            self.models[role].with_next("to", "device")
         yield self.models[role]
         if moves:
             self.models[role].to("host")

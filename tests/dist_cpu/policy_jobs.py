@@ -30,7 +30,7 @@ def update(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     rows = ranks.share_of(engine, batch)
     mine = batch.take(rows)
     scored = worker.compute_log_probs(mine, temperature=TEMPERATURE)
-    found: ranks.Result = {"metrics": worker.update(mine, temperature=TEMPERATURE)}
+    found: ranks.Result = {"metrics": worker.update(mine, temperature=TEMPERATURE)[0]}
     if scored is not None:
         for name in ("log_probs", "entropy"):
             column = scored.jagged(name)

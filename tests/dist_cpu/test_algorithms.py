@@ -27,12 +27,8 @@ from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.value_engine import ValueEngine
 from mcore_rl.parallel.groups import initialize_groups
 from mcore_rl.workers.policy_loss import PolicyLoss
-from mcore_rl.workers.steps import (
-    update,
-    with_advantages,
-    with_loss_weights,
-    with_prepared_columns,
-)
+from mcore_rl.workers.steps import with_advantages, with_each, with_loss_weights
+from mcore_rl.workers.updates import update, with_prepared_columns
 from tests.nightly import all_but
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -123,17 +119,19 @@ def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig
         def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
             return engine.infer_batch(batch, temperature=temperature)
 
-        def update(self, batch: Batch, *, temperature: float) -> list[Any]:
+        def update(self, batch: Batch, *, temperature: float) -> list[list[Any]]:
             names = ("group_ids", "log_probs", "current_log_probs", "selected")
             values = {n: getattr(batch[n], "values", batch[n]) for n in names}
             tensors = {n: torch.from_numpy(value.copy()) for n, value in values.items()}
             weights = {n: w.clone() for n, w in engine.get_per_tensor_param()}
             found.append({"columns": tensors, "weights": weights})
-            return [engine.train_batch(batch, loss, temperature=temperature)]
+            return [[engine.train_batch(batch, loss, temperature=temperature)]]
 
     actor: Any = Actor()
     scored = actor.compute_log_probs(batch, temperature=1.0)
-    metrics = update(actor, scored, algorithm, temperature=1.0, seed=[0, 1])
+    num, seed = algorithm.num_mini_batches, [0, 1]
+    weighed, counts = with_each(scored, num, seed, with_loss_weights, algorithm)
+    metrics = update(actor, weighed, counts, algorithm, temperature=1.0, seed=seed)
     return {"mini_batches": found, "metrics": metrics}
 
 

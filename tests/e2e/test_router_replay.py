@@ -163,7 +163,7 @@ def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
     scored = run.scored(run.generated)
     weighted, _ = with_near(run.actor, with_advantages, scored)
     batch, _ = with_near(run.actor, steps.with_loss_weights, weighted, run.config.algorithm)
-    [metrics] = run.actor.update(along_tokens(batch), temperature=1.0)
+    [[metrics]] = run.actor.update(along_tokens(batch), temperature=1.0)
     assert metrics["grad_norm"] > 0
     dropped = batch.renamed(**{NAMES[1]: f"{EXPERTS}/1"})
     with pytest.raises(

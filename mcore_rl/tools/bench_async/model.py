@@ -271,14 +271,19 @@ class Actor:
     def to(self, place: str, model: bool = True) -> None:
         """Takes no time."""
 
+    def with_next(self, method: str, place: str) -> None:
+        """Neither does this: it comes to its devices."""
+
     def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
         self._take(batch, self._load.log_probs_per_s, "log-probs")
         return batch.with_columns(log_probs=batch.jagged("rollout_log_probs"))
 
-    def update(self, batch: Batch, *, temperature: float) -> list[dict[str, float]]:
+    def update(
+        self, batch: Batch, *, sizes: Sequence[int], temperature: float
+    ) -> list[list[dict[str, float]]]:
         self._take(batch, self._load.trained_per_s, "update")
         self.updates.append(batch)
-        return [{"loss": 0.0}]
+        return [[{"loss": 0.0}] * len(sizes)]
 
     def _take(self, batch: Batch, tokens_per_s: float, kind: str) -> None:
         num_tokens = len(batch.jagged("response_ids").values) * ONE_FOR

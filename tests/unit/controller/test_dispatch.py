@@ -199,6 +199,39 @@ def test_each_mode_that_splits_an_uneven_batch_does_it_as_worked_out_by_hand(
     assert its.gather(parts, words) == [f"rank {rank}" for rank in outputs]
 
 
+@pytest.mark.parametrize(
+    ("layout", "ranks", "outputs"),
+    [(TP2_DP2, [(0, 1), (2, 3)], [0, 2]), (DP2_PP2, [(0, 2), (1, 3)], [2, 3])],
+)
+def test_each_mini_batch_is_split_by_itself_as_worked_out_by_hand(layout, ranks, outputs):
+    """The first has the uneven rows from above; the second as much in its last as in both others.
+
+    The third has a row, which one rank gets.
+    """
+    batch, mode = batch_of([*LENGTHS, 10, 40, 50, 5]), Dispatch.MINI_BATCHES
+    parts = mode.scatter(Mesh(layout), (batch,), {"sizes": [5, 3, 1], "temperature": 0.5})
+    assert [part.ranks for part in parts] == ranks
+    assert [part.output_rank for part in parts] == outputs
+    assert [part.args[0].array("row").tolist() for part in parts] == [[0, 5, 6, 8], [1, 2, 3, 4, 7]]
+    sizes = [part.kwargs for part in parts]
+    assert sizes == [{"sizes": its, "temperature": 0.5} for its in ([1, 2, 1], [4, 1, 0])]
+    assert mode.gather(parts, {rank: [rank, rank] for rank in range(4)}) == [
+        [r, r] for r in outputs
+    ]
+
+
+def test_without_sizes_or_on_one_data_parallel_rank_mini_batches_stay_as_they_are():
+    batch, mode = batch_of(LENGTHS), Dispatch.MINI_BATCHES
+    whole = mode.scatter(Mesh(TP2_DP2), (batch,), {})
+    assert [part.rows for part in whole] == TWO
+    [part] = mode.scatter(Mesh(CP2_PP2), (batch,), {"sizes": [2, 3]})
+    assert part.args[0] is batch and part.kwargs == {"sizes": [2, 3]}
+    with pytest.raises(ValueError, match=r"mini-batches of \[2, 2\] rows of a batch of 5"):
+        mode.scatter(Mesh(CP2_PP2), (batch,), {"sizes": [2, 2]})
+    with pytest.raises(TypeError, match="mini-batches of a list; allowed: a Batch"):
+        mode.scatter(Mesh(CP2_PP2), ([batch],), {"sizes": [5]})
+
+
 def test_one_to_all_and_rank_zero():
     mesh = Mesh(TP2_DP2)
     parts = Dispatch.ONE_TO_ALL.scatter(mesh, (3,), {"b": 4})

@@ -13,6 +13,7 @@ from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller import object_columns, sending
 from mcore_rl.controller.dispatch import Dispatch, DispatchMode, register
 from mcore_rl.controller.object_columns import fetch, store
+from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.rank_actor import RankActor
 from mcore_rl.controller.sending import send
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -116,6 +117,50 @@ def group_of(workers: list[Any]) -> WorkerGroup:
         call = SimpleNamespace(remote=lambda *args, host=host: Reply(host.call(*args)))
         group._actors.append(SimpleNamespace(call=call))
     return group
+
+
+class Model:
+    """Keeps what it is asked, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    @register()
+    def to(self, place: str, *, model: bool = True) -> str:
+        if place == "nowhere":
+            raise ValueError("no such place")
+        self.asked.append((place, model))
+        return place
+
+    @register()
+    def look(self) -> str:
+        self.asked.append("look")
+        return "seen"
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def apply(self) -> str:
+        self.asked.append("apply")
+        return "applied"
+
+
+def test_what_comes_with_the_next_call_is_done_before_it_once_by_each_rank():
+    workers = [Model(), Model()]
+    group = group_of(workers)
+    group.with_next("to", "host", model=False)
+    group.with_next("to", "device")
+    assert [worker.asked for worker in workers] == [[], []]
+    moves = [("host", False), ("device", True)]
+    assert group.apply() == "applied"  # which rank 1 has no part in
+    assert [worker.asked for worker in workers] == [[*moves, "apply"], []]
+    assert group.look() == ["seen", "seen"]
+    assert [worker.asked for worker in workers] == [[*moves, "apply", "look"], [*moves, "look"]]
+
+
+def test_a_failure_of_what_comes_with_a_call_is_a_failure_of_that_call():
+    group = group_of([Model()])
+    group.with_next("to", "nowhere")
+    with pytest.raises(WorkerError, match=r"policy.look: rank 0 raised ValueError: no such place"):
+        group.look()
 
 
 class Maker:

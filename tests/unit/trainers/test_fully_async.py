@@ -50,6 +50,9 @@ class Policy(Actor):
         self.servers, self.version = servers, 0
         self.updates: list[Batch] = []
 
+    def with_next(self, method, *args):
+        getattr(self, method)(*args)
+
     def to(self, place, **parts):
         pass
 
@@ -58,7 +61,7 @@ class Policy(Actor):
         log_probs = responses.with_values(log_probs_of(responses.values, self.version))
         return batch.with_columns(log_probs=log_probs, entropy=log_probs)
 
-    def update(self, batch, *, temperature):
+    def update(self, batch, *, sizes, temperature):
         self.version = self.servers.version + 1
         self.updates.append(batch)
         moved = self.servers.train_s
@@ -66,7 +69,7 @@ class Policy(Actor):
             running = self.servers.running.items()
             self.servers.running = {g: (began + moved, n) for g, (began, n) in running}
         self.servers.now += moved
-        return [{"loss": float(batch.jagged("rollout_log_probs").values.sum())}]
+        return [[{"loss": float(batch.jagged("rollout_log_probs").values.sum())}] * len(sizes)]
 
     def load_checkpoint(self, path):
         super().load_checkpoint(path)

@@ -45,6 +45,9 @@ class Policy(Actor):
         self.servers, self.version = servers, 0
         self.updates: list[Batch] = []
 
+    def with_next(self, method, *args):
+        getattr(self, method)(*args)
+
     def to(self, place, **parts):
         raise AssertionError("the actor has its devices to itself")
 
@@ -55,7 +58,7 @@ class Policy(Actor):
             log_probs=responses.with_values(log_probs), entropy=responses.with_values(log_probs)
         )
 
-    def update(self, batch, *, temperature):
+    def update(self, batch, *, sizes, temperature):
         step = self.version + 1
         if step < NUM_STEPS:
             self.servers.wait_for(lambda: self.servers.num_asked > step)
@@ -63,7 +66,7 @@ class Policy(Actor):
         self.updates.append(batch)
         self.version += 1
         self.servers.told(num_updates=step)
-        return [{"loss": float(batch.jagged("rollout_log_probs").values.sum())}]
+        return [[{"loss": float(batch.jagged("rollout_log_probs").values.sum())}] * len(sizes)]
 
     def load_checkpoint(self, path):
         super().load_checkpoint(path)
@@ -304,7 +307,7 @@ def test_a_trainer_that_fails_leaves_the_background_to_the_end_of_the_servers(tm
     run = Run(tmp_path)
     run.servers.waits = True
 
-    def fails(batch, *, temperature):
+    def fails(batch, **_):
         run.servers.wait_for(lambda: run.servers.num_asked == 2)
         raise WorkerError("actor.update: rank 0 died")
 

@@ -39,6 +39,9 @@ class Model:
         self.updates: list[Batch] = []
         self.places: list[str] = []
 
+    def with_next(self, method, *args):
+        getattr(self, method)(*args)
+
     def to(self, place, **parts):
         self.places.append(place)
 
@@ -51,10 +54,10 @@ class Model:
             log_probs=responses.with_values(values), entropy=responses.with_values(entropy)
         )
 
-    def update(self, batch, *, temperature):
+    def update(self, batch, *, sizes, temperature):
         self.temperatures.append(temperature)
         self.updates.append(batch)
-        return [{"loss": 0.0}]
+        return [[{"loss": 0.0}]]
 
 
 class Servers:
@@ -212,9 +215,9 @@ class ValueModel(Model):
             values=responses.with_values(np.full(len(responses.values), 0.5, np.float32))
         )
 
-    def update(self, batch):
+    def update(self, batch, *, sizes):
         self.updates.append(batch)
-        return [{"loss": 0.25}]
+        return [[{"loss": 0.25}]]
 
 
 @pytest.mark.parametrize(("warmup_steps", "num_updates"), [(0, 1), (1, 0)])

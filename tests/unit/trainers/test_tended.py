@@ -35,13 +35,13 @@ class Waits(Policy):
         super().__init__(servers)
         self._until, self.pause_s = until, 0.0
 
-    def update(self, batch, *, temperature):
+    def update(self, batch, **how):
         deadline = time.monotonic() + 30
         while not self.updates and not self._until():
             assert time.monotonic() < deadline
             time.sleep(0.005)
         time.sleep(self.pause_s)
-        return super().update(batch, temperature=temperature)
+        return super().update(batch, **how)
 
 
 def run_of(folder, servers: Servers, until: Callable[[], bool] = lambda: True, **settings) -> Run:

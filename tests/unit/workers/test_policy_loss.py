@@ -26,7 +26,7 @@ from mcore_rl.workers.policy_loss import (
     check_greedy,
     read_by_loss,
 )
-from mcore_rl.workers.steps import with_prepared_columns
+from mcore_rl.workers.updates import with_prepared_columns
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
 SCORES = {"log_probs": LOG_PROBS, "entropy": torch.tensor([0.3, 0.6, 0.1])}

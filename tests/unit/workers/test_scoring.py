@@ -23,6 +23,9 @@ class Scorer:
     def __init__(self, factor: float) -> None:
         self.factor, self.places = factor, []
 
+    def with_next(self, method: str, place: str) -> None:
+        getattr(self, method)(place)
+
     def to(self, place: str) -> None:
         self.places.append(place)
 

@@ -7,14 +7,14 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.workers.policy_checks import (
     PolicyMismatchError,
     check_versions,
     checked_age,
     checked_gaps,
-    checked_mismatch,
+    gaps_and_mismatch,
     logprob_gaps,
 )
 from mcore_rl.workers.steps import (
@@ -22,11 +22,9 @@ from mcore_rl.workers.steps import (
     judged,
     mini_batches,
     shuffled_rewards,
-    update,
     with_advantages,
     with_log_probs,
     with_loss_weights,
-    with_prepared_columns,
     without_truncated,
 )
 
@@ -76,7 +74,7 @@ def test_a_step_without_a_chosen_token_has_no_gap():
     column = batch().jagged("response_mask")
     nothing = batch().with_columns(response_mask=column.with_values(np.zeros(9, np.int8)))
     assert logprob_gaps(nothing) == logprob_gaps(batch().take([])) == {}
-    assert checked_mismatch(nothing, None, RLConfig(), 1) == {}
+    assert gaps_and_mismatch(nothing, CorrectionConfig()) == ({}, {})
 
 
 @pytest.mark.parametrize("column", ["log_probs", "rollout_log_probs"])
@@ -228,10 +226,24 @@ def test_the_gap_of_replayed_samples_is_no_mismatch():
     values = made.jagged("rollout_log_probs").values.copy()
     values[3:] += 9.0
     made = made.with_columns(rollout_log_probs=made.jagged("log_probs").with_values(values))
-    config = RLConfig(trainer=TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3))
-    assert checked_mismatch(made, None, config, 1)["max_logprob_gap"] == pytest.approx(0.25)
+    gaps, _ = gaps_and_mismatch(made, CorrectionConfig())
+    assert gaps["max_logprob_gap"] == pytest.approx(0.25)
     old = made.with_columns(replayed=np.ones(6, np.int8))
-    assert checked_mismatch(old, None, config, 1) == {}
+    assert gaps_and_mismatch(old, CorrectionConfig()) == ({}, {})
+
+
+def test_gaps_are_those_of_samples_of_the_policy_alone_where_there_are_older_ones():
+    """The mismatch is of all: it says how far what is trained on is from the policy."""
+    made = batch()
+    far = made.jagged("rollout_log_probs").values.copy()
+    far[:2] += 9.0
+    column = made.jagged("log_probs")
+    versions = column.with_values(np.array([3, 4, *[4] * 7]))  # a sample with a token of version 3
+    made = made.with_columns(rollout_log_probs=column.with_values(far), weight_versions=versions)
+    for version, gap in ((4, 0.25), (3, 9.25), (None, 9.25), (5, None)):
+        gaps, found = gaps_and_mismatch(made, CorrectionConfig(), version)
+        assert gaps.get("max_logprob_gap") == (gap and pytest.approx(gap)), version
+        assert found["mismatch/kl"] == pytest.approx(0.25 + 2 * 9 / 9)
 
 
 def test_a_truncated_response_has_no_loss_of_any_kind():
@@ -250,60 +262,6 @@ def test_a_truncated_response_has_no_loss_of_any_kind():
     assert found.jagged("kl_weights").values.tolist() == [w / 2 for w in fourth]
     assert found.jagged("cross_entropy_weights").values.tolist() == [0, 2, *[0] * 7]
     assert without_truncated(made, SamplesConfig()) is made
-
-
-PREPARED = """
-import numpy as np
-from mcore_rl.algorithms.prepared import prepared_by
-
-def first(inputs):
-    drawn = np.random.default_rng(inputs.seed).integers(0, 99, len(inputs.log_probs.values))
-    return {"drawn": inputs.log_probs.with_values(drawn)}
-
-@prepared_by(first)
-def good(inputs):
-    return inputs.prepared("drawn") * inputs.log_probs, {}
-
-@prepared_by(lambda inputs: {"rewards": inputs.log_probs})
-def taken(inputs):
-    return inputs.log_probs, {}
-
-@prepared_by(lambda inputs: {"ranks": inputs.log_probs.values})
-def flat(inputs):
-    return inputs.log_probs, {}
-
-@prepared_by(lambda inputs: {"ranks": inputs.log_probs.with_values(np.full(9, np.nan))})
-def nan(inputs):
-    return inputs.log_probs, {}
-"""
-
-
-def before_update():
-    log_probs = rewarded()["log_probs"]
-    return rewarded().with_columns(current_log_probs=log_probs, entropy=log_probs)
-
-
-def test_a_loss_outside_of_the_package_is_prepared_by_its_own_function(tmp_path):
-    (tmp_path / "own.py").write_text(PREPARED)
-    algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:good")
-    found, _ = with_prepared_columns(before_update(), algorithm, [0, 1, 1])
-    wanted = np.random.default_rng([0, 1, 1]).integers(0, 99, 9)
-    np.testing.assert_array_equal(found.jagged("drawn").values, wanted)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("taken", r"own.py:taken' prepares rewards, which is a column of the batch already"),
-        ("flat", r"own.py:flat' prepares ranks; allowed: a Jagged with the responses' rows"),
-        ("nan", r"own.py:nan' prepares ranks; allowed: a finite number for each token"),
-    ],
-)
-def test_columns_of_another_form_are_refused(tmp_path, name, message):
-    (tmp_path / "own.py").write_text(PREPARED)
-    algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:{name}")
-    with pytest.raises(ConfigError, match=message):
-        with_prepared_columns(before_update(), algorithm, [0])
 
 
 def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp_path):
@@ -352,45 +310,20 @@ def test_each_loss_has_weights_of_its_own_times_its_coefficient():
     assert found.columns.keys() - made.columns.keys() == {"loss_weights"}
 
 
-class Actor:
-    def __init__(self):
-        self.updates = []
-
-    def update(self, part, *, temperature):
-        self.updates.append(part)
-        return [{"loss": 1.0}]
-
-
-def test_a_mini_batch_of_which_nothing_is_left_is_no_step():
-    nothing = batch().jagged("response_mask")
-    left = np.ones(9, np.int8)
-    left[:3] = 0  # the first group
-    made = batch().with_columns(
-        policy_mask=nothing.with_values(left),
-        correction_weights=nothing.with_values(np.ones(9, np.float32)),
-        prompt_ids=nothing,
-        response_ids=nothing,
-    )
-    for algorithm, num in ((AlgorithmConfig(), 2), (AlgorithmConfig(kl_coef=0.1), 3)):
-        actor, algorithm.num_mini_batches = Actor(), 3
-        update(actor, made, algorithm, temperature=1.0, seed=[0])
-        assert len(actor.updates) == num
-        assert all("loss_weights" in part for part in actor.updates)
-
-
 def test_the_log_probs_of_the_servers_are_taken_and_nothing_is_checked():
     config = RLConfig()
     config.algorithm.correction.use_rollout_log_probs = True
     found = with_log_probs(batch(), None, config.algorithm, 1.0)
     wanted = batch().jagged("rollout_log_probs").values
     np.testing.assert_array_equal(found.jagged("log_probs").values, wanted)
-    assert checked_mismatch(found, None, config, 1) == {}
+    assert gaps_and_mismatch(found, config.algorithm.correction) == ({}, {})
 
 
 def test_the_mismatch_is_reported_and_its_gaps_are_checked():
-    config = RLConfig(trainer=TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3))
-    found = checked_mismatch(batch(), None, config, 1)
-    assert found["max_logprob_gap"] == found["mismatch/kl"] == pytest.approx(0.25)
-    config.trainer.mean_logprob_gap = 0.1
+    bounds = TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3)
+    gaps, found = gaps_and_mismatch(batch(), CorrectionConfig())
+    assert checked_gaps(gaps, bounds, 1) == gaps
+    assert gaps["max_logprob_gap"] == found["mismatch/kl"] == pytest.approx(0.25)
+    bounds.mean_logprob_gap = 0.1
     with pytest.raises(PolicyMismatchError):
-        checked_mismatch(batch(), None, config, 1)
+        checked_gaps(gaps, bounds, 1)

@@ -15,7 +15,7 @@ from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
-from mcore_rl.workers import steps
+from mcore_rl.workers import steps, updates
 from tests.unit.data.test_trajectories import SAMPLES, cut
 
 # Ours, and what verl calls them.
@@ -145,9 +145,10 @@ class Model:
     def __init__(self) -> None:
         self.updates: list[Batch] = []
 
-    def update(self, part: Batch, **_: float) -> list[dict[str, float]]:
-        self.updates.append(part)
-        return [{"loss": 1.0}]
+    def update(self, batch: Batch, *, sizes: list[int], **_: float) -> list[list[dict[str, float]]]:
+        ends = np.cumsum(sizes).tolist()
+        self.updates += [batch.take(range(e - n, e)) for n, e in zip(sizes, ends, strict=True)]
+        return [[{"loss": 1.0}] * len(sizes)]
 
 
 def elsewhere(
@@ -168,7 +169,7 @@ def test_an_update_of_columns_elsewhere_knows_trajectories(
     of: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Two mini-batches: one has four samples of two trajectories, the other two of two."""
-    monkeypatch.setattr(steps, "with_near", elsewhere)
+    monkeypatch.setattr(updates, "with_near", elsewhere)
     batch, model = Batch.of(SAMPLES), Model()
     zeros = batch.jagged("rollout_log_probs")
     batch = batch.with_columns(advantages=zeros, values=zeros, returns=zeros)
@@ -176,9 +177,11 @@ def test_an_update_of_columns_elsewhere_knows_trajectories(
     config.algorithm.num_mini_batches = 2
     config.algorithm.loss_aggregation = config.critic.loss_aggregation = mode
     if of == "actor":
-        steps.update(model, batch, config.algorithm, temperature=1.0, seed=[0])
+        algorithm = config.algorithm
+        weighed, counts = steps.with_each(batch, 2, [0], steps.with_loss_weights, algorithm)
+        updates.update(model, weighed, counts, algorithm, temperature=1.0, seed=[0])
     else:
-        steps.update_critic(model, batch, config, seed=[0])
+        updates.update_critic(model, batch, config, seed=[0])
     assert sorted(len(part) for part in model.updates) == [2, 4]
     for part in model.updates:
         mask = part.jagged("response_mask").values

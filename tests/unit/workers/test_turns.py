@@ -20,6 +20,9 @@ class Group:
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told
 
+    def with_next(self, method: str, place: str) -> None:
+        getattr(self, method)(place)
+
     def to(self, place: str, *, model: bool = True, optimizer: bool = True, grad: bool = True):
         parts = ", the model alone" * (model and not optimizer and not grad)
         self.told.append(f"{self.name} to {place}" + " but for the model" * (not model) + parts)

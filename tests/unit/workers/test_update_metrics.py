@@ -7,8 +7,9 @@ import pytest
 
 from mcore_rl.config.schema import AlgorithmConfig, CriticConfig, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.workers.steps import update, update_critic
+from mcore_rl.workers.steps import with_each, with_loss_weights
 from mcore_rl.workers.update_metrics import StepMetrics, of_update
+from mcore_rl.workers.updates import update, update_critic
 
 # Of the mini-batch with one trained token, and of the one with 99.
 FEW = {"ratio": 0.0, "reference_kl": 0.0, "moe/aux_loss": 0.0, "loss": 0.0, "kl_loss": 0.0}
@@ -19,9 +20,13 @@ OF_STEPS = {"grad_norm": 3.0, "lr": 0.1, "moe/max_expert_load": 2.0, "num_skippe
 class Model:
     """Reports by the number of trained tokens of what it is given."""
 
-    def update(self, part: Batch, **_: object) -> list[dict[str, float]]:
-        found = FEW if np.count_nonzero(part.jagged("loss_weights").values) == 1 else MANY
-        return [{**found, **OF_STEPS}]
+    def update(
+        self, batch: Batch, *, sizes: list[int], **_: object
+    ) -> list[list[dict[str, float]]]:
+        ends = np.cumsum(sizes).tolist()
+        parts = [batch.take(range(e - n, e)) for n, e in zip(sizes, ends, strict=True)]
+        counts = [np.count_nonzero(part.jagged("loss_weights").values) for part in parts]
+        return [[{**(FEW if count == 1 else MANY), **OF_STEPS} for count in counts]]
 
 
 def batch() -> Batch:
@@ -43,7 +48,8 @@ def batch() -> Batch:
 
 def test_mini_batches_of_1_and_of_99_tokens_have_the_mean_of_100_tokens():
     algorithm = AlgorithmConfig(num_mini_batches=2, kl_coef=0.1)
-    found = update(Model(), batch(), algorithm, temperature=1.0, seed=[0])
+    weighed, counts = with_each(batch(), 2, [0], with_loss_weights, algorithm)
+    found = update(Model(), weighed, counts, algorithm, temperature=1.0, seed=[0])
     assert found == pytest.approx(
         {
             "actor/ratio": 0.99,

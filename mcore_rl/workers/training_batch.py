@@ -1,0 +1,58 @@
+"""What a step trains on, of samples with log-probs: one function, run where their columns are.
+
+All that is between log-probs and updates and looks at tokens is in it, so that it takes one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rl.algorithms.distillation import distillation_metrics
+from mcore_rl.algorithms.token_rewards import with_token_rewards
+from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.workers import steps
+from mcore_rl.workers.policy_checks import gaps_and_mismatch
+from mcore_rl.workers.update_metrics import TokenCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the driver learns of it."""
+
+    gaps: dict[str, float]  # of trainer and servers, that it has to check before an update
+    metrics: dict[str, float]
+    doubts: list[str]  # why the batch teaches nothing, or little: a sentence each
+    counts: list[TokenCounts]  # of each mini-batch
+
+
+def prepared(
+    batch: Batch, algorithm: AlgorithmConfig, version: int | None, seed: Sequence[int]
+) -> tuple[Batch, Batch, Told]:
+    """Two batches with the columns that are new, and what there is to tell.
+
+    The first has advantages of all samples, with token_rewards, and returns for a value model. The
+    second is of those samples that are trained on, after algorithm.samples.keep_responses: their
+    masks and corrections, and the weights of each mini-batch's losses. `version` is the policy's,
+    where samples are of several (`gaps_and_mismatch`).
+    """
+    gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
+    rewarded = with_token_rewards(batch, algorithm)
+    judged = steps.with_advantages(rewarded, algorithm)
+    chosen = steps.chosen_responses(judged, algorithm.samples, seed)
+    whole = steps.without_truncated(chosen, algorithm.samples)
+    corrected, left_out = steps.with_correction(whole, algorithm)
+    num = algorithm.num_mini_batches
+    weighed, counts = steps.with_each(corrected, num, seed, steps.with_loss_weights, algorithm)
+    metrics = metrics | distillation_metrics(batch) | left_out
+    return (
+        _new(judged, batch),
+        _new(weighed, chosen),
+        Told(gaps, metrics, steps.doubts(judged), counts),
+    )
+
+
+def _new(batch: Batch, before: Batch) -> Batch:
+    """The columns that were not there before."""
+    return Batch({n: c for n, c in batch.columns.items() if before.columns.get(n) is not c})

@@ -1,0 +1,73 @@
+"""What a step trains on: the parts of it as they are tested elsewhere, one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.samples_schema import SamplesConfig
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.workers import steps
+from mcore_rl.workers.policy_checks import gaps_and_mismatch
+from mcore_rl.workers.training_batch import prepared
+
+SEED = [3, 1]
+
+
+def scored() -> Batch:
+    """Four groups of three responses, of which some are cut off."""
+    rng = np.random.default_rng(0)
+    ids = Jagged.of([rng.integers(1, 9, n) for n in rng.integers(1, 6, 12)], np.int64)
+
+    def column(values: object) -> Jagged:
+        return ids.with_values(np.asarray(values, np.float32))
+
+    num = len(ids.values)
+    return Batch(
+        {
+            "group_ids": np.repeat(np.arange(4), 3),
+            "response_ids": ids,
+            "response_mask": ids.with_values(rng.integers(0, 4, num).clip(0, 1).astype(np.int8)),
+            "log_probs": column(rng.normal(-1, 0.1, num)),
+            "rollout_log_probs": column(rng.normal(-1, 0.1, num)),
+            "entropy": column(rng.random(num)),
+            "rewards": rng.integers(0, 2, 12).astype(np.float32),
+            "finish_reasons": np.where(rng.random(12) < 0.3, "length", "stop"),
+        }
+    )
+
+
+@pytest.mark.parametrize("which", ["kept", "generated"])
+def test_it_is_what_its_parts_make_one_after_the_other(which: str):
+    samples = SamplesConfig(keep_responses=2, advantages_of=which, mask_truncated=True)
+    correction = CorrectionConfig(level="token", weight_max=1.05)
+    algorithm = AlgorithmConfig(
+        num_mini_batches=3, samples=samples, correction=correction, top_entropy_share=0.8
+    )
+    batch = scored()
+    advantages, weighed, told = prepared(batch, algorithm, None, SEED)
+    judged = steps.with_advantages(batch, algorithm)
+    assert advantages.names == ["advantages"]
+    assert advantages.jagged("advantages").values.tolist() == pytest.approx(
+        judged.jagged("advantages").values.tolist()
+    )
+    chosen = steps.chosen_responses(judged, samples, SEED)
+    assert len(chosen) == (8 if which == "generated" else 12)
+    corrected, left_out = steps.with_correction(steps.without_truncated(chosen, samples), algorithm)
+    trained = chosen.union(weighed)
+    assert {*weighed.names} >= {"response_mask", "loss_weights", "correction_weights"}
+    assert not {*weighed.names} & {"response_ids", "advantages", "rewards", "group_ids"}
+    parts = steps.mini_batches(chosen, 3, SEED)
+    assert len(told.counts) == len(parts) == 3
+    for rows, count in zip(parts, told.counts, strict=True):
+        wanted, its = steps.with_loss_weights(corrected.take(rows), algorithm)
+        assert count == its
+        for name in wanted.names:
+            found = trained.take(rows)[name]
+            pair = [getattr(c, "values", c) for c in (found, wanted[name])]
+            np.testing.assert_array_equal(*pair, err_msg=name)
+    assert any(count["loss_weights"] for count in told.counts)
+    gaps, apart = gaps_and_mismatch(batch, correction)
+    assert told.gaps == gaps and told.metrics == apart | left_out
+    assert told.doubts == steps.doubts(judged)
