@@ -349,9 +349,7 @@ class TimeoutsConfig:
     # To start processes, load the model and join the process groups; unless it is set, 5 more for
     # each GB of the files of model.path.
     start_s: float = 600.0
-    call_s: float = (
-        1800.0  # for any other call: generate, log-probs, a step's updates, evaluate, export
-    )
+    call_s: float = 1800.0  # for any other call: generate, log-probs, updates of a step, export
 
 
 @dataclass

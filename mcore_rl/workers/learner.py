@@ -106,8 +106,7 @@ class Learner:
     ) -> tuple[Samples, Samples, Told]:
         """The batch with advantages; what of it is trained on, with weights; and what is told."""
         trainer, seed = self.config.trainer, [self.config.seed, step]
-        version = step - 1 if trainer.staleness else None  # of the policy, where others may be, too
-        scored, weighed, told = near(self.turns.actor, prepared, batch, now, version, seed)
+        scored, weighed, told = near(self.turns.actor, prepared, batch, now, trainer, step, seed)
         policy_checks.checked_gaps(told.gaps, trainer, step)
         batch = batch.union(scored)
         return batch, steps.chosen_responses(batch, now.samples, seed).union(weighed), told

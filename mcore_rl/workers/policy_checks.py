@@ -119,11 +119,16 @@ def checked_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) ->
     Raises:
         PolicyMismatchError: one is beyond its bound.
     """
-    for name, gap in gaps.items():
-        bound = getattr(bounds, name)
-        if not gap <= bound:  # a gap that is not a number is no agreement either
-            raise PolicyMismatchError(
-                f"step {step}: {name} of trainer and rollout is {gap:.3g} nats; allowed: "
-                f"trainer.{name}={bound:g}. The weights or the settings of one are wrong"
-            )
+    for name in beyond(gaps, bounds):
+        raise PolicyMismatchError(
+            f"step {step}: {name} of trainer and rollout is {gaps[name]:.3g} nats; allowed: "
+            f"trainer.{name}={getattr(bounds, name):g}. The weights or the settings of one are "
+            "wrong"
+        )
     return dict(gaps)
+
+
+def beyond(gaps: Mapping[str, float], bounds: TrainerConfig) -> list[str]:
+    """Those of trainer.max_logprob_gap and mean_logprob_gap that are not kept."""
+    # A gap that is not a number is no agreement either.
+    return [name for name, gap in gaps.items() if not gap <= getattr(bounds, name)]

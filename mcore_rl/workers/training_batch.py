@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from mcore_rl.algorithms.distillation import distillation_metrics
 from mcore_rl.algorithms.token_rewards import with_token_rewards
-from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.workers import steps
-from mcore_rl.workers.policy_checks import gaps_and_mismatch
+from mcore_rl.workers.policy_checks import beyond, gaps_and_mismatch
 from mcore_rl.workers.update_metrics import TokenCounts
 
 
@@ -28,16 +28,19 @@ class Told:
 
 
 def prepared(
-    batch: Batch, algorithm: AlgorithmConfig, version: int | None, seed: Sequence[int]
+    batch: Batch, algorithm: AlgorithmConfig, trainer: TrainerConfig, step: int, seed: Sequence[int]
 ) -> tuple[Batch, Batch, Told]:
     """Two batches with the columns that are new, and what there is to tell.
 
     The first has advantages of all samples, with token_rewards, and returns for a value model. The
     second is of those samples that are trained on, after algorithm.samples.keep_responses: their
-    masks and corrections, and the weights of each mini-batch's losses. `version` is the policy's,
-    where samples are of several (`gaps_and_mismatch`).
+    masks and corrections, and the weights of each mini-batch's losses. Both are empty for gaps
+    beyond the trainer's bounds: then log-probs say nothing.
     """
+    version = step - 1 if trainer.staleness else None  # of the policy, where others may be, too
     gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
+    if beyond(gaps, trainer):
+        return Batch({}), Batch({}), Told(gaps, metrics, [], [])
     rewarded = with_token_rewards(batch, algorithm)
     judged = steps.with_advantages(rewarded, algorithm)
     chosen = steps.chosen_responses(judged, algorithm.samples, seed)

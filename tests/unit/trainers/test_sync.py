@@ -23,6 +23,7 @@ from mcore_rl.workers import steps
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.learner import Learner
+from mcore_rl.workers.policy_checks import PolicyMismatchError
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
@@ -161,6 +162,15 @@ def test_every_call_has_the_temperature_of_the_sampling(one_step):
     actor, reference, _ = one_step
     assert actor.temperatures == [0.7, 0.7]
     assert reference.temperatures == [0.7]
+
+
+@pytest.mark.parametrize("with_critic", [False, True])
+def test_a_policy_that_is_not_the_servers_stops_the_run_before_any_update(tmp_path, with_critic):
+    models = {"actor": Model(-20.0)} | ({"critic": ValueModel(0.0)} if with_critic else {})
+    settings = {"advantage": "gae" if with_critic else "grpo"}
+    with pytest.raises(PolicyMismatchError, match="step 1: max_logprob_gap of trainer and rollout"):
+        one_step_of(tmp_path, settings, models)
+    assert [model.updates for model in models.values()] == [[]] * len(models)
 
 
 def test_tokens_that_the_policy_did_not_choose_have_no_weight(one_step):

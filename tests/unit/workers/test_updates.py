@@ -91,6 +91,9 @@ def test_a_mini_batch_of_which_nothing_is_left_is_no_step():
         [(trained, sizes)] = actor.updates
         assert sizes == [2] * num and len(trained) == 2 * num
         assert "loss_weights" in trained
+        groups = trained.array("group_ids").reshape(num, 2)
+        order = [2, 0, 1] if num == 3 else [2, 1]  # by the seed
+        assert groups.tolist() == [[group, group] for group in order]
     nobody = [dict.fromkeys(count, 0) for count in counts]
     assert update(actor, weighed, nobody, algorithm, temperature=1.0, seed=[0]) == {}
     assert len(actor.updates) == 1
