@@ -130,7 +130,8 @@ def split_mini_batches(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]
         TypeError: the first argument is no Batch.
         ValueError: the sizes are not those of all rows.
     """
-    batch, sizes, groups = args[0], kwargs.get("sizes"), _groups(mesh, ("dp",))
+    batch, sizes = args[0] if args else None, kwargs.get("sizes")
+    groups = _groups(mesh, ("dp",))
     if not isinstance(batch, Samples):
         raise TypeError(f"mini-batches of a {type(batch).__name__}; allowed: a Batch")
     if sizes is not None and sum(sizes) != len(batch):

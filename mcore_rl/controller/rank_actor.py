@@ -28,10 +28,10 @@ from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
 Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
-Ahead = tuple[str, tuple[Any, ...], dict[str, Any]]  # a method, and its arguments
+MethodCall = tuple[str, tuple[Any, ...], dict[str, Any]]  # a method, and its arguments
 # Of a worker: the method, whether its value is wanted, the arguments, and what comes before. It is
 # one argument of a call of Ray's, which packs each argument on its own.
-Call = tuple[str, bool, list[Any], dict[str, Any], Sequence[Ahead]]
+Call = tuple[str, bool, list[Any], dict[str, Any], Sequence[MethodCall]]
 
 
 class FailureKind(IntEnum):

@@ -8,16 +8,16 @@ from typing import Any
 import ray
 
 from mcore_rl.controller.call_parts import CallPart
-from mcore_rl.controller.rank_actor import Ahead, Call, StoredBatch
+from mcore_rl.controller.rank_actor import Call, MethodCall, StoredBatch
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Samples
 
 Sent = dict[Any, int]  # references to replies, with the world ranks that they are of
-ByRank = dict[int, list[Ahead]]
+Before = dict[int, list[MethodCall]]  # what a world rank does before its next call
 
 
 def send(
-    actors: Sequence[Any], method: str, parts: Sequence[CallPart], before: ByRank | None = None
+    actors: Sequence[Any], method: str, parts: Sequence[CallPart], before: Before | None = None
 ) -> Sent:
     """Calls `RankActor.call` of the ranks of each part.
 
@@ -37,7 +37,7 @@ def send_for_samples(
     parts: Sequence[CallPart],
     num_pieces: int,
     num_parts: int,
-    before: ByRank | None = None,
+    before: Before | None = None,
 ) -> tuple[Sent, dict[int, list[Any]]]:
     """The same with `RankActor.make`; with the references to what each rank's batch is made of."""
     sent, of_columns, num_objects = {}, {}, num_pieces * (1 + num_parts)
@@ -50,7 +50,7 @@ def send_for_samples(
 
 
 def _calls(
-    method: str, part: CallPart, before: ByRank | None
+    method: str, part: CallPart, before: Before | None
 ) -> Iterator[tuple[int, Call, list[Any]]]:
     """What each rank of a part is called with, and what of it is stored."""
     stored: list[Any] = []
@@ -65,5 +65,5 @@ def _calls(
     args = [store(value) for value in part.args]
     kwargs = {name: store(value) for name, value in part.kwargs.items()}
     for rank in part.ranks:
-        ahead = before.pop(rank, ()) if before else ()
-        yield rank, (method, part.output_rank in (None, rank), args, kwargs, ahead), stored
+        first = before.pop(rank, ()) if before else ()
+        yield rank, (method, part.output_rank in (None, rank), args, kwargs, first), stored

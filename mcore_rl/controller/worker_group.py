@@ -29,7 +29,7 @@ from mcore_rl.controller.object_columns import NUM_PIECES, num_pieces
 from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
-from mcore_rl.controller.sending import ByRank, send, send_for_samples
+from mcore_rl.controller.sending import Before, send, send_for_samples
 from mcore_rl.parallel.mesh import Mesh
 
 
@@ -156,7 +156,7 @@ class WorkerGroup:
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
         self._give_back = give_back  # what the group has of its pool
         self._num_parts = 0
-        self._before: ByRank = {}
+        self._before: Before = {}
         self._worker_class, self._methods = worker_class, self._bind(worker_class)
 
     def __getattr__(self, name: str) -> Method:
@@ -260,6 +260,7 @@ class WorkerGroup:
 
     def _build(self, recipe: Recipe) -> None:
         """Starts building the workers, whose rendezvous is on the node of rank 0; does not wait."""
+        self._before.clear()  # of workers that were there
         born = {actor.info.remote(): rank for rank, actor in enumerate(self._actors)}
         rendezvous = self._actors[0].open_rendezvous.remote()
         stored = ray.put(ray.cloudpickle.dumps(recipe))
@@ -274,8 +275,9 @@ class WorkerGroup:
         """Each rank calls a method, with these arguments, just before it does its next call.
 
         It is a part of that call: of its time limit, and of its failures. What the method returns
-        is dropped, and no argument may be a batch.
+        is dropped, and no argument may be a batch. Raises AttributeError for an unknown method.
         """
+        getattr(self, method)  # or AttributeError
         for rank in range(self.mesh.world_size):
             self._before.setdefault(rank, []).append((method, args, kwargs))
 

@@ -13,7 +13,7 @@ from mcore_rl.workers.checkpointer import tell
 from mcore_rl.workers.near_data import near
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.samples import LEFT_OUT, num_groups
-from mcore_rl.workers.training_batch import Told, prepared
+from mcore_rl.workers.training_batch import Findings, training_batch
 from mcore_rl.workers.turns import Turns
 
 
@@ -80,33 +80,35 @@ class Learner:
             found = near(self.turns.actor, measured, batch, self.coefficients.config)
         now, metrics = self.coefficients.of_step(found, len(batch))
         if self.turns.critic is None:
-            batch, trained, told = self._prepared(batch, now, step)
+            batch, trained, findings = self._training_batch(batch, now, step)
         else:
             with self.turns.critic_on_device() as critic:
                 batch = steps.with_values(batch, critic)
-                batch, trained, told = self._prepared(batch, now, step)
+                batch, trained, findings = self._training_batch(batch, now, step)
                 metrics |= updates.update_critic(critic, batch, config, seed=seed)
         self.tables.of_step(step, batch)
-        for doubt in told.doubts:
+        for doubt in findings.doubts:
             tell(f"step {step}: {doubt}")
-        metrics |= told.gaps | told.metrics
+        metrics |= findings.gaps | findings.metrics
         if step > config.critic.warmup_steps:
             metrics |= updates.update(
                 self.turns.actor,
                 trained,
-                told.counts,
+                findings.counts,
                 now,
                 temperature=config.rollout.temperature,
                 seed=seed,
             )
         return metrics
 
-    def _prepared(
+    def _training_batch(
         self, batch: Samples, now: AlgorithmConfig, step: int
-    ) -> tuple[Samples, Samples, Told]:
-        """The batch with advantages; what of it is trained on, with weights; and what is told."""
+    ) -> tuple[Samples, Samples, Findings]:
+        """The batch with advantages, what of it is trained on, with weights, and what is found."""
         trainer, seed = self.config.trainer, [self.config.seed, step]
-        scored, weighed, told = near(self.turns.actor, prepared, batch, now, trainer, step, seed)
-        policy_checks.checked_gaps(told.gaps, trainer, step)
-        batch = batch.union(scored)
-        return batch, steps.chosen_responses(batch, now.samples, seed).union(weighed), told
+        judged, weighed, found = near(
+            self.turns.actor, training_batch, batch, now, trainer, step, seed
+        )
+        policy_checks.check_gaps(found.gaps, trainer, step)
+        batch = batch.union(judged)
+        return batch, steps.chosen_responses(batch, now.samples, seed).union(weighed), found

@@ -113,8 +113,8 @@ def gaps_and_mismatch(
     return logprob_gaps(compared), mismatch(batch)
 
 
-def checked_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> dict[str, float]:
-    """What logprob_gaps has found, within trainer.max_logprob_gap and mean_logprob_gap.
+def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> None:
+    """Whether what logprob_gaps has found is within max_logprob_gap and mean_logprob_gap.
 
     Raises:
         PolicyMismatchError: one is beyond its bound.
@@ -125,7 +125,6 @@ def checked_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) ->
             f"trainer.{name}={getattr(bounds, name):g}. The weights or the settings of one are "
             "wrong"
         )
-    return dict(gaps)
 
 
 def beyond(gaps: Mapping[str, float], bounds: TrainerConfig) -> list[str]:

@@ -24,12 +24,7 @@ from mcore_rl.workers.update_metrics import TokenCounts, token_counts
 
 T = TypeVar("T")
 
-# What says which samples are a trajectory, and what loss weights are made of.
-TRAJECTORY = "group_ids", "trajectories", "segments"
-WEIGHED = (
-    *TRAJECTORY, "response_mask", "policy_mask", "cross_entropy_mask", "correction_weights",
-    "top_entropy_mask",
-)  # fmt: skip
+TRAJECTORY = "group_ids", "trajectories", "segments"  # say which samples are of one
 
 
 def with_baseline_rewards(batch: B, greedy: Samples) -> B:

@@ -18,8 +18,8 @@ from mcore_rl.workers.update_metrics import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What the driver learns of it."""
+class Findings:
+    """What the driver learns of a training batch."""
 
     gaps: dict[str, float]  # of trainer and servers, that it has to check before an update
     metrics: dict[str, float]
@@ -27,10 +27,10 @@ class Told:
     counts: list[TokenCounts]  # of each mini-batch
 
 
-def prepared(
+def training_batch(
     batch: Batch, algorithm: AlgorithmConfig, trainer: TrainerConfig, step: int, seed: Sequence[int]
-) -> tuple[Batch, Batch, Told]:
-    """Two batches with the columns that are new, and what there is to tell.
+) -> tuple[Batch, Batch, Findings]:
+    """Two batches with the columns that are new or replaced, and what the driver has to know.
 
     The first has advantages of all samples, with token_rewards, and returns for a value model. The
     second is of those samples that are trained on, after algorithm.samples.keep_responses: their
@@ -40,7 +40,7 @@ def prepared(
     version = step - 1 if trainer.staleness else None  # of the policy, where others may be, too
     gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
     if beyond(gaps, trainer):
-        return Batch({}), Batch({}), Told(gaps, metrics, [], [])
+        return Batch({}), Batch({}), Findings(gaps, metrics, [], [])
     rewarded = with_token_rewards(batch, algorithm)
     judged = steps.with_advantages(rewarded, algorithm)
     chosen = steps.chosen_responses(judged, algorithm.samples, seed)
@@ -52,10 +52,10 @@ def prepared(
     return (
         _new(judged, batch),
         _new(weighed, chosen),
-        Told(gaps, metrics, steps.doubts(judged), counts),
+        Findings(gaps, metrics, steps.doubts(judged), counts),
     )
 
 
 def _new(batch: Batch, before: Batch) -> Batch:
-    """The columns that were not there before."""
+    """The columns that are not those from before."""
     return Batch({n: c for n, c in batch.columns.items() if before.columns.get(n) is not c})

@@ -14,7 +14,7 @@ from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers.near_data import along_tokens, with_near
 from mcore_rl.workers.policy_loss import read_by_loss
-from mcore_rl.workers.steps import TRAJECTORY, WEIGHED, mini_batches, with_each
+from mcore_rl.workers.steps import TRAJECTORY, mini_batches, with_each
 from mcore_rl.workers.update_metrics import StepMetrics, TokenCounts, of_update, token_counts
 
 
@@ -96,7 +96,7 @@ def update_critic(
     num, aggregation = config.algorithm.num_mini_batches, config.critic.loss_aggregation
     read = batch.select(*columns, *(name for name in TRAJECTORY if name in batch))
     given = with_each, read, num, seed, _with_critic_weights, aggregation
-    weighted, counts = with_near(critic, *given, reads=WEIGHED)
+    weighted, counts = with_near(critic, *given, reads=(*TRAJECTORY, "response_mask"))
     parts = mini_batches(weighted, num, seed)
     metrics = _in_one_call(critic, along_tokens(weighted), parts)
     found = _of_steps(weighted, [*zip(metrics, counts, parts, strict=True)])

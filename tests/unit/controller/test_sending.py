@@ -161,6 +161,8 @@ def test_a_failure_of_what_comes_with_a_call_is_a_failure_of_that_call():
     group.with_next("to", "nowhere")
     with pytest.raises(WorkerError, match=r"policy.look: rank 0 raised ValueError: no such place"):
         group.look()
+    with pytest.raises(AttributeError, match="no registered method 'move'"):
+        group.with_next("move", "device")
 
 
 class Maker:

@@ -45,9 +45,6 @@ class Policy(Actor):
         self.servers, self.version = servers, 0
         self.updates: list[Batch] = []
 
-    def with_next(self, method, *args):
-        getattr(self, method)(*args)
-
     def to(self, place, **parts):
         raise AssertionError("the actor has its devices to itself")
 

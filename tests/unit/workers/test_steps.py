@@ -11,9 +11,9 @@ from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig, 
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.workers.policy_checks import (
     PolicyMismatchError,
+    check_gaps,
     check_versions,
     checked_age,
-    checked_gaps,
     gaps_and_mismatch,
     logprob_gaps,
 )
@@ -84,15 +84,14 @@ def test_one_log_prob_that_is_not_finite_stops_the_run(column, value):
     values[4] = value
     broken = batch().with_columns(**{column: batch().jagged(column).with_values(values)})
     with pytest.raises(PolicyMismatchError, match=r"step 1: max_logprob_gap .* is (nan|inf) nats"):
-        checked_gaps(
+        check_gaps(
             logprob_gaps(broken), TrainerConfig(max_logprob_gap=1.0, mean_logprob_gap=1.0), 1
         )
 
 
 def test_a_gap_within_both_bounds_is_reported():
-    gaps = checked_gaps(
-        logprob_gaps(batch()), TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3), 1
-    )
+    gaps = logprob_gaps(batch())
+    check_gaps(gaps, TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3), 1)
     assert gaps == pytest.approx({"max_logprob_gap": 0.25, "mean_logprob_gap": 0.25})
 
 
@@ -109,7 +108,7 @@ def test_a_gap_within_both_bounds_is_reported():
 def test_a_gap_beyond_a_bound_stops_the_run(bounds, message):
     wide = {"max_logprob_gap": 1.0, "mean_logprob_gap": 1.0}
     with pytest.raises(PolicyMismatchError, match=message):
-        checked_gaps(logprob_gaps(batch()), TrainerConfig(**(wide | bounds)), 7)
+        check_gaps(logprob_gaps(batch()), TrainerConfig(**(wide | bounds)), 7)
 
 
 def test_samples_of_other_weights_stop_the_run():
@@ -322,8 +321,8 @@ def test_the_log_probs_of_the_servers_are_taken_and_nothing_is_checked():
 def test_the_mismatch_is_reported_and_its_gaps_are_checked():
     bounds = TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3)
     gaps, found = gaps_and_mismatch(batch(), CorrectionConfig())
-    assert checked_gaps(gaps, bounds, 1) == gaps
+    check_gaps(gaps, bounds, 1)
     assert gaps["max_logprob_gap"] == found["mismatch/kl"] == pytest.approx(0.25)
     bounds.mean_logprob_gap = 0.1
     with pytest.raises(PolicyMismatchError):
-        checked_gaps(gaps, bounds, 1)
+        check_gaps(gaps, bounds, 1)

@@ -11,11 +11,11 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.workers import steps
 from mcore_rl.workers.policy_checks import (
     PolicyMismatchError,
-    checked_gaps,
+    check_gaps,
     gaps_and_mismatch,
     logprob_gaps,
 )
-from mcore_rl.workers.training_batch import prepared
+from mcore_rl.workers.training_batch import training_batch
 
 SEED = [3, 1]
 
@@ -51,7 +51,7 @@ def test_it_is_what_its_parts_make_one_after_the_other(which: str):
         num_mini_batches=3, samples=samples, correction=correction, top_entropy_share=0.8
     )
     batch = scored()
-    advantages, weighed, told = prepared(
+    advantages, weighed, told = training_batch(
         batch, algorithm, TrainerConfig(max_logprob_gap=9, mean_logprob_gap=9), 1, SEED
     )
     judged = steps.with_advantages(batch, algorithm)
@@ -88,12 +88,12 @@ def test_nothing_is_made_of_log_probs_that_are_too_far_from_the_servers():
     algorithm = AlgorithmConfig(correction=CorrectionConfig(level="token"))
     close, wide = (TrainerConfig(max_logprob_gap=gap, mean_logprob_gap=gap) for gap in (0.01, 9.0))
     for made, trainer in ((batch, close), (batch.with_columns(log_probs=wrong), wide)):
-        advantages, weighed, told = prepared(made, algorithm, trainer, 1, SEED)
+        advantages, weighed, told = training_batch(made, algorithm, trainer, 1, SEED)
         assert advantages.names == weighed.names == told.counts == []
         with pytest.raises(
             PolicyMismatchError, match="step 1: max_logprob_gap of trainer and roll"
         ):
-            checked_gaps(told.gaps, trainer, 1)
+            check_gaps(told.gaps, trainer, 1)
 
 
 def test_with_staleness_only_samples_of_the_policy_itself_are_held_to_the_bounds():
@@ -105,7 +105,7 @@ def test_with_staleness_only_samples_of_the_policy_itself_are_held_to_the_bounds
     for staleness, step in ((0, 5), (1, 5), (1, 4)):
         trainer = TrainerConfig(staleness=staleness, max_logprob_gap=9, mean_logprob_gap=9)
         made = batch.with_columns(weight_versions=ids.with_values(versions))
-        gaps[staleness, step] = prepared(made, AlgorithmConfig(), trainer, step, SEED)[2].gaps
+        gaps[staleness, step] = training_batch(made, AlgorithmConfig(), trainer, step, SEED)[2].gaps
     assert gaps[0, 5] == logprob_gaps(batch)
     assert gaps[1, 5] == logprob_gaps(batch.take(range(3)))
     assert gaps[1, 4] == logprob_gaps(batch.take(range(3, 12)))
