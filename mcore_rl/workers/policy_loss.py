@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -25,8 +26,9 @@ from mcore_rl.algorithms.sample_choice import check_choices
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
-from mcore_rl.data.batch import Batch
-from mcore_rl.workers.near_data import B
+from mcore_rl.data.batch import Batch, Samples
+
+B = TypeVar("B", bound=Samples)
 
 # Along response tokens: what samples are chosen, scored and weighed by before an update.
 EARLIER = (

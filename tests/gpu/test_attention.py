@@ -1,14 +1,16 @@
 """Attention without Transformer Engine on a GPU, against plain attention in float64 on the CPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit/engine"))
-
-from test_attention import LENGTHS, SHAPES, attention, packed, reference, tensors
+from tests.unit.engine.test_attention import (
+    LENGTHS,
+    SHAPES,
+    attention,
+    packed,
+    reference,
+    tensors,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -1,0 +1,112 @@
+"""One rank of the engine against transformers: scores, two optimizer steps, a save and a load.
+
+Transformers runs on the CPU in float32, one sample at a time, and torch's AdamW trains it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import measure
+import numpy as np
+import tiny_models
+import torch
+from safetensors.torch import load_file
+
+from mcore_rl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
+from mcore_rl.engine.base import EngineSpec
+from mcore_rl.engine.megatron.engine import MegatronEngine
+from mcore_rl.workers.policy_loss import PolicyLoss
+
+LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.01, 1.0
+Steps = list[tuple[float, float]]  # loss and gradient norm of each
+LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
+# Limits on log-prob gaps, and on relative differences of losses and norms.
+LIMITS = {"float32": (2e-4, 1e-4), "bfloat16": (0.5, 0.1)}
+
+
+def reference_steps(model, batch, folder: Path) -> tuple[Steps, dict[str, torch.Tensor]]:
+    """Train transformers' model for two steps; return losses, gradient norms and the weights."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    steps = []
+    for _ in range(2):
+        adam.zero_grad()
+        steps.append(tiny_models.reference_step(model, batch))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        adam.step()
+    model.save_pretrained(folder)
+    return steps, load_file(folder / "model.safetensors")
+
+
+def started_engine(path: Path, dtype: str) -> MegatronEngine:
+    adam = OptimizerConfig(
+        lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY, clip_grad=CLIP
+    )
+    adam.distributed = True
+    settings = EngineConfig(optimizer=adam, max_tokens_per_micro_batch=132)
+    engine = MegatronEngine(
+        EngineSpec(ModelConfig(str(path), dtype), settings, seed=3, total_steps=6)
+    )
+    engine.initialize()
+    return engine
+
+
+def relative(value: float, expected: float) -> float:
+    return abs(value - expected) / max(abs(expected), 1e-12)
+
+
+def check(arguments: argparse.Namespace) -> measure.Result:
+    name, dtype = arguments.case.split("-")
+    batch = tiny_models.make_batch()
+    model = tiny_models.build(name)
+    _, log_probs, entropy = tiny_models.reference_scores(model, batch)
+    measure.join_alone()
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_models.save(name, Path(folder))
+        engine = started_engine(path, dtype)
+        assert engine.device.type == measure.device().type, engine.device
+        scores = engine.infer_batch(batch)
+        result = {
+            "modules": str(type(engine.chunks[0].decoder.layers[0].mlp).__name__),
+            "optimizer": type(engine.optimizer.chained_optimizers[0].optimizer).__name__,
+            "log_prob_gap": float(np.abs(scores.jagged("log_probs").values - log_probs).max()),
+            "entropy_gap": float(np.abs(scores.jagged("entropy").values - entropy).max()),
+        }
+        steps = [engine.train_batch(batch, LOSS) for _ in range(2)]
+        steps = [(step["loss"], step["grad_norm"]) for step in steps]
+        expected, weights = reference_steps(model, batch, Path(folder, "reference"))
+        result |= {"steps": steps, "expected_steps": expected}
+        gaps = [
+            (tensor.cpu().float() - weights[name]).abs().flatten()
+            for name, tensor in engine.get_per_tensor_param()
+        ]
+        result["weight_gap"] = float(torch.cat(gaps).max())
+        result["weight_gap_mean"] = float(torch.cat(gaps).mean())
+        engine.save_checkpoint(Path(folder, "saved"))
+        third = engine.train_batch(batch, LOSS)
+        engine.close()
+        resumed = started_engine(path, dtype)
+        resumed.load_checkpoint(Path(folder, "saved"))
+        again = resumed.train_batch(batch, LOSS)
+        resumed.close()
+        result["resume_difference"] = relative(again["loss"], third["loss"])
+    limit, step_limit = LIMITS[dtype]
+    assert result["log_prob_gap"] < limit, result
+    for step, reference in zip(steps, expected, strict=True):
+        assert relative(step[0], reference[0]) < step_limit, result
+        assert relative(step[1], reference[1]) < 3 * step_limit, result
+    if dtype == "float32":
+        assert result["weight_gap"] < 2.5 * LR and result["weight_gap_mean"] < 0.02 * LR, result
+    assert result["resume_difference"] < 1e-5, result
+    return result
+
+
+if __name__ == "__main__":
+    measure.report(
+        check, "qwen3-float32", "qwen3-bfloat16", "qwen3_moe-float32", "qwen3_moe-bfloat16"
+    )

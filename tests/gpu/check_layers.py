@@ -1,0 +1,171 @@
+"""Four layers at the published width: step time, share of the GPU's peak, host waits, offload.
+
+`dense` has the layers of Qwen3-8B, `moe` those of Qwen3-30B-A3B. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import tempfile
+import time
+from pathlib import Path
+
+import measure
+import numpy as np
+import torch
+
+from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.base import EngineSpec
+from mcore_rl.engine.megatron.engine import MegatronEngine
+from mcore_rl.workers.policy_loss import PolicyLoss
+
+NUM_LAYERS = 4
+LOSS = PolicyLoss(AlgorithmConfig())
+HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def make_batch(num_tokens: int, vocab_size: int) -> Batch:
+    """Make samples of uneven length with `num_tokens` tokens in total, a quarter of them prompt."""
+    rng = np.random.default_rng(0)
+    lengths: list[int] = []
+    while sum(lengths) < num_tokens:
+        lengths.append(min(int(rng.integers(num_tokens // 16, num_tokens // 4)),
+                           num_tokens - sum(lengths)))  # fmt: skip
+    lengths = [n for n in lengths if n >= 8]
+    prompts = [rng.integers(2, vocab_size, n // 4) for n in lengths]
+    responses = [rng.integers(2, vocab_size, n - n // 4) for n in lengths]
+    mask = Jagged.of([np.ones(len(r), np.int8) for r in responses], np.int8)
+    return Batch(
+        {
+            "prompt_ids": Jagged.of(prompts, np.int64),
+            "response_ids": Jagged.of(responses, np.int64),
+            "response_mask": mask,
+            "log_probs": Jagged.of([np.full(len(r), -11.0) for r in responses], np.float32),
+            "advantages": Jagged.of([rng.normal(size=len(r)) for r in responses], np.float32),
+            "loss_weights": loss_weights(mask, "token_mean"),
+        }
+    )
+
+
+def training_flops(config, batch: Batch) -> float:
+    """Count the floating-point operations of forward and backward passes, without recomputation."""
+    lengths = (batch.lengths("prompt_ids") + batch.lengths("response_ids")).astype(float)
+    width, heads, head = config.hidden_size, config.num_attention_heads, config.head_dim
+    groups = config.num_key_value_heads
+    attention = width * head * (heads + 2 * groups) + heads * head * width
+    if getattr(config, "num_experts", 0):
+        mlp = 3 * width * config.moe_intermediate_size * config.num_experts_per_tok
+    else:
+        mlp = 3 * width * config.intermediate_size
+    per_token = 2 * config.num_hidden_layers * (attention + mlp)
+    scores = 2 * 2 * heads * head * config.num_hidden_layers * (lengths**2 / 2).sum()
+    # The head is computed twice in the backward pass too: its logits are not kept.
+    head_flops = 2 * width * config.vocab_size * batch.lengths("response_ids").sum()
+    return float(3 * (per_token * lengths.sum() + scores + head_flops))
+
+
+def host_waits(engine: MegatronEngine, batch: Batch) -> dict[str, int]:
+    """Count the calls of one training step in which the host waits for the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        engine.train_batch(batch, LOSS)
+    names = collections.Counter(event.name for event in trace.events())
+    waits = {name: names[name] for name in HOST_WAITS}
+    waits["copies to the host"] = sum(n for name, n in names.items() if "Memcpy DtoH" in name)
+    waits["kernels"] = names["cudaLaunchKernel"] + names["cuLaunchKernel"]
+    waits["kernels"] += names["cudaLaunchKernelExC"] + names["cuLaunchKernelEx"]
+    return waits
+
+
+def slowest_kernels(engine: MegatronEngine, batch: Batch) -> dict[str, float]:
+    """Return the milliseconds of the ten kernels that take most of a training step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        engine.train_batch(batch, LOSS)
+    rows = sorted(trace.key_averages(), key=lambda row: -row.self_device_time_total)[:10]
+    return {row.key[:80]: row.self_device_time_total / 1000 for row in rows}
+
+
+def matmul_flops_per_s(dry: bool) -> float:
+    """Measure the best rate of a large bfloat16 matrix product."""
+    size = 256 if dry else 8192
+    a, b = (torch.randn(size, size, device=measure.device(), dtype=torch.bfloat16) for _ in "ab")
+    return 2 * size**3 / measure.median_seconds(lambda: a @ b, repeats=10, warmups=3)
+
+
+def offload_cycles(engine: MegatronEngine) -> list[dict[str, float]]:
+    """Move all of the engine to the host and back, three times: bytes, seconds and GB/s."""
+    sizes = engine.memory_report()
+    moved = sizes.parameters_bytes + sizes.optimizer_state_bytes
+    cycles = []
+    for _ in range(3):
+        start = time.perf_counter()
+        engine.to("host")
+        measure.synchronize()
+        middle = time.perf_counter()
+        on_device = engine.memory_report().on_device_bytes
+        assert on_device == 0, f"{on_device} bytes of an offloaded engine are on the device"
+        engine.to("device")
+        measure.synchronize()
+        end = time.perf_counter()
+        cycles.append({
+            "gb": moved / 1e9, "to_host_s": middle - start, "to_device_s": end - middle,
+            "to_host_gb_per_s": moved / 1e9 / (middle - start),
+            "to_device_gb_per_s": moved / 1e9 / (end - middle),
+        })  # fmt: skip
+    return cycles
+
+
+def check(arguments: argparse.Namespace) -> measure.Result:
+    make_config = measure.qwen3_8b if arguments.case == "dense" else measure.qwen3_30b
+    config = make_config(NUM_LAYERS, arguments.dry)
+    measure.join_alone()
+    peak = matmul_flops_per_s(arguments.dry)
+    num_tokens = 512 if arguments.dry else 16_384
+    batch = make_batch(num_tokens, config.vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        path = measure.make_checkpoint(config, Path(folder))
+        settings = EngineConfig(
+            optimizer=OptimizerConfig(lr=1e-5, distributed=True),
+            max_tokens_per_micro_batch=num_tokens // 2,
+        )
+        spec = EngineSpec(ModelConfig(str(path), "bfloat16"), settings, seed=0, total_steps=20)
+        engine = MegatronEngine(spec)
+        start = time.perf_counter()
+        engine.initialize()
+        result: measure.Result = {"load_s": time.perf_counter() - start}
+    before = engine.train_batch(batch, LOSS)
+    seconds = measure.median_seconds(lambda: engine.train_batch(batch, LOSS), repeats=3)
+    scoring = measure.median_seconds(lambda: engine.infer_batch(batch), repeats=3)
+    flops = training_flops(config, batch)
+    result |= {
+        "tokens": int(batch.num_tokens.sum()),
+        "parameters": sum(p.numel() for p in engine.chunks[0].parameters()),
+        "train_s": seconds,
+        "score_s": scoring,
+        "train_tflops_per_s": flops / seconds / 1e12,
+        "matmul_tflops_per_s": peak / 1e12,
+        "share_of_matmul_rate": flops / seconds / peak,
+        "peak_gib_beyond_state": measure.peak_bytes(lambda: engine.train_batch(batch, LOSS))
+        / 2**30,
+    }
+    if measure.has_gpu():
+        result["host_waits"] = host_waits(engine, batch)
+        result["slowest_kernels_ms"] = slowest_kernels(engine, batch)
+    scores = engine.infer_batch(batch).jagged("log_probs").values.copy()
+    result["offload"] = offload_cycles(engine)
+    again = engine.infer_batch(batch).jagged("log_probs").values
+    assert np.array_equal(scores, again), "scores changed while the engine was away"
+    after = engine.train_batch(batch, LOSS)
+    assert np.isfinite([before["loss"], after["loss"], after["grad_norm"]]).all(), (before, after)
+    engine.close()
+    return result
+
+
+if __name__ == "__main__":
+    measure.report(check, "dense", "moe")

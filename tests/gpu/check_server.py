@@ -1,0 +1,154 @@
+"""A vLLM server on the GPU that trains: answers, sleep, wake, and weights from an engine beside it.
+
+Four layers of Qwen3-30B-A3B with random weights. Log-probs are compared with transformers in
+float32 on the same GPU. `runner1` and `runner2` are vLLM's model runners, `graphs` the second one
+with compiled graphs instead of eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+
+from mcore_rl.config.schema import (
+    EngineConfig,
+    Layout,
+    ModelConfig,
+    RolloutConfig,
+    WeightSyncConfig,
+)
+from mcore_rl.engine.base import EngineSpec
+from mcore_rl.engine.megatron.engine import MegatronEngine
+from mcore_rl.parallel.rendezvous import RendezvousServer
+from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.rollout.protocol import Completion, SamplingParams
+from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.transport import WeightUpdate, connect
+
+NUM_PROMPTS, LONGEST = 64, 256
+GAP_LIMIT = 0.15  # nats, of log-probs in bfloat16 from those in float32
+
+
+class Timer(dict):
+    """Seconds by name."""
+
+    async def measure(self, name: str, awaitable: Any) -> Any:
+        start = time.perf_counter()
+        result = await awaitable
+        self[name] = time.perf_counter() - start
+        return result
+
+
+def log_prob_gaps(path: Path, prompts: list[list[int]], completions: list[Completion]) -> list:
+    """Return the largest and the mean distance of log-probs from those of transformers."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = model.to(measure.device())
+    gaps = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([prompt + completion.token_ids], device=model.device)
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
+        gaps.append((chosen - torch.tensor(completion.log_probs)).abs())
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return [float(torch.cat(gaps).max()), float(torch.cat(gaps).mean())]
+
+
+async def generate(server: VLLMServer, vocab: int, length: int) -> tuple[list, list[Completion]]:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, vocab, (n % 40 + 5,), generator=generator).tolist()
+               for n in range(NUM_PROMPTS)]  # fmt: skip
+    sampling = SamplingParams(max_tokens=length, seed=7)
+    answers = await asyncio.gather(*(server.submit(prompt, sampling) for prompt in prompts))
+    return prompts, [completions[0] for completions in answers]
+
+
+async def serve(paths: list[Path], arguments: argparse.Namespace) -> measure.Result:
+    dry, eager = arguments.dry, arguments.case != "graphs"
+    dtype = "float32" if dry else "bfloat16"
+    vocab, length = (512, 8) if dry else (151_936, 128)
+    rollout = RolloutConfig(
+        max_num_seqs=NUM_PROMPTS, kv_cache_bytes=(64 << 20) if dry else (4 << 30)
+    )
+    timer = Timer()
+    server = VLLMServer(str(paths[0]), dtype, LONGEST, rollout, seed=0, can_sleep=True, eager=eager)
+    before = measure.used_bytes()
+    await timer.measure("start", server.start())
+    result: measure.Result = {"server_gb": (measure.used_bytes() - before) / 1e9}
+    result["runner"] = 2 if server._serving.vllm_config.use_v2_model_runner else 1
+    try:
+        await generate(server, vocab, 4)
+        prompts, completions = await timer.measure("generate", generate(server, vocab, length))
+        result["tokens_per_s"] = sum(len(c.token_ids) for c in completions) / timer["generate"]
+        result["first_gaps"] = log_prob_gaps(paths[0], prompts[:8], completions[:8])
+        settings = WeightSyncConfig(verify="sampled", timeout_s=60)
+        spec = TransferSpec(Layout(), 0, GenerationLayout(), dtype, settings)
+        engine = MegatronEngine(
+            EngineSpec(ModelConfig(str(paths[1]), dtype), EngineConfig(), seed=0)
+        )
+        engine.initialize()
+        gb = engine.memory_report().parameters_bytes / 1e9
+        endpoint = RendezvousServer("127.0.0.1")
+        joining = asyncio.to_thread(
+            connect, spec, endpoint.endpoint, engine.hf_config, 0, engine.device
+        )
+        transport, _ = await asyncio.gather(
+            joining, server.connect_weights(endpoint.endpoint, spec, 0)
+        )
+        for version in (1, 2):
+            awake = measure.used_bytes()
+            await timer.measure(f"sleep {version}", server.sleep())
+            asleep = measure.used_bytes()
+            await timer.measure(f"wake weights {version}", server.wake("weights"))
+            sending = asyncio.to_thread(
+                transport.send, engine.local_weights(), WeightUpdate(version)
+            )
+            both = asyncio.gather(sending, server.update(version))
+            await timer.measure(f"push {version}", both)
+            await timer.measure(f"wake cache {version}", server.wake("kv_cache"))
+            prompts, completions = await generate(server, vocab, length)
+            result[f"gb_freed {version}"] = (awake - asleep) / 1e9
+            result[f"gaps {version}"] = log_prob_gaps(paths[1], prompts[:8], completions[:8])
+            versions = {v for c in completions for v in c.weight_versions}
+            assert versions == {version}, versions
+        result["push_gb_per_s"] = gb / timer["push 2"]
+        sending = asyncio.to_thread(transport.send, engine.local_weights(), WeightUpdate(3))
+        await timer.measure("push awake", asyncio.gather(sending, server.update(3, in_flight=True)))
+        prompts, completions = await generate(server, vocab, length)
+        result["gaps 3"] = log_prob_gaps(paths[1], prompts[:8], completions[:8])
+        transport.close()
+        engine.close()
+    finally:
+        await timer.measure("close", server.close())
+        result["seconds"] = dict(timer)
+    for name in ("first_gaps", "gaps 1", "gaps 2", "gaps 3"):
+        assert result[name][0] < GAP_LIMIT, result
+    return result
+
+
+def check(arguments: argparse.Namespace) -> measure.Result:
+    if arguments.case == "runner1":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    measure.join_alone()
+    with tempfile.TemporaryDirectory() as folder:
+        config = measure.qwen3_30b(4, arguments.dry)
+        paths = [measure.make_checkpoint(config, Path(folder, str(n)), seed=n) for n in (0, 1)]
+        return asyncio.run(serve(paths, arguments))
+
+
+if __name__ == "__main__":
+    measure.report(check, "runner1", "runner2", "graphs")
