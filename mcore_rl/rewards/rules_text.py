@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.latex import last_boxed
 from mcore_rl.rewards.base import (
     FindAnswer,
     answer_of,
@@ -16,7 +17,6 @@ from mcore_rl.rewards.base import (
     register_reward,
     with_answers,
 )
-from mcore_rl.rewards.rules_math import last_boxed
 
 
 @dataclass(frozen=True)
