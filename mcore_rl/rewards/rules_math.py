@@ -16,14 +16,18 @@ from mcore_rl.data.latex import has_balanced_braces, last_boxed
 from mcore_rl.rewards.base import (
     FindAnswer,
     answer_of,
+    answer_text,
     gives,
     in_process,
+    reads_answer,
     register_reward,
     with_answers,
+    wrong_answer,
 )
 
 _UNCHECKED = {"reward": 0.0, "answered": 1.0, "unchecked": 1.0}
-_FINAL_LINE = re.compile(r"#### ([0-9]+)")
+_NUMBER = r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
+_FINAL_LINE = re.compile(rf"#### ({_NUMBER})")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class MathSettings:
 def _final_line_answers(settings: None) -> FindAnswer:
     def find(text: str, finish_reason: str) -> str | None:
         match = _FINAL_LINE.fullmatch(text.rpartition("\n")[2])
-        return match[1] if match and finish_reason == "stop" else None
+        return match[1].replace(",", "") if match and finish_reason == "stop" else None
 
     return find
 
@@ -56,22 +60,41 @@ def _boxed_answers(settings: MathSettings) -> FindAnswer | None:
     return find if settings.boxed_only else None
 
 
+def _final_number(answer: object, settings: None = None) -> str:
+    text = answer_text(answer, "final_number").strip()
+    if not re.fullmatch(_NUMBER, text):
+        raise wrong_answer(answer, "final_number", "a number such as 7, -3, 2.5 or 1,234")
+    return text.replace(",", "")
+
+
 @register_reward("final_number")
 @gives("format")
+@reads_answer(_final_number)
 @with_answers(_final_line_answers)
 def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
-    """1.0 when the last line is exactly `#### <digits>`, the digits are the answer, and it ended.
+    """1.0 when the last line is exactly `#### <number>`, that of the answer, and it ended.
 
     A response cut off by the length limit earns nothing: its last line might have gone on.
-    `format` is 1.0 when the response ended in such a line, right or wrong. Answers are compared as
-    text, so `07` is not `7`. Raises ConfigError when the fields hold no answer.
+    `format` is 1.0 when the response ended in such a line, right or wrong. Numbers are compared as
+    text without the commas of thousands, so `07` is not `7`. Raises ConfigError when the fields
+    have no answer, or one that is no such number.
     """
-    answer = answer_of(fields, "final_number")
-    found = _final_line_answers(None)(text, finish_reason)
-    return {"reward": float(found == answer), "format": float(found is not None)}
+    answer = _final_number(answer_of(fields, "final_number"))
+    number = _final_line_answers(None)(text, finish_reason)
+    return {"reward": float(number == answer), "format": float(number is not None)}
+
+
+def _gold_latex(answer: object, settings: MathSettings | None = None) -> str:
+    text = answer_text(answer, "math")
+    boxed = last_boxed(text)
+    latex = text if boxed is None else boxed
+    if not latex.strip(" \t\n$.") or not has_balanced_braces(latex):
+        raise wrong_answer(answer, "math", "what can be in a \\boxed{}")
+    return spell_as_latex(latex)
 
 
 @register_reward("math")
+@reads_answer(_gold_latex)
 @gives("answered", "unchecked")
 @with_answers(_boxed_answers)
 @in_process("math_verify", unchecked=_UNCHECKED, memory_mb=2048)
@@ -88,8 +111,7 @@ def math(
     """
     grader = _load_grader()
     answer = answer_of(fields, "math")
-    boxed = last_boxed(answer)
-    gold_latex = spell_as_latex(answer if boxed is None else boxed)
+    gold_latex = _gold_latex(answer)
     gold = _parse_whole(gold_latex)
     if not gold:
         raise ValueError(f"the answer {answer!r} of the data cannot be read as mathematics")
@@ -237,7 +259,8 @@ def _compare_numbers(
 
     is_percentage = get_pct_val(first) is not None or get_pct_val(second) is not None
     is_whole = all(is_atomic_or_pct_atomic(number, Integer) for number in (first, second))
-    if not (isinstance(first, Expr) and isinstance(second, Expr)) or is_percentage and is_whole:
+    are_numbers = isinstance(first, Expr) and isinstance(second, Expr)
+    if not are_numbers or (is_percentage and is_whole):
         return bool(compare_others(first, second, digits, precision))
     first, second = safe_sympy_doit(first), safe_sympy_doit(second)
     has_point = first.has(Float) or second.has(Float)
@@ -245,10 +268,10 @@ def _compare_numbers(
         return has_point and bool(compare_others(first, second, digits, precision))
     if not has_point:
         return _is_zero(first - second)
-    parts = [number.evalf(30).as_real_imag() for number in (first, second)]
-    if not all(part.is_Float or part.is_Rational for number in parts for part in number):
+    pairs = list(zip(*(n.evalf(30).as_real_imag() for n in (first, second)), strict=True))
+    if not all(part.is_Float or part.is_Rational for pair in pairs for part in pair):
         return bool(first == second)
-    return all(_rounds_to_same(*pair, digits) for pair in zip(*parts, strict=True))
+    return all(_rounds_to_same(one, other, digits) for one, other in pairs)
 
 
 def _is_zero(difference: Any) -> bool:
