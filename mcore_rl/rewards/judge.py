@@ -328,7 +328,7 @@ def answer_check(config: RewardConfig) -> Callable[[object], None]:
     for name, term in reward_terms(config).items():
         registry = rewards(f"reward.terms.{name}" if name else "reward")
         check = getattr(registry[term.name], "check_answer", None)
-        if check is not None:
+        if check is not None and term.weight:  # a reward without weight is only a metric
             checks.append(partial(check, settings=registry.settings(term.name, term.settings)))
 
     def check_all(answer: object) -> None:

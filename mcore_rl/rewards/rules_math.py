@@ -35,7 +35,8 @@ class MathSettings:
     """Settings of `reward.name=math`."""
 
     boxed_only: bool = True  # false: without a \\boxed{}, the last formula or number is the answer
-    digits: int = 6  # decimals to which numbers are compared, where one has a decimal point
+    digits: int = 6  # decimals to which numbers are compared, where one has a decimal point;
+    # below 10^(-digits/2) significant digits
     timeout_s: float = 5.0  # for one response; one that takes longer is wrong
 
     def __post_init__(self) -> None:
@@ -60,16 +61,14 @@ def _boxed_answers(settings: MathSettings) -> FindAnswer | None:
     return find if settings.boxed_only else None
 
 
-def _final_number(answer: object, settings: None = None) -> str:
-    text = answer_text(answer, "final_number").strip()
-    if not re.fullmatch(_NUMBER, text):
+def _check_number(answer: object, settings: None) -> None:
+    if not re.fullmatch(_NUMBER, answer_text(answer, "final_number").strip()):
         raise wrong_answer(answer, "final_number", "a number such as 7, -3, 2.5 or 1,234")
-    return text.replace(",", "")
 
 
 @register_reward("final_number")
 @gives("format")
-@reads_answer(_final_number)
+@reads_answer(_check_number)
 @with_answers(_final_line_answers)
 def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
     """1.0 when the last line is exactly `#### <number>`, that of the answer, and it ended.
@@ -77,9 +76,9 @@ def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> di
     A response cut off by the length limit earns nothing: its last line might have gone on.
     `format` is 1.0 when the response ended in such a line, right or wrong. Numbers are compared as
     text without the commas of thousands, so `07` is not `7`. Raises ConfigError when the fields
-    have no answer, or one that is no such number.
+    have no answer of text or a number.
     """
-    answer = _final_number(answer_of(fields, "final_number"))
+    answer = answer_of(fields, "final_number").strip().replace(",", "")
     number = _final_line_answers(None)(text, finish_reason)
     return {"reward": float(number == answer), "format": float(number is not None)}
 
@@ -103,11 +102,11 @@ def math(
 ) -> dict[str, float]:
     """1.0 if the answer of the response equals the field `answer`, by math-verify.
 
-    The answer is what is in the last \\boxed{}. The field is text or LaTeX: an answer, or a
-    solution with a \\boxed{}. Units are not compared, words without regard to case, and 50% equals
-    0.5 and, as math-verify has it, 50. `answered` is 1.0 where there is an answer that can be read;
-    `unchecked` where the check took longer than timeout_s, or ended its process. Raises ValueError
-    if the field cannot be read.
+    The answer is what is in the last \\boxed{} or \\fbox{}. The field is text or LaTeX: an answer,
+    or a solution with such a box. Units are not compared, words without regard to case, and 50%
+    equals 0.5 and, as math-verify has it, 50. `answered` is 1.0 where there is an answer that can
+    be read; `unchecked` where the check took longer than timeout_s, or ended its process. Raises
+    ValueError if the field cannot be read.
     """
     grader = _load_grader()
     answer = answer_of(fields, "math")

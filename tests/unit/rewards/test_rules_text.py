@@ -53,10 +53,10 @@ def test_a_tag_that_the_prompt_opens_is_of_the_format(text, prompt_end, reward):
 
     async def run():
         judge = Judge(RewardConfig("format"), decode=lambda ids: "".join(map(chr, ids)))
-        return await judged_by(judge, [text], [sample])
+        await judged_by(judge, [text], [sample])
 
-    [found] = asyncio.run(run())
-    assert found.reward == reward
+    asyncio.run(run())
+    assert sample.reward == reward
 
 
 def test_an_agent_has_the_format_in_its_last_turn_with_its_reasoning_or_without():
@@ -70,11 +70,11 @@ def test_an_agent_has_the_format_in_its_last_turn_with_its_reasoning_or_without(
         judge = Judge(
             RewardConfig("format", {"tags": tags}), decode=lambda ids: "".join(map(chr, ids))
         )
-        return await judged_by(judge, ["<answer>c</answer>"], [sample])
+        await judged_by(judge, ["<answer>c</answer>"], [sample])
 
     for tags, reward in {"think,answer": 1.0, "answer": 1.0, "answer,think": 0.0}.items():
-        [found] = asyncio.run(run(tags))
-        assert found.reward == reward
+        asyncio.run(run(tags))
+        assert sample.reward == reward
 
 
 def test_format_has_the_tags_that_it_is_told():
