@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -68,9 +68,13 @@ class FilePrompts:
     """
 
     def __init__(
-        self, rows: RowSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+        self,
+        rows: RowSource,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        check_answer: Callable[[Any], object] | None = None,
     ) -> None:
-        self._rows = rows
+        self._rows, self._own_check = rows, check_answer
         self._tokenizer = tokenizer
         self._prompt = Column(config.prompt_column, "data.prompt_column")
         self._answer = Column(config.answer_column, "data.answer_column")
@@ -118,9 +122,19 @@ class FilePrompts:
         for rows in _chunks(self._rows):
             texts = [self._text(row, chat(row, self._prompt)) for row in rows]
             for row in rows:
-                _check_answer(row, self._answer)
+                self._check_answer(row)
             lengths.append(np.array([len(i) for i in _encode(texts, self._tokenizer)], np.int32))
         return np.concatenate(lengths)
+
+    def _check_answer(self, row: Row) -> None:
+        answer = self._answer.of(row)
+        if answer is None or answer != answer:  # what pandas writes for a missing number
+            raise row.refusal(f"has no answer in {self._answer}: it is {answer}")
+        try:
+            if self._own_check is not None:
+                self._own_check(answer)
+        except ValueError as error:
+            raise row.refusal(f"has an answer that no response can earn: {error}") from error
 
     def _too_long(self, lengths: npt.NDArray[np.int32], config: DataConfig) -> ConfigError:
         longest, limit = int(lengths.argmax()), f"data.max_prompt_tokens={config.max_prompt_tokens}"
@@ -140,14 +154,16 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     setting: str = "data.train_file",
+    check_answer: Callable[[Any], object] | None = None,
 ) -> FilePrompts:
     """Chats of a source (`open_rows`) through the tokenizer's chat template, ready for a response.
 
     `setting` is the key that named `path`. Raises ConfigError, naming it, when the source is
-    missing, cannot be read or is empty, or a row lacks a column or an answer or is no chat. Prompts
-    over max_prompt_tokens raise it, or are left out, as data.long_prompts says.
+    missing, cannot be read or is empty, or a row lacks a column or an answer or is no chat, or
+    `check_answer` raises ValueError. Prompts over max_prompt_tokens raise it, or are left out, as
+    data.long_prompts says.
     """
-    return FilePrompts(open_rows(path, setting), config, tokenizer)
+    return FilePrompts(open_rows(path, setting), config, tokenizer, check_answer)
 
 
 def load_supervised(
@@ -196,12 +212,6 @@ def _chunks(rows: RowSource) -> Iterator[list[Row]]:
     left = iter(rows)
     while chunk := list(islice(left, _AT_ONCE)):
         yield chunk
-
-
-def _check_answer(row: Row, column: Column) -> None:
-    answer = column.of(row)
-    if answer is None or answer != answer:  # what pandas writes for a missing number
-        raise row.refusal(f"has no answer in {column}: it is {answer}")
 
 
 def _templated(

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from mcore_rl.data.files import Row
+from mcore_rl.data.latex import last_boxed
 from mcore_rl.data.rows import Column, Message, chat
 
 Values = dict[str, Any]
@@ -56,7 +57,7 @@ def math(row: Row, instruction: str) -> Values:
     """
     solution = Column("solution").text(row)
     answer = row.values.get("answer")
-    if answer is None and not (answer := boxed(solution)):
+    if answer is None and not (answer := (last_boxed(solution) or "").strip()):
         raise Column("solution").refusal(row, solution[-80:], r"a solution with \boxed{ANSWER}")
     level = re.search("[0-9]", str(row.values.get("level")))  # "Level 5", "Level ?", or 5
     return {
@@ -66,26 +67,6 @@ def math(row: Row, instruction: str) -> Values:
         "subject": row.values.get("type") or row.values.get("subject"),
         "level": int(level[0]) if level else None,
     }
-
-
-def boxed(solution: str) -> str:
-    r"""What the last \boxed{} or \fbox{} contains; empty where there is none that ends.
-
-    >>> boxed(r"so $\boxed{1}$, and then $\boxed{\frac{1}{2}}$.")
-    '\\frac{1}{2}'
-    >>> boxed(r"the answer is $\boxed 12$.")
-    '12'
-    """
-    found = list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|(?<=\s)[^{$]+)", solution))
-    if not found or found[-1][1] != "{":
-        return found[-1][1].strip() if found else ""
-    depth, begin = 1, found[-1].end()
-    for at in range(begin, len(solution)):
-        if solution[at - 1] != "\\":
-            depth += {"{": 1, "}": -1}.get(solution[at], 0)
-        if not depth:
-            return solution[begin:at].strip()
-    return ""
 
 
 def dapo(row: Row, instruction: str) -> Values:

@@ -40,7 +40,7 @@ from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.model_checks import check_model_layouts, check_models
 from mcore_rl.jobs.placement import needs_critic
-from mcore_rl.jobs.reward_parts import check_reward_parts
+from mcore_rl.jobs.reward_parts import REWARDED_LOOPS, check_reward_parts
 from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
 from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
@@ -55,7 +55,7 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import value_config
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import logical_tensors
-from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
 from mcore_rl.workers.policy_loss import check_functions, check_greedy
@@ -183,10 +183,11 @@ def _read_data(config: RLConfig) -> Inputs:
 def prompts_of(
     files: Mapping[str, str], config: RLConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptDataset:
-    """Those of sources, by setting."""
+    """Load the prompts of sources, by setting."""
     found = []
+    check = answer_check(config.reward) if config.agent.loop in REWARDED_LOOPS else None
     for setting, name in files.items():
-        prompts = load_prompts(name, config.data, tokenizer, setting=setting)
+        prompts = load_prompts(name, config.data, tokenizer, setting=setting, check_answer=check)
         if prompts.num_dropped:
             print(
                 f"{setting}={name!r}: {prompts.num_dropped} of {prompts.num_rows} rows left out: "

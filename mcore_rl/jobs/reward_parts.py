@@ -11,7 +11,7 @@ from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.rewards.base import parts_of
 
 # Those whose trajectories get what config.reward finds; others may have rewards of their own.
-_JUDGED_LOOPS = ("single_turn", "tools", "program", "user")
+REWARDED_LOOPS = ("single_turn", "tools", "program", "user")
 
 
 def check_reward_parts(config: RLConfig) -> None:
@@ -19,7 +19,7 @@ def check_reward_parts(config: RLConfig) -> None:
 
     What a function outside of the package returns shows only when it is called.
     """
-    if config.agent.loop not in _JUDGED_LOOPS:
+    if config.agent.loop not in REWARDED_LOOPS:
         return
     known, is_open = _parts(config.reward)
     if is_open:

@@ -15,6 +15,8 @@ parameters, which it gets by name (a batched one as lists, but for max_tokens):
 - `messages`: of the prompt, dicts in OpenAI's form;
 - `turns`: the texts of all turns of the policy; of one without tools, the response;
 - `turn_token_ids`: the same as tokens, with those that end a turn;
+- `prompt_end`: the text of the last tokens before the last turn, where a chat template may have
+  begun the answer, as with <think>;
 - `rewards`: what the terms before it in reward.terms found, by name, without their weights;
 - `post`: asks the server of its settings, which are `RemoteSettings` (remote.py). A reward with it
   has a limit on each request, and none on the rest of what it does.
@@ -28,6 +30,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -37,6 +40,8 @@ from mcore_rl.config.errors import ConfigError
 Reward = Callable[..., Any]  # with its settings bound
 # (text of a response, why generation ended) -> the answer in it as text, None without one
 FindAnswer = Callable[[str, str], str | None]
+# (the field `answer`, the settings of a reward): raises ValueError where no response can earn it
+CheckAnswer = Callable[[Any, Any], object]
 R = TypeVar("R", bound=Reward)
 
 
@@ -45,7 +50,8 @@ class RewardError(RuntimeError):
 
 
 OPTIONAL = (
-    "num_tokens", "max_tokens", "messages", "turns", "turn_token_ids", "rewards", "post"
+    "num_tokens", "max_tokens", "messages", "turns", "turn_token_ids", "prompt_end", "rewards",
+    "post",
 )  # fmt: skip
 TURN_REWARDS = "turn_rewards"  # in a result: one a turn
 TOKEN_REWARDS = "token_rewards"  # in a result: a list a turn, with one a token
@@ -141,6 +147,20 @@ def with_answers(find: Callable[[Any], FindAnswer | None]) -> Callable[[R], R]:
     return mark
 
 
+def reads_answer(check: CheckAnswer) -> Callable[[R], R]:
+    """Decorator of a reward that compares with the field `answer`: how to check one before a run.
+
+    `check` gets the field and the settings of the reward, and raises ValueError where no response
+    can earn the reward of a row with this answer.
+    """
+
+    def mark(function: R) -> R:
+        function.check_answer = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 def answers_of(key: str, name: str, settings: Mapping[str, object]) -> FindAnswer | None:
     """How to find the answers that a reward checks; None for one that does not say.
 
@@ -164,13 +184,33 @@ def get_reward(name: str, settings: Mapping[str, object] | None = None) -> Rewar
 
 
 def answer_of(fields: Mapping[str, Any], name: str) -> str:
-    """The field that the reward of this name compares with; raises ConfigError without it."""
+    """Return the field that the reward of this name compares with, as text.
+
+    Raises ConfigError without it, or where it is neither text nor a number.
+    """
     if "answer" not in fields:
         raise ConfigError(
             f"reward.name={name!r} needs the field 'answer' (data.answer_column); "
             f"this sample has {', '.join(sorted(fields)) or 'no field'}"
         )
-    return str(fields["answer"])
+    return answer_text(fields["answer"], name)
+
+
+def answer_text(answer: object, name: str) -> str:
+    """Return an answer as text, a whole number without decimals: 7.0 of a float column is 7."""
+    if isinstance(answer, str):
+        return answer
+    if not isinstance(answer, Real | Decimal):
+        raise wrong_answer(answer, name, "text or a number")
+    if isinstance(answer, float | Decimal) and math.isfinite(answer) and not answer % 1:
+        return str(int(answer))
+    return str(answer)
+
+
+def wrong_answer(answer: object, name: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"data.answer_column has {shown(answer)}; allowed with reward.name={name!r}: {allowed}"
+    )
 
 
 def fault(found: object, turn_lengths: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from mcore_rl.rewards.remote import Post, RemoteReward, RemoteSettings
 from mcore_rl.rewards.threads import CallError, called_in_thread
 
 Numbers = Mapping[str, float]
+_PROMPT_END_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,19 @@ class Judge:
     All calls are of one event loop.
     """
 
-    def __init__(self, config: RewardConfig, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        max_tokens: int | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
         """Raises ConfigError if a reward or its settings cannot work.
 
         Args:
             max_tokens: how long a response may be, where settings are to be checked against it.
+            decode: text of token ids; None where no reward is called.
         """
-        self._config, self._thread = config, asyncio.Lock()
+        self._config, self._thread, self._decode = config, asyncio.Lock(), decode
         self.models: dict[str, Post] = {}  # how to ask frozen models, filled when they serve
         self._terms: list[_Term] = []
         for name, term in reward_terms(config).items():
@@ -150,6 +157,7 @@ class Judge:
                     "messages": samples[row].messages,
                     "turns": turns[row],
                     "turn_token_ids": turn_ids[row],
+                    "prompt_end": self._prompt_end(term, samples[row]),
                     "rewards": {n: one.numbers["reward"] for n, one in found[row].items()},
                 }
                 for row in rows
@@ -217,6 +225,13 @@ class Judge:
             served_by=served_by,
             unchecked=mark.unchecked if mark is not None else None,
         )
+
+    def _prompt_end(self, term: _Term, sample: Sample) -> str:
+        if self._decode is None or "prompt_end" not in term.parameters:
+            return ""
+        start = sample.turn_spans[-1].start if sample.turn_spans else 0
+        before = [*sample.prompt_ids[-_PROMPT_END_TOKENS:], *sample.response_ids[:start]]
+        return self._decode(before[-_PROMPT_END_TOKENS:])
 
     def _remote(self, key: str, settings: object, limit_s: float) -> RemoteReward:
         if not isinstance(settings, RemoteSettings):
@@ -305,6 +320,22 @@ def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
         settings: Any = rewards(key).settings(term.name, term.settings)
         if hasattr(settings, "check_columns"):
             settings.check_columns(f"{key}.settings", columns)
+
+
+def answer_check(config: RewardConfig) -> Callable[[object], None]:
+    """Return a check of a row's answer, which raises ValueError where no response can earn it."""
+    checks: list[partial[object]] = []
+    for name, term in reward_terms(config).items():
+        registry = rewards(f"reward.terms.{name}" if name else "reward")
+        check = getattr(registry[term.name], "check_answer", None)
+        if check is not None and term.weight:  # a reward without weight is only a metric
+            checks.append(partial(check, settings=registry.settings(term.name, term.settings)))
+
+    def check_all(answer: object) -> None:
+        for check in checks:
+            check(answer)
+
+    return check_all
 
 
 def check_judges(config: RewardConfig, models: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +22,7 @@ from mcore_rl.rewards.threads import called_in_thread
 
 _PATTERN_S = 1.0  # for one verdict: there are expressions for which it takes years
 _PARSER_S = 10.0  # for one verdict, by a function of a user
+_RANGE_END = re.compile(r"\s*(?:to|through|[-~\u2013\u2014]|\.{2,3})\s*(\d+(?:\.\d+)?)")
 _OF_URL = "model", "api_key_env", "headers", "timeout_s", "requests_per_s"
 _OF_RESPONSE = ("prompt", "response")  # fields of a template that are no column
 
@@ -35,8 +37,9 @@ class JudgeSettings(RemoteSettings):
     api_key_env: str = ""  # the environment variable with the key; empty: none
     template: str = ""  # what the judge is asked, with {prompt}, {response} and {COLUMN} in it
     template_file: str = ""  # or the file with it
-    # Python's re, with one group: the last match in a verdict has the score.
-    pattern: str = r"(?i:score)[\s:*=]*(-?\d+(?:\.\d+)?)"
+    # Python's re, with one group: the last match in a verdict has the score. A number that begins
+    # a range, as in "Score: 0 to 10", is the scale and no score.
+    pattern: str = r"""(?i:score)[\s*]*+(?:\([^()]*\))?["'\s:*=]*+(-?\d+(?:\.\d+)?)"""
     labels: str = ""  # LABEL=SCORE, with commas between: what the group is, where it is no number
     parser: str = ""  # in place of both, the import path of a function of a verdict
     low: float = 0.0  # the score that is a reward of 0; no score is below it
@@ -223,11 +226,18 @@ def _score(verdict: str, settings: JudgeSettings) -> float | None:
         found = load("parser", settings.parser)(verdict)
     else:
         compiled = regex.compile(settings.pattern)
-        matches = compiled.findall(verdict, timeout=_PATTERN_S, concurrent=True)
-        found = _number(matches[-1], settings.labels) if matches else None
+        matches = compiled.finditer(verdict, timeout=_PATTERN_S, concurrent=True)
+        groups = [match[1] or "" for match in matches if not _begins_range(match)]
+        found = _number(groups[-1], settings.labels) if groups else None
     if found is None:
         return None
     return float(found) if settings.low <= found <= settings.high else None  # false for NaN
+
+
+def _begins_range(match: regex.Match[str]) -> bool:
+    end = _RANGE_END.match(match.string, max(match.end(1), 0))
+    start = _number(match[1] or "", "")
+    return end is not None and start is not None and start < float(end[1])
 
 
 def _number(text: str, labels: str) -> float | None:

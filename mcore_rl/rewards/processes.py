@@ -122,7 +122,7 @@ class RewardProcesses:
 async def _answer(process: Process, asked: Mapping[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None  # they are pipes
     with contextlib.suppress(ConnectionError):  # the process has died; it has no answer either
-        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.write(json.dumps(asked, default=str).encode() + b"\n")
         await process.stdin.drain()
     line = await process.stdout.readline()
     if not line.endswith(b"\n"):

@@ -6,24 +6,28 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.rewards.base import gives, in_process, register_reward, shown
+from mcore_rl.rewards.base import gives, in_process, reads_answer, register_reward, shown
 from mcore_rl.sandbox.sandbox import Sandbox
 
-_BLOCK = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A line that opens or closes a fenced block: what is before it, the fence, and what follows.
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,}|)(.*)", re.DOTALL)
+_PYTHON = re.compile(r"\{?\.?(?:python[\d.]*|py3?)(?![\w+#-])", re.IGNORECASE)
 # Runs the program, then each test in its names; tells the key of each that raises nothing. What
 # they print goes to stderr, and their stdin is empty.
 RUN_ASSERTS = """
-import json, os, sys
+import json, os, sys, types
 
 def run(code, tests, keys, out):
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(2, 1)
-    names = {"__name__": "answer"}
+    module = sys.modules["answer"] = types.ModuleType("answer")  # dataclasses look for it there
+    names = vars(module)
     exec(compile(code, "answer.py", "exec"), names)
     for number, (test, key) in enumerate(zip(tests, keys)):
         try:
@@ -47,13 +51,18 @@ class CodeSettings(SandboxSettings):
     timeout_s: float = 60.0  # for all tests of one response; one that takes longer earns nothing
 
 
+def _check_tests(answer: object, settings: CodeSettings) -> None:
+    read_tests(answer)
+
+
 @register_reward("code")
+@reads_answer(_check_tests)
 @gives("passed", "answered", "unchecked")
 @in_process(unchecked={"reward": 0.0, "passed": 0.0, "answered": 1.0, "unchecked": 1.0})
 def code(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: CodeSettings
 ) -> dict[str, float]:
-    """The share of tests that the last ```python block of the response passes, or all or nothing.
+    """The share of tests that the program in the response passes, or all or nothing.
 
     The field `answer` is a JSON object, or its text: {"inputs": [...], "outputs": [...]}, what the
     program reads from stdin and has to write to stdout, where blanks at ends of lines and empty
@@ -80,9 +89,42 @@ def code(
 
 
 def last_program(text: str) -> str | None:
-    """What is in the last fenced block that is complete and of Python or of no language."""
-    blocks = _BLOCK.findall(text)
-    return blocks[-1] if blocks else None
+    """Return the last complete block of Python; without one, the last that names no language.
+
+    Indentation that its fence has, or all of its lines, is taken off.
+    """
+    blocks = list(_fenced_blocks(text))
+    python = [program for language, program in blocks if _PYTHON.match(language)]
+    programs = python or [program for language, program in blocks if not language]
+    return programs[-1] if programs else None
+
+
+def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and content of each complete fenced block.
+
+    As CommonMark has them, but: text after a blank may follow the fence that closes a block, and
+    one with a language closes the open block and begins another, which models do.
+    """
+    fence, language, lines = "", "", list[str]()  # of the open block; an empty fence: there is none
+    indent, margin = 0, ""
+    for line in re.split("\r\n?|\n", text):
+        blanks, marks, info = _FENCE.match(line).groups()  # type: ignore[union-attr]
+        depth = len(blanks.expandtabs(4))
+        begins = bool(marks and info.strip()) and info[0] not in " \t"
+        if fence and marks.startswith(fence) and depth < indent + 4:
+            yield language, _dedent(lines)
+            fence, opens = "", begins
+        else:
+            opens = bool(marks) and not fence
+        if opens and not (marks[0] == "`" and "`" in info):
+            fence, language, lines, indent, margin = marks, info.strip(), [], depth, blanks
+        elif fence:
+            lines.append(line.removeprefix(margin))
+
+
+def _dedent(lines: list[str]) -> str:
+    text = "".join(f"{line}\n" for line in lines)
+    return textwrap.dedent(text) if text.lstrip("\n")[:1] in (" ", "\t") else text
 
 
 @functools.cache
@@ -97,6 +139,8 @@ def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
     except ValueError:
         tests = None
     columns = (["asserts"], ["inputs", "outputs"])
+    if isinstance(tests, Mapping):  # a column of structs has all keys in each row
+        tests = {name: value for name, value in tests.items() if value is not None}
     if isinstance(tests, Mapping) and sorted(tests) in columns:
         lists = list(tests.values())
         are_texts = all(isinstance(one, list) and all(map(_is_text, one)) for one in lists)

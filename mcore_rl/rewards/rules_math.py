@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Context, Decimal
+from functools import cache
 from typing import Any
 
 from mcore_rl.config.checks import between
+from mcore_rl.data.latex import has_balanced_braces, last_boxed
 from mcore_rl.rewards.base import (
     FindAnswer,
     answer_of,
+    answer_text,
     gives,
     in_process,
+    reads_answer,
     register_reward,
     with_answers,
+    wrong_answer,
 )
 
 _UNCHECKED = {"reward": 0.0, "answered": 1.0, "unchecked": 1.0}
-_FINAL_LINE = re.compile(r"#### ([0-9]+)")
+_NUMBER = r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
+_FINAL_LINE = re.compile(rf"#### ({_NUMBER})")
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class MathSettings:
     """Settings of `reward.name=math`."""
 
     boxed_only: bool = True  # false: without a \\boxed{}, the last formula or number is the answer
-    digits: int = 6  # decimals to which numbers are compared, where one has a decimal point
+    digits: int = 6  # decimals to which numbers are compared, where one has a decimal point;
+    # below 10^(-digits/2) significant digits
     timeout_s: float = 5.0  # for one response; one that takes longer is wrong
 
     def __post_init__(self) -> None:
@@ -37,7 +46,7 @@ class MathSettings:
 def _final_line_answers(settings: None) -> FindAnswer:
     def find(text: str, finish_reason: str) -> str | None:
         match = _FINAL_LINE.fullmatch(text.rpartition("\n")[2])
-        return match[1] if match and finish_reason == "stop" else None
+        return match[1].replace(",", "") if match and finish_reason == "stop" else None
 
     return find
 
@@ -52,22 +61,39 @@ def _boxed_answers(settings: MathSettings) -> FindAnswer | None:
     return find if settings.boxed_only else None
 
 
+def _check_number(answer: object, settings: None) -> None:
+    if not re.fullmatch(_NUMBER, answer_text(answer, "final_number").strip()):
+        raise wrong_answer(answer, "final_number", "a number such as 7, -3, 2.5 or 1,234")
+
+
 @register_reward("final_number")
 @gives("format")
+@reads_answer(_check_number)
 @with_answers(_final_line_answers)
 def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
-    """1.0 when the last line is exactly `#### <digits>`, the digits are the answer, and it ended.
+    """1.0 when the last line is exactly `#### <number>`, that of the answer, and it ended.
 
     A response cut off by the length limit earns nothing: its last line might have gone on.
-    `format` is 1.0 when the response ended in such a line, right or wrong. Answers are compared as
-    text, so `07` is not `7`. Raises ConfigError when the fields hold no answer.
+    `format` is 1.0 when the response ended in such a line, right or wrong. Numbers are compared as
+    text without the commas of thousands, so `07` is not `7`. Raises ConfigError when the fields
+    have no answer of text or a number.
     """
-    answer = answer_of(fields, "final_number")
-    found = _final_line_answers(None)(text, finish_reason)
-    return {"reward": float(found == answer), "format": float(found is not None)}
+    answer = answer_of(fields, "final_number").strip().replace(",", "")
+    number = _final_line_answers(None)(text, finish_reason)
+    return {"reward": float(number == answer), "format": float(number is not None)}
+
+
+def _gold_latex(answer: object, settings: MathSettings | None = None) -> str:
+    text = answer_text(answer, "math")
+    boxed = last_boxed(text)
+    latex = text if boxed is None else boxed
+    if not latex.strip(" \t\n$.") or not has_balanced_braces(latex):
+        raise wrong_answer(answer, "math", "what can be in a \\boxed{}")
+    return spell_as_latex(latex)
 
 
 @register_reward("math")
+@reads_answer(_gold_latex)
 @gives("answered", "unchecked")
 @with_answers(_boxed_answers)
 @in_process("math_verify", unchecked=_UNCHECKED, memory_mb=2048)
@@ -76,70 +102,192 @@ def math(
 ) -> dict[str, float]:
     """1.0 if the answer of the response equals the field `answer`, by math-verify.
 
-    The answer is what is in the last \\boxed{}. The field is text or LaTeX: an answer, or a
-    solution with a \\boxed{}. Units are not compared, words without regard to case, and 50% equals
-    0.5 and, as math-verify has it, 50. `answered` is 1.0 where there is an answer that can be read;
-    `unchecked` where the check took longer than timeout_s, or ended its process. Raises ValueError
-    if the field cannot be read.
+    The answer is what is in the last \\boxed{} or \\fbox{}. The field is text or LaTeX: an answer,
+    or a solution with such a box. Units are not compared, words without regard to case, and 50%
+    equals 0.5 and, as math-verify has it, 50. `answered` is 1.0 where there is an answer that can
+    be read; `unchecked` where the check took longer than timeout_s, or ended its process. Raises
+    ValueError if the field cannot be read.
     """
-    from math_verify import verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of its limits being off
-    wanted = answer_of(fields, "math")
-    boxed = last_boxed(wanted)
-    gold = _parsed(_marked(wanted if boxed is None else boxed))
+    grader = _load_grader()
+    answer = answer_of(fields, "math")
+    gold_latex = _gold_latex(answer)
+    gold = _parse_whole(gold_latex)
     if not gold:
-        raise ValueError(f"the answer {wanted!r} of the data cannot be read as mathematics")
+        raise ValueError(f"the answer {answer!r} of the data cannot be read as mathematics")
     boxed = last_boxed(text)
+    latex = "" if boxed is None else spell_as_latex(boxed)
     if boxed is not None:
-        found = _parsed(_marked(boxed))
+        parsed = _parse_whole(latex)
     else:
-        found = [] if settings.boxed_only else _parsed(text)
-    is_equal = verify(
+        parsed = [] if settings.boxed_only else _parse_last(text)
+    is_equal = _has_same_bases(gold_latex, latex) and grader.verify(
         gold,
-        found,
+        parsed,
         float_rounding=settings.digits,
         allow_set_relation_comp=True,  # 0 < x < 1 is (0, 1), whichever of them is the answer
         timeout_seconds=None,  # the process has a limit
     )
-    return {"reward": float(is_equal), "answered": float(bool(found)), "unchecked": 0.0}
+    return {"reward": float(is_equal), "answered": float(bool(parsed)), "unchecked": 0.0}
 
 
-def last_boxed(text: str) -> str | None:
-    """What is between the braces of the last \\boxed{}; None without one that is complete.
+_SIGNS = str.maketrans(
+    {
+        "\N{MINUS SIGN}": "-",
+        "\N{FRACTION SLASH}": "/",
+        "\N{DIVISION SIGN}": "/",
+        "\N{MULTIPLICATION SIGN}": r"\times ",
+        "\N{MIDDLE DOT}": r"\cdot ",
+        "\N{DOT OPERATOR}": r"\cdot ",
+        "\N{DEGREE SIGN}": r"^\circ ",
+        "\N{INFINITY}": r"\infty ",
+        "\N{EMPTY SET}": r"\emptyset ",
+        "\N{SQUARE ROOT}": "sqrt",
+        "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+        "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+        "\N{UNION}": r"\cup ",
+        "\N{INTERSECTION}": r"\cap ",
+        "\N{GREEK SMALL LETTER PI}": r"\pi ",
+        "\N{GREEK SMALL LETTER THETA}": r"\theta ",
+    }
+)
+_SUPERSCRIPT = re.compile("[\N{SUPERSCRIPT ZERO}-\N{SUPERSCRIPT MINUS}\xb9\xb2\xb3]+")
+_NAMES = (
+    "pi|theta|alpha|beta|gamma|delta|lambda|phi|omega|infty|"
+    "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp"
+)
+_OPENS = r"(?:\(|\\(?:text|mathrm)\{|(?<![A-Za-z}])\{)"
+_DIGITS_IN_BASE = re.compile(r"([0-9A-Z]*\d[0-9A-Z]*)_\{?(\d+)")
+# How answers are spelled beside LaTeX, and the LaTeX for it, in the order in which they are read.
+_SPELLINGS = [
+    (re.compile(pattern), latex)
+    for pattern, latex in [
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
+        (r"\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"(\^\{?\\circ\}?)\s*(?:\\(?:text|mathrm)\{\s*)?[CF]\}?$", r"\1"),
+        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+        (r"(?<![A-Za-z\\])(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
+        (rf"(?<![A-Za-z\\])({_NAMES})(?![A-Za-z])", r"\\\1 "),
+        (r"(?<![A-Za-z\\])sqrt\s*(?=[\da-zA-Z])", r"\\sqrt "),
+        (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}"),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
+        (r"\*\*", "^"),
+        (r"\^\s*([+-]?\d+)", r"^{\1}"),
+        (rf"{_OPENS}([0-9A-Z]*\d[0-9A-Z]*)[)}}]_", r"\1_"),  # or (n)_{k} would be a factorial
+        # It reads "1 000" as 1 + 0, "1 2/3" as 1, and "12 34" as 12 + 34.
+        (r"(?<=\d)(?:\\[,;:! ]|[ ~])(?=\d{3}(?!\d))", ""),
+        (r"(?<![\d.])(\d+) +(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+        (r"(?<=\d)\s+(?=\d)", ","),
+    ]
+]
 
-    >>> last_boxed(r"\\boxed{1}, so \\boxed{\\frac{1}{2}}")
-    '\\\\frac{1}{2}'
+
+def spell_as_latex(answer: str) -> str:
+    r"""Write an answer as LaTeX that math-verify reads as a whole.
+
+    Without this it reads 1e-3 as a product with e, pi as one of p and i, "7." and a per cent sign
+    inside of \boxed{} not at all, and words as products of their letters: "tea" would equal "eat".
+
+    >>> spell_as_latex("1e-3")
+    '$\\boxed{1\\times 10^{-3}}$'
     """
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text[start + 6 :], re.DOTALL) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if brace[0] == "}" and not depth:
-            return text[start + 7 : start + 6 + brace.start()]
-    return None
+    text = answer.replace("\\$", "").replace("$", "").strip().rstrip(".").strip()
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = re.sub(r"(?<=\d)(?=[\xbc-\xbe])", " ", text)  # 3 and a half
+    text = unicodedata.normalize("NFKC", text.translate(_SIGNS)).translate(_SIGNS)
+    words = re.sub(r"\s*(?:\\?%|(?i:per ?cent))$", "", text)
+    percent = "%" * (words != text)
+    if re.fullmatch(rf"(?!(?:{_NAMES}|inf|infinity)\Z)[A-Za-z][A-Za-z ]{{2,}}", words):
+        return f"$\\boxed{{\\text{{{words}}}}}${percent}"
+    for pattern, latex in _SPELLINGS:
+        words = pattern.sub(latex, words)
+    return f"$\\boxed{{{words}}}${percent}"
 
 
-def _marked(answer: str) -> str:
-    """An answer as LaTeX that math-verify reads as a whole.
+def _has_same_bases(gold: str, answer: str) -> bool:
+    """Whether numbers in a base are the same digits in the same base, where both name bases."""
+    bases = [
+        sorted((digits.lstrip("0"), base) for digits, base in _DIGITS_IN_BASE.findall(latex))
+        for latex in (gold, answer)
+    ]
+    return not all(bases) or bases[0] == bases[1]
 
-    Without this it reads "1 2/3" as 1, "1 000" as 1 + 0, "12 34" as 12 + 34, "7." not at all, a
-    per cent sign inside of \\boxed{} not at all, and words as products of their letters: "tea"
-    would equal "eat".
+
+def _parse_whole(latex: str) -> list[Any]:
+    """Parse an answer as one formula: an expression, if it can be read, and its text."""
+    from math_verify import LatexExtractionConfig, parse
+
+    kinds = (LatexExtractionConfig(boxed_match_priority=0),)
+    return parse(latex, kinds, parsing_timeout=None, extraction_mode="first_match")
+
+
+def _parse_last(text: str) -> list[Any]:
+    """Parse the last formula or number of a text without a box."""
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=None)
+
+
+@cache
+def _load_grader() -> Any:
+    """Load math-verify with our comparison of numbers in the place of its own.
+
+    math-verify 0.9.0 compares the difference with 10^-15, or both rounded to some decimals: numbers
+    that are small enough are equal, whatever their size.
     """
-    found = answer.replace("\\$", "").replace("$", "").strip().rstrip(".").strip()
-    found = re.sub(r"(?<=\d)(?:\\[,;:! ]|[ ~])(?=\d{3}(?!\d))", "", found)
-    found = re.sub(r"(?<![\d.])(\d+) +(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", found)
-    found = re.sub(r"(?<=\d)\s+(?=\d)", ",", found)
-    number = re.sub(r"\s*(?:\\?%|(?i:per ?cent))$", "", found)
-    if re.fullmatch(r"[A-Za-z][A-Za-z ]{2,}", number):
-        return f"$\\boxed{{\\text{{{number}}}}}$"
-    return f"$\\boxed{{{number}}}${'%' * (number != found)}"
+    from math_verify import grader
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of its limits being off
+    compare_others = grader.sympy_numeric_eq
+
+    def compare(first: Any, second: Any, digits: int, precision: int) -> bool:
+        return _compare_numbers(first, second, digits, precision, compare_others)
+
+    grader.sympy_numeric_eq = compare
+    return grader
 
 
-def _parsed(text: str) -> list[Any]:
-    """What math-verify makes of the last answer in a text: an expression, and its text."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+def _compare_numbers(
+    first: Any, second: Any, digits: int, precision: int, compare_others: Any
+) -> bool:
+    """Whether two expressions are the same number: exactly, or to `digits` if one has a point.
 
-    kinds = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-    return parse(text, kinds, parsing_timeout=None)
+    Matrices, whole percentages and formulas with a decimal point are left to `compare_others`.
+    """
+    from math_verify.grader import get_pct_val, is_atomic_or_pct_atomic, safe_sympy_doit
+    from sympy import Expr, Float, Integer
+
+    is_percentage = get_pct_val(first) is not None or get_pct_val(second) is not None
+    is_whole = all(is_atomic_or_pct_atomic(number, Integer) for number in (first, second))
+    are_numbers = isinstance(first, Expr) and isinstance(second, Expr)
+    if not are_numbers or (is_percentage and is_whole):
+        return bool(compare_others(first, second, digits, precision))
+    first, second = safe_sympy_doit(first), safe_sympy_doit(second)
+    has_point = first.has(Float) or second.has(Float)
+    if first.free_symbols or second.free_symbols:
+        return has_point and bool(compare_others(first, second, digits, precision))
+    if not has_point:
+        return _is_zero(first - second)
+    pairs = list(zip(*(n.evalf(30).as_real_imag() for n in (first, second)), strict=True))
+    if not all(part.is_Float or part.is_Rational for pair in pairs for part in pair):
+        return bool(first == second)
+    return all(_rounds_to_same(one, other, digits) for one, other in pairs)
+
+
+def _is_zero(difference: Any) -> bool:
+    """Whether a number without a decimal point is 0; 300 digits are looked at."""
+    parts = difference.evalf(15, maxn=300).as_real_imag()
+    return all(part == 0 or (part.is_Float and part._prec == 1) for part in parts)
+
+
+def _rounds_to_same(first: Any, second: Any, digits: int) -> bool:
+    """Compare to `digits` decimals; numbers below 10^(-digits/2) to `digits` significant digits."""
+    precise = Context(prec=400)
+    numbers = [precise.create_decimal(str(number)) for number in (first, second)]
+    largest = max(map(abs, numbers))
+    if abs(precise.subtract(*numbers)) <= largest * Decimal("1e-14"):  # digits that a float has
+        return True
+    if largest < Decimal(10) ** -(digits // 2):
+        significant = Context(prec=max(digits, 1))
+        return significant.plus(numbers[0]) == significant.plus(numbers[1])
+    step = Decimal(1).scaleb(-digits)
+    return precise.quantize(numbers[0], step) == precise.quantize(numbers[1], step)

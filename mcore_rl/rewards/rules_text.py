@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.latex import last_boxed
 from mcore_rl.rewards.base import (
     FindAnswer,
     answer_of,
+    answer_text,
     gives,
     in_process,
+    reads_answer,
     register_reward,
     with_answers,
+    wrong_answer,
 )
-from mcore_rl.rewards.rules_math import last_boxed
+
+_MATH_MARK = re.compile(r"\\?\$|\\[()\[\]]")  # where mathematics begins and ends in a text
 
 
 @dataclass(frozen=True)
@@ -70,23 +75,36 @@ class SubstringSettings:
 @register_reward("format")
 @gives()
 def format_of_tags(
-    text: str, fields: Mapping[str, Any], finish_reason: str, settings: FormatSettings
+    text: str,
+    fields: Mapping[str, Any],
+    finish_reason: str,
+    settings: FormatSettings,
+    turns: Sequence[str] = (),
+    prompt_end: str = "",
 ) -> dict[str, float]:
     """1.0 if the response is made of the tags, each once, with anything inside but these tags.
 
     With tags=think,answer: <think>...</think><answer>...</answer>, and blanks or line breaks around
-    them.
+    them. A first tag that the chat template has opened at the end of the prompt counts. Of an agent
+    it is the last turn, with its reasoning or without.
     """
+    first = f"<{settings.names[0]}>"
+    opened = first if prompt_end.rstrip().endswith(first) else ""
+    bodies = text, *turns[-1:]
+    return {"reward": float(any(_has_form(opened + body, settings.names) for body in bodies))}
+
+
+def _has_form(text: str, tags: Sequence[str]) -> bool:
     rest = text
-    for tag in settings.names:
+    marks = [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]
+    for tag in tags:
         rest = rest.lstrip()
         if not rest.startswith(f"<{tag}>"):
-            return {"reward": 0.0}
-        inside, found, rest = rest[len(tag) + 2 :].partition(f"</{tag}>")
-        marks = [f"<{slash}{name}>" for name in settings.names for slash in ("", "/")]
-        if not found or any(mark in inside for mark in marks):
-            return {"reward": 0.0}
-    return {"reward": float(not rest.strip())}
+            return False
+        inside, end, rest = rest[len(tag) + 2 :].partition(f"</{tag}>")
+        if not end or any(mark in inside for mark in marks):
+            return False
+    return not rest.strip()
 
 
 @register_reward("pattern")
@@ -106,23 +124,31 @@ def matches_pattern(
 
 def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
     # Possessive: a response of many stars would take its length cubed, and the server waits.
-    letter = rf"[\s*_(\[]*+([{settings.letters}])(?![A-Za-z0-9'])"
-    # At the start only, for the same reason.
-    styled = re.compile(r"\A([\s*_(\[]*+[A-Z]?)\\(?:text|mathrm|textbf)\{(.*)\}")
+    style = r"[\s*_(\[]*+(?:\\(?:text|mathrm|mathbf|textbf|boldsymbol)\{[\s*_(\[]*+)?"
+    letter = rf"{style}([{settings.letters}])(?![A-Za-z0-9']|\\text\{{[A-Za-z0-9])"
 
     def find(text: str, finish_reason: str) -> str | None:
         boxed = last_boxed(text)
+        plain = _MATH_MARK.sub(" ", text if boxed is None else boxed)
         if boxed is not None:
-            found = re.findall(rf"\A{letter}", styled.sub(r"\1\2", boxed))
+            letters = re.findall(rf"\A{letter}", plain)
         else:
-            found = re.findall(rf"(?i:answer)[*_]*+(?:\s++(?i:is))?[*_]*+:?{letter}", text)
-            found = found or re.findall(rf"\A{letter}[\s*_)\].]*\Z", text)
-        return found[-1] if found else None
+            letters = re.findall(rf"(?i:answer)[*_]*+(?:\s++(?i:is))?[*_]*+:?{letter}", plain)
+            letters = letters or re.findall(rf"\A{letter}[\s*_)}}\].]*\Z", plain)
+        return letters[-1] if letters else None
 
     return find
 
 
+def _right_letter(answer: object, settings: ChoiceSettings) -> str:
+    letter = answer_text(answer, "choice").strip().strip("().").upper()
+    if letter not in list(settings.letters):
+        raise wrong_answer(answer, "choice", f"one of {', '.join(settings.letters)}")
+    return letter
+
+
 @register_reward("choice")
+@reads_answer(_right_letter)
 @gives("answered")
 @with_answers(_chosen_letters)
 def choice(
@@ -134,17 +160,20 @@ def choice(
     "is", ":" and marks around it; else the response, if that is a letter only. (B), B. and **B**
     are B. Raises ConfigError if the answer is none of the letters.
     """
-    answer = answer_of(fields, "choice").strip().strip("().").upper()
-    if answer not in list(settings.letters):
-        raise ConfigError(
-            f"data.answer_column has {answer!r}; allowed with reward.name='choice': one of "
-            f"{', '.join(settings.letters)}"
-        )
-    found = _chosen_letters(settings)(text, finish_reason)
-    return {"reward": float(found == answer), "answered": float(found is not None)}
+    answer = _right_letter(answer_of(fields, "choice"), settings)
+    letter = _chosen_letters(settings)(text, finish_reason)
+    return {"reward": float(letter == answer), "answered": float(letter is not None)}
+
+
+def _wanted_text(answer: object, settings: SubstringSettings | None = None) -> str:
+    text = " ".join(answer_text(answer, "substring").split())
+    if not text:
+        raise wrong_answer(answer, "substring", "a text")
+    return text
 
 
 @register_reward("substring")
+@reads_answer(_wanted_text)
 @gives()
 def substring(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: SubstringSettings
@@ -153,9 +182,7 @@ def substring(
 
     Raises ConfigError if the field is empty: that is in every text.
     """
-    answer, response = (" ".join(part.split()) for part in (answer_of(fields, "substring"), text))
-    if not answer:
-        raise ConfigError("data.answer_column has ''; allowed with reward.name='substring': a text")
+    answer, response = _wanted_text(answer_of(fields, "substring")), " ".join(text.split())
     if settings.ignore_case:
         answer, response = answer.casefold(), response.casefold()
     edges = (r"(?<!\w)", r"(?!\w)") if settings.whole_words else ("", "")

@@ -84,7 +84,7 @@ class RolloutWorker:
         if self._nodes is not None and not self._nodes.is_first:
             self._headless = HeadlessWorkers(server)
         tokenizer = load_tokenizer(spec.model_path)
-        self._judge = Judge(spec.reward)
+        self._judge = Judge(spec.reward, decode=tokenizer.decode)
         self._agent: SingleTurnLoop | AgentRunner
         if spec.agent.loop == "single_turn":
             self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)

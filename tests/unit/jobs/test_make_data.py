@@ -33,6 +33,7 @@ GSM8K = [
      "answer": "She sold 48/2 = <<48/2=24>>24 in May.\n48+24 = <<48+24=72>>72 in all.\n#### 72"},
     {"question": "How much?", "answer": "1000*2.125 = <<1000*2.125=2125>>2125\n#### $2,125"},
     {"question": "How cold?", "answer": "3-8 = -5\n#### -5"},
+    {"question": "How long?", "answer": "5/2 = 2.5\n#### 2.5"},
 ]  # fmt: skip
 MATH = [
     {"problem": r"What is $\frac{1}{2}+\frac{1}{3}$?", "level": "Level 1", "type": "Prealgebra",
@@ -136,14 +137,15 @@ def made(monkeypatch, capsys, tmp_path):
 def test_gsm8k(made, tmp_path, write):
     path = write(tmp_path / f"train.{write.__name__}", GSM8K)
     rows, out = made("gsm8k", "--input", path)
-    assert out == "3 of 3 rows; left out: none\n"
-    assert [row["answer"] for row in rows] == ["72", "2125", "-5"]
+    assert out == "4 of 4 rows; left out: none\n"
+    assert [row["answer"] for row in rows] == ["72", "2125", "-5", "2.5"]
     instruction = PUBLISHERS["gsm8k"].instruction
     asked = {"role": "user", "content": f"{GSM8K[0]['question']}\n{instruction}"}
     assert rows[0]["messages"] == [asked]
     assert rows[0]["solution"] == GSM8K[0]["answer"]
-    reward = get_reward("final_number")("48+24=72\n#### 72", rows[0], "stop")
-    assert reward["reward"] == 1.0
+    reward = get_reward("final_number")
+    for row, text in zip(rows, ["72", "$2,125", "-5", "2.5"], strict=True):
+        assert reward(f"So:\n#### {text.lstrip('$')}", row, "stop")["reward"] == 1.0
 
 
 def test_math_in_parquet_files_by_subject_and_math_500(made, tmp_path):
@@ -247,11 +249,11 @@ def test_hh_comes_compressed_and_without_margins(made, tmp_path):
 
 def test_what_is_made_is_what_a_run_reads(made, tmp_path):
     words = tiny_model.train_tokenizer(["user How much in all? assistant ####"] * 20)
-    made("gsm8k", "--input", parquet(tmp_path / "x.parquet", GSM8K * 700))
+    made("gsm8k", "--input", parquet(tmp_path / "x.parquet", GSM8K * 525))
     file = pq.ParquetFile(tmp_path / "made.parquet")
     assert file.num_row_groups == 3  # of a thousand rows, which one row is read with
     prompts = load_prompts(tmp_path / "made.parquet", DataConfig(), words)
-    assert (len(prompts), prompts[2099].fields["answer"]) == (2100, "-5")
+    assert (len(prompts), prompts[2099].fields["answer"]) == (2100, "2.5")
 
 
 NOT_PUBLISHED: Mapping[str, tuple[str, dict, str]] = {

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 
 from mcore_rl.checkpoint.fp8 import quantization_config, quantize_blocks
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, ModelConfig, RLConfig
+from mcore_rl.config.schema import Layout, ModelConfig, RewardConfig, RLConfig
+from mcore_rl.data.tasks import tiny_model
 from mcore_rl.jobs import preflight
-from mcore_rl.jobs.preflight import check_inputs, check_layouts
+from mcore_rl.jobs.preflight import check_inputs, check_layouts, prompts_of
 from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.workers.expert_records import ExpertLayers
 
@@ -60,6 +61,37 @@ def test_gpu_memory_that_servers_cannot_map_is_refused_before_a_run(
     config.weight_sync.method = method
     with pytest.raises(ConfigError, match=message):
         check_inputs(config)
+
+
+TESTS = '{"asserts": ["assert f()"]}'
+
+
+@pytest.mark.parametrize(
+    ("reward", "answers", "loop", "message"),
+    [
+        ("final_number", ["7", "1/2"], "single_turn", "'1/2'; allowed with .* a number such as"),
+        ("math", ["1/2", r"\frac{1}{2"], "tools", r"what can be in a \\boxed\{\}"),
+        ("choice", ["A", "Paris"], "program", "'Paris'; allowed with .* one of A, B, C, D"),
+        ("code", [TESTS, "7"], "user", "'7'; code needs an object"),
+        ("final_number", ["7", "1/2"], "environment", ""),  # which rewards by itself
+        ("math", ["7", "1/2"], "single_turn", ""),
+    ],
+)
+def test_an_answer_that_no_response_of_a_run_can_earn_is_refused(
+    tmp_path: Path, reward, answers, loop, message
+):
+    messages = [{"role": "user", "content": "How much?"}]
+    lines = [json.dumps({"messages": messages, "answer": answer}) for answer in answers]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    tokenizer = tiny_model.train_tokenizer(["user\nHow much?", "assistant\n"] * 20)
+    config = RLConfig(reward=RewardConfig(terms={"own": {"name": reward}}))
+    config.agent.loop = loop
+    files = {"data.train_file": f"{tmp_path}/rows.jsonl"}
+    if message:
+        with pytest.raises(ConfigError, match=f"data.train_file=.* row 1 has an .* {message}"):
+            prompts_of(files, config, tokenizer)
+    else:
+        assert len(prompts_of(files, config, tokenizer)) == 2
 
 
 def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_path: Path):

@@ -70,6 +70,33 @@ def test_asserts():
     assert rewards == [1, pytest.approx(1 / 3), 0, 0, pytest.approx(2 / 3)]
 
 
+def test_a_program_is_a_module_that_libraries_find():
+    """By dataclasses, typing, pickle and inspect."""
+    program = """\
+from __future__ import annotations
+import dataclasses, pickle, sys, typing
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    _: dataclasses.KW_ONLY
+    next: Point | None = None
+"""
+    tests = [
+        "assert Point(3, next=Point(4)).next.x == 4",
+        "assert typing.get_type_hints(Point)['x'] is int",
+        "assert pickle.loads(pickle.dumps(Point(3))) == Point(3)",
+        "assert vars(sys.modules[Point.__module__])['Point'] is Point",
+        "assert __name__ != '__main__'",
+    ]
+    assert found({"asserts": tests}, [fenced(program)]) == [parts(1, 1)]
+
+
+def test_tests_of_a_column_of_structs_have_nulls():
+    tests = {**ASSERTS, "inputs": None, "outputs": None}
+    assert found(tests, [fenced(ADD)]) == [parts(1, 1)]
+
+
 def test_all_or_nothing():
     texts = [fenced(ADD), fenced("def add(a, b):\n    return a * b\n")]
     assert found(ASSERTS, texts, all_or_nothing=True) == [
@@ -98,6 +125,27 @@ def test_a_response_that_takes_too_long_is_unchecked():
         ("```\na\n```", "a\n"),
         ("```python\na\n``` and ```python\nb", "a\n"),
         ("```json\n{}\n```", None),
+        ("```bash\npip install x\n```\nThen\n```python\na\n```", "a\n"),
+        ("```python\na\n```\nprints\n```\n7\n```\nas\n```json\n7\n```", "a\n"),
+        ("```bash\nls\n```\nNo program here.", None),
+        ("```\na\n```\n```text\n7\n```", "a\n"),
+        ("```Python3.11 title=x\na\n```", "a\n"),
+        ("```{python}\na\n```", "a\n"),
+        ("```python-repl\n>>> a\n```", None),
+        ("```python\r\nif a:\r\n  b\r\n```\r\n", "if a:\n  b\n"),
+        ("1. So:\n   ```python\n   if a:\n\n     b\n   ```\n", "if a:\n\n  b\n"),
+        ("- So:\n\t```py\n\ta\n\t```\n", "a\n"),
+        ("```python\n    if a:\n      b\n```", "if a:\n  b\n"),
+        ("   ```python\na\n   ```", "a\n"),
+        ("~~~python\na = '''\n```\n'''\n~~~", "a = '''\n```\n'''\n"),
+        ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''\n"),
+        (
+            '```python\n"""\n    ```python\n    x\n    ```\n"""\n```',
+            '"""\n    ```python\n    x\n    ```\n"""\n',
+        ),
+        ("```markdown\n```python\na\n```\n```", "a\n"),
+        ("```python\na\n```python\nb\n```", "b\n"),
+        ("```python``` is\n```python\na\n```", "a\n"),
         ("```python\na", None),
         ("", None),
     ],

@@ -87,6 +87,26 @@ def test_votes_are_averaged_and_those_without_a_score_left_out():
     assert "raised RemoteError: no score from 0.0 to 10.0 in ['Score: NaN'" in found.reward_error
 
 
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        "Score: 4, since it is short. (Score: 0 to 10)",
+        "Score: 4/10\n(Score: 0-10)",
+        "Score: 0 \N{EN DASH} 10. Mine is Score: 4 - 2 steps are missing",
+        "Score (0 to 10): 4",
+        "**Score** (from 0 to 10): **4**",
+        'As JSON: {"score": 4}',
+        "Score: 1..10\nScore: 4.",
+    ],
+)
+def test_the_scale_that_a_verdict_repeats_is_no_score(verdict):
+    assert asked([verdict])[0].reward == 0.4
+
+
+def test_a_verdict_with_a_scale_alone_has_no_score():
+    assert "no score from 0.0 to 10.0" in asked(["Give a Score: 0 to 10."])[0].reward_error
+
+
 def test_labels_and_a_function_of_ones_own_read_verdicts(tmp_path):
     yes_no = {"pattern": r"\[\[(\w+)\]\]", "labels": "Yes=1, no=-1", "low": -1.0, "high": 1.0}
     assert asked(["[[No]] or rather [[YES]]"], **yes_no)[0].reward == 1.0

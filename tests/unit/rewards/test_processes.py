@@ -1,6 +1,7 @@
 """Functions of a user in processes of their own: what these get, and what ends them."""
 
 import asyncio
+import datetime
 import os
 import time
 
@@ -9,7 +10,7 @@ import pytest
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rewards.judge import Judge
-from tests.unit.rewards.judging import judged, judged_by
+from tests.unit.rewards.judging import judged, judged_by, response
 
 OWN = """
 import os
@@ -141,3 +142,14 @@ def test_a_process_that_is_killed_in_a_call_loses_no_reward(own, tmp_path):
     assert (found.reward, found.reward_error) == (0.5, "")
     with pytest.raises(RewardError, match=r"killed' ended its process with status -9"):
         judged(config, ["always"])
+
+
+def test_columns_that_json_lacks_come_to_a_process_as_text(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def day(text, fields, finish_reason):\n"
+        "    return {'reward': float(fields['answer'] == '2026-01-02')}\n"
+    )
+    [sample] = judged(
+        RewardConfig(f"{tmp_path}/own.py:day"), ["x"], [response(datetime.date(2026, 1, 2))]
+    )
+    assert sample.reward == 1.0

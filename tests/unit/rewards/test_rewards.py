@@ -1,7 +1,14 @@
+import re
+from decimal import Decimal
+
 import pytest
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import DataConfig, RewardConfig
+from mcore_rl.data.datasets import load_prompts
+from mcore_rl.data.tasks import tiny_model
 from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.judge import answer_check
 
 
 @pytest.mark.parametrize(
@@ -15,10 +22,11 @@ from mcore_rl.rewards.base import get_reward
         ("#### 12\n#### 3", 0.0, 1.0),
         ("12", 0.0, 0.0),
         ("so #### 12", 0.0, 0.0),
-        ("#### 12.", 0.0, 0.0),
         ("#### 12 ", 0.0, 0.0),
         ("#### 12\n", 0.0, 0.0),
-        ("#### -12", 0.0, 0.0),
+        ("#### -12", 0.0, 1.0),
+        ("#### 1,2", 0.0, 0.0),
+        ("#### 12.", 0.0, 0.0),
         ("#### ١٢", 0.0, 0.0),  # digits, but not these digits
         ("", 0.0, 0.0),
     ],
@@ -26,6 +34,74 @@ from mcore_rl.rewards.base import get_reward
 def test_final_number_reads_exactly_the_last_line(text, reward, format_):
     parts = get_reward("final_number")(text, {"answer": "12"}, "stop")
     assert parts == {"reward": reward, "format": format_}
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("-3", "-3"),
+        ("2.5", "2.5"),
+        ("1,234", "1234"),
+        ("1,234", "1,234"),
+        ("1234567.5", "1,234,567.5"),
+        (" 7 ", "7"),
+        (7, "7"),
+        (7.0, "7"),
+        (2.5, "2.5"),
+        (Decimal("7.00"), "7"),
+    ],
+)
+def test_a_final_number_may_be_negative_or_have_decimals_and_commas(answer, number):
+    parts = get_reward("final_number")(f"#### {number}", {"answer": answer}, "stop")
+    assert parts == {"reward": 1.0, "format": 1.0}
+
+
+UNEARNABLE = [
+    ("final_number", {}, "1/2", "'1/2'; allowed with reward.name='final_number': a number such as"),
+    ("final_number", {}, "#### 7", "'#### 7'; allowed with reward.name='final_number': a number"),
+    ("final_number", {}, ["7"], "['7']; allowed with reward.name='final_number': text or a number"),
+    ("math", {}, {"value": "7"}, "{'value': '7'}; allowed with reward.name='math': text or a num"),
+    ("math", {}, " $ $ ", "' $ $ '; allowed with reward.name='math': what can be in a \\boxed{}"),
+    ("math", {}, r"\frac{1}{2", "allowed with reward.name='math': what can be in a \\boxed{}"),
+    ("math", {}, r"\boxed{1", "allowed with reward.name='math': what can be in a \\boxed{}"),
+    ("choice", {}, "7", "'7'; allowed with reward.name='choice': one of A, B, C, D"),
+    ("choice", {"letters": "AB"}, "C", "'C'; allowed with reward.name='choice': one of A, B"),
+    ("choice", {}, b"A", "b'A'; allowed with reward.name='choice': text or a number"),
+    ("substring", {}, " ", "' '; allowed with reward.name='substring': a text"),
+    ("substring", {}, ["Paris", "Lyon"], "allowed with reward.name='substring': text or a number"),
+    ("code", {}, {"asserts": []}, "code needs an object"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_model.train_tokenizer(["user\nA or B?", "assistant\n"] * 20)
+
+
+@pytest.mark.parametrize(("name", "settings", "answer", "message"), UNEARNABLE)
+def test_an_answer_that_no_response_can_earn_is_refused_by_its_row(
+    name, settings, answer, message, tokenizer, tmp_path
+):
+    (tmp_path / "rows.py").write_text(
+        "def rows():\n    message = {'role': 'user', 'content': 'A or B?'}\n"
+        f"    return [{{'messages': [message], 'answer': answer}} for answer in [{answer!r}]]\n"
+    )
+    check = answer_check(RewardConfig(terms={"own": {"name": name, "settings": settings}}))
+    with pytest.raises(ConfigError) as raised:
+        load_prompts(f"{tmp_path}/rows.py:rows", DataConfig(), tokenizer, check_answer=check)
+    assert "row 0 has an answer that no response can earn: " in str(raised.value)
+    assert message in str(raised.value)
+    metric = {"name": name, "settings": settings, "weight": 0.0}
+    answer_check(RewardConfig(terms={"own": metric}))(answer)  # its metric may be 0 everywhere
+    if name != "final_number" or not isinstance(answer, str):  # which compares texts
+        with pytest.raises(ValueError, match=re.escape(message)):
+            get_reward(name, settings)("```\n```", {"answer": answer}, "stop")
+
+
+@pytest.mark.parametrize("name", ["format", "overlong", "pattern"])
+def test_rewards_that_read_no_answer_take_any(name):
+    settings = {"overlong": {"buffer_tokens": 5}, "pattern": {"pattern": "."}}.get(name, {})
+    answer_check(RewardConfig(name, settings))(["any"])
 
 
 def test_a_response_that_was_cut_off_earns_nothing():

@@ -1,13 +1,16 @@
 """Form, choices and texts: what counts and what only looks like it."""
 
+import asyncio
 import time
 
 import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
+from mcore_rl.data.sample import TurnSpan
 from mcore_rl.rewards.base import RewardError, get_reward
-from tests.unit.rewards.judging import judged
+from mcore_rl.rewards.judge import Judge
+from tests.unit.rewards.judging import judged, judged_by, response
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,49 @@ from tests.unit.rewards.judging import judged
 )
 def test_format(text, reward):
     assert get_reward("format")(text, {}, "stop") == {"reward": reward}
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt_end", "reward"),
+    [
+        ("a</think><answer>b</answer>", "<|im_start|>assistant\n<think>\n", 1.0),
+        ("\na</think>\n<answer>b</answer>", "Why <think> so?\n<think>", 1.0),
+        ("<think>a</think><answer>b</answer>", "<think>\n", 0.0),  # it would be there twice
+        ("a</think><answer>b</answer>", "<think>\n\n</think>\n\n", 0.0),
+        ("<think>a</think><answer>b</answer>", "<think>\n\n</think>\n\n", 1.0),
+        ("a</think><answer>b</answer>", "", 0.0),
+        ("b</answer>", "<answer>", 0.0),
+    ],
+)
+def test_a_tag_that_the_prompt_opens_is_of_the_format(text, prompt_end, reward):
+    """As templates of reasoning models do; the reward is told of it by the tokens of the prompt."""
+    sample = response()
+    sample.prompt_ids = [*range(100), *map(ord, prompt_end)]
+
+    async def run():
+        judge = Judge(RewardConfig("format"), decode=lambda ids: "".join(map(chr, ids)))
+        await judged_by(judge, [text], [sample])
+
+    asyncio.run(run())
+    assert sample.reward == reward
+
+
+def test_an_agent_has_the_format_in_its_last_turn_with_its_reasoning_or_without():
+    sample = response(num_tokens=40)
+    sample.turn_texts = ["<think>a</think>call", "b</think><answer>c</answer>"]
+    sample.turn_token_ids = [[1] * 5, [1] * 5]
+    sample.turn_spans = (TurnSpan("0", 0, 5), TurnSpan("1", 35, 40))
+    sample.response_ids = [1] * 5 + [2] * 23 + [*map(ord, "<think>")] + [1] * 5
+
+    async def run(tags):
+        judge = Judge(
+            RewardConfig("format", {"tags": tags}), decode=lambda ids: "".join(map(chr, ids))
+        )
+        await judged_by(judge, ["<answer>c</answer>"], [sample])
+
+    for tags, reward in {"think,answer": 1.0, "answer": 1.0, "answer,think": 0.0}.items():
+        asyncio.run(run(tags))
+        assert sample.reward == reward
 
 
 def test_format_has_the_tags_that_it_is_told():
@@ -55,6 +101,18 @@ def test_pattern_has_to_match_the_whole_response_in_time():
         (r"\boxed{10B}", 0.0, 0.0),
         (r"\boxed{B} or rather \boxed{C}", 0.0, 1.0),
         (r"The answer is B, hence \boxed{C}", 0.0, 1.0),
+        (r"\boxed {B}", 1.0, 1.0),
+        (r"\fbox{B}", 1.0, 1.0),
+        (r"\boxed{\textbf{(B)}\ 7}", 1.0, 1.0),
+        (r"\boxed{$B$}", 1.0, 1.0),
+        (r"\boxed{B\text{ is right}}", 1.0, 1.0),
+        (r"\boxed{B\text{erlin}}", 0.0, 0.0),
+        ("Answer: $B$", 1.0, 1.0),
+        (r"Answer: \(B\)", 1.0, 1.0),
+        (r"The answer is $\mathrm{(B)}$.", 1.0, 1.0),
+        (r"**Answer:** \text{B}", 1.0, 1.0),
+        ("$B$", 1.0, 1.0),
+        ("Answer: $BC$", 0.0, 0.0),
         ("The answer is (B).", 1.0, 1.0),
         ("Answer: **B**", 1.0, 1.0),
         ("**Answer:** B", 1.0, 1.0),
@@ -115,6 +173,6 @@ def test_a_number_is_not_in_a_longer_one():
     reward = get_reward("substring")
     assert reward("it is 123", {"answer": "12"}, "stop") == {"reward": 0.0}
     assert reward("it is (12)", {"answer": "12"}, "stop") == {"reward": 1.0}
-    with pytest.raises(ConfigError, match=r"data.answer_column has ''"):
+    with pytest.raises(ConfigError, match=r"data.answer_column has ' '"):
         reward("it is 123", {"answer": " "}, "stop")
     assert reward("it costs a+b.", {"answer": "a+b"}, "stop") == {"reward": 1.0}

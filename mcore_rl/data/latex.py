@@ -1,0 +1,35 @@
+"""LaTeX boxes, in which solutions and responses have their answers."""
+
+from __future__ import annotations
+
+import re
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(\{|(?<=\s)[^\s{$\\]+)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{} or \fbox{}; None without one that is complete.
+
+    Blanks before the brace, and a box without braces that ends at a blank or a dollar, are read as
+    TeX or its readers take them.
+
+    >>> last_boxed(r"\boxed{1}, so \boxed {\frac{1}{2}}")
+    '\\frac{1}{2}'
+    >>> last_boxed(r"the answer is $\boxed 12$.")
+    '12'
+    """
+    boxes = list(_BOX.finditer(text))
+    if not boxes or boxes[-1][1] != "{":
+        return boxes[-1][1] if boxes else None
+    begin, depth = boxes[-1].end(), 1
+    for brace in _BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return text[begin : brace.start()]
+    return None
+
+
+def has_balanced_braces(text: str) -> bool:
+    r"""Whether \boxed{text} ends at its last brace."""
+    return last_boxed(f"\\boxed{{{text}}}") == text
