@@ -54,11 +54,10 @@ if TYPE_CHECKING:
     from mcore_rl.rollout.vllm_worker import ServerName
 
 _DTYPES = ("float32", "bfloat16")
-# Set before vLLM is imported: no telemetry, no look-ups on the hub, no start-up chatter.
+# Set before vLLM is imported: no telemetry, no look-ups on the hub.
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
 # vLLM's settings for log-probs of a prompt. A cached prompt would have no log-probs and no outputs.
@@ -113,6 +112,7 @@ class VLLMServer:
 
     def prepare(self) -> None:
         os.environ |= _QUIET
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with long_lived():
             import mcore_rl.rollout.vllm_worker  # noqa: F401
 
