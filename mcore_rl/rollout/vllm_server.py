@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import itertools
 import os
+import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -110,6 +111,15 @@ class VLLMServer:
     def awaits_update(self) -> bool:
         return self._traffic.awaits_update
 
+    @property
+    def model_runner(self) -> str:
+        """Which of vLLM's runners executes the model: "V1" or "V2" (config/vllm.py:703).
+
+        Raises:
+            StateError: the server has not been started.
+        """
+        return "V2" if self._serving.vllm_config.use_v2_model_runner else "V1"
+
     def prepare(self) -> None:
         os.environ |= _QUIET
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -182,6 +192,7 @@ class VLLMServer:
                 self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)
             except RuntimeError as error:
                 raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
+        print(f"vLLM's model runner: {self.model_runner}", file=sys.stderr)
         await self._serving.update_weight_version(str(self._version))
         await self._serving.get_supported_tasks()  # kept: later requests do not wait for it
 
