@@ -45,22 +45,13 @@ HOST_DEVICE int64_t num_tiles(const Box& box, const Sizes& sizes) {
   return ceil_div(box.rows, kBlock) * ceil_div(box.items, kBlock);
 }
 
-// The boxes of a bucket and, for each and the end, the number of its first tile.
+// The boxes of a bucket; for each and the end, the number of its first tile; for each tile, its box.
 struct Boxes {
   const Box* boxes;
-  const int64_t* first_tile;  // [num_boxes + 1]
+  const int64_t* first_tile;   // [num_boxes + 1]
+  const int64_t* box_of_tile;  // [num_tiles]
   int64_t num_boxes, num_tiles;
 };
-
-// Which box holds a tile: the last whose first tile is not behind it. Empty boxes hold none.
-HOST_DEVICE int64_t box_of(const Boxes& table, int64_t tile) {
-  int64_t low = 0, high = table.num_boxes;
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    (table.first_tile[middle] <= tile ? low : high) = middle;
-  }
-  return low;
-}
 
 struct Place {
   int64_t row, column;  // the column counts items, or units of several items

@@ -72,7 +72,7 @@ template <typename S, typename D>
 void run_all(const Boxes& table, const Sizes& sizes, int num_threads) {
   const int64_t run = run_of(table.num_tiles, num_threads);
   parallel_for(table.num_tiles, run, num_threads, [&](int64_t begin, int64_t end) {
-    int64_t at = box_of(table, begin);
+    int64_t at = table.box_of_tile[begin];
     for (int64_t tile = begin; tile < end;) {
       while (tile >= table.first_tile[at + 1]) ++at;
       const int64_t count = std::min(end, table.first_tile[at + 1]) - tile;

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 3) run_kernel(Boxes table) {
   const int64_t step = int64_t{gridDim.x} * warps;
   for (int64_t tile = int64_t{blockIdx.x} * warps + threadIdx.x / kWarp; tile < table.num_tiles;
        tile += step) {
-    const int64_t at = box_of(table, tile);
+    const int64_t at = table.box_of_tile[tile];
     const Box box = table.boxes[at];  // a copy: what is stored does not alias it
     run_tile<kind>(box, tile - table.first_tile[at]);
   }

@@ -47,7 +47,7 @@ void quantize_block(const Box& box, int64_t number) {
 template <typename S>
 void quantize_all(const Boxes& table, int num_threads) {
   parallel_for(table.num_tiles, 1, num_threads, [&](int64_t tile, int64_t) {
-    const int64_t at = box_of(table, tile);
+    const int64_t at = table.box_of_tile[tile];
     quantize_block<S>(table.boxes[at], tile - table.first_tile[at]);
   });
 }

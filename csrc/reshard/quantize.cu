@@ -96,7 +96,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) quantize_kernel(Boxes table) {
   __shared__ uint32_t shared[kThreads / kWarp];
   for (int64_t tile = blockIdx.x; tile < table.num_tiles; tile += gridDim.x) {
-    const int64_t at = box_of(table, tile);
+    const int64_t at = table.box_of_tile[tile];
     const Box box = table.boxes[at];
     const int64_t number = tile - table.first_tile[at], blocks = ceil_div(box.items, kBlock);
     const int64_t block_row = number / blocks, block_column = number - block_row * blocks;

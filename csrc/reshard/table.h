@@ -21,9 +21,9 @@ class Table {
   // On a GPU, in one launch. on_device: the address of a copy of words() there. Returns at once.
   void run_cuda(int device, uintptr_t stream, uintptr_t on_device) const;
 
-  // What run_cuda needs in the memory of the GPU: the boxes, then the first tiles.
+  // What run_cuda needs in the memory of the GPU: the boxes, the first tiles, the box of each tile.
   const std::vector<int64_t>& words() const { return words_; }
-  int64_t num_tiles() const { return words_.back(); }
+  int64_t num_tiles() const { return words_[num_boxes_ * (kBoxWords + 1)]; }
 
  private:
   Boxes at(const int64_t* words) const;

@@ -46,8 +46,9 @@ def resolve_engine(key: str, config: EngineConfig) -> None:
     """Rules that need no model; `key` names the engine, such as actor."""
     resolve_layout(f"{key}.layout", config.layout)
     resolve_optimizer(f"{key}.optimizer", config.optimizer)
-    for name in ("max_tokens_per_micro_batch", "logprob_chunk_bytes", "threads_per_rank"):
+    for name in ("max_tokens_per_micro_batch", "threads_per_rank"):
         at_least(f"{key}.{name}", getattr(config, name), 1)
+    at_least(f"{key}.logprob_chunk_bytes", config.logprob_chunk_bytes, 0)
     one_of(f"{key}.backend", config.backend, BACKENDS)
     one_of(f"{key}.modules", config.modules, MODULES)
     one_of(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)

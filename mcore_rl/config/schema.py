@@ -110,7 +110,8 @@ class EngineConfig:
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
-    logprob_chunk_bytes: int = 32 << 20  # limit on logits and probabilities in memory at a time
+    # Limit on logits and probabilities in memory at a time; 0: 512 MiB on a GPU, 32 MiB on a CPU.
+    logprob_chunk_bytes: int = 0
     moe: MoEConfig = field(default_factory=MoEConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)

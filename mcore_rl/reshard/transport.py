@@ -56,19 +56,23 @@ Group = Any  # a dist.ProcessGroup, or a bare ProcessGroupGloo or ProcessGroupNC
 class GroupTransport:
     """Over gloo or NCCL. The group's ranks are the devices of the plan.
 
-    On NCCL wait() orders the current stream behind the transfer, as torch's own does. The host is
-    not blocked, and the group's watchdog stands in for the timeout.
+    On NCCL wait() orders the current stream behind the transfer, and the host goes on; the group's
+    watchdog stands in for the timeout.
     """
 
-    def __init__(self, group: Group, timeout_s: float) -> None:
-        """All ranks of the group must call it together: NCCL connects them here."""
+    def __init__(self, group: Group, timeout_s: float, device: torch.device) -> None:
+        """Connect all ranks of the group, which must call it together. `device` is this rank's."""
         self._group = group
         self._timeout = timedelta(seconds=timeout_s)
         self.rank = self._group.rank()
         self._is_nccl = self._group.name() == "nccl"
         self.is_ordered = self._is_nccl
         self.sent_bytes = self.received_bytes = 0
-        self._group.barrier().wait()
+        # Else NCCL guesses the device by the number of the rank (ProcessGroupNCCL.cpp, barrier).
+        options = c10d.BarrierOptions()
+        if self._is_nccl:
+            options.device_ids = [device.index or 0]
+        self._group.barrier(options).wait()
 
     def start(self, transfers: Sequence[Transfer]) -> Sequence[Pending]:
         if not transfers:
@@ -100,7 +104,9 @@ class GroupTransport:
 
     def wait(self, transfer: Transfer, work: Any) -> None:
         try:
-            work.wait(self._timeout)
+            # With a timeout, NCCL's wait holds up the host until the transfer is done
+            # (ProcessGroupNCCL.cpp, WorkNCCL::synchronizeInternal).
+            work.wait() if self._is_nccl else work.wait(self._timeout)
         except RuntimeError as error:
             raise self.failure(transfer, error) from error
 

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import itertools
 import os
+import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -54,11 +55,10 @@ if TYPE_CHECKING:
     from mcore_rl.rollout.vllm_worker import ServerName
 
 _DTYPES = ("float32", "bfloat16")
-# Set before vLLM is imported: no telemetry, no look-ups on the hub, no start-up chatter.
+# Set before vLLM is imported: no telemetry, no look-ups on the hub.
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
 # vLLM's settings for log-probs of a prompt. A cached prompt would have no log-probs and no outputs.
@@ -111,8 +111,18 @@ class VLLMServer:
     def awaits_update(self) -> bool:
         return self._traffic.awaits_update
 
+    @property
+    def model_runner(self) -> str:
+        """Which of vLLM's runners executes the model: "V1" or "V2" (config/vllm.py:703).
+
+        Raises:
+            StateError: the server has not been started.
+        """
+        return "V2" if self._serving.vllm_config.use_v2_model_runner else "V1"
+
     def prepare(self) -> None:
         os.environ |= _QUIET
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with long_lived():
             import mcore_rl.rollout.vllm_worker  # noqa: F401
 
@@ -182,6 +192,7 @@ class VLLMServer:
                 self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)
             except RuntimeError as error:
                 raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
+        print(f"vLLM's model runner: {self.model_runner}", file=sys.stderr)
         await self._serving.update_weight_version(str(self._version))
         await self._serving.get_supported_tasks()  # kept: later requests do not wait for it
 

@@ -7,7 +7,8 @@ while it is freed would end the process: the server then runs nothing (rollout/l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +16,33 @@ from vllm.platforms import current_platform
 
 
 def install() -> None:
-    """Give vLLM's CPU worker the methods that its GPU worker has."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
+    """Give vLLM's CPU worker the methods of its GPU worker; both wake with an empty KV cache."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
 
-    CPUWorker.sleep, CPUWorker.wake_up = _sleep, _wake_up
+        CPUWorker.sleep, CPUWorker.wake_up = _sleep, clear_woken_cache(_wake_up)
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
+
+        Worker.wake_up = clear_woken_cache(Worker.wake_up)
+
+
+def clear_woken_cache(wake_up: Callable[..., None]) -> Callable[..., None]:
+    """Extend a worker's `wake_up`: pages of the KV cache that it allocates are zero.
+
+    vLLM's (v1/worker/gpu_worker.py:332) leaves what was in that memory before. Attention multiplies
+    slots that were never written by 0, which a NaN in them survives.
+    """
+
+    @functools.wraps(wake_up)
+    def wake(worker: Any, tags: list[str] | None = None) -> None:
+        wake_up(worker, tags)
+        if tags is None or "kv_cache" in tags:
+            for storage in _kv_caches(worker.model_runner):
+                zeros = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                zeros.set_(storage).zero_()
+
+    return wake
 
 
 def kept_bytes(model_runner: Any) -> tuple[int, int]:
@@ -57,8 +81,6 @@ def _wake_up(worker: Any, tags: list[str] | None = None) -> None:
     for tag in tags or list(worker._asleep):
         for storage, num_bytes in worker._asleep.pop(tag):
             storage.resize_(num_bytes)
-            if tag == "kv_cache":  # as for a new one
-                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 
 def _refuse(*_: Any) -> torch.Tensor:

@@ -391,6 +391,6 @@ def register() -> None:
     """What any vLLM process needs to be fed by a trainer: vLLM's plugin of this package."""
     module = "mcore_rl.rollout.vllm_transfer"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
+    vllm_sleep.install()
     if current_platform.is_cpu():
         _route_local_experts()
-        vllm_sleep.install()

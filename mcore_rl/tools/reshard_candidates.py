@@ -55,7 +55,7 @@ class PlannedExchange:
         self.received_bytes = plan.totals().received[self.rank]
         group = dist.group.WORLD
         assert group is not None  # the default group has been made
-        transport = GroupTransport(group, _TIMEOUT_S)
+        transport = GroupTransport(group, _TIMEOUT_S, torch.device("cpu"))
         self._exchange = Exchange(rounds, half, DTYPE, transport, _allocate)
         self._layouts: dict[int, ops.BoxLayout] = {}  # by bucket
 

@@ -97,7 +97,7 @@ class _Host(WeightTransport):
         self._verify, self._device = spec.settings.verify, device
         self._store, self._sender = store, sender
         half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
-        transport = GroupTransport(torch.distributed.group.WORLD, spec.settings.timeout_s)
+        transport = GroupTransport(torch.distributed.group.WORLD, spec.settings.timeout_s, device)
         rounds = schedule(plan, transport.rank, half)
         dtype = getattr(torch, spec.dtype)
         self._exchange = Exchange(rounds, half, dtype, transport, self._allocate)

@@ -55,7 +55,7 @@ class ProcessGroupTransport(ExchangeTransport):
             _meet(store, rank, spec.world_size)
             mesh_s = timeout_s if device.type == "cuda" else min(_MESH_S, timeout_s)
             self._group = _joined(store, rank, spec.world_size, device, mesh_s)
-            self._transport = GroupTransport(self._group, timeout_s)
+            self._transport = GroupTransport(self._group, timeout_s, device)
             self._group.set_timeout(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' group: {error}") from error

@@ -114,7 +114,7 @@ def _rank_of(device: int, devices: tuple[int, ...]) -> int | None:
 def _exchange(
     plan: Plan, dtype: str, bucket_bytes: int, is_ordered: bool = False
 ) -> tuple[Exchange, GroupTransport, Memory]:
-    transport = GroupTransport(dist.group.WORLD, timeout_s=60)
+    transport = GroupTransport(dist.group.WORLD, timeout_s=60, device=torch.device("cpu"))
     transport.is_ordered |= is_ordered
     rounds = schedule(plan, dist.get_rank(), bucket_bytes)
     memory = Memory()
@@ -222,7 +222,9 @@ def lost_peers(rank: int, store: str, answers: Any) -> None:
     file = dist.FileStore(store, 2)
     dist.init_process_group("gloo", store=file, rank=rank, world_size=2)
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=60)) for _ in range(2)]
-    transports = [GroupTransport(group, timeout_s=2) for group in groups]
+    transports = [
+        GroupTransport(group, timeout_s=2, device=torch.device("cpu")) for group in groups
+    ]
     if rank == 1:
         dist.barrier()  # the first exchange has failed
         os._exit(0)

@@ -89,7 +89,7 @@ async def serve(paths: list[Path], arguments: argparse.Namespace) -> measure.Res
     before = measure.used_bytes()
     await timer.measure("start", server.start())
     result: measure.Result = {"server_gb": (measure.used_bytes() - before) / 1e9}
-    result["runner"] = 2 if server._serving.vllm_config.use_v2_model_runner else 1
+    result["runner"] = server.model_runner
     try:
         await generate(server, vocab, 4)
         prompts, completions = await timer.measure("generate", generate(server, vocab, length))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from mcore_rl.engine.megatron.packing import zigzag_rows
+from mcore_rl.engine.megatron.packing import PackedSequences, zigzag_rows
 
 # About what one more call of the attention kernel is worth, forward and backward.
 _PAIRS_TIMES_WIDTH_OF_A_CALL = 1 << 20
@@ -96,7 +96,10 @@ class PackedAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise ValueError("attention without Transformer Engine takes no bias")
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        if isinstance(packed_seq_params, PackedSequences):
+            lengths = list(packed_seq_params.lengths)
+        else:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self.cp_group is None or self.cp_group.size() == 1:
             return self._attend_pack(query, key, value, lengths)
         return self._attend_chunks(query, key, value, lengths, self.cp_group)
@@ -258,7 +261,9 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        by_rank = torch.empty_like(grad).index_copy_(0, order, grad)
+        # NCCL refuses what is not contiguous, and empty_like keeps the strides of a permuted tensor
+        # (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, check_gpu_single_tensor).
+        by_rank = grad.new_empty(grad.shape).index_copy_(0, order, grad)
         mine = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(mine, by_rank, group=ctx.group)
         return mine, None, None

@@ -26,6 +26,7 @@ from mcore_rl.engine.base import (
     Place,
 )
 from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron.host_mirror import HostMirror
 from mcore_rl.models.base import HFConfig, family_of, padded_vocab_size
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
@@ -42,6 +43,7 @@ class MegatronEngine(BaseEngine):
         self.mesh = Mesh(self.layout)
         self._host_copies: dict[Any, torch.Tensor] = {}  # of saves in the background
         self._away: set[str] = set()  # of "parameters", "optimizer state", "gradients"
+        self._mirrors = {"parameters": HostMirror(), "optimizer state": HostMirror()}
 
     @property
     def is_main_rank(self) -> bool:
@@ -240,7 +242,7 @@ class MegatronEngine(BaseEngine):
         moving = {part for part, is_asked in asked.items() if is_asked}
         if "parameters" not in self._away:
             self._finish_weights()
-        move(self.wrapped, self.optimizer, place, moving)
+        move(self.wrapped, self.optimizer, place, moving, self._mirrors)
         self._away = self._away | moving if place == "host" else self._away - moving
 
     def _require(self, *parts: str) -> None:
@@ -261,7 +263,7 @@ class MegatronEngine(BaseEngine):
     def memory_report(self) -> MemoryReport:
         from mcore_rl.engine.megatron.offload import memory_report
 
-        return memory_report(self.wrapped, self.optimizer, self._away)
+        return memory_report(self.wrapped, self.optimizer, self._away, self._mirrors)
 
     def save_checkpoint(self, path: Path) -> None:
         self._save(path, None).finish()

@@ -14,9 +14,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-DEFAULT_CHUNK_BYTES = 32 << 20
+# By type of device: on a GPU wide tiles fill its processors, on a CPU small ones its caches.
+DEFAULT_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 _BYTES_PER_LOGIT = 8  # a logit and its probability, both float32
 _MIN_TILE_IDS = 256  # tokens are divided only where a tile of all of them would be narrower
+# Rows of logits must begin at multiples of 16 bytes, or a GPU multiplies without its tensor cores'
+# wide loads, 10 times slower (cuBLAS: "align1" kernels); tiles of its products are of 256.
+_TILE_MULTIPLES = (256, 8)
 
 
 class LogProbs(NamedTuple):
@@ -45,17 +49,20 @@ class Tile(NamedTuple):
 
 
 def tile_within(chunk_bytes: int, num_tokens: int, hidden_size: int) -> Tile:
-    """The tile whose logits and probabilities take up to chunk_bytes together.
+    """Return the tile whose logits and probabilities take up to chunk_bytes together.
 
     It takes all tokens where it can and few ids, so that a slice of the head is read once for all
-    of them. That slice in float32 stays within half of chunk_bytes.
+    of them. That slice in float32 stays within half of chunk_bytes. The number of ids is a multiple
+    of 256, or of 8 where it is smaller than 256.
 
     >>> tile_within(32 << 20, 4096, 2048)
     Tile(tokens=4096, ids=1024)
     """
     budget = chunk_bytes // _BYTES_PER_LOGIT
     tokens = max(1, min(num_tokens, budget // _MIN_TILE_IDS))
-    return Tile(tokens, max(1, budget // max(tokens, hidden_size)))
+    ids = max(1, budget // max(tokens, hidden_size))
+    multiple = next((multiple for multiple in _TILE_MULTIPLES if multiple <= ids), 1)
+    return Tile(tokens, ids - ids % multiple)
 
 
 def token_scores(
@@ -65,7 +72,7 @@ def token_scores(
     shard: VocabShard,
     *,
     temperature: float = 1.0,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int = 0,
     with_entropy: bool = False,
     with_squares: bool = False,
     num_top: int = 0,
@@ -81,7 +88,8 @@ def token_scores(
             part of the sum over the vocabulary; the caller reduces it over the group.
         head: [rows of this shard, hidden]; rows beyond the vocabulary are padding and are ignored.
         targets: [tokens] vocabulary ids, or [tokens, n] with several of each token.
-        chunk_bytes: limit on logits and probabilities in memory at a time, see tile_within.
+        chunk_bytes: limit on logits and probabilities in memory at a time, see tile_within; 0
+            takes the default of the device.
         with_squares: also sum_pi_squared.
         num_top: how many of the largest log-probs to return.
 
@@ -90,7 +98,7 @@ def token_scores(
     """
     if not 0 <= num_top <= shard.vocab_size:
         raise ValueError(f"num_top={num_top}; allowed: 0 to the {shard.vocab_size} token ids")
-    tile = tile_within(chunk_bytes, *hidden.shape)
+    tile = tile_within(chunk_bytes or DEFAULT_CHUNK_BYTES[hidden.device.type], *hidden.shape)
     columns = targets[:, None] if targets.dim() == 1 else targets
     log_probs, *others = _TokenScores.apply(
         hidden, head, columns, shard, temperature, tile, with_entropy, with_squares, num_top

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.engine.base import MemoryReport, Place
 from mcore_rl.engine.megatron.device import device_name
+from mcore_rl.engine.megatron.host_mirror import HostMirror, storage_id
 
 
 def move(
@@ -20,13 +21,14 @@ def move(
     optimizer: Any,
     place: Place,
     parts: Collection[str],
+    mirrors: Mapping[str, HostMirror],
 ) -> None:
     """Move "parameters", "optimizer state" and "gradients". What is there already stays.
 
-    Gradients are dropped, not moved: they are zero when they are back. Megatron moves its own
-    buffers (distributed/param_and_grad_buffer.py:964). Its offload_to_cpu of optimizers is not
-    used: it also moves the float32 weights of a model without asking, and with a distributed
-    optimizer cuts them off from the buffer that they are a part of (optimizer/optimizer.py:344).
+    Gradients are dropped, not moved: they are zero when they are back. `mirrors` are those of the
+    other two, the same in every call. Megatron's offload_to_cpu of optimizers is not used: it also
+    moves the float32 weights of a model without asking, and with a distributed optimizer cuts them
+    off from the buffer that they are a part of (optimizer/optimizer.py:344).
 
     Raises:
         ConfigError: `place` is neither "host" nor "device".
@@ -36,48 +38,49 @@ def move(
     to_host, grad = place == "host", "gradients" in parts
     # On the CPU lane the device is the host: memory is freed, and nothing needs to move.
     has_device = device_name() != "cpu"
-    parameters = has_device and "parameters" in parts
-    optimizer_state = has_device and "optimizer state" in parts
-    device = "cpu" if to_host else device_name()
     if grad and to_host and optimizer is not None:
         optimizer.zero_grad()  # gradients outside of the buffers
-    if parameters:
-        buffered = {_storage(b.param_data) for b in _buffers(chunks) if b.param_data is not None}
-        _move(device, (t for t in _model_tensors(chunks) if _storage(t) not in buffered))
+    if has_device:
+        device = torch.device(torch.cuda.current_device())
+        tensors = {
+            "parameters": lambda: _model_tensors(chunks),
+            "optimizer state": lambda: _optimizer_tensors(chunks, optimizer),
+        }
+        for part in tensors.keys() & set(parts):
+            if not to_host:
+                mirrors[part].reload()
+            elif not mirrors[part].num_bytes:
+                mirrors[part].offload(tensors[part](), device)
     for buffer in _buffers(chunks):
         shift = buffer.offload_to_cpu if to_host else buffer.reload_from_cpu
-        shift(move_params=parameters, move_grads=grad)
-    if optimizer_state:
-        # Counts of steps stay: torch's AdamW keeps them on the host by itself.
-        _move(device, (t for t in _optimizer_tensors(chunks, optimizer) if t.dim() > 0))
-    if has_device:
-        torch.cuda.synchronize()
+        shift(move_params=False, move_grads=grad)
     if to_host:
         _give_back(has_device)
 
 
 def memory_report(
-    chunks: Sequence[Any], optimizer: Any, away: Collection[str] = ()
+    chunks: Sequence[Any],
+    optimizer: Any,
+    away: Collection[str],
+    mirrors: Mapping[str, HostMirror],
 ) -> MemoryReport:
     """Sizes of the storages of this rank, each counted once, wherever they are now."""
-    buffers = _buffers(chunks)
     parameters = _model_tensors(chunks)
-    # While parameters are away, Megatron's buffer is empty and its copy on the host has them.
-    parameters += [b.param_data_cpu for b in buffers if _is_away(b)]
     owned = _optimizer_tensors(chunks, optimizer)
-    gradients = [buffer.grad_data for buffer in buffers]
+    gradients = [buffer.grad_data for buffer in _buffers(chunks)]
     gradients += [t.grad for t in (*parameters, *owned) if t.grad is not None]
     seen: set[int] = set()
+    parts = ("parameters", "gradients", "optimizer state")
     sizes = [_sizes(tensors, seen) for tensors in (parameters, gradients, owned)]
+    in_mirrors = {part: mirror.num_bytes for part, mirror in mirrors.items()}
+    total = {p: sum(s.values()) + in_mirrors.get(p, 0) for p, s in zip(parts, sizes, strict=True)}
     return MemoryReport(
-        parameters_bytes=sum(sizes[0].values()),
-        gradients_bytes=sum(sizes[1].values()),
-        optimizer_state_bytes=sum(sizes[2].values()),
+        parameters_bytes=total["parameters"],
+        gradients_bytes=total["gradients"],
+        optimizer_state_bytes=total["optimizer state"],
         on_device_bytes=sum(
             size.get(device_name(), 0)
-            for part, size in zip(
-                ("parameters", "gradients", "optimizer state"), sizes, strict=True
-            )
+            for part, size in zip(parts, sizes, strict=True)
             if part not in away
         ),
     )
@@ -96,10 +99,6 @@ def _buffers(chunks: Sequence[Any]) -> list[Any]:
     return [b for chunk in wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
-def _is_away(buffer: Any) -> bool:
-    return buffer.param_data is not None and buffer.param_data.untyped_storage().nbytes() == 0
-
-
 def _model_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:
     # `buffers` of Megatron's DDP are those of gradients, so the module is asked.
     modules = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
@@ -110,31 +109,21 @@ def _optimizer_tensors(chunks: Sequence[Any], optimizer: Any) -> list[torch.Tens
     """Adam's moments and counts, and float32 weights that are no view of the model's."""
     if optimizer is None:
         return []
-    models = {_storage(tensor) for tensor in _model_tensors(chunks)}
+    models = {storage_id(tensor) for tensor in _model_tensors(chunks)}
     found: list[torch.Tensor] = []
     for part in optimizer.chained_optimizers:
         weights = (weight for group in part.param_groups for weight in group["params"])
-        found += [weight for weight in weights if _storage(weight) not in models]
+        found += [weight for weight in weights if storage_id(weight) not in models]
         values = (value for state in part.state.values() for value in state.values())
         found += [value for value in values if isinstance(value, torch.Tensor)]
     return found
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a tensor; views share it, also while it is empty."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _sizes(tensors: Iterable[torch.Tensor], seen: set[int]) -> Counter[str]:
     """Bytes by type of device, of storages that are not in `seen` yet."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        if _storage(tensor) not in seen:
-            seen.add(_storage(tensor))
+        if storage_id(tensor) not in seen:
+            seen.add(storage_id(tensor))
             sizes[tensor.device.type] += tensor.untyped_storage().nbytes()
     return sizes
-
-
-def _move(device: str, tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.data = tensor.data.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,8 @@ def check(settings: OptimizerConfig, total_steps: int) -> None:
     """Refuse what this lane or this length of training cannot do, before anything is built.
 
     Raises:
-        ConfigError: CPU-offloaded Adam without a GPU; a warm-up and a decay that overlap.
+        ConfigError: CPU-offloaded Adam without a GPU or without Transformer Engine; a warm-up and
+            a decay that overlap.
     """
     if total_steps == 0:  # inference only: there is no optimizer
         return
@@ -42,6 +44,12 @@ def check(settings: OptimizerConfig, total_steps: int) -> None:
         raise ConfigError(
             "optimizer.cpu_offload=true: without a GPU the optimizer is already on the CPU; "
             "allowed: false"
+        )
+    if settings.cpu_offload and importlib.util.find_spec("transformer_engine") is None:
+        # Without it Megatron's config ends in a TypeError (optimizer/optimizer_config.py:383).
+        raise ConfigError(
+            "optimizer.cpu_offload=true needs transformer-engine 2.1 or newer, which is not "
+            "installed; allowed: false"
         )
     resolve_schedule("optimizer", settings, total_steps)
 

@@ -78,6 +78,16 @@ class Ahead:
     loss_weights: torch.Tensor  # [predicted here]
 
 
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's parameters of a pack, with the lengths on the host as well.
+
+    Read back from the device they would make the host wait in every layer.
+    """
+
+    lengths: tuple[int, ...] = ()  # with padding, over all CP ranks
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     rows: list[int]  # rows of the batch, in the order of the pack
@@ -227,7 +237,7 @@ def _packed_seq_params(
     """
     cu_seqlens = torch.as_tensor(starts.astype(np.int32)).to(device)
     padded = cu_seqlens if split.cp > 1 else None
-    return PackedSeqParams(
+    return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -235,6 +245,7 @@ def _packed_seq_params(
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=tuple(np.diff(starts).tolist()),
     )
 
 

@@ -47,13 +47,13 @@ def test_a_comparison_of_engines_has_the_one_that_its_settings_name():
 def test_on_the_cpu_lane_parameters_stay_where_they_are():
     model = torch.nn.Linear(2, 2)
     before = model.weight.data_ptr()
-    move([model], None, "host", ["parameters", "optimizer state", "gradients"])
+    move([model], None, "host", ["parameters", "optimizer state", "gradients"], {})
     assert model.weight.data_ptr() == before
 
 
 def test_a_place_that_there_is_not_is_refused():
     with pytest.raises(ConfigError, match=r"engine.to\('cuda'\); allowed: 'host', 'device'"):
-        move([torch.nn.Linear(2, 2)], None, "cuda", ["parameters"])
+        move([torch.nn.Linear(2, 2)], None, "cuda", ["parameters"], {})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 GATE = Path(__file__).resolve().parents[2] / "check_sizes.py"
 SHORT = "def f():\n    return 1\n"
 LONG_FUNCTION = "def f():\n{doc}" + "    x = 1\n" * 81
-LONG_FILE = "{doc}" + "x = 1\n" * 401
+LONG_FILE = "{doc}" + "x = 1\n" * 701
 
 
 def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def test_short_or_explained_code_passes(tmp_path: Path, source: str) -> None:
     ("source", "named"),
     [
         (LONG_FUNCTION.format(doc=""), "sample.py:1: f has 82 lines"),
-        (LONG_FILE.format(doc='"""Long because:"""\n'), "sample.py: 402 lines"),
+        (LONG_FILE.format(doc='"""Long because:"""\n'), "sample.py: 702 lines"),
     ],
 )
 def test_long_code_without_a_reason_is_named(tmp_path: Path, source: str, named: str) -> None:

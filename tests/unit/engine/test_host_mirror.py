@@ -1,0 +1,46 @@
+"""Storages freed and made again: every view has its values, and what was elsewhere stays there."""
+
+import pytest
+import torch
+
+from mcore_rl.engine.megatron.host_mirror import HostMirror
+
+CPU = torch.device("cpu")
+
+
+def test_views_keep_their_values_and_share_one_copy():
+    buffer = torch.arange(1001.0)
+    view, half = buffer[3:500].view(7, 71), torch.arange(5).to(torch.bfloat16)
+    expected = view.clone(), half.clone()
+    mirror = HostMirror()
+    for _ in range(2):  # the block is used again
+        mirror.offload([view, buffer, half, view], CPU)
+        assert buffer.untyped_storage().nbytes() == half.untyped_storage().nbytes() == 0
+        assert mirror.num_bytes == 4 * 1001 + 2 * 5
+        mirror.reload()
+        assert mirror.num_bytes == 0
+        assert torch.equal(view, expected[0]) and torch.equal(half, expected[1])
+        buffer += 1
+        expected[0].add_(1)
+        assert torch.equal(view, expected[0])
+
+
+def test_tensors_of_another_device_stay_where_they_are():
+    on_host, on_device = torch.arange(9.0), torch.empty(9, device="meta")
+    mirror = HostMirror()
+    mirror.offload([on_host], torch.device("meta"))
+    assert mirror.num_bytes == 0 and on_host.sum() == 36
+    mirror.offload([on_host, on_device], CPU)
+    assert mirror.num_bytes == 36 and on_device.untyped_storage().nbytes() == 36
+
+
+def test_what_is_away_is_not_offloaded_again():
+    tensor = torch.ones(3)
+    mirror = HostMirror()
+    mirror.offload([tensor], CPU)
+    with pytest.raises(RuntimeError, match="reload it first"):
+        mirror.offload([torch.ones(4)], CPU)
+    mirror.reload()
+    assert tensor.tolist() == [1, 1, 1]
+    mirror.reload()  # nothing is left to reload
+    assert tensor.tolist() == [1, 1, 1]
