@@ -24,8 +24,8 @@ from mcore_rl.agents.codec import (
 from mcore_rl.agents.messages import encodable
 
 MAX_DEPTH = 100  # of lists and objects in the arguments of a call
-# Family -> values of the template's own variables to try, in this order. Llama-3's template prints
-# today's date unless it is told one, and prompts must not change at midnight.
+# Family -> values of the template's own variables that its renderer is told, to try in this order:
+# those by which it writes what the template writes.
 FAMILIES: Mapping[str, Sequence[Mapping[str, JsonValue]]] = {
     "qwen3": ({},),
     "qwen3.5": ({"enable_thinking": True}, {"enable_thinking": False}),
@@ -37,7 +37,7 @@ FAMILIES: Mapping[str, Sequence[Mapping[str, JsonValue]]] = {
     "glm-5.1": ({},),
     "kimi-k2": ({},),
     "kimi-k2.5": ({},),
-    "llama-3": ({"date_string": "26 Jul 2024"},),
+    "llama-3": ({},),
 }
 _STATUS: Mapping[str, CallStatus] = {
     "ok": "ok",
@@ -53,16 +53,25 @@ class RenderersCodec:
     """`ChatCodec` with the renderer of one family."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, family: str, options: Mapping[str, JsonValue]
+        self,
+        tokenizer: ChatTokenizer,
+        family: str,
+        options: Mapping[str, JsonValue],
+        variant: Mapping[str, JsonValue] | None = None,
     ) -> None:
-        """Raises ValueError where the tokenizer lacks the family's tokens, or for its `options`."""
+        """`options` are values of the template's variables; `variant`, more for the renderer alone.
+
+        Raises ValueError where the tokenizer lacks the family's tokens, or for these values.
+        """
         from renderers import config_from_name, create_renderer
 
         self._tokenizer, self._options = tokenizer, options
         self.name, self.tool_refusal = f"renderers:{family}", ""
         try:
             self._renderer = create_renderer(
-                tokenizer, config_from_name(family), chat_template_kwargs=options
+                tokenizer,
+                config_from_name(family),
+                chat_template_kwargs={**(variant or {}), **options},
             )
         except AssertionError as error:  # of a token that the tokenizer does not have
             raise ValueError(str(error)) from error

@@ -159,7 +159,7 @@ def _data_files(config: RLConfig) -> dict[str, str]:
 
 
 def _read_data(config: RLConfig) -> Inputs:
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
         check_agent(config.agent, tokenizer, served_models(config))

@@ -7,8 +7,19 @@ from pathlib import Path
 from mcore_rl.checkpoint.run_checkpoints import name_of, steps_in
 from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.jobs.output import CHECKPOINT, STARTED
 from mcore_rl.workers.checkpointer import CHECKPOINTS
+
+
+def chat_date_of(path: str) -> str:
+    """Read model.chat_date of the run in `path`; without a run, the setting's default."""
+    settings: object = None
+    if (Path(path) / STARTED).is_file():
+        settings = read_json_object(Path(path) / STARTED).get("model")
+    is_run = isinstance(settings, dict) and "chat_date" in settings
+    return str(settings["chat_date"]) if is_run else ModelConfig.chat_date
 
 
 def model_folder(path: str, setting: str = "model.path") -> Path:

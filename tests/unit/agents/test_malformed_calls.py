@@ -53,8 +53,7 @@ VALUES = {
 @pytest.mark.parametrize(("family", "kind"), CALLS)
 def test_a_call_that_nothing_can_read_or_write_is_malformed(family: str, kind: Any, value: str):
     tokenizer = tokenizer_of(family)
-    options = {"date_string": "26 Jul 2024"} if family == "llama-3" else {}
-    codec = codec_for(tokenizer, kind, options)
+    codec = codec_for(tokenizer, kind)
 
     def parse(written: str, tools: list[ToolSpec]) -> Any:
         text = CALLS[family, kind].replace("VALUE", written)
