@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader
@@ -185,8 +186,9 @@ def prompts_of(
 ) -> PromptDataset:
     """Those of sources, by setting."""
     found = []
+    check = None if config.agent.loop == "single_turn" else messages_of
     for setting, name in files.items():
-        prompts = load_prompts(name, config.data, tokenizer, setting=setting)
+        prompts = load_prompts(name, config.data, tokenizer, setting=setting, check=check)
         if prompts.num_dropped:
             print(
                 f"{setting}={name!r}: {prompts.num_dropped} of {prompts.num_rows} rows left out: "

@@ -15,11 +15,12 @@ from mcore_rl.workers.checkpointer import CHECKPOINTS
 
 def chat_date_of(path: str) -> str:
     """Read model.chat_date of the run in `path`; without a run, the setting's default."""
-    settings: object = None
+    model: object = None
     if (Path(path) / STARTED).is_file():
-        settings = read_json_object(Path(path) / STARTED).get("model")
-    is_run = isinstance(settings, dict) and "chat_date" in settings
-    return str(settings["chat_date"]) if is_run else ModelConfig.chat_date
+        model = read_json_object(Path(path) / STARTED).get("model")
+    if not isinstance(model, dict):  # config.json of transformers has no such object
+        return ModelConfig.chat_date
+    return str(model.get("chat_date", ModelConfig.chat_date))
 
 
 def model_folder(path: str, setting: str = "model.path") -> Path:

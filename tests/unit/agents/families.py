@@ -98,11 +98,11 @@ def tokenizer_of(family: str, template: str = "") -> PreTrainedTokenizerFast:
     tokenizer.add_tokens(
         [AddedToken(token, special=not token.startswith(("<t", "</"))) for token in tokens]
     )
-    found = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=tokens[end],
         clean_up_tokenization_spaces=False,
         chat_template=template or _TEMPLATES[family],
     )
-    set_chat_date(found, CHAT_DATE)
-    return found
+    set_chat_date(fast, CHAT_DATE)
+    return fast
