@@ -43,7 +43,6 @@ def codec_for(
 
 
 def _best(found: Sequence[Proved]) -> Proved:
-    """Never for the price of other values of the template's variables, which change prompts."""
     with_tools = [one for one in found if not one.tool_refusal]
     first = with_tools[0] if with_tools else found[-1]  # the last is the template's own
     if first.extends_users:
@@ -51,8 +50,7 @@ def _best(found: Sequence[Proved]) -> Proved:
     like_it = [
         one
         for one in found
-        if one.options == first.options
-        and bool(one.tool_refusal) <= bool(first.tool_refusal)
+        if bool(one.tool_refusal) <= bool(first.tool_refusal)
         and bool(one.parallel_refusal) <= bool(first.parallel_refusal)
     ]
     return next((one for one in like_it if one.extends_users), first)
@@ -73,19 +71,17 @@ def _proved(
     if kind != "template":
         for family, variants in FAMILIES.items():
             for variant in variants:
-                chosen = {**variant, **options}
                 try:
-                    known = RenderersCodec(tokenizer, family, chosen)
+                    known = RenderersCodec(tokenizer, family, options, variant)
                 except ValueError as error:
                     reasons.append(f"renderers:{family}: {str(error).splitlines()[0]}")
                     continue
                 try:
-                    proved = Proved(known, Template(tokenizer, chosen))
+                    proved = Proved(known, Template(tokenizer, options))
                 except ConfigError as error:
                     reasons.append(str(error))
                     continue
-                if chosen == options:
-                    ends |= proved.stop_ids
+                ends |= proved.stop_ids
                 yield proved
     if kind != "renderers":
         try:

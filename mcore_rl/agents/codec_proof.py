@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from jinja2 import TemplateError
@@ -17,6 +18,7 @@ from mcore_rl.agents.codec import (
     ChatMessage,
     ChatTokenizer,
     JsonValue,
+    ParsedCall,
     ParsedTurn,
     ToolSpec,
     template_ids,
@@ -63,7 +65,7 @@ class Proved:
         `tool_refusal` and `parallel_refusal` say why. A codec may begin a new sample wherever a
         user speaks: `extends_users` says whether it goes on from a turn without reasoning.
         """
-        self._codec, self.options = codec, template.options
+        self._codec, self._template, self.options = codec, template, template.options
         self.name = codec.name
         for case, given in PLAIN.items():
             if found := difference(codec, template, given):
@@ -99,7 +101,19 @@ class Proved:
         tools: Sequence[ToolSpec] = (),
         prompt_ids: Sequence[int] = (),
     ) -> ParsedTurn:
-        return self._codec.parse(completion_ids, tools, prompt_ids)
+        """Parse a completion; one that the codec's parser raises on is a malformed call.
+
+        Without tools it is content, since there is nothing to call.
+        """
+        try:
+            return self._codec.parse(completion_ids, tools, prompt_ids)
+        except Exception:  # noqa: BLE001 (a parser raises what it likes on the policy's text)
+            text_ids = [*takewhile(lambda token: token not in self.stop_ids, completion_ids)]
+        text = self._template.text(text_ids)
+        if not tools:
+            return ParsedTurn(text, "", ())
+        call = ParsedCall("malformed", "", {}, text, (0, len(text_ids)))
+        return ParsedTurn("", "", (call,))
 
     def _refuse(self, tools: Sequence[ToolSpec], calls: int) -> None:
         if (tools or calls) and self.tool_refusal:

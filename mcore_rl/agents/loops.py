@@ -212,7 +212,7 @@ async def _called(tools: ToolSet, call: ParsedCall) -> ChatMessage:
     if call.status in ("ok", "unknown_tool"):
         text = (await tools.call(call.name, call.arguments)).text
     else:
-        text = f"Error: the call is {call.status}: {call.text}"
+        text = tools.refuse(f"the call is {call.status}: {call.text}").text
     return ChatMessage("tool", text, tool_call_id=call.id, name=call.name)
 
 

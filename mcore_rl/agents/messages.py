@@ -71,7 +71,7 @@ def _call(call: Mapping[str, Any], number: int) -> ToolCall:
         arguments = function["arguments"]
         found = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
         return ToolCall(function["name"], found, call.get("id") or "")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"message {number} has a tool call {call!r}: {error!r}") from error
 
 

@@ -7,6 +7,7 @@ gpt-oss is not among them: its renderer loads a vocabulary from the network.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from mcore_rl.agents.codec import (
     ToolSpec,
     template_ids,
 )
+from mcore_rl.agents.messages import encodable
 
-# Family -> values of the template's own variables to try, in this order. Llama-3's template prints
-# today's date unless it is told one, and prompts must not change at midnight.
+MAX_DEPTH = 100  # of lists and objects in the arguments of a call
+# Family -> values of the template's own variables that its renderer is told, to try in this order:
+# those by which it writes what the template writes.
 FAMILIES: Mapping[str, Sequence[Mapping[str, JsonValue]]] = {
     "qwen3": ({},),
     "qwen3.5": ({"enable_thinking": True}, {"enable_thinking": False}),
@@ -34,7 +37,7 @@ FAMILIES: Mapping[str, Sequence[Mapping[str, JsonValue]]] = {
     "glm-5.1": ({},),
     "kimi-k2": ({},),
     "kimi-k2.5": ({},),
-    "llama-3": ({"date_string": "26 Jul 2024"},),
+    "llama-3": ({},),
 }
 _STATUS: Mapping[str, CallStatus] = {
     "ok": "ok",
@@ -50,16 +53,25 @@ class RenderersCodec:
     """`ChatCodec` with the renderer of one family."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, family: str, options: Mapping[str, JsonValue]
+        self,
+        tokenizer: ChatTokenizer,
+        family: str,
+        options: Mapping[str, JsonValue],
+        variant: Mapping[str, JsonValue] | None = None,
     ) -> None:
-        """Raises ValueError where the tokenizer lacks the family's tokens, or for its `options`."""
+        """`options` are values of the template's variables; `variant`, more for the renderer alone.
+
+        Raises ValueError where the tokenizer lacks the family's tokens, or for these values.
+        """
         from renderers import config_from_name, create_renderer
 
         self._tokenizer, self._options = tokenizer, options
         self.name, self.tool_refusal = f"renderers:{family}", ""
         try:
             self._renderer = create_renderer(
-                tokenizer, config_from_name(family), chat_template_kwargs=options
+                tokenizer,
+                config_from_name(family),
+                chat_template_kwargs={**(variant or {}), **options},
             )
         except AssertionError as error:  # of a token that the tokenizer does not have
             raise ValueError(str(error)) from error
@@ -114,20 +126,24 @@ class RenderersCodec:
 
 
 def parsed_turn(response: Any, tools: Sequence[ToolSpec]) -> ParsedTurn:
-    """A `renderers.ParsedResponse` in our types. A call must have arguments by name to be "ok"."""
+    """Convert a `renderers.ParsedResponse` to our types.
+
+    A call is "ok" if it has arguments by name, which JSON can write again.
+    """
     names = {tool.name for tool in tools}
     calls = []
     for call in response.tool_calls:
         status = _STATUS[str(call.status)]
         arguments = call.arguments
-        if status == "ok" and not (isinstance(arguments, dict) and isinstance(call.name, str)):
+        is_named = isinstance(arguments, dict) and isinstance(call.name, str)
+        if status == "ok" and not (is_named and _is_writable(arguments)):
             status = "malformed"
         if status == "ok" and names and call.name not in names:
             status = "unknown_tool"
         calls.append(
             ParsedCall(
                 status=status,
-                name=str(call.name or ""),
+                name=encodable(str(call.name or "")),
                 arguments=arguments if status == "ok" else {},
                 text=call.raw,
                 span=call.token_span,
@@ -140,6 +156,22 @@ def parsed_turn(response: Any, tools: Sequence[ToolSpec]) -> ParsedTurn:
         calls=tuple(calls),
         reasoning_closed=response.reasoning_complete is not False,
     )
+
+
+def _is_writable(arguments: dict[str, Any]) -> bool:
+    """Check for values nested at most MAX_DEPTH deep, without NaN, infinity or endless digits.
+
+    What is deeper ends in a RecursionError where a template or a tool walks it.
+    """
+    containers: list[Any] = [arguments]
+    for _ in range(MAX_DEPTH):
+        values = (v.values() if isinstance(v, dict) else v for v in containers)
+        containers = [v for inner in values for v in inner if isinstance(v, dict | list)]
+    try:
+        json.dumps(None if containers else arguments, allow_nan=False)
+    except ValueError:
+        return False
+    return not containers
 
 
 def _dicts(items: Sequence[ChatMessage] | Sequence[ToolSpec]) -> list[dict[str, JsonValue]]:

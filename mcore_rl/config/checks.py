@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
@@ -23,6 +24,15 @@ def at_least(key: str, value: float, least: float) -> None:
 def positive(key: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise ConfigError(f"{key}={value}; allowed: above 0{_finite(value)}")
+
+
+def iso_date(key: str, value: str) -> None:
+    try:
+        is_date = date.fromisoformat(value).isoformat() == value  # it knows other forms, too
+    except ValueError:
+        is_date = False
+    if not is_date:
+        raise ConfigError(f"{key}={value!r}; allowed: a date, YYYY-MM-DD")
 
 
 def between(key: str, value: float, least: float, most: float) -> None:

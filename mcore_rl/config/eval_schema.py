@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from mcore_rl.config.checks import at_least, between, one_of, positive
+from mcore_rl.config.checks import at_least, between, iso_date, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import (
     DTYPE_OF_LANE,
@@ -36,6 +36,9 @@ class EvaluatedModelConfig(ModelConfig):
     # Folder of a Hugging Face checkpoint, or the output_dir of a run: its checkpoint/, or else the
     # last of its hf/step_NNNNNN.
     path: str = ""
+    # Date, YYYY-MM-DD, that chat templates write as that of today. Empty: that of the run, or of
+    # another checkpoint 2024-07-26.
+    chat_date: str = ""
 
 
 @dataclass
@@ -97,6 +100,8 @@ class EvalConfig:
 def resolve_eval(config: EvalConfig) -> None:
     """Check every setting that needs no file."""
     one_of("model.dtype", config.model.dtype, (*DTYPES, "auto"))
+    if config.model.chat_date:
+        iso_date("model.chat_date", config.model.chat_date)
     one_of("resume", config.resume, ("never", "auto"))
     between("seed", config.seed, 0, MAX_SEED)
     for key, value in (("model.path", config.model.path), ("output_dir", config.output_dir)):
@@ -150,10 +155,10 @@ def _resolve_metrics(config: EvalConfig) -> None:
         )
 
 
-def as_run(config: EvalConfig, device: str, path: str) -> RLConfig:
+def as_run(config: EvalConfig, device: str, path: str, chat_date: str) -> RLConfig:
     """What starts servers as those of a run: the model of the folder `path`, on own devices.
 
-    `device` is "cpu" or "cuda".
+    `device` is "cpu" or "cuda". `chat_date` is that of prompts.
     """
     data = config.data
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
@@ -161,7 +166,7 @@ def as_run(config: EvalConfig, device: str, path: str) -> RLConfig:
         seed=config.seed,
         output_dir=config.output_dir,
         placement=replace(PlacementConfig(), rollout=OWN_POOL),
-        model=ModelConfig(path, dtype),
+        model=ModelConfig(path, dtype, chat_date),
         data=DataConfig(
             prompt_column=data.prompt_column,
             answer_column=data.answer_column,

@@ -12,7 +12,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mcore_rl.config.agent_schema import resolve_agent
-from mcore_rl.config.checks import at_least, between, check_cores, divides, one_of, positive
+from mcore_rl.config.checks import (
+    at_least,
+    between,
+    check_cores,
+    divides,
+    iso_date,
+    one_of,
+    positive,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_algorithm import resolve_algorithm, with_level
 from mcore_rl.config.resolve_distillation import MAX_WEIGHT, resolve_frozen
@@ -32,6 +40,7 @@ from mcore_rl.config.resolve_mode import resolve_mode, staleness_of
 from mcore_rl.config.resolve_models import resolve_models
 from mcore_rl.config.schema import (
     DataConfig,
+    ModelConfig,
     PlacementConfig,
     RewardConfig,
     RLConfig,
@@ -71,10 +80,15 @@ class RewardTerm:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+def resolve_model(config: ModelConfig) -> None:
+    one_of("model.dtype", config.dtype, (*DTYPES, "auto"))
+    iso_date("model.chat_date", config.chat_date)
+
+
 def resolve(config: RLConfig) -> None:
     """Check every setting that needs no file."""
     one_of("task.name", config.task.name, TASKS)
-    one_of("model.dtype", config.model.dtype, (*DTYPES, "auto"))
+    resolve_model(config.model)
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
     one_of("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
     one_of("weight_sync.verify", config.weight_sync.verify, VERIFY)

@@ -9,7 +9,7 @@ import math
 
 from mcore_rl.config.checks import at_least, between, one_of, positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import DTYPES, MAX_SEED, resolve_checkpoint
+from mcore_rl.config.resolve import MAX_SEED, resolve_checkpoint, resolve_model
 from mcore_rl.config.resolve_engine import resolve_engine
 from mcore_rl.config.resolve_evaluation import resolve_best
 from mcore_rl.config.sources import resolve_sources, test_files, train_files
@@ -25,7 +25,7 @@ from mcore_rl.config.train_schema import (
 
 def resolve_train(config: TrainConfig) -> None:
     """Check every setting that needs no file."""
-    one_of("model.dtype", config.model.dtype, (*DTYPES, "auto"))
+    resolve_model(config.model)
     between("seed", config.seed, 0, MAX_SEED)
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")

@@ -47,6 +47,9 @@ class ModelConfig:
     # Dtype of parameters and activations: float32, bfloat16 or auto (float32 on the CPU lane,
     # bfloat16 on the GPU lane).
     dtype: str = "auto"
+    # Date, YYYY-MM-DD, that chat templates write as that of today (Llama-3's, for one). The same in
+    # each prompt of a run: of rows, of agents and of frozen models.
+    chat_date: str = "2024-07-26"
 
 
 @dataclass

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.chat_template import ChatTemplate, ChatTemplateError
 from mcore_rl.data.files import Row, RowSource, open_rows
 from mcore_rl.data.rows import Column, FilesInOrder, Message, chat, tool_schemas
 
@@ -72,10 +73,18 @@ class FilePrompts:
         rows: RowSource,
         config: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
+<<<<<<< HEAD
         check_answer: Callable[[Any], object] | None = None,
     ) -> None:
         self._rows, self._own_check = rows, check_answer
         self._tokenizer = tokenizer
+=======
+        check: Callable[[list[Message]], object] | None = None,
+    ) -> None:
+        """`check` raises ConfigError for a chat that cannot be used."""
+        self._rows, self._check = rows, check
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
+>>>>>>> rows
         self._prompt = Column(config.prompt_column, "data.prompt_column")
         self._answer = Column(config.answer_column, "data.answer_column")
         self._tools = _tools_column(config.tools_column)
@@ -114,15 +123,27 @@ class FilePrompts:
         return PromptRow(ids, {**fields, "answer": self._answer.of(row)}, messages)
 
     def _text(self, row: Row, messages: list[Message]) -> str:
-        return _templated(row, messages, self._tools, self._tokenizer)
+        return _prompt_text(row, messages, self._tools, self._template)
 
     def _checked_lengths(self) -> npt.NDArray[np.int32]:
         """The tokens of each row's prompt; ConfigError for the first row that is not valid."""
         lengths = [np.empty(0, np.int32)]
         for rows in _chunks(self._rows):
+<<<<<<< HEAD
             texts = [self._text(row, chat(row, self._prompt)) for row in rows]
             for row in rows:
                 self._check_answer(row)
+=======
+            chats = [chat(row, self._prompt) for row in rows]
+            texts = list(map(self._text, rows, chats))
+            for row, messages in zip(rows, chats, strict=True):
+                _check_answer(row, self._answer)
+                try:
+                    if self._check:
+                        self._check(messages)
+                except ConfigError as error:
+                    raise row.refusal(f"of {self._prompt} cannot be used: {error}") from error
+>>>>>>> rows
             lengths.append(np.array([len(i) for i in _encode(texts, self._tokenizer)], np.int32))
         return np.concatenate(lengths)
 
@@ -154,16 +175,28 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     setting: str = "data.train_file",
+<<<<<<< HEAD
     check_answer: Callable[[Any], object] | None = None,
+=======
+    check: Callable[[list[Message]], object] | None = None,
+>>>>>>> rows
 ) -> FilePrompts:
     """Chats of a source (`open_rows`) through the tokenizer's chat template, ready for a response.
 
     `setting` is the key that named `path`. Raises ConfigError, naming it, when the source is
+<<<<<<< HEAD
     missing, cannot be read or is empty, or a row lacks a column or an answer or is no chat, or
     `check_answer` raises ValueError. Prompts over max_prompt_tokens raise it, or are left out, as
     data.long_prompts says.
     """
     return FilePrompts(open_rows(path, setting), config, tokenizer, check_answer)
+=======
+    missing, cannot be read or is empty, or a row lacks a column or an answer or is no chat. Prompts
+    over max_prompt_tokens raise it, or are left out, as data.long_prompts says. So does a chat on
+    which `check` raises it.
+    """
+    return FilePrompts(open_rows(path, setting), config, tokenizer, check)
+>>>>>>> rows
 
 
 def load_supervised(
@@ -183,10 +216,10 @@ def load_supervised(
     prompt = Column(prompt_column, "data.prompt_column")
     response = Column(response_column, "warm_start.response_column")
     tools = _tools_column(tools_column)
-    prompts: list[list[int]] = []
+    template, prompts = ChatTemplate(tokenizer), list[list[int]]()
     responses: list[list[int]] = []
     for rows in _chunks(open_rows(path, setting)):
-        texts = [_templated(row, chat(row, prompt), tools, tokenizer) for row in rows]
+        texts = [_prompt_text(row, chat(row, prompt), tools, template) for row in rows]
         answers = [response.text(row) for row in rows]
         prompts += _encode(texts, tokenizer)
         responses += [[*ids, tokenizer.eos_token_id] for ids in _encode(answers, tokenizer)]
@@ -214,25 +247,28 @@ def _chunks(rows: RowSource) -> Iterator[list[Row]]:
         yield chunk
 
 
+<<<<<<< HEAD
 def _templated(
     row: Row,
     messages: list[Message],
     tools: Column | None,
     tokenizer: PreTrainedTokenizerBase,
+=======
+def _check_answer(row: Row, column: Column) -> None:
+    answer = column.of(row)
+    if answer is None or answer != answer:  # what pandas writes for a missing number
+        raise row.refusal(f"has no answer in {column}: it is {answer}")
+
+
+def _prompt_text(
+    row: Row, messages: list[Message], tools: Column | None, template: ChatTemplate
+>>>>>>> rows
 ) -> str:
     """The chat of a row as the template writes it, up to where the response begins."""
-    from jinja2 import TemplateError  # comes with transformers
-
-    schemas = tool_schemas(row, tools)
     try:
-        if schemas and "tools" not in tokenizer.get_chat_template(tools=schemas):
-            raise row.refusal("has tools, and the model's chat template does not use any")
-        text = tokenizer.apply_chat_template(
-            messages, tools=schemas or None, add_generation_prompt=True, tokenize=False
-        )
-    except (TemplateError, TypeError) as error:  # many templates refuse roles, or their order
-        raise row.refusal(f"does not fit the model's chat template: {error}") from error
-    return str(text)
+        return template.write(messages, tool_schemas(row, tools), add_generation_prompt=True)[0]
+    except ChatTemplateError as error:
+        raise row.refusal(str(error)) from error
 
 
 def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -13,8 +14,10 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, missing_part
 from mcore_rl.data.files import open_rows
 from mcore_rl.data.rows import (
+    REASONING,
     Column,
     FilesInOrder,
     Message,
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 R = TypeVar("R")
-# Stands for the content of a message, to find where the template writes it: private characters.
-_MARK = "\ue000\ue001\ue000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,8 @@ class Examples(Generic[R]):
     def _example(self, index: int) -> Example:
         try:
             return self._encode(self._rows[index])
-        except _TemplateError as error:
-            raise ConfigError(f"{self._source}: row {index}: {error}") from error
+        except ChatTemplateError as error:
+            raise ConfigError(f"{self._source}: row {index} {error}") from error
 
     def _length(self, index: int) -> int:
         return max(len(tokens.ids) for tokens in self._example(index).conversations)
@@ -122,8 +123,10 @@ def load_conversations(
     messages = Column(config.messages_column, "data.messages_column")
     tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
 
+    template = ChatTemplate(tokenizer)
+
     def encode(row: SupervisedRow) -> Example:
-        tokens = encoded(row.messages, row.is_trained, row.tools, tokenizer)
+        tokens = encoded(row.messages, row.is_trained, row.tools, template)
         if config.train_on_prompt:
             tokens = Tokens(tokens.ids, [False] + [True] * (len(tokens.ids) - 1))
         return Example((tokens,))
@@ -145,13 +148,13 @@ def load_chats(
     source = open_rows(name, setting)
     messages = Column(config.prompt_column, "data.prompt_column")
     tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
-    found = []
+    template, found = ChatTemplate(tokenizer), []
     for number, row in enumerate(supervised_rows(source, messages, tools)):
         where = f"{source.source}: row {number}"
         try:
-            found.append(encoded(row.messages, row.is_trained, row.tools, tokenizer))
-        except _TemplateError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            found.append(encoded(row.messages, row.is_trained, row.tools, template))
+        except ChatTemplateError as error:
+            raise ConfigError(f"{where} {error}") from error
         if len(found[-1].ids) > max_tokens:
             raise ConfigError(
                 f"{where} has {len(found[-1].ids)} tokens; allowed: up to data.max_prompt_tokens "
@@ -174,13 +177,15 @@ def load_pairs(
     margin = Column(config.margin_column, "data.margin_column") if config.margin_column else None
     tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
 
+    template = ChatTemplate(tokenizer)
+
     def encode(row: PreferenceRow) -> Example:
         found = [
             encoded(
                 [*row.prompt, *answer],
                 [False] * len(row.prompt) + [m["role"] == "assistant" for m in answer],
                 row.tools,
-                tokenizer,
+                template,
             )
             for answer in (row.chosen, row.rejected)
         ]
@@ -194,16 +199,17 @@ def encoded(
     messages: Sequence[Message],
     is_trained: Sequence[bool],
     tools: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
 ) -> Tokens:
     """A conversation as the chat template writes it, up to its last trained token.
 
     Trained are the tokens of what a trained message says, and the special token that ends it: the
     one right after it or, at the end of a text without one, the end-of-sequence token.
     """
-    text = _rendered(messages, tools, tokenizer)
+    tokenizer = template.tokenizer
+    text, messages = template.write(messages, tools)
     spans = [
-        _span(text, messages, index, tools, tokenizer)
+        _span(text, messages, index, tools, template)
         for index, flag in enumerate(is_trained)
         if flag
     ]
@@ -225,7 +231,7 @@ def encoded(
         ids.append(int(tokenizer.eos_token_id))  # type: ignore[arg-type]
         mask.append(True)
     if True not in mask[1:]:
-        raise _TemplateError("no token is left to train on")
+        raise ChatTemplateError("has no token to train on")
     end = len(mask) - mask[::-1].index(True)
     return Tokens(ids[:end], mask[:end])
 
@@ -306,59 +312,71 @@ class ExampleBatches:
         self._sampler.load_state_dict(state)
 
 
-class _TemplateError(Exception):
-    """A conversation that the chat template does not write as it is."""
-
-
-def _rendered(
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    add_generation_prompt: bool = False,
-) -> str:
-    from jinja2 import TemplateError  # comes with transformers
-
-    schemas: Any = list(tools)
-    try:
-        if schemas and "tools" not in tokenizer.get_chat_template(tools=schemas):
-            raise _TemplateError("it has tools, and the model's chat template does not use any")
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tools=schemas or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-    except (TemplateError, TypeError) as error:  # many templates refuse roles, or their order
-        raise _TemplateError(f"it does not fit the model's chat template: {error}") from error
-    return str(text)
-
-
 def _span(
     text: str,
     messages: Sequence[Message],
     index: int,
     tools: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
 ) -> tuple[int, int]:
     """Where in `text` is what a message says: what the model is to write in its place.
 
     It begins after the generation prompt, where the template has one. Else, and where it ends, it
     is what the template does not write around another message in the same place. (Templates change
     earlier messages by what follows, so the text of the messages up to here would not do.)
+
+    Raises:
+        ChatTemplateError: it is not all that the message says.
     """
-    marked = {"role": messages[index]["role"], "content": _MARK}
-    others = [*messages[:index], marked, *messages[index + 1 :]]
-    before, found, after = _rendered(others, tools, tokenizer).partition(_MARK)
-    if not found:
-        raise _TemplateError(f"the model's chat template leaves out message {index}")
+    role = messages[index]["role"]
+    others = [*messages]
+    removed = ("tool_calls", *REASONING)
+    others[index] = {name: value for name, value in messages[index].items() if name not in removed}
+    before, after = template.split_at(others, index, tools, MARK.format(index))
     start = _common_length(before, text)
-    if index and messages[index]["role"] == "assistant":
-        asked = _rendered(messages[:index], tools, tokenizer, add_generation_prompt=True)
-        has_prompt = asked != _rendered(messages[:index], tools, tokenizer)
-        if has_prompt and text.startswith(asked):
-            start = len(asked)
-    return start, len(text) - _common_length(after[::-1], text[start:][::-1])
+    if index and role == "assistant":
+        start = _after_generation_prompt(text, messages, index, tools, template, start)
+    end = len(text) - _common_length(after[::-1], text[start:][::-1])
+    if missing := missing_part(messages[index], text[start:end]):
+        raise ChatTemplateError(
+            f"trains on message {index}, of which the model's chat template leaves out {missing}; "
+            f"allowed: messages that it writes whole, or (sft) `train: false`"
+        )
+    return start, end
+
+
+def _after_generation_prompt(
+    text: str,
+    messages: Sequence[Message],
+    index: int,
+    tools: Sequence[Mapping[str, Any]],
+    template: ChatTemplate,
+    most: int,
+) -> int:
+    """Where in `text` the generation prompt before a message ends, or what is written of it.
+
+    `most`: where the text of this message is another than that of another one in its place. The
+    prompt may open reasoning, which the template leaves out of some messages: what the text has of
+    the prompt, to the end of one of its tokens, is then not trained.
+    """
+    history = template.render(messages[:index], tools)
+    prompt = template.render(messages[:index], tools, add_generation_prompt=True)
+    if prompt == history or not prompt.startswith(history):
+        return most
+    if text.startswith(prompt):
+        return len(prompt)
+    opening = prompt[len(history) :]
+    first = 0  # behind the message before
+    with suppress(ChatTemplateError):  # of one with calls alone
+        _, after = template.split_at(messages, index - 1, tools, MARK.format(index))
+        first = len(text) - _common_length(after[::-1], text[::-1])
+    encoding = template.tokenizer(opening, add_special_tokens=False, return_offsets_mapping=True)
+    ends = [int(end) for _, end in encoding["offset_mapping"]]
+    for length in reversed(ends):
+        place = text.find(opening[:length], first)
+        if place >= 0 and (place + length <= most or (length == len(opening) and place < most)):
+            return place + length
+    return most
 
 
 def _common_length(one: str, other: str) -> int:

@@ -35,6 +35,7 @@ ALLOWED = (
 KEPT_BYTES = 64 << 20  # row groups of a parquet file in memory; one at least, whatever its size
 MOST_GROUP_BYTES = 2 << 30  # of a row group
 _AT_ONCE = 1000  # rows that become Python objects together, where a file is read in its order
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _IMPORT_PATH = r"(.+\.py|[\w.]+):\w+"
 
 
@@ -48,6 +49,27 @@ class Row:
 
     def refusal(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.source}: row {self.index} {reason}")
+
+    def check_text(self) -> Row:
+        """Return the row. Raises ConfigError for half a surrogate pair, which no tokenizer takes.
+
+        JSON may have one, as may what a function returns.
+        """
+        for name, value in self.values.items():
+            values = [value]
+            while values:
+                if halves := [v for v in values if isinstance(v, str) and _SURROGATE.search(v)]:
+                    raise self.refusal(
+                        f"of column {name!r} has half a surrogate pair in {halves[0][:80]!r}; "
+                        "allowed: whole characters"
+                    )
+                inner = (
+                    [*v, *v.values()] if isinstance(v, dict) else v
+                    for v in values
+                    if isinstance(v, dict | list)
+                )
+                values = [v for some in inner for v in some]
+        return self
 
 
 class RowSource(ABC):
@@ -108,16 +130,30 @@ class _Tables(RowSource):
     def __getitem__(self, row: int) -> Row:
         index = int(np.searchsorted(self._ends, row, side="right"))
         begin = int(self._ends[index - 1]) if index else 0
-        return Row(self.source, row, self._table(index).slice(row - begin, 1).to_pylist()[0])
+        return self._rows(self._table(index).slice(row - begin, 1), row)[0]
 
     def __iter__(self) -> Iterator[Row]:
         row = 0
         for index in range(len(self._ends)):
             table = self._table(index)
             for begin in range(0, table.num_rows, _AT_ONCE):
-                for values in table.slice(begin, _AT_ONCE).to_pylist():
-                    yield Row(self.source, row, values)
-                    row += 1
+                rows = self._rows(table.slice(begin, _AT_ONCE), row)
+                yield from rows
+                row += len(rows)
+
+    def _rows(self, table: pa.Table | pa.RecordBatch, first: int) -> list[Row]:
+        try:
+            values = table.to_pylist()
+        except UnicodeDecodeError as error:
+            if table.num_rows > 1:
+                return [
+                    row
+                    for place in range(table.num_rows)
+                    for row in self._rows(table.slice(place, 1), first + place)
+                ]
+            reason = f"has text that is no UTF-8: {error}; allowed: whole characters"
+            raise Row(self.source, first, {}).refusal(reason) from error
+        return [Row(self.source, first + place, row) for place, row in enumerate(values)]
 
 
 class _ParquetRows(_Tables):
@@ -210,7 +246,8 @@ class _JsonRows(RowSource):
             self._file.seek(0)
             line_number = next(n for n, _ in enumerate(self._file, 1) if self._file.tell() > offset)
             raise ConfigError(f"{error} (line {line_number} of the file)") from error
-        return Row(self.source, row, values)
+        parsed = Row(self.source, row, values)
+        return parsed.check_text() if b"\\u" in line else parsed
 
 
 class _FunctionRows(RowSource):
@@ -248,4 +285,4 @@ class _FunctionRows(RowSource):
             raise ConfigError(
                 f"{self.source}: row {row} is {str(values)[:80]!r}; it must be a dict of columns"
             )
-        return Row(self.source, row, dict(values))
+        return Row(self.source, row, dict(values)).check_text()

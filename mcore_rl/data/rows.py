@@ -16,7 +16,12 @@ from mcore_rl.data.files import Row, RowSource
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Message = dict[str, Any]  # role, content, and what else a chat template reads, such as tool_calls
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of it beside content
 _CHAT = "a list of messages with a role and a content of text"
+_CALLS = (
+    "a chat whose calls are objects with a name and with arguments, which are an object or its "
+    "JSON text"
+)
 _TOOLS = "a list of tool schemas, each an object, or that list as JSON text"
 
 
@@ -171,7 +176,8 @@ def preference_rows(
 def chat(row: Row, column: Column) -> list[Message]:
     """Messages with a role and a content of text; content may be null beside `tool_calls`.
 
-    Other keys that are null are left out: a table gives each message the keys of all.
+    Other keys that are null are left out: a table gives each message the keys of all. Arguments of
+    calls are objects, also those that are JSON text in the row.
     """
     value = column.of(row)
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
@@ -182,7 +188,33 @@ def chat(row: Row, column: Column) -> list[Message]:
         is_call = message["content"] is None and bool(message.get("tool_calls"))
         if not isinstance(message.get("role"), str) or not (is_text or is_call):
             raise column.refusal(row, value, _CHAT)
+        if not all(isinstance(message.get(name, ""), str) for name in REASONING):
+            raise column.refusal(row, value, f"a chat with text as {' or '.join(REASONING)}")
+        if "tool_calls" in message:
+            try:
+                message["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
+            except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+                raise column.refusal(row, value, _CALLS) from error
     return found
+
+
+def function_of(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the object of a call that has its name and arguments."""
+    function: dict[str, Any] = call.get("function", call)
+    return function
+
+
+def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object. Raises where it is none."""
+    function = function_of(call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(function["name"], str) or not isinstance(arguments, dict):
+        raise TypeError
+    json.dumps(arguments, allow_nan=False)
+    parsed = {**function, "arguments": arguments}
+    return {**call, "function": parsed} if "function" in call else parsed
 
 
 def tool_schemas(row: Row, column: Column | None) -> list[dict[str, Any]]:

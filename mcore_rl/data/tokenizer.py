@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.observability.garbage import long_lived
 
 if TYPE_CHECKING:
@@ -17,8 +20,12 @@ if TYPE_CHECKING:
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str | Path, chat_date: str = ModelConfig.chat_date
+) -> PreTrainedTokenizerBase:
     """The tokenizer of the checkpoint folder `path` (model.path); reads local files only.
+
+    Its chat template writes `chat_date` (model.chat_date) as today's date.
 
     Raises ConfigError when the folder has none, or it lacks an end-of-sequence token or a chat
     template: prompts are chats and responses end.
@@ -33,7 +40,19 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"the tokenizer of model.path={str(path)!r} has no chat template; it needs one, "
             f"in chat_template.jinja or tokenizer_config.json"
         )
+    set_chat_date(tokenizer, chat_date)
     return tokenizer
+
+
+def set_chat_date(tokenizer: PreTrainedTokenizerBase, chat_date: str) -> None:
+    """Make the chat template write a date, YYYY-MM-DD, as today's.
+
+    Templates ask transformers' `strftime_now` for it, or read `date_string` (Llama-3's).
+    """
+    day = date.fromisoformat(chat_date)
+    tokenizer.apply_chat_template = partial(  # type: ignore[method-assign]
+        tokenizer.apply_chat_template, strftime_now=day.strftime, date_string=f"{day:%d %b %Y}"
+    )
 
 
 def has_tokenizer(path: str | Path) -> bool:

@@ -18,7 +18,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.lane import lane
-from mcore_rl.jobs.run_folder import model_folder
+from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.models.base import field as field_of
 from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
@@ -108,7 +108,7 @@ def run(settings: ChatSettings) -> None:
         TimeoutError: the server has not started in time.
     """
     path = str(model_folder(settings.model, "DIR"))
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, chat_date_of(settings.model))
     found = read_config(path)
     check_tokenizer_matches(tokenizer, field_of(found, "vocab_size"))
     if not tokenizer.is_fast:

@@ -19,7 +19,7 @@ from mcore_rl.jobs.resume import flat
 from mcore_rl.workers.checkpointer import tell
 
 SAMPLES = "samples"  # the folder with a parquet file a set
-EVALUATED = "evaluated"  # in config.json: the model that was found, and its dtype
+EVALUATED = "evaluated"  # in config.json: the model that was found, its dtype and date
 # What changes no response, or is counted anew.
 _FREE = (
     "output_dir", "resume", "timeouts", "scoring.ks", "rollout.num_servers", "rollout.max_restarts",
@@ -42,7 +42,7 @@ def check_content(folder: Path, held: set[str], output_dir: str, resume: str) ->
 
 def settings_of(config: EvalConfig, run: RLConfig) -> dict[str, Any]:
     """What config.json has: the settings, and what `run` has found by them."""
-    found = {"model": run.model.path, "dtype": run.model.dtype}
+    found = {"model": run.model.path, "dtype": run.model.dtype, "chat_date": run.model.chat_date}
     return asdict(config) | {EVALUATED: found}
 
 

@@ -33,7 +33,7 @@ from mcore_rl.jobs.placement import Pools, places
 from mcore_rl.jobs.preflight import check_model, prompts_of
 from mcore_rl.jobs.rl import server_pool
 from mcore_rl.jobs.roles import roles
-from mcore_rl.jobs.run_folder import model_folder
+from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.activity import ACTIVITY
@@ -153,11 +153,12 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 
 
 def _check(config: EvalConfig) -> _Inputs:
-    run = as_run(config, lane(), str(model_folder(config.model.path)))
+    chat_date = config.model.chat_date or chat_date_of(config.model.path)
+    run = as_run(config, lane(), str(model_folder(config.model.path)), chat_date)
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judges(config.reward, ())
     check_model(run)
-    tokenizer = load_tokenizer(run.model.path)
+    tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, field(read_config(run.model.path), "vocab_size"))
     sets = {
         name: prompts_of({f"data.sets.{name}": source}, run, tokenizer)

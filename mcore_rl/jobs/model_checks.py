@@ -71,7 +71,7 @@ def check_models(config: RLConfig) -> None:
             reader.check(logical_tensors(model_weights(found, padded_vocab_size(found, 1))))
         if not has_tokenizer(model.path):
             raise ConfigError(f"{key}.path={model.path!r} has no tokenizer")
-        tokenizer = load_tokenizer(model.path)
+        tokenizer = load_tokenizer(model.path, config.model.chat_date)
         check_tokenizer_matches(tokenizer, field(found, "vocab_size"))
         try:
             codec_for(tokenizer, cast(CodecKind, model.codec))

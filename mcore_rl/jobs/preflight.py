@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader
@@ -159,7 +160,7 @@ def _data_files(config: RLConfig) -> dict[str, str]:
 
 
 def _read_data(config: RLConfig) -> Inputs:
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
         check_agent(config.agent, tokenizer, served_models(config))
@@ -185,9 +186,15 @@ def prompts_of(
 ) -> PromptDataset:
     """Load the prompts of sources, by setting."""
     found = []
+<<<<<<< HEAD
     check = answer_check(config.reward) if config.agent.loop in REWARDED_LOOPS else None
     for setting, name in files.items():
         prompts = load_prompts(name, config.data, tokenizer, setting=setting, check_answer=check)
+=======
+    check = None if config.agent.loop == "single_turn" else messages_of
+    for setting, name in files.items():
+        prompts = load_prompts(name, config.data, tokenizer, setting=setting, check=check)
+>>>>>>> rows
         if prompts.num_dropped:
             print(
                 f"{setting}={name!r}: {prompts.num_dropped} of {prompts.num_rows} rows left out: "

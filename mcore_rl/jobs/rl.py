@@ -352,6 +352,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
     """The generation servers of a checkpoint: being built, and they have yet to be started."""
     spec = RolloutSpec(
         model_path=config.model.path,
+        chat_date=config.model.chat_date,
         dtype=config.model.dtype,
         max_model_tokens=config.max_sequence_tokens,
         rollout=config.rollout,

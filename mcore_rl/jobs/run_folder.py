@@ -7,8 +7,20 @@ from pathlib import Path
 from mcore_rl.checkpoint.run_checkpoints import name_of, steps_in
 from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.jobs.output import CHECKPOINT, STARTED
 from mcore_rl.workers.checkpointer import CHECKPOINTS
+
+
+def chat_date_of(path: str) -> str:
+    """Read model.chat_date of the run in `path`; without a run, the setting's default."""
+    model: object = None
+    if (Path(path) / STARTED).is_file():
+        model = read_json_object(Path(path) / STARTED).get("model")
+    if not isinstance(model, dict):  # config.json of transformers has no such object
+        return ModelConfig.chat_date
+    return str(model.get("chat_date", ModelConfig.chat_date))
 
 
 def model_folder(path: str, setting: str = "model.path") -> Path:

@@ -81,7 +81,7 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     check_trackers(config.trainer.trackers)
     backend_of(config.engine).check_modules(config.engine.modules)
     found = _check_model(config)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, field(found, "vocab_size"))
     data = data_of(config)
     positions = found.get("max_position_embeddings")

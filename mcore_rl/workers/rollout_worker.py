@@ -40,6 +40,7 @@ Stream = Literal["train", "evaluation"]  # what samples are for
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
     model_path: str
+    chat_date: str  # in prompts of the policy and of frozen models
     dtype: str
     max_model_tokens: int  # prompt and response
     rollout: RolloutConfig
@@ -83,7 +84,7 @@ class RolloutWorker:
         self._headless: HeadlessWorkers | None = None
         if self._nodes is not None and not self._nodes.is_first:
             self._headless = HeadlessWorkers(server)
-        tokenizer = load_tokenizer(spec.model_path)
+        tokenizer = load_tokenizer(spec.model_path, spec.chat_date)
         self._judge = Judge(spec.reward, decode=tokenizer.decode)
         self._agent: SingleTurnLoop | AgentRunner
         if spec.agent.loop == "single_turn":
@@ -213,7 +214,8 @@ class RolloutWorker:
             model = self._spec.models[name]
             remote = RemoteGenerator(name, address, model.timeout_s)
             self._remotes.append(remote)
-            codec = codec_for(load_tokenizer(model.path), cast(CodecKind, model.codec))
+            tokenizer = load_tokenizer(model.path, self._spec.chat_date)
+            codec = codec_for(tokenizer, cast(CodecKind, model.codec))
             found = FrozenModel(remote, codec, sampling_of(model), model.max_context)
             self._judge.models[name] = chat_of(found)
             if isinstance(self._agent, AgentRunner):

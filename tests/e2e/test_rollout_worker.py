@@ -87,6 +87,7 @@ def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
     (folder / "0" / "chat_template.jinja").write_text("a worker looks whether there is one")
     spec = RolloutSpec(
         model_path=models[0].path,
+        chat_date="2024-07-26",
         dtype="float32",
         max_model_tokens=MAX_TOKENS,
         rollout=RolloutConfig(max_num_seqs=32, kv_cache_bytes=32 << 20),

@@ -190,27 +190,27 @@ class ToolSet:
         """
         found = self._tools.get(name)
         if found is None:
-            return self._wrong(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
+            return self.refuse(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+            errors = sorted(Draft202012Validator(found.parameters).iter_errors(given), key=str)
         except (RecursionError, ValueError) as error:
-            return self._wrong(f"the arguments are no JSON: {error}")
-        errors = sorted(Draft202012Validator(found.parameters).iter_errors(given), key=str)
+            return self.refuse(f"the arguments are no JSON: {error}")
         if errors:
             told = "; ".join(f"{'.'.join(map(str, e.path)) or name}: {e.message}" for e in errors)
-            return self._wrong(told)
+            return self.refuse(told)
         limit_s = self._timeout_s if found.timeout_s is None else found.timeout_s
         limit = asyncio.timeout(None if limit_s == math.inf else limit_s)
         try:
             async with limit:
                 result = await _called(found.function, given)
         except ToolError as error:
-            return self._wrong(str(error))
+            return self.refuse(str(error))
         except TimeoutError as error:
             late = f"{name} took longer than {limit_s:g} s"
-            return self._wrong(late if limit.expired() else f"TimeoutError: {error}")
+            return self.refuse(late if limit.expired() else f"TimeoutError: {error}")
         except Exception as error:  # noqa: BLE001 (of a function that is not ours)
-            return self._wrong(f"{type(error).__name__}: {error}")
+            return self.refuse(f"{type(error).__name__}: {error}")
         text = result if isinstance(result, str) else json.dumps(result, default=str)
         return ToolAnswer(self._cut(text))
 
@@ -221,7 +221,8 @@ class ToolSet:
             raise ConfigError(f"two tools have the name {found.name!r}")
         self._tools[found.name] = found
 
-    def _wrong(self, text: str) -> ToolAnswer:
+    def refuse(self, text: str) -> ToolAnswer:
+        """Tell the model what is wrong with a call."""
         return ToolAnswer(self._cut(f"Error: {text}"), is_error=True)
 
     def _cut(self, text: str) -> str:

@@ -13,6 +13,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mcore_rl.data.tokenizer import set_chat_date
+
+CHAT_DATE = "2025-03-09"
 _QWEN = (
     "<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> "
     "<tool_response> </tool_response> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>"
@@ -95,9 +98,11 @@ def tokenizer_of(family: str, template: str = "") -> PreTrainedTokenizerFast:
     tokenizer.add_tokens(
         [AddedToken(token, special=not token.startswith(("<t", "</"))) for token in tokens]
     )
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=tokens[end],
         clean_up_tokenization_spaces=False,
         chat_template=template or _TEMPLATES[family],
     )
+    set_chat_date(fast, CHAT_DATE)
+    return fast

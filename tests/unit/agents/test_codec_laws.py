@@ -16,9 +16,8 @@ from mcore_rl.agents.codec_proof import Proved, Template, difference
 from mcore_rl.agents.proof_conversations import Conversation
 from mcore_rl.config.errors import ConfigError
 from tests.nightly import nightly
-from tests.unit.agents.families import FAMILIES, tokenizer_of
+from tests.unit.agents.families import FAMILIES, template_of, tokenizer_of
 
-OPTIONS: dict[str, dict[str, JsonValue]] = {"llama-3": {"date_string": "26 Jul 2024"}}
 # What each codec is, whether it has tools and several calls a turn, and whether it goes on from a
 # turn without reasoning where a user speaks: one that never does would break no law.
 PROVED = {
@@ -66,14 +65,8 @@ VALUES: tuple[JsonValue, ...] = (7, True, None, "12", [1, "a b"], {"k": 0.5})
 
 @cache
 def codec_of(family: str, kind: str) -> tuple[Proved, Template]:
-    options = OPTIONS.get(family, {})
     tokenizer = tokenizer_of(family)
-    return codec_for(tokenizer, kind, options), Template(tokenizer, variables(family, kind))
-
-
-def variables(family: str, kind: str) -> dict[str, JsonValue]:
-    """With these the template of Qwen3.5 opens the reasoning, as its renderer is tried first."""
-    return {"enable_thinking": True} if family == "qwen3.5" else OPTIONS.get(family, {})
+    return codec_for(tokenizer, kind), Template(tokenizer, {})
 
 
 def some_text(chance: Random) -> str:
@@ -176,19 +169,33 @@ def test_auto_is_a_codec_that_goes_on_where_a_user_speaks_if_there_is_one():
         assert chosen.extends_users == any(one.extends_users for one in as_able), family
 
 
-def test_auto_takes_no_other_values_of_a_templates_variables_to_go_on(monkeypatch):
-    """Those change prompts: without thinking Qwen3.5 might be gone on from."""
-    goes_on = property(_without_thinking, lambda *_: None)
-    monkeypatch.setattr(Proved, "extends_users", goes_on, raising=False)
-    codec = codec_for(tokenizer_of("qwen3.5"))
-    assert codec.options == {"enable_thinking": True}
+@pytest.mark.parametrize(("family", "kind"), PROVED)
+def test_prompts_of_agents_are_those_of_rows(family: str, kind: str):
+    """Whatever values a renderer needs to be told of the template's variables."""
+    rows = [{"role": "user", "content": "Go."}]
+    codec, _ = codec_of(family, kind)
+    wanted = tokenizer_of(family).apply_chat_template(
+        rows, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert codec.render([ChatMessage("user", "Go.")]) == wanted
 
 
-def _without_thinking(codec: Proved) -> bool:
-    return codec.options.get("enable_thinking") is False
+def test_the_renderer_of_a_template_that_thinks_by_default_or_does_not_is_told_which():
+    opens = "enable_thinking is defined and not enable_thinking"
+    for family, template in (
+        ("qwen3.5", ""),
+        ("qwen3.5", template_of("qwen3.5").replace(opens, "not enable_thinking")),
+    ):
+        tokenizer = tokenizer_of(family, template)
+        codec = codec_for(tokenizer, "renderers")
+        prompt = tokenizer.decode(codec.render([ChatMessage("user", "Go.")]))
+        assert prompt.endswith("</think>\n\n" if template else "<think>\n")
+        said = tokenizer.encode("A door.<|im_end|>", add_special_tokens=False)
+        turn = codec.parse(said, (), tokenizer.encode(prompt, add_special_tokens=False))
+        assert turn.content == ("A door." if template else "")
 
 
 @pytest.mark.parametrize(("family", "kind"), REFUSED)
 def test_a_template_that_breaks_the_laws_is_refused_by_name(family: str, kind: CodecKind):
     with pytest.raises(ConfigError, match=f"template: the chat template {REFUSED[family, kind]}"):
-        codec_for(tokenizer_of(family), kind, OPTIONS.get(family))
+        codec_for(tokenizer_of(family), kind)

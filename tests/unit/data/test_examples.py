@@ -10,6 +10,7 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.data.chat_template import ChatTemplate
 from mcore_rl.data.examples import (
     Example,
     ExampleBatches,
@@ -60,7 +61,7 @@ def assistants(messages) -> list[bool]:
 
 
 def trained(tokenizer, messages, flags=None) -> str:
-    found = encoded(messages, flags or assistants(messages), [], tokenizer)
+    found = encoded(messages, flags or assistants(messages), [], ChatTemplate(tokenizer))
     kept = zip(found.ids, found.is_trained, strict=True)
     return tokenizer.decode([token for token, flag in kept if flag])
 
@@ -79,7 +80,7 @@ def test_trained_tokens_are_those_that_the_template_marks_as_generated(tokenizer
     wanted = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = encoded(messages, assistants(messages), [], tokenizer)
+    found = encoded(messages, assistants(messages), [], ChatTemplate(tokenizer))
     num = len(found.ids)  # up to the last trained token
     assert found.ids == wanted["input_ids"][:num]
     assert [int(flag) for flag in found.is_trained] == wanted["assistant_masks"][:num]
@@ -104,7 +105,7 @@ def test_flags_of_messages_decide_and_a_text_that_does_not_end_gets_its_end(toke
 
 def test_a_message_of_calls_is_trained_on_as_it_is_written(tokenizer):
     tokenizer.chat_template = CALLS
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {}}]}
     messages = [*chat("Add 2."), call]
     assert trained(tokenizer, messages) == "<call>add</call><|im_end|>"
 
@@ -132,7 +133,7 @@ def test_a_batch_begins_its_responses_at_the_first_trained_token(write, tokenize
         write([{"messages": messages}] * 2), ConversationsConfig(), tokenizer
     )
     batch = examples.batch([1, 0])
-    whole = encoded(messages, assistants(messages), [], tokenizer)
+    whole = encoded(messages, assistants(messages), [], ChatTemplate(tokenizer))
     for prompt, response, mask in zip(
         *(rows_of(batch, n) for n in ("prompt_ids", "response_ids", "response_mask")), strict=True
     ):
@@ -217,7 +218,7 @@ def test_long_rows_are_refused_or_left_out(write, tokenizer):
 def test_a_row_that_the_template_does_not_write_is_named(write, tokenizer, template, reason):
     name = write([{"messages": chat("Add 2.", "7")}])
     tokenizer.chat_template = template
-    with pytest.raises(ConfigError, match=f"data.train_file=.*: row 0: .*{reason}"):
+    with pytest.raises(ConfigError, match=f"data.train_file=.*: row 0 .*{reason}"):
         load_conversations(name, ConversationsConfig(), tokenizer)
 
 

@@ -49,7 +49,7 @@ def inputs(**changes) -> evaluate._Inputs:
     rows = [PromptRow([1, row], {"answer": "1"}) for row in range(PROMPTS)]
     sets = {"a": PromptDataset(rows), "b": PromptDataset(rows)}
     config.data.sets = {name: f"{name}.jsonl" for name in sets}
-    run = as_run(config, "cpu", "model/checkpoint")
+    run = as_run(config, "cpu", "model/checkpoint", "2024-07-26")
     return evaluate._Inputs(config, run, Tokenizer(), sets, lambda text, end: text)
 
 
@@ -95,6 +95,7 @@ def test_a_set_that_is_not_whole_is_sampled_again(tmp_path, capsys, fault):
     [
         ("seed", 7, "seed=7, there 0"),
         ("run", "model/hf/step_000010", "evaluated.model='model/hf/step_000010', there 'model/"),
+        ("model.chat_date", "2025-03-09", "model.chat_date='2025-03-09', there ''"),
         ("data.sets", {"a": "other.jsonl"}, "data.sets.a='other.jsonl', there 'a.jsonl'"),
         ("scoring.correct_from", 0.5, "scoring.correct_from=0.5, there 1.0"),
     ],

@@ -18,6 +18,7 @@ from mcore_rl.jobs import preflight
 from mcore_rl.jobs.preflight import check_inputs, check_layouts, prompts_of
 from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.workers.expert_records import ExpertLayers
+from tests.unit.agents.families import tokenizer_of
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
@@ -130,3 +131,20 @@ def test_each_pipeline_rank_replays_its_own_layers_with_experts(tmp_path: Path):
     assert expert_layers(config) == ExpertLayers(stages=((), (3, 4, 5, 6, 7)), topk=8)
     config.actor.moe.router_replay = "record"
     assert expert_layers(config) is None
+
+
+@pytest.mark.parametrize("role", ["human", "developer", "function"])
+def test_a_role_that_loops_do_not_know_is_refused_with_its_row_before_a_run(
+    tmp_path: Path, role: str
+):
+    """This chat template writes any role by its name."""
+    rows = [[{"role": name, "content": "Hi."}] for name in ("user", role)]
+    text = "".join(json.dumps({"messages": row, "answer": 1}) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text)
+    files = {"data.train_file": str(tmp_path / "rows.jsonl")}
+    config, tokenizer = RLConfig(), tokenizer_of("chatml")
+    assert len(prompts_of(files, config, tokenizer)) == 2
+    config.agent.loop = "tools"
+    told = rf"rows.jsonl': row 1 of column 'messages' .*: message 0 has the role '{role}'; allowed"
+    with pytest.raises(ConfigError, match=told):
+        prompts_of(files, config, tokenizer)

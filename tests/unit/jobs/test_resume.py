@@ -76,6 +76,15 @@ def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):
         checkpoint_to_resume(asked, tmp_path)
 
 
+def test_a_run_does_not_go_on_with_another_date_in_its_prompts(tmp_path):
+    asked = config(tmp_path)
+    saved(asked, tmp_path, 2)
+    asked.model.chat_date = "2025-03-09"
+    told = r"model.chat_date='2025-03-09', there '2024-07-26'; allowed: the same"
+    with pytest.raises(ConfigError, match=told):
+        checkpoint_to_resume(asked, tmp_path)
+
+
 def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path, capsys):
     asked = config(tmp_path)
     settings = asdict(asked)

@@ -36,6 +36,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RolloutSpec:
     task = last_digit.prepare(tmp_path_factory.mktemp("task"), 0, 0.35)
     return RolloutSpec(
         model_path=str(task.model_dir),
+        chat_date="2024-07-26",
         dtype="float32",
         max_model_tokens=64,
         rollout=RolloutConfig(),
