@@ -73,18 +73,12 @@ class FilePrompts:
         rows: RowSource,
         config: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
-<<<<<<< HEAD
+        check_chat: Callable[[list[Message]], object] | None = None,
         check_answer: Callable[[Any], object] | None = None,
     ) -> None:
-        self._rows, self._own_check = rows, check_answer
-        self._tokenizer = tokenizer
-=======
-        check: Callable[[list[Message]], object] | None = None,
-    ) -> None:
-        """`check` raises ConfigError for a chat that cannot be used."""
-        self._rows, self._check = rows, check
+        """The checks raise ConfigError for a chat, and ValueError for an answer, of no use."""
+        self._rows, self._check_chat, self._check_answer = rows, check_chat, check_answer
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
->>>>>>> rows
         self._prompt = Column(config.prompt_column, "data.prompt_column")
         self._answer = Column(config.answer_column, "data.answer_column")
         self._tools = _tools_column(config.tools_column)
@@ -129,31 +123,25 @@ class FilePrompts:
         """The tokens of each row's prompt; ConfigError for the first row that is not valid."""
         lengths = [np.empty(0, np.int32)]
         for rows in _chunks(self._rows):
-<<<<<<< HEAD
-            texts = [self._text(row, chat(row, self._prompt)) for row in rows]
-            for row in rows:
-                self._check_answer(row)
-=======
             chats = [chat(row, self._prompt) for row in rows]
             texts = list(map(self._text, rows, chats))
             for row, messages in zip(rows, chats, strict=True):
-                _check_answer(row, self._answer)
-                try:
-                    if self._check:
-                        self._check(messages)
-                except ConfigError as error:
-                    raise row.refusal(f"of {self._prompt} cannot be used: {error}") from error
->>>>>>> rows
+                self._check_row(row, messages)
             lengths.append(np.array([len(i) for i in _encode(texts, self._tokenizer)], np.int32))
         return np.concatenate(lengths)
 
-    def _check_answer(self, row: Row) -> None:
+    def _check_row(self, row: Row, messages: list[Message]) -> None:
         answer = self._answer.of(row)
         if answer is None or answer != answer:  # what pandas writes for a missing number
             raise row.refusal(f"has no answer in {self._answer}: it is {answer}")
         try:
-            if self._own_check is not None:
-                self._own_check(answer)
+            if self._check_chat is not None:
+                self._check_chat(messages)
+        except ConfigError as error:
+            raise row.refusal(f"of {self._prompt} cannot be used: {error}") from error
+        try:
+            if self._check_answer is not None:
+                self._check_answer(answer)
         except ValueError as error:
             raise row.refusal(f"has an answer that no response can earn: {error}") from error
 
@@ -175,28 +163,17 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     setting: str = "data.train_file",
-<<<<<<< HEAD
+    check_chat: Callable[[list[Message]], object] | None = None,
     check_answer: Callable[[Any], object] | None = None,
-=======
-    check: Callable[[list[Message]], object] | None = None,
->>>>>>> rows
 ) -> FilePrompts:
     """Chats of a source (`open_rows`) through the tokenizer's chat template, ready for a response.
 
     `setting` is the key that named `path`. Raises ConfigError, naming it, when the source is
-<<<<<<< HEAD
-    missing, cannot be read or is empty, or a row lacks a column or an answer or is no chat, or
-    `check_answer` raises ValueError. Prompts over max_prompt_tokens raise it, or are left out, as
-    data.long_prompts says.
-    """
-    return FilePrompts(open_rows(path, setting), config, tokenizer, check_answer)
-=======
     missing, cannot be read or is empty, or a row lacks a column or an answer or is no chat. Prompts
-    over max_prompt_tokens raise it, or are left out, as data.long_prompts says. So does a chat on
-    which `check` raises it.
+    over max_prompt_tokens raise it, or are left out, as data.long_prompts says. So do a chat on
+    which `check_chat` raises it, and an answer on which `check_answer` raises ValueError.
     """
-    return FilePrompts(open_rows(path, setting), config, tokenizer, check)
->>>>>>> rows
+    return FilePrompts(open_rows(path, setting), config, tokenizer, check_chat, check_answer)
 
 
 def load_supervised(
@@ -247,22 +224,8 @@ def _chunks(rows: RowSource) -> Iterator[list[Row]]:
         yield chunk
 
 
-<<<<<<< HEAD
-def _templated(
-    row: Row,
-    messages: list[Message],
-    tools: Column | None,
-    tokenizer: PreTrainedTokenizerBase,
-=======
-def _check_answer(row: Row, column: Column) -> None:
-    answer = column.of(row)
-    if answer is None or answer != answer:  # what pandas writes for a missing number
-        raise row.refusal(f"has no answer in {column}: it is {answer}")
-
-
 def _prompt_text(
     row: Row, messages: list[Message], tools: Column | None, template: ChatTemplate
->>>>>>> rows
 ) -> str:
     """The chat of a row as the template writes it, up to where the response begins."""
     try:

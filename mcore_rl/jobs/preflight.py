@@ -186,15 +186,18 @@ def prompts_of(
 ) -> PromptDataset:
     """Load the prompts of sources, by setting."""
     found = []
-<<<<<<< HEAD
-    check = answer_check(config.reward) if config.agent.loop in REWARDED_LOOPS else None
+    loop = config.agent.loop
+    check_chat = None if loop == "single_turn" else messages_of
+    check_answer = answer_check(config.reward) if loop in REWARDED_LOOPS else None
     for setting, name in files.items():
-        prompts = load_prompts(name, config.data, tokenizer, setting=setting, check_answer=check)
-=======
-    check = None if config.agent.loop == "single_turn" else messages_of
-    for setting, name in files.items():
-        prompts = load_prompts(name, config.data, tokenizer, setting=setting, check=check)
->>>>>>> rows
+        prompts = load_prompts(
+            name,
+            config.data,
+            tokenizer,
+            setting=setting,
+            check_chat=check_chat,
+            check_answer=check_answer,
+        )
         if prompts.num_dropped:
             print(
                 f"{setting}={name!r}: {prompts.num_dropped} of {prompts.num_rows} rows left out: "
