@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import tempfile
 import time
 from pathlib import Path
@@ -67,28 +66,24 @@ def training_flops(config, batch: Batch) -> float:
     return float(3 * (per_token * lengths.sum() + scores + head_flops))
 
 
-def host_waits(engine: MegatronEngine, batch: Batch) -> dict[str, int]:
-    """Count the calls of one training step in which the host waits for the GPU."""
+def trace_step(engine: MegatronEngine, batch: Batch) -> measure.Result:
+    """Trace a training step: calls in which the host waits for the GPU, and the slowest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as trace:
         engine.train_batch(batch, LOSS)
-    names = collections.Counter(event.name for event in trace.events())
-    waits = {name: names[name] for name in HOST_WAITS}
-    waits["copies to the host"] = sum(n for name, n in names.items() if "Memcpy DtoH" in name)
-    waits["kernels"] = names["cudaLaunchKernel"] + names["cuLaunchKernel"]
-    waits["kernels"] += names["cudaLaunchKernelExC"] + names["cuLaunchKernelEx"]
-    return waits
-
-
-def slowest_kernels(engine: MegatronEngine, batch: Batch) -> dict[str, float]:
-    """Return the milliseconds of the ten kernels that take most of a training step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        engine.train_batch(batch, LOSS)
-    rows = sorted(trace.key_averages(), key=lambda row: -row.self_device_time_total)[:10]
-    return {row.key[:80]: row.self_device_time_total / 1000 for row in rows}
+    rows = trace.key_averages()
+    counts = {row.key: row.count for row in rows}
+    waits = {name: counts.get(name, 0) for name in HOST_WAITS}
+    waits["copies to the host"] = sum(n for name, n in counts.items() if "Memcpy DtoH" in name)
+    waits["kernels"] = sum(n for name, n in counts.items() if "LaunchKernel" in name)
+    slowest = sorted(rows, key=lambda row: -row.self_device_time_total)[:12]
+    return {
+        "host_waits": waits,
+        "slowest_kernels_ms": {r.key[:90]: r.self_device_time_total / 1000 for r in slowest},
+    }
 
 
 def matmul_flops_per_s(dry: bool) -> float:
@@ -99,11 +94,11 @@ def matmul_flops_per_s(dry: bool) -> float:
 
 
 def offload_cycles(engine: MegatronEngine) -> list[dict[str, float]]:
-    """Move all of the engine to the host and back, three times: bytes, seconds and GB/s."""
+    """Move all of the engine to the host and back, twice: bytes, seconds and GB/s."""
     sizes = engine.memory_report()
     moved = sizes.parameters_bytes + sizes.optimizer_state_bytes
     cycles = []
-    for _ in range(3):
+    for _ in range(2):
         start = time.perf_counter()
         engine.to("host")
         measure.synchronize()
@@ -155,8 +150,7 @@ def check(arguments: argparse.Namespace) -> measure.Result:
         / 2**30,
     }
     if measure.has_gpu():
-        result["host_waits"] = host_waits(engine, batch)
-        result["slowest_kernels_ms"] = slowest_kernels(engine, batch)
+        result |= trace_step(engine, batch)
     scores = engine.infer_batch(batch).jagged("log_probs").values.copy()
     result["offload"] = offload_cycles(engine)
     again = engine.infer_batch(batch).jagged("log_probs").values
