@@ -80,7 +80,8 @@ def write_files(files: dict[str, str]) -> None:
     for name, text in files.items():
         if folder := os.path.dirname(name):
             os.makedirs(folder, exist_ok=True)
-        with open(name, "x", encoding="utf-8") as file:
+        # Half a surrogate pair in a program is an error of the program.
+        with open(name, "x", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
 
 

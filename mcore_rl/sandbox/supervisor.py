@@ -97,7 +97,7 @@ class _Call:
         self._request = request
         self._limits: dict[str, float] = request["limits"]
         self._own_processes: int = request["own_processes"]  # of the sandbox itself
-        self._stdin = memoryview(request["stdin"].encode())
+        self._stdin = memoryview(request["stdin"].encode(errors="surrogatepass"))
         self._scratch = ""  # in bubblewrap there is none
         self._cgroup: Cgroup | None = None
         self._output = {"stdout": bytearray(), "stderr": bytearray()}
@@ -278,10 +278,10 @@ class _Call:
                 if size > limit:
                     return memory, True
                 memory += socket_bytes
-            except (FileNotFoundError, ProcessLookupError):
-                continue
             except PermissionError:  # it cannot be looked into
                 return memory, True
+            except OSError:  # it has ended
+                continue
         return memory, False
 
 

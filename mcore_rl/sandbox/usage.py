@@ -39,11 +39,11 @@ def read_process(pid: int) -> tuple[int, float, int]:
     Raises:
         OSError, ValueError, IndexError: it has ended.
     """
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = _read(f"/proc/{pid}/status").splitlines()
     fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
     kinds = "RssAnon", "RssShmem", "VmPTE"  # which a zombie has not
     memory = sum(int(fields.get(kind, "0 kB").split()[0]) for kind in kinds) << 10
-    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    ticks = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:15]
     return memory, sum(map(int, ticks)) * _TICK_S, int(fields["Threads"])
 
 
@@ -53,7 +53,7 @@ def bound_socket_bytes(pid: int) -> int:
     All sockets count, also those that wait to be accepted or are in a message. Each may be full:
     programs cannot change how much one may have.
     """
-    lines = Path(f"/proc/{pid}/net/sockstat").read_text().splitlines()
+    lines = _read(f"/proc/{pid}/net/sockstat").splitlines()
     [count] = [line.split()[2] for line in lines if line.startswith("sockets:")]
     return int(count) * _socket_bytes()
 
@@ -76,7 +76,7 @@ def read_open_files(pid: int, folder: str) -> tuple[int, int]:
                 inodes.add(info.st_ino)
     mapped = re.findall(
         rf" (\d+) +{re.escape(folder)}/.* \(deleted\)$",
-        Path(f"/proc/{pid}/maps").read_text(),
+        _read(f"/proc/{pid}/maps"),
         re.MULTILINE,
     )
     if closed := set(map(int, mapped)) - inodes:
@@ -111,6 +111,11 @@ def is_larger(folder: str, limit: float) -> bool:
     return False
 
 
+def _read(path: str) -> str:
+    # Names of processes and of files are any bytes: a program chooses them.
+    return Path(path).read_text("latin-1")
+
+
 def _socket_bytes() -> int:
     # A sender may go beyond the size of its buffer by one message.
-    return 2 * int(Path("/proc/sys/net/core/wmem_default").read_text())
+    return 2 * int(_read("/proc/sys/net/core/wmem_default"))

@@ -205,7 +205,8 @@ def test_memory_of_one_process(place):
 
 
 EATERS = """
-import os, time
+import ctypes, os, time
+ctypes.CDLL(None).prctl(15, NAME)  # of the process
 for _ in range(6):
     if not os.fork():
         eaten = b"x" * (60 << 20)
@@ -215,10 +216,11 @@ time.sleep(60)
 
 
 @in_each_place
-def test_memory_of_all_processes_together(place):
+@pytest.mark.parametrize("name", [b"eater", b"\xff\xfe)"], ids=["a name", "no text"])
+def test_memory_of_all_processes_together(place, name):
     if needed(place).tier.name == "landlock":
         pytest.skip("there is one process only")
-    assert place.run(EATERS).status == "memory"
+    assert place.run(EATERS.replace("NAME", repr(name))).status == "memory"
 
 
 @in_each_place
