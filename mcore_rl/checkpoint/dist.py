@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from megatron.core.dist_checkpointing.core import (
     CheckpointingException,
     save_config,
 )
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -30,8 +29,14 @@ from megatron.core.dist_checkpointing.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, write_checkpoint_info
@@ -40,6 +45,7 @@ from mcore_rl.checkpoint.raw_file import name_folder
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import COMMON_FILE, DistReader
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.reshard.boxes import Box
 
 # How keys begin: of optimizer state (several optimizers may have prefixes of their own), of layers
 # for multi-token prediction, of decoder layers.
@@ -247,34 +253,113 @@ def are_layers_stacked(keys: Iterable[str]) -> bool:
     )
 
 
-def load(
-    state: ShardedStateDict, path: Path, stored: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
-    """The checkpoint's contents in the shards that `state` asks for. Collective over all ranks.
+def load(state: ShardedStateDict, path: Path) -> dict[str, Any]:
+    """Read the checkpoint's contents into the shards that `state` asks for. Collective over ranks.
 
-    `stored` are its tensor_shapes.
+    Megatron and torch get tensors and plain data that DistReader has read. They open none of the
+    files: torch runs pickles (distributed/checkpoint/filesystem.py, `read_metadata`, and
+    default_planner.py, `load_bytes`).
 
     Raises:
-        ConfigError: the checkpoint is of another model, or Megatron cannot read it, or not without
-            running code from it. The same on every rank, before any of the tensors of `state` is
-            written to.
+        ConfigError: the checkpoint is of another model or cannot be read, or not without running
+            code from it. The same on every rank; unless a tensor is damaged, before any of the
+            tensors of `state` is written to.
     """
-    asked = list(nested_values(load_preprocess(state)[0]))
+    entries = list(nested_values(load_preprocess(state)[0]))
+    keys = {entry.unique_key for entry in entries if isinstance(entry, ShardedObject)}
+    reason = ""
+    try:
+        reader = DistReader(path)
+        if not isinstance(common := reader.load_common(), dict):
+            reason = f"{path / COMMON_FILE} is missing or no dict; allowed: what Megatron writes"
+        objects = {key: reader.load_object(key) for key in sorted(keys & reader.objects.keys())}
+        if wrong := [key for key, values in objects.items() if not isinstance(values, list)]:
+            reason = f"{path}: {wrong[0]} is no list; allowed: what Megatron writes"
+    except ConfigError as error:
+        reason = str(error)
     replies: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(replies, (_requested(asked), _unsafe(asked, path)))
+    dist.all_gather_object(replies, (_requested(entries), reason))
     wanted: Shapes = {}
     for request, unsafe in replies:
         if unsafe:
             raise ConfigError(unsafe)
         wanted |= request
+    stored = {key: tensor.shape for key, tensor in reader.tensors.items()}
     if problems := differences(stored, wanted):
         more = f"; {len(problems) - 1} more differ" if len(problems) > 1 else ""
         raise ConfigError(f"{path} is a checkpoint of another model: {problems[0]}{more}")
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
-    except (CheckpointingException, UnpicklingError) as error:
+        loaded: dict[str, Any] = dist_checkpointing.load(
+            state, str(path), _LoadShards(reader, objects), _LoadCommon(common)
+        )
+    except ConfigError:
+        raise
+    except (CheckpointingException, ValueError) as error:  # the latter of contents that collide
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return loaded
+
+
+class _LoadShards(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Fill shards through DistReader, and hand out objects that it has loaded."""
+
+    def __init__(self, reader: DistReader, objects: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._reader = reader
+        self._objects = {key: iter(values) for key, values in objects.items()}
+
+    def load(self, state: ShardedStateDict, path: Any) -> Any:
+        """Return `state` with tensors and objects in place of shards. Collective over ranks.
+
+        Raises:
+            ConfigError: one cannot be read; the same on every rank.
+        """
+        reason = ""
+        try:
+            dict_list_map_inplace(self._load_entry, state)
+        except ConfigError as error:
+            reason = str(error)
+        reasons: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+        if reason := next(filter(None, reasons), ""):
+            raise ConfigError(reason)
+        return state
+
+    def _load_entry(self, entry: Any) -> Any:
+        if isinstance(entry, ShardedObject):
+            try:  # Megatron writes a list for each key, of one object for each shard of a rank
+                return next(self._objects[entry.unique_key])
+            except (KeyError, StopIteration) as error:
+                raise ConfigError(f"{self._reader.path} has no {entry.unique_key}") from error
+        self._load_tensor(entry)
+        return entry.data
+
+    def _load_tensor(self, shard: ShardedTensor) -> None:
+        shard.init_data("cpu")
+        data = shard.data = shard.data.detach()
+        stored, stacked = self._reader.tensors[shard.key], shard.prepend_axis_num
+        sizes = (1,) * stacked + tuple(shard.local_shape)
+        if shard.allow_shape_mismatch:  # rows of padding that are not stored are zero
+            data.zero_()
+            bounds = zip(shard.global_offset, sizes, stored.shape, strict=True)
+            sizes = tuple(max(0, min(start + n, end) - start) for start, n, end in bounds)
+        if 0 in sizes:
+            return
+        part = data[tuple(map(slice, sizes[stacked:]))]
+        is_read_in_place = part.is_contiguous() and part.is_cpu and part.dtype == stored.dtype
+        out = part.view(sizes) if is_read_in_place else None
+        values = self._reader.read(shard.key, Box(tuple(shard.global_offset), sizes), out)
+        if out is None:
+            part.copy_(values.view(part.shape))
+
+
+class _LoadCommon(TorchCommonLoadStrategy):  # type: ignore[misc]
+    """Hand out the contents of common.pt that DistReader has loaded."""
+
+    def __init__(self, common: dict[str, Any]) -> None:
+        self._common = common
+
+    def load_common(self, path: Any) -> dict[str, Any]:
+        return self._common
 
 
 def differences(stored: Mapping[str, tuple[int, ...]], wanted: Shapes) -> list[str]:
@@ -302,19 +387,3 @@ def _requested(asked: Iterable[Any]) -> Shapes:
         for tensor in asked
         if isinstance(tensor, ShardedTensor)
     }
-
-
-def _unsafe(asked: Iterable[Any], path: Path) -> str | None:
-    """What of the objects that this rank asks for must not be given to Megatron: it runs pickles.
-
-    torch loads objects with weights_only=False (distributed/checkpoint/default_planner.py:389).
-    """
-    keys = {entry.unique_key for entry in asked if isinstance(entry, ShardedObject)}
-    try:
-        stored = DistReader(path)
-        stored.check_common()
-        for key in sorted(keys & stored.objects.keys()):
-            stored.check_object(key)
-    except ConfigError as error:
-        return str(error)
-    return None

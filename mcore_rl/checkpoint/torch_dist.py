@@ -77,26 +77,31 @@ class DistReader:
                 del item  # before the next one is read
         return out
 
-    def check_object(self, key: str) -> None:
-        """Raise ConfigError unless an object is whole and can be loaded without running its code.
+    def load_object(self, key: str) -> Any:
+        """Load an object with torch's unpickler of plain data, which runs no code of the file.
 
-        torch loads objects with weights_only=False (default_planner.py, `load_bytes`).
+        Raises:
+            ConfigError: it is damaged, or names what plain data does not have.
         """
         place = self.objects[key]
         try:
             with _Part(self.path / place.file, place.offset, place.nbytes) as item:
-                _check_loadable(item)
+                return _load_object(item)
         except _DAMAGE as error:
             raise self._damaged(place.file, key, error) from error
 
-    def check_common(self) -> None:
-        """The same for common.pt, which newer versions of Megatron-core do without."""
+    def load_common(self) -> Any:
+        """Load common.pt in the same way; None without it, as newer Megatron-core writes folders.
+
+        Raises:
+            ConfigError: as `load_object` does.
+        """
         path = self.path / COMMON_FILE
         if not path.exists():
-            return
+            return None
         try:
             with _Part(path, 0, path.stat().st_size) as item:
-                _check_loadable(item)
+                return _load_object(item)
         except _DAMAGE as error:
             raise ConfigError(f"{path} is damaged or not safe to load: {_line(error)}") from error
 
@@ -180,10 +185,10 @@ def _loaded_tensor(item: _Part) -> torch.Tensor:
     return tensor.detach()
 
 
-def _check_loadable(item: _Part) -> None:
+def _load_object(item: _Part) -> Any:
     if (bad := _archive(item).testzip()) is not None:
         raise ValueError(f"the checksum of {bad} differs")
-    _unpickled(item)
+    return _unpickled(item)
 
 
 def _archive(item: _Part) -> zipfile.ZipFile:

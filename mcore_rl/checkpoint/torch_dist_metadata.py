@@ -1,8 +1,9 @@
 """What a distributed checkpoint contains, and where: its `.metadata`, read safely and checked.
 
 torch pickles a torch.distributed.checkpoint.Metadata into it (filesystem.py, `finish`),
-and a pickle is a program. Here it may use only the classes of such metadata. (A file
-made for it can still end the process, with a key nested too deep for the stack.)
+and a pickle is a program. Here it may use only the classes of such metadata, and torch is not given
+the file: its unpickler would import what the names say. (A file made for it can still end the
+process, with a key nested too deep for the stack.)
 """
 
 from __future__ import annotations
@@ -121,27 +122,38 @@ class _TensorProperties(TensorProperties):
 
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-# All that torch 2.4 to 2.13 and Megatron-core 0.15 to 0.19 pickle: what is read, and the modules
-# of what is not (the folder, layouts, and the plans of the ranks that saved, from Megatron).
-_READ: dict[str, Any] = {
-    f"{_DCP}.metadata.Metadata": Metadata,
-    f"{_MEGATRON}.MCoreMetadata": Metadata,
-    f"{_DCP}.metadata.TensorStorageMetadata": TensorStorageMetadata,
-    f"{_DCP}.metadata.BytesStorageMetadata": BytesStorageMetadata,
-    f"{_DCP}.metadata.ChunkStorageMetadata": ChunkStorageMetadata,
-    f"{_DCP}.metadata.MetadataIndex": MetadataIndex,
-    f"{_DCP}.metadata.TensorProperties": _TensorProperties,
-    f"{_DCP}.filesystem._StorageInfo": _StorageInfo,
-    "torch.Size": tuple,
-    "collections.OrderedDict": dict,
-    **{f"torch.{n}": dtype for n, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
+# All that torch 2.4 to 2.13 and Megatron-core 0.15 to 0.19 pickle, as exact pairs of module and
+# name: what is read, then what is not (the folder, layouts, the plans of the ranks that saved).
+_CLASSES: dict[tuple[str, str], Any] = {
+    (f"{_DCP}.metadata", "Metadata"): Metadata,
+    (_MEGATRON, "MCoreMetadata"): Metadata,
+    (f"{_DCP}.metadata", "TensorStorageMetadata"): TensorStorageMetadata,
+    (f"{_DCP}.metadata", "BytesStorageMetadata"): BytesStorageMetadata,
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"): ChunkStorageMetadata,
+    (f"{_DCP}.metadata", "MetadataIndex"): MetadataIndex,
+    (f"{_DCP}.metadata", "TensorProperties"): _TensorProperties,
+    (f"{_DCP}.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    **{("torch", n): dtype for n, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     **dict.fromkeys(
-        ("torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+        [
+            (f"{_DCP}.metadata", "StorageMeta"),
+            (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+            (f"{_DCP}.filesystem", "_StoragePrefix"),
+            (f"{_DCP}.planner", "SavePlan"),
+            (f"{_DCP}.planner", "WriteItem"),
+            (f"{_DCP}.planner", "WriteItemType"),
+            (f"{_DCP}.planner", "TensorWriteData"),
+            (f"{_DCP}.planner", "BytesIOWriteData"),
+            (_MEGATRON, "MCoreSavePlan"),
+            ("torch.serialization", "_get_layout"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+        ],
         _Ignored,
     ),
-    "builtins.getattr": _Ignored,  # how the first releases of Python 3.11 pickle an enum
 }
-_IGNORED = {f"{_DCP}.metadata", f"{_DCP}.filesystem", f"{_DCP}.planner", _MEGATRON}
 # What pickle.dump writes since Python 3.8 (protocols 4 and 5) for plain data and dataclasses.
 # Without the PUT opcodes, with which a few bytes can ask for gigabytes of memo.
 _OPCODES = (
@@ -155,21 +167,21 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, path: Path) -> None:
         super().__init__(io.BytesIO(data))
         self._path = path
-        self._own: dict[str, type] = {}
+        self._own: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        whole = f"{module}.{name}"
-        found = _READ.get(whole, _Ignored if module in _IGNORED else None)
-        if found is None:
+        """Look a pair up; nothing is imported, and no attribute of a module is read."""
+        known = _CLASSES.get((module, name))
+        if known is None:
             raise ConfigError(
-                f"{self._path} names {whole}, which is not in a checkpoint's metadata; it was not "
-                "loaded"
+                f"{self._path} names {module}.{name}, which is not in a checkpoint's metadata; it "
+                "was not loaded"
             )
-        if not isinstance(found, type) or found in (tuple, dict):
-            return found
-        if whole not in self._own:  # classes of this pickle's own: it could change ours
-            self._own[whole] = type(name, (found,), {})
-        return self._own[whole]
+        if not isinstance(known, type) or known in (tuple, dict):
+            return known
+        if (module, name) not in self._own:  # classes of this pickle's own: it could change ours
+            self._own[module, name] = type(name, (known,), {})
+        return self._own[module, name]
 
 
 def _check_opcodes(data: bytes) -> None:
@@ -198,6 +210,8 @@ def _contents(found: Any) -> tuple[dict[str, DistTensor], dict[str, DistItem]]:
             raise ValueError(f"{key} was written through an extension, which is not supported")
         offsets = None if index.offset is None else _numbers(index.offset, key)
         start, nbytes = _numbers((info.offset, info.length), key)
+        if (key, offsets) in places:  # of two equal keys, readers might take one each
+            raise ValueError(f"an item of {key} has two places")
         places[key, offsets] = file, start, nbytes
     tensors: dict[str, DistTensor] = {}
     objects: dict[str, DistItem] = {}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import warnings
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,10 @@ async def call(
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name:
             raise ValueError(f"files[{name!r}]; allowed: a relative path without '..'")
-    asked = json.dumps(request(tier, settings, program, stdin, files)).encode() + b"\n"
+    try:
+        asked = json.dumps(request(tier, settings, program, stdin, files)).encode() + b"\n"
+    except OSError as error:
+        raise SandboxError(f"the sandbox {tier} cannot be made: {error}") from error
     process = await asyncio.create_subprocess_exec(
         *_SUPERVISOR, stdin=PIPE, stdout=PIPE, start_new_session=True
     )
@@ -74,6 +78,8 @@ async def call(
         await asyncio.shield(_ended(process))
     if "error" in answer:
         raise SandboxError(f"the sandbox {tier} cannot be made: {answer['error']}")
+    if survivors := answer.pop("survivors"):
+        warnings.warn(f"{survivors} processes of a sandbox outlive SIGKILL", stacklevel=2)
     return SandboxResult(**answer)
 
 

@@ -2,10 +2,12 @@
 
 Reads one line of JSON from stdin, answers with JSON on stdout. The end of stdin, a SIGTERM, or the
 death of the thread that started this process ends the call. However a call ends, all that the
-program has started is dead and its scratch folder is gone before this process exits.
+program has started is dead and its scratch folder is gone before this process exits. Only what
+outlives SIGKILL, in an uninterruptible sleep, does not hold the answer up: a process of ours waits
+for it and then removes the folder.
 
 Limits on wall time, output, scratch folder, and the sums of CPU time, memory and threads are kept
-here, by looking every POLL_S; the others are of the kernel (launcher.py).
+here, by looking every POLL_S; the others are of the kernel (launcher.py, cgroup.py).
 
 Runs as a script (`python -I -S supervisor.py`) with the standard library only. Linux only.
 """
@@ -17,6 +19,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import selectors
 import shutil
 import signal
@@ -25,17 +28,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
+sys.path.append(str(Path(__file__).parents[2]))  # this is a script; the last place to look in
+
+from mcore_rl.sandbox import usage
+from mcore_rl.sandbox.cgroup import PREFIX, Cgroup
+
 POLL_S = 0.05
-KILL_S = 5.0  # a process in uninterruptible sleep may outlast SIGKILL; then the call fails
-PREFIX = "mcore-rl-sandbox-"  # of scratch folders
+KILL_S = 2.0  # until SIGKILL has ended processes that sleep uninterruptibly
 FIRST_UID = 2_000_000_000  # user ids of sandboxes: this and a pid, which nobody else has
 
 _CHUNK = 1 << 16
-_BLOCK = 4096  # the least that a file counts for
+_RAM_FOLDERS = "/tmp", "/dev/shm"  # in bubblewrap; the kernel limits their size, not their inodes
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of prctl
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class CancelledError(Exception):
@@ -47,15 +54,26 @@ def main() -> None:
     libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes our child
     signal.signal(signal.SIGTERM, _cancel)
     libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    call = None
+    answer: dict[str, Any] = {}
     try:
-        answer = supervised(json.loads(_request_line()))
+        call = _Call(json.loads(_request_line()))
+        answer = call.run()
     except CancelledError:
-        return
+        pass
     except OSError as error:
         answer = {"error": str(error)}
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(json.dumps(answer))
-        sys.stdout.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    survivors = kill_all()[1] if call is None or call.survivors is None else call.survivors
+    if answer:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.write(json.dumps(answer | {"survivors": len(survivors)}))
+            sys.stdout.flush()
+    if survivors and os.fork():
+        return
+    wait_for(survivors)
+    if call is not None:
+        call.clean_up()
 
 
 def _cancel(*_: object) -> None:
@@ -72,62 +90,83 @@ def _request_line() -> bytes:
     return bytes(line)
 
 
-def supervised(request: dict[str, Any]) -> dict[str, Any]:
-    launch = request["launch"]
-    launch["uid"] = FIRST_UID + os.getpid() if request["own_uid"] else None
-    scratch = ""
-    try:
-        if not launch["scratch"]:  # there is none inside of the sandbox
-            scratch = tempfile.mkdtemp(prefix=PREFIX, dir=request["scratch_parent"])
-            if launch["uid"] is not None:
-                os.chown(scratch, launch["uid"], launch["uid"])
-            launch["scratch"] = scratch
-            for name in ("HOME", "TMPDIR"):
-                launch["environment"][name] = scratch
-        return _Call(request, scratch).result()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _kill_all()
-        if scratch:
-            remove(scratch)
-
-
 class _Call:
     """One program, from its start to its end."""
 
-    def __init__(self, request: dict[str, Any], scratch: str) -> None:
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._request = request
         self._limits: dict[str, float] = request["limits"]
         self._own_processes: int = request["own_processes"]  # of the sandbox itself
-        self._stdin = memoryview(request["stdin"].encode())
-        self._scratch = scratch
+        self._stdin = memoryview(request["stdin"].encode(errors="surrogatepass"))
+        self._scratch = ""  # in bubblewrap there is none
+        self._cgroup: Cgroup | None = None
         self._output = {"stdout": bytearray(), "stderr": bytearray()}
         self._reached = ""  # the status of a limit that it has reached
+        self.survivors: list[int] | None = None  # processes that SIGKILL has not ended
+
+    def run(self) -> dict[str, Any]:
+        """Start it, and return what it did. Raises OSError where it cannot be started."""
+        request = self._request
+        launch = {**request["launch"], "supervisor": os.getpid(), "uid": None}
+        if request["own_uid"]:
+            launch["uid"] = FIRST_UID + os.getpid()
+        if not launch["scratch"]:
+            self._scratch = tempfile.mkdtemp(prefix=PREFIX, dir=request["scratch_parent"])
+            if launch["uid"] is not None:
+                os.chown(self._scratch, launch["uid"], launch["uid"])
+            launch["scratch"] = self._scratch
+            for name in ("HOME", "TMPDIR"):
+                launch["environment"][name] = self._scratch
+        if request["cgroup"]:
+            self._cgroup = Cgroup(**request["cgroup"])
         self._start = time.monotonic()
-        launch = {**request["launch"], "supervisor": os.getpid()}
         with _memory_file(json.dumps(launch).encode()) as request_fd:
             self._ready, ready = os.pipe()
-            self._child = subprocess.Popen(
-                [*request["command"], str(request_fd), str(ready)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(request_fd, ready),
-                start_new_session=True,
-                env={},
-            )
-            os.close(ready)
+            os.set_blocking(self._ready, False)
+            try:
+                self._child = subprocess.Popen(
+                    [*request["command"], str(request_fd), str(ready)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(request_fd, ready),
+                    start_new_session=True,
+                    env={},
+                    preexec_fn=self._prepare_process,
+                )
+            except subprocess.SubprocessError as error:
+                raise OSError(f"the program cannot join its cgroup: {error}") from error
+            finally:
+                os.close(ready)
+        return self._result()
 
-    def result(self) -> dict[str, Any]:
+    def clean_up(self) -> None:
+        """Remove what it had; all its processes have ended."""
+        if self._scratch:
+            remove(self._scratch)
+        if self._cgroup:
+            self._cgroup.remove()
+
+    def _prepare_process(self) -> None:
+        """In the new process, before it becomes the sandbox."""
+        if self._cgroup:
+            self._cgroup.join()
+        with contextlib.suppress(OSError):  # where memory of the machine runs out, it goes first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+    def _result(self) -> dict[str, Any]:
         with selectors.DefaultSelector() as selector:
             self._watch(selector)
         wall_s = time.monotonic() - self._start
-        code = _kill_all().get(self._child.pid, -signal.SIGKILL)
+        ended, self.survivors = kill_all()
+        code = ended.get(self._child.pid, -signal.SIGKILL)
         self._child.returncode = code
         for name in self._output:
             self._drain(name)
-        is_ready = os.read(self._ready, 5) == b"ready"
         text = {name: bytes(found).decode(errors="replace") for name, found in self._output.items()}
-        if not is_ready and not self._reached:
+        if self._cgroup and self._cgroup.has_killed():
+            self._reached = "memory"
+        if not self._is_ready() and not self._reached:
             raise OSError(text["stderr"].strip() or f"the sandbox ended with status {code}")
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         code = 128 - code if code < 0 else code
@@ -160,8 +199,10 @@ class _Call:
                     if not self._write(self._child.stdin):
                         selector.unregister(key.fileobj)
                         self._child.stdin.close()
-                elif not self._read(key.data, key.fd):
-                    selector.unregister(key.fileobj)
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        if not self._read(key.data, key.fd):
+                            selector.unregister(key.fileobj)
             now = time.monotonic()
             if now - self._start > self._limits["wall_s"]:
                 self._reached = "timeout"
@@ -179,12 +220,9 @@ class _Call:
         return bool(self._stdin)
 
     def _read(self, name: str, fd: int) -> bool:
-        """Whether there may be more to read."""
+        """Whether there may be more to read. Raises BlockingIOError where there is nothing now."""
         room = int(self._limits["output"]) - sum(map(len, self._output.values()))
-        try:
-            found = os.read(fd, _CHUNK)
-        except BlockingIOError:
-            return True
+        found = os.read(fd, _CHUNK)
         self._output[name] += found[:room]
         if len(found) > room:
             self._reached = self._reached or "output"
@@ -192,34 +230,59 @@ class _Call:
         return bool(found)
 
     def _drain(self, name: str) -> None:
-        """What it wrote before it ended: all writers are dead."""
+        """Read what it wrote before it ended; only what outlives SIGKILL could write more."""
         stream = getattr(self._child, name)
-        with contextlib.closing(stream):
-            os.set_blocking(stream.fileno(), True)
+        with contextlib.closing(stream), contextlib.suppress(BlockingIOError):
             while self._read(name, stream.fileno()):
                 pass
 
+    def _is_ready(self) -> bool:
+        """Whether the program has been started in its sandbox."""
+        if self._ready >= 0:
+            with contextlib.suppress(BlockingIOError):
+                if os.read(self._ready, 5) == b"ready":
+                    self._ready = -1
+        return self._ready < 0
+
     def _look(self) -> None:
-        memory = cpu_s = 0.0
-        threads = -self._own_processes
-        for pid in _descendants():
+        pids = usage.find_descendants()
+        memory, cpu_s, threads = 0, 0.0, -self._own_processes
+        for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                status = _fields(f"/proc/{pid}/status")
-                for kind in ("RssAnon", "RssShmem"):  # which a zombie has not
-                    memory += int(status.get(kind, "0 kB").split()[0])
-                threads += int(status["Threads"])
-                with open(f"/proc/{pid}/stat") as file:
-                    ticks = file.read().rpartition(")")[2].split()[11:15]  # also of reaped children
-                cpu_s += sum(map(int, ticks)) * _TICK_S
-        limits = self._limits
-        if threads > limits["processes"]:
+                used = usage.read_process(pid)
+                memory, cpu_s, threads = memory + used[0], cpu_s + used[1], threads + used[2]
+        is_full = bool(self._scratch) and usage.is_larger(self._scratch, self._limits["scratch"])
+        if self._is_ready():
+            hidden_bytes, is_hidden_full = self._look_behind(pids[self._own_processes :])
+            memory, is_full = memory + hidden_bytes, is_full or is_hidden_full
+        if threads > self._limits["processes"]:
             self._reached = "processes"
-        elif memory * 1024 > limits["memory"]:
+        elif memory > self._limits["memory"] or (self._cgroup and self._cgroup.has_killed()):
             self._reached = "memory"
-        elif cpu_s > limits["cpu_s"]:
+        elif cpu_s > self._limits["cpu_s"]:
             self._reached = "timeout"
-        elif self._scratch and is_larger(self._scratch, limits["scratch"]):
+        elif is_full:
             self._reached = "disk"
+
+    def _look_behind(self, pids: list[int]) -> tuple[int, bool]:
+        """Return bytes of memory that no process maps, and whether it hides too many files."""
+        memory, limit = 0, self._limits["scratch"]
+        for pid in pids:
+            try:
+                if not self._scratch:
+                    if not self._cgroup:
+                        memory = usage.bound_socket_bytes(pid)
+                    counts = [usage.count_inodes(pid, folder) for folder in _RAM_FOLDERS]
+                    return memory, max(counts) * usage.BLOCK > limit
+                size, socket_bytes = usage.read_open_files(pid, self._scratch)
+                if size > limit:
+                    return memory, True
+                memory += socket_bytes
+            except PermissionError:  # it cannot be looked into
+                return memory, True
+            except OSError:  # it has ended
+                continue
+        return memory, False
 
 
 def _status(code: int, stderr: str, used_cpu: bool) -> str:
@@ -242,63 +305,39 @@ def _memory_file(content: bytes) -> Iterator[int]:
         yield file.fileno()
 
 
-def _descendants() -> list[int]:
-    """Processes started by this one, by those, and so on; also where a parent has died."""
-    found: list[int] = []
-    frontier = [os.getpid()]
-    while frontier:
-        folder = f"/proc/{frontier.pop()}/task"
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for task in os.listdir(folder):
-                with open(f"{folder}/{task}/children") as file:
-                    children = [int(pid) for pid in file.read().split()]
-                found += children
-                frontier += children
-    return found
+def kill_all() -> tuple[dict[int, int], list[int]]:
+    """End all descendants.
 
-
-def _fields(path: str) -> dict[str, str]:
-    with open(path) as file:
-        return dict(line.split(":", 1) for line in file)  # type: ignore[misc]
-
-
-def _kill_all() -> dict[int, int]:
-    """Ends all descendants; returns for each child its exit status, negative for a signal."""
+    Returns the exit status of each child that has ended, negative for a signal, and the processes
+    that have not.
+    """
     ended: dict[int, int] = {}
     deadline = time.monotonic() + KILL_S
     while True:
-        for pid in _descendants():
-            with contextlib.suppress(ProcessLookupError):
+        for pid in usage.find_descendants():
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 ended[found[0]] = os.waitstatus_to_exitcode(found[1])
         except ChildProcessError:
-            return ended
+            return ended, []
         if time.monotonic() > deadline:
-            raise OSError(f"processes {_descendants()} outlive SIGKILL by {KILL_S:g} s")
+            return ended, usage.find_descendants()
         time.sleep(0.001)
 
 
-def is_larger(folder: str, limit: float) -> bool:
-    """Whether the files in it take more; a folder that cannot be looked into counts as full."""
-    size, frontier = 0, [folder]
-    while frontier:
-        try:
-            with os.scandir(frontier.pop()) as entries:
-                for entry in entries:
-                    size += _BLOCK
-                    if entry.is_dir(follow_symlinks=False):
-                        frontier.append(entry.path)
-                    else:
-                        size += entry.stat(follow_symlinks=False).st_blocks * 512
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return True
-        if size > limit:
-            return True
-    return False
+def wait_for(pids: list[int]) -> None:
+    """Wait until processes have ended that are children of others by now."""
+    if not pids:
+        return
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)  # nobody waits for this process
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            select.select([os.pidfd_open(pid)], [], [])
 
 
 def remove(folder: str) -> None:
@@ -307,7 +346,7 @@ def remove(folder: str) -> None:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
         subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL)
-        subprocess.run(["rm", "-rf", folder], check=True)
+        subprocess.run(["rm", "-rf", folder], check=False)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def load(
         if is_other_kind:
             of_optimizer = asked.pop("optimizer")
             asked["shards"] = shards_of_other_kind(of_optimizer, stored)
-        state = dist_checkpoint.load(asked, path, stored)
+        state = dist_checkpoint.load(asked, path)
         for index, chunk in enumerate(chunks):
             load_shards(chunk, state[f"model{index}"])
         if optimizer is not None:

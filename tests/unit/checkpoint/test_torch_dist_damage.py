@@ -60,7 +60,7 @@ def read_all(folder):
     """All tensors, as far as the checkpoint has keys for them."""
     reader = DistReader(folder)
     for key in reader.objects:
-        reader.check_object(key)
+        reader.load_object(key)
     return {
         key: reader.read(key, Box((0,) * len(tensor.shape), tensor.shape))
         for key, tensor in reader.tensors.items()
@@ -240,19 +240,19 @@ def test_a_common_file_that_runs_a_command_is_told(whole, tmp_path, canary):
     folder = shutil.copytree(whole, tmp_path / "ck")
     torch.save({"args": canary}, folder / "common.pt")
     with pytest.raises(ConfigError, match=r"common.pt is damaged .*: it names posix.system, which"):
-        DistReader(folder).check_common()
+        DistReader(folder).load_common()
     torch.save({"args": canary}, folder / "common.pt", pickle_protocol=4)
     with pytest.raises(ConfigError, match=r"common.pt is damaged .*: Unsupported operand \d+$"):
-        DistReader(folder).check_common()
+        DistReader(folder).load_common()
     assert not canary.path.exists()
 
 
 def test_a_checkpoint_may_be_without_a_common_file(whole, tmp_path):
     """As megatron-core 0.19 writes them."""
     folder = shutil.copytree(whole, tmp_path / "ck")
-    DistReader(folder).check_common()
+    DistReader(folder).load_common()
     (folder / "common.pt").unlink()
-    DistReader(folder).check_common()
+    DistReader(folder).load_common()
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04 cut short", b"\x80\x02garbage"])
@@ -260,4 +260,4 @@ def test_a_damaged_common_file_is_told(whole, tmp_path, data):
     folder = shutil.copytree(whole, tmp_path / "ck")
     (folder / "common.pt").write_bytes(data)
     with pytest.raises(ConfigError, match=r"common.pt is damaged"):
-        DistReader(folder).check_common()
+        DistReader(folder).load_common()

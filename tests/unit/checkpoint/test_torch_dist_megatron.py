@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from mcore_rl.checkpoint import dist as checkpoint_dist
 from mcore_rl.checkpoint.torch_dist import DistReader
@@ -84,10 +86,14 @@ def state(*, filled):
     return {**flat, "extra": ShardedObject(OBJECT, extra, (1,), (0,))}
 
 
-def saved_object(value):
+def torch_saved(value):
     data = io.BytesIO()
-    torch.save([value], data)
+    torch.save(value, data)
     return data.getvalue()
+
+
+def saved_object(value):
+    return torch_saved([value])
 
 
 def write(folder, extra):
@@ -121,14 +127,10 @@ def check_loaded(loaded):
     assert loaded["extra"].getvalue() == b"state"
 
 
-def shapes(folder):
-    return checkpoint_dist.tensor_shapes(folder)
-
-
 def test_megatron_reads_what_is_written(tmp_path):
     write(tmp_path, saved_object(io.BytesIO(b"state")))
     check_loaded(dist_checkpointing.load(state(filled=False), str(tmp_path)))
-    check_loaded(checkpoint_dist.load(state(filled=False), tmp_path, shapes(tmp_path)))
+    check_loaded(checkpoint_dist.load(state(filled=False), tmp_path))
 
 
 def test_what_megatron_saves_is_read(tmp_path, saving_without_cuda):
@@ -149,7 +151,7 @@ def test_objects_and_arguments_that_megatron_saves_are_safe(tmp_path, saving_wit
     """Megatron-LM keeps its arguments in common.pt."""
     common = {"args": argparse.Namespace(lr=1e-3, path=None), "iteration": 3}
     dist_checkpointing.save({**state(filled=True), **common}, str(tmp_path))
-    loaded = checkpoint_dist.load(state(filled=False), tmp_path, shapes(tmp_path))
+    loaded = checkpoint_dist.load(state(filled=False), tmp_path)
     check_loaded(loaded)
     assert (loaded["args"].lr, loaded["iteration"]) == (1e-3, 3)
 
@@ -164,7 +166,7 @@ class Canary:
 
 def refused(folder, canary, message):
     with pytest.raises(ConfigError, match=message):
-        checkpoint_dist.load(state(filled=False), folder, shapes(folder))
+        checkpoint_dist.load(state(filled=False), folder)
     assert not canary.path.exists()
 
 
@@ -185,3 +187,130 @@ def test_metadata_and_common_files_that_run_a_command_are_not_given_to_megatron(
     refused(folder, canary, r"common.pt is damaged or not safe to load: it names posix.system")
     (folder / ".metadata").write_bytes(pickle.dumps(canary))
     refused(folder, canary, r"\.metadata names posix.system")
+
+
+class HostilePickler(pickle._Pickler):
+    """Names os.system as `pair`, and writes a Change as a change of an earlier object."""
+
+    def __init__(self, file, pair=("posix", "system")):
+        super().__init__(file, 4)
+        self.pair = pair
+
+    def save(self, obj, save_persistent_id=True):
+        if not isinstance(obj, Change):
+            return super().save(obj, save_persistent_id)
+        super().save(obj.changed)
+        super().save(obj.state)
+        self.write(pickle.BUILD)
+
+    def save_global(self, obj, name=None):
+        if obj is not os.system:
+            return super().save_global(obj, name)
+        for text in self.pair:
+            self.save(text)
+        self.write(pickle.STACK_GLOBAL)
+        self.memoize(obj)
+
+
+class Change:
+    def __init__(self, changed, state):
+        self.changed, self.state = changed, state
+
+
+def pickled(value, *pair):
+    file = io.BytesIO()
+    HostilePickler(file, *pair).dump(value)
+    return file.getvalue()
+
+
+DCP = "torch.distributed.checkpoint"
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (f"{DCP}.filesystem", "os.system"),
+        (f"{DCP}.metadata", "os.system"),
+        (DCP, "filesystem.os.system"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "os.system"),
+    ],
+    ids=str,
+)
+def test_a_command_under_another_modules_name_is_not_run(tmp_path, pair):
+    canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
+    folder.mkdir()
+    write(folder, saved_object(None))
+    stored = pickle.loads((folder / ".metadata").read_bytes())
+    stored.planner_data = canary
+    (folder / ".metadata").write_bytes(pickled(stored, pair))
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert canary.path.exists(), "an unpickler of Python runs it"
+    canary.path.unlink()
+    refused(folder, canary, rf"\.metadata names {'.'.join(pair)}, which is not in")
+
+
+def test_metadata_of_a_single_rank_is_not_read_in_place_of_a_damaged_one(tmp_path):
+    """As torch does, which goes on with it when it cannot unpickle .metadata."""
+    canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
+    folder.mkdir()
+    write(folder, saved_object(None))
+    stored = pickle.loads((folder / ".metadata").read_bytes())
+    stored.planner_data = canary
+    (folder / "__0.metadata").write_bytes(pickle.dumps(stored))
+    (folder / ".metadata").write_bytes(pickled(stored, (f"{DCP}.planner", "missing")))
+    refused(folder, canary, r"\.metadata names torch.distributed.checkpoint.planner.missing")
+
+
+def test_an_object_with_two_places_is_refused(tmp_path):
+    """A dict with two equal keys, one changed after it was put in: which is found is a matter of
+    how it is looked up, so that another place is loaded than was checked.
+    """
+    canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
+    folder.mkdir()
+    write(folder, saved_object(canary))
+    stored = pickle.loads((folder / ".metadata").read_bytes())
+    safe = saved_object(io.BytesIO(b"state"))
+    (folder / "__2_0.distcp").write_bytes(safe)
+    index = MetadataIndex("other")
+    stored.storage_data[index] = _StorageInfo("__2_0.distcp", 0, len(safe))
+    stored.later = [Change(index, {"fqn": STORED_OBJECT})]
+    (folder / ".metadata").write_bytes(pickled(stored))
+    refused(folder, canary, f"an item of {STORED_OBJECT} has two places")
+
+
+@pytest.mark.parametrize("name", ["common.pt", "_extra_state"])
+def test_contents_that_megatron_does_not_write_are_refused(tmp_path, name):
+    write(tmp_path, saved_object(None))
+    if name == "common.pt":
+        torch.save([1], tmp_path / name)
+        message = "common.pt is missing or no dict; allowed: what Megatron writes"
+    else:
+        write(tmp_path, torch_saved(5))
+        message = "_extra_state/shard_0_1 is no list; allowed: what Megatron writes"
+    with pytest.raises(ConfigError, match=message):
+        checkpoint_dist.load(state(filled=False), tmp_path)
+
+
+def test_a_damaged_tensor_is_refused(tmp_path):
+    write(tmp_path, saved_object(io.BytesIO(b"state")))
+    for path in tmp_path.glob("*.distcp"):
+        data = bytearray(path.read_bytes())
+        start = data.index(TENSORS["counts"][0].tensor_split(2)[path.name[2] == "1"].numpy().data)
+        data[start] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"_0.distcp: counts is damaged .*its checksum differs"):
+        checkpoint_dist.load(state(filled=False), tmp_path)
+
+
+def test_rows_of_padding_that_are_not_stored_are_zero(tmp_path):
+    write(tmp_path, saved_object(io.BytesIO(b"state")))
+    asked, key = state(filled=False), "embedding.weight"
+    padded = torch.full((6, 3), 7.0)
+    for number in range(3):  # rows 12 to 17 have none stored, 6 to 11 have four
+        asked[f"{key}#{number}"] = ShardedTensor.from_rank_offsets(
+            key, padded.clone(), (0, number, 3), replica_id=0, allow_shape_mismatch=True
+        )
+    loaded = checkpoint_dist.load(asked, tmp_path)
+    rows = torch.cat([loaded[f"{key}#{number}"] for number in range(3)])
+    assert torch.equal(rows[:10], TENSORS[key][0].float())
+    assert not rows[10:].any()

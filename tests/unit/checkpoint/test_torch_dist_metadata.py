@@ -227,12 +227,27 @@ def test_what_does_not_belong_into_metadata_is_refused_before_it_is_called(
     assert not list((tmp_path / "empty").iterdir())
 
 
-def test_what_is_not_read_is_not_called_either(tmp_path):
-    """getattr, and functions beside the classes that are read."""
+DCP = "torch.distributed.checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (f"{DCP}.filesystem", "os.system"),
+        (f"{DCP}.metadata", "os.system"),
+        (f"{DCP}.filesystem", "_generate_uuid"),
+        (f"{DCP}.metadata", "os"),
+        (f"{DCP}.planner", "SavePlan.__init__"),
+        ("torch.distributed", "checkpoint.metadata.Metadata"),
+        ("torch", "serialization._get_layout"),
+        ("builtins", "getattr"),
+    ],
+)
+def test_names_are_exact_pairs_of_a_module_and_a_class(tmp_path, module, name):
     write(tmp_path, w=WHOLE)
-    calls = [Calls(getattr, 1, "x"), Calls(filesystem._generate_uuid, "too", "many", "arguments")]
-    change_metadata(tmp_path, lambda m: setattr(m, "planner_data", calls))
-    assert DistReader(tmp_path).tensors.keys() == {"w"}
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + named(module, name) + b".")
+    with pytest.raises(ConfigError, match=f"names {module}.{name}, which is not in a checkpoint's"):
+        DistReader(tmp_path)
 
 
 def test_a_pickle_cannot_change_the_classes_that_it_names(tmp_path):

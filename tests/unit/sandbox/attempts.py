@@ -5,18 +5,22 @@ Reads from stdin where to try it; prints by name whether it worked. Without impo
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import glob
 import json
+import mmap
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 from pathlib import Path
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 SYSTEM_V_SHARED = 0o1600  # IPC_CREAT and rights
+MQ_UNLINK, IO_SETUP = {"x86_64": (241, 206), "aarch64": (181, 0)}[os.uname().machine]
 
 
 def tcp(place):
@@ -160,6 +164,134 @@ def system_v_memory(place):
     LIBC.shmctl(number, 0, None)  # removes it
 
 
+def system_v_memory_of_others(place):
+    LIBC.shmat.restype = ctypes.c_void_p
+    if LIBC.shmat(place["shared_memory_id"], None, 0) == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno())
+
+
+def system_v_message_of_others(place):
+    if LIBC.msgrcv(place["queue_id"], ctypes.create_string_buffer(64), 8, 0, 0o4000) < 0:
+        raise OSError(ctypes.get_errno())
+
+
+def system_v_semaphore_of_others(place):
+    if LIBC.semctl(place["semaphore_id"], 0, 16, 5) < 0:  # SETVAL
+        raise OSError(ctypes.get_errno())
+
+
+def system_v_removal(place):
+    if LIBC.shmctl(place["removed_id"], 0, None) < 0:
+        raise OSError(ctypes.get_errno())
+
+
+def message_queue_of_others(place):
+    if LIBC.syscall(MQ_UNLINK, place["queue_name"].encode()) < 0:
+        raise OSError(ctypes.get_errno())
+
+
+def watch_folder(place):
+    watcher = LIBC.inotify_init1(0)
+    if watcher < 0 or LIBC.inotify_add_watch(watcher, place["folder"].encode(), 0xFFF) < 0:
+        raise OSError(ctypes.get_errno())
+
+
+def watch_any_file(place):
+    watcher = LIBC.fanotify_init(0x200, 0)  # FAN_REPORT_FID, for any user
+    if watcher < 0:
+        raise OSError(ctypes.get_errno())
+    os.close(watcher)
+
+
+def watch_system_folder(place):
+    fcntl.fcntl(os.open("/usr", os.O_RDONLY), fcntl.F_NOTIFY, 4)  # DN_CREATE
+
+
+def lease_of_file(place):
+    """Who opens it for writing waits, for up to 45 s."""
+    with open(os.__file__) as file:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+
+
+def shared_anonymous_memory(place):
+    """Partly unmapped, it keeps its pages: no sum of what processes map counts them."""
+    mmap.mmap(-1, 1 << 20).close()
+
+
+def shared_memory_of_a_device(place):
+    with open("/dev/zero") as file:
+        mmap.mmap(file.fileno(), 1 << 20, prot=mmap.PROT_READ).close()
+
+
+def memory_of_hugetlbfs(place):
+    try:
+        mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000).close()
+    except OSError as error:
+        if error.errno != errno.ENOMEM:  # the kernel would give it, of a pool that is empty
+            raise
+
+
+def large_pipe(place):
+    fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)  # F_SETPIPE_SZ
+
+
+def memory_lent_to_a_pipe(place):
+    """A byte of a huge page keeps all of it."""
+    page = ctypes.create_string_buffer(8192)
+    vector = (ctypes.c_void_p * 2)(ctypes.addressof(page), 4096)
+    if LIBC.vmsplice(os.pipe()[1], vector, 1, 0) < 0:
+        raise OSError(ctypes.get_errno())
+
+
+def file_lent_to_a_pipe(place):
+    with open(sys.executable, "rb") as file:
+        if LIBC.splice(file.fileno(), None, os.pipe()[1], None, 4096, 0) < 0:
+            raise OSError(ctypes.get_errno())
+
+
+def file_lent_to_a_socket(place):
+    pair = socket.socketpair()
+    with open(sys.executable, "rb") as file:
+        os.sendfile(pair[0].fileno(), file.fileno(), 0, 4096)
+
+
+def large_socket(place):
+    pair = socket.socketpair()
+    before = pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 3 * before // 4)
+    if pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before:
+        raise OSError("it has not changed")
+
+
+def table_of_locks(place):
+    if LIBC.prctl(78, 1, ctypes.c_ulong(1 << 12), ctypes.c_ulong(0), 0) < 0:  # PR_FUTEX_HASH
+        raise OSError(ctypes.get_errno())
+
+
+def access_list(place):
+    """64 KiB for each file, in kernel memory."""
+    entries = [(1, 7), (2, 7), (4, 7), (16, 7), (32, 7)]
+    packed = [struct.pack("<HHI", t, p, 0 if t == 2 else 0xFFFFFFFF) for t, p in entries]
+    open("with_list", "w").close()
+    os.setxattr("with_list", "system.posix_acl_access", struct.pack("<I", 2) + b"".join(packed))
+
+
+def rules_of_landlock(place):
+    if LIBC.syscall(444, struct.pack("QQQ", 0, 3, 0), ctypes.c_size_t(24), 0) < 0:
+        raise OSError(ctypes.get_errno())
+
+
+def asynchronous_io(place):
+    context = ctypes.c_ulong(0)
+    if LIBC.syscall(IO_SETUP, 1, ctypes.byref(context)) < 0:
+        raise OSError(ctypes.get_errno())
+
+
+def hide_from_looks(place):
+    if LIBC.prctl(4, 0, 0, 0, 0) < 0:  # PR_SET_DUMPABLE
+        raise OSError(ctypes.get_errno())
+
+
 def io_uring(place):
     if (fd := LIBC.syscall(425, 1, ctypes.create_string_buffer(120))) < 0:
         raise OSError(ctypes.get_errno())
@@ -179,7 +311,12 @@ ATTEMPTS = [
     read_through_link, write_through_link, hard_link, create_file, append, truncate, change_mode,
     change_time, rename, unlink, write_in_system, write_in_memory_folder, read_environment,
     signal_other, signal_by_owner, limit_other, slow_other, trace_other, anonymous_file,
-    system_v_memory, io_uring, new_user_namespace,
+    system_v_memory, system_v_memory_of_others, system_v_message_of_others,
+    system_v_semaphore_of_others, system_v_removal, message_queue_of_others, watch_folder,
+    watch_any_file, watch_system_folder, lease_of_file, shared_anonymous_memory,
+    shared_memory_of_a_device, memory_of_hugetlbfs, large_pipe, memory_lent_to_a_pipe,
+    file_lent_to_a_pipe, file_lent_to_a_socket, large_socket, table_of_locks, access_list,
+    rules_of_landlock, asynchronous_io, io_uring, new_user_namespace, hide_from_looks,
 ]  # fmt: skip
 
 if __name__ == "__main__":

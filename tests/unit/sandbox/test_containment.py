@@ -1,12 +1,14 @@
 """What a program in a sandbox cannot do, in every tier, as several users, in containers."""
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -70,6 +72,7 @@ def attempted(run: Callable[[str, str], str]) -> dict[str, bool]:
         place |= {"unix": unix.getsockname(), "unix_datagram": datagram.getsockname()}
         for path in (place["unix"], place["unix_datagram"]):
             os.chmod(path, 0o777)
+        place |= stack.enter_context(shared_objects())
         names = "pid", "signalled", "owner"
         others = {name: stack.enter_context(other_process()) for name in names}
         told = place | {name: process.pid for name, process in others.items()}
@@ -79,6 +82,32 @@ def attempted(run: Callable[[str, str], str]) -> dict[str, bool]:
         worked["signal_by_owner"] = _can_be_read(others["owner"].stdout)
         assert all(process.poll() is None for process in others.values())
         return worked
+
+
+@contextlib.contextmanager
+def shared_objects() -> Iterator[dict[str, object]]:
+    """Objects of System V, and a message queue, that any user may use; gone afterwards."""
+    libc, rights = ctypes.CDLL(None, use_errno=True), 0o1666  # IPC_CREAT
+    name = f"mcore_rl_attempt_{os.getpid()}"
+    queue = libc.mq_open(f"/{name}".encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
+    ids = {
+        "shared_memory_id": libc.shmget(0, 4096, rights),
+        "removed_id": libc.shmget(0, 4096, rights),
+        "queue_id": libc.msgget(0, rights),
+        "semaphore_id": libc.semget(0, 1, rights),
+    }
+    message = struct.pack("l", 1) + b"told"
+    libc.msgsnd(ids["queue_id"], message, 4, 0)
+    try:
+        assert min(queue, *ids.values()) >= 0
+        yield {**ids, "queue_name": name}
+    finally:
+        os.close(queue)
+        libc.mq_unlink(f"/{name}".encode())
+        for number in ids["shared_memory_id"], ids["removed_id"]:
+            libc.shmctl(number, 0, None)
+        libc.msgctl(ids["queue_id"], 0, None)
+        libc.semctl(ids["semaphore_id"], 0, 0)
 
 
 def _can_be_read(source: object) -> bool:
@@ -116,7 +145,10 @@ def test_no_attempt_to_get_out_works(place):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may do all of it outside of a sandbox")
 @pytest.mark.parametrize("name", NAMES)
 def test_outside_of_a_sandbox_it_works(name):
-    if name in ("vsock", "io_uring") and not attempted_outside()[name]:
+    if (
+        name in ("vsock", "io_uring", "table_of_locks", "access_list")
+        and not attempted_outside()[name]
+    ):
         pytest.skip("this kernel has none")
     assert attempted_outside()[name]
 
@@ -173,7 +205,8 @@ def test_memory_of_one_process(place):
 
 
 EATERS = """
-import os, time
+import ctypes, os, time
+ctypes.CDLL(None).prctl(15, NAME)  # of the process
 for _ in range(6):
     if not os.fork():
         eaten = b"x" * (60 << 20)
@@ -183,10 +216,11 @@ time.sleep(60)
 
 
 @in_each_place
-def test_memory_of_all_processes_together(place):
+@pytest.mark.parametrize("name", [b"eater", b"\xff\xfe)"], ids=["a name", "no text"])
+def test_memory_of_all_processes_together(place, name):
     if needed(place).tier.name == "landlock":
         pytest.skip("there is one process only")
-    assert place.run(EATERS).status == "memory"
+    assert place.run(EATERS.replace("NAME", repr(name))).status == "memory"
 
 
 @in_each_place
@@ -302,16 +336,16 @@ def test_nothing_is_left_of_a_caller_that_ends(place, how, tmp_path):
         assert process.stdin is not None
         process.stdin.write(json.dumps({**asked, "tier": tier}) + "\n")
         process.stdin.flush()
-        _until(lambda: running(marker) != [], "a start")
+        until(lambda: running(marker) != [], "a start")
         folders = {Path(os.readlink(f"/proc/{pid}/cwd")) for pid in running(marker)}
         process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGINT)
-        _until(lambda: running(marker) == [], "an end")
+        until(lambda: running(marker) == [], "an end")
     if place.tier.name == "landlock":
         assert any("mcore-rl-sandbox-" in str(folder) for folder in folders)
-        _until(lambda: not any(map(os.path.exists, folders)), "removal of the scratch folder")
+        until(lambda: not any(map(os.path.exists, folders)), "removal of the scratch folder")
 
 
-def _until(holds: Callable[[], bool], what: str) -> None:
+def until(holds: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < deadline, f"waited for {what}"

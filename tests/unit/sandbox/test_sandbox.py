@@ -35,6 +35,7 @@ needs_a_tier = pytest.mark.skipif(
         ("1 / 0", "error", 1, "", "ZeroDivisionError"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "killed", 139, "", ""),
         ("import os\nos.write(1, bytes([255, 10]))", "ok", 0, "�\n", ""),
+        ("print('\ud800')", "error", 1, "", "SyntaxError"),
         ("import numpy\nprint(numpy.arange(3).sum())", "ok", 0, "3\n", ""),
         ("import helper\nprint(helper.N, open('data/a.txt').read())", "ok", 0, "7 text\n", ""),
         (["/bin/sh", "-c", "cat; exit 4"], "error", 4, "given", ""),
@@ -55,6 +56,12 @@ def test_results(program, status, code, stdout, stderr):
 def test_a_large_input_that_nobody_reads():
     assert Sandbox().run("print('done')", stdin="x" * (4 << 20)).stdout == "done\n"
     assert Sandbox().run("print(len(input()))", stdin="x" * (4 << 20)).stdout == f"{4 << 20}\n"
+
+
+@needs_a_tier
+def test_half_a_surrogate_pair_in_the_input_is_read_as_it_is():
+    source = "import sys\nprint(sys.stdin.buffer.read())"
+    assert Sandbox().run(source, stdin="\ud800").stdout == "b'\\xed\\xa0\\x80'\n"
 
 
 @needs_a_tier

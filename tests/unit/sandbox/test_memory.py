@@ -1,0 +1,233 @@
+"""Memory that no process maps, files without a name: a look or a cgroup counts them."""
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.sandbox.cgroup import PREFIX, candidate_folders, find_parent
+from tests.nightly import all_but
+from tests.unit.sandbox.places import CONTAINER, PLACES, needed
+from tests.unit.sandbox.test_containment import marked, running, until
+
+BY_NAME = {place.name: place for place in PLACES}
+IN_A_CGROUP = BY_NAME["bwrap in a cgroup"]
+KEPT = [BY_NAME[name] for name in ("bwrap", "bwrap as nobody", CONTAINER)]
+BWRAP = [place for place in PLACES if place.tier.name == "bwrap"]
+LANDLOCK = [place for place in PLACES if place.tier.name == "landlock"]
+in_bwrap = pytest.mark.parametrize("place", all_but([*KEPT[:2], IN_A_CGROUP], BWRAP), ids=str)
+in_landlock = pytest.mark.parametrize("place", all_but([KEPT[2]], LANDLOCK), ids=str)
+LIMITS = {"memory_mb": 64, "scratch_mb": 8}
+
+# A program prints how many MiB it holds by now.
+START = """
+import ctypes, mmap, os, socket, sys, time
+
+held = 0
+def hold(num_bytes):
+    global held
+    held += num_bytes
+    print(held >> 20, flush=True)
+
+def fill(sender):
+    sender.setblocking(False)
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+    sent = 0
+    while True:
+        try:
+            sent += sender.send(bytes(1 << 16))
+        except BlockingIOError:
+            return sent
+"""
+# Connections that nobody accepts: their senders are closed.
+BACKLOG = """
+server = socket.socket(socket.AF_UNIX)
+server.bind("socket")
+server.listen(4000)
+for _ in range(4000):
+    with socket.socket(socket.AF_UNIX) as sender:
+        sender.connect("socket")
+        hold(fill(sender))
+"""
+# Sockets that are in messages of others, full: as many as may be.
+MESSAGES = """
+carrier = socket.socketpair()
+for _ in range(100):
+    left, right = socket.socketpair()
+    size = fill(left)
+    socket.send_fds(carrier[0], [b"x"], [right.fileno()])
+    left.close(), right.close()
+    hold(size)
+time.sleep(60)
+"""
+PAIRS = """
+for _ in range(15):
+    if not os.fork():
+        pairs = [socket.socketpair() for _ in range(50)]
+        for left, right in pairs:
+            hold(fill(left) + fill(right))
+        time.sleep(60)
+time.sleep(60)
+"""
+LOOPBACK = """
+for _ in range(10):
+    if not os.fork():
+        server, ends = socket.create_server(("127.0.0.1", 0)), []
+        for _ in range(50):
+            ends.append(socket.create_connection(server.getsockname()))
+            ends.append(server.accept()[0])
+            hold(fill(ends[-1]) + fill(ends[-2]))
+        time.sleep(60)
+time.sleep(1)
+"""
+INODES = """
+os.chdir({folder!r})
+number = 0
+while True:
+    os.mknod("n" * 200 + str(number))
+    number += 1
+    if number % 500 == 0:
+        hold(500 << 11)
+"""
+# Files of 1 MiB that have no name any more: open, or closed with a page of each mapped.
+NAMELESS = """
+files = []
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+while True:
+    files.append(open("file", "w+b", buffering=0))
+    os.unlink("file")
+    files[-1].write(bytes(1 << 20))
+    hold(1 << 20)
+"""
+CLOSED = """
+    assert libc.mmap(None, ctypes.c_size_t(4096), 1, 1, files[-1].fileno(), 0)
+    files.pop().close()
+"""
+# A process that others of its user cannot look into: nobody may read its program.
+HIDDEN = """
+with os.fdopen(os.open("program", os.O_CREAT | os.O_WRONLY, 0o111), "wb") as file:
+    file.write(open("/bin/sleep", "rb").read())
+os.execv("program", ["program", "60"])
+"""
+
+
+def held_mib(stdout: str) -> int:
+    return int(stdout.split()[-1])
+
+
+@in_bwrap
+@pytest.mark.parametrize("program", [BACKLOG, MESSAGES, PAIRS], ids=["backlog", "sent", "pairs"])
+def test_what_is_in_sockets_counts_as_memory(place, program):
+    result = needed(place).run(START + program, **LIMITS, wall_s=2)
+    if place.tier.in_cgroup:  # it counts what is there, not what could be, and is never exceeded
+        assert result.status in ("memory", "timeout")
+        assert held_mib(result.stdout) <= 64 + 2 * 8 + 32
+    else:
+        assert result.status == "memory"
+        assert held_mib(result.stdout) < 1000  # what a busy machine lets pass between two looks
+
+
+@in_bwrap
+def test_sockets_of_a_network_are_counted_by_a_cgroup_or_refused(place):
+    result = needed(place).run(START + LOOPBACK, **LIMITS)
+    if place.tier.in_cgroup:
+        assert 0 < held_mib(result.stdout) <= 64
+    else:
+        assert result.stdout == "" and "PermissionError" in result.stderr
+
+
+@in_bwrap
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_inodes_of_a_folder_in_memory_count_as_files(place, folder):
+    result = needed(place).run(START + INODES.format(folder=folder), **LIMITS)
+    assert result.status == "disk"
+    assert held_mib(result.stdout) < 64
+
+
+@in_landlock
+@pytest.mark.parametrize("source", [NAMELESS, NAMELESS + CLOSED], ids=["open", "mapped"])
+def test_files_without_a_name_count(place, source):
+    result = needed(place).run(START + source, **LIMITS)
+    assert result.status == "disk"
+
+
+@pytest.mark.parametrize("place", [place for place in LANDLOCK if place.is_container], ids=str)
+def test_a_process_that_cannot_be_looked_into_is_ended(place):
+    result = needed(place).run(START + HIDDEN, **LIMITS)
+    assert result.status == "disk"
+
+
+SEIZE, DETACH, TRACE_EXIT = 0x4206, 17, 0x40  # of ptrace(2): a process stops before it ends
+
+
+@pytest.mark.parametrize("place", all_but([KEPT[0], KEPT[2], IN_A_CGROUP], PLACES), ids=str)
+def test_a_process_that_outlives_sigkill_does_not_fail_the_call(place):
+    """It holds nothing up, and what is left of its call goes when it does."""
+    marker, results = marked(), []
+    source = (
+        f"import os\nprint(os.getcwd(), flush=True)\nos.execv('/bin/sleep', ['sleep', '{marker}'])"
+    )
+    running_call = needed(place).run
+    call = threading.Thread(target=lambda: results.append(running_call(source, wall_s=1)))
+    call.start()
+    until(lambda: running(marker) != [], "a start")
+    [pid] = running(marker)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(SEIZE, pid, 0, ctypes.c_long(TRACE_EXIT)) < 0:
+        call.join()
+        pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
+    call.join()
+    assert [result.status for result in results] == ["timeout"]
+    assert running(marker) == [pid]
+    assert libc.ptrace(DETACH, pid, 0, 0) == 0
+    until(lambda: running(marker) == [], "an end")
+    if place.tier.name == "landlock":
+        folder = results[0].stdout.strip()
+        until(lambda: not os.path.exists(folder), "removal of the scratch folder")
+
+
+@pytest.mark.skipif(find_parent() is None, reason="no memory cgroup can be made here")
+@pytest.mark.parametrize("place", [p for p in PLACES if p.tier.in_cgroup], ids=str)
+def test_a_cgroup_is_gone_after_a_call_and_those_of_killed_supervisors_after_the_next(place):
+    parent = Path(find_parent().folder)
+    abandoned = parent / f"{PREFIX}{2**22 + 1}"  # no process has such an id
+    abandoned.mkdir()
+    assert needed(place).run("print(1)").status == "ok"
+    own = [path for path in parent.glob(f"{PREFIX}*") if not is_running(path)]
+    assert own == []
+
+
+def is_running(cgroup: Path) -> bool:
+    """Whether its supervisor runs: other tests have cgroups, too."""
+    return os.path.exists(f"/proc/{cgroup.name.removeprefix(PREFIX).partition('-')[0]}")
+
+
+V1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
+V2 = "41 31 0:38 {root} {mount} rw,relatime - cgroup2 cgroup2 rw"
+
+
+@pytest.mark.parametrize(
+    ("root", "membership", "expected"),
+    [
+        ("/", "4:memory:/jobs/7\n0::/", ["/sys/fs/cgroup/memory/jobs/7"]),
+        ("/docker/3", "4:cpu,memory:/docker/3/a\n0::/", ["/sys/fs/cgroup/memory/a"]),
+        ("/docker/3", "4:memory:/docker/3", ["/sys/fs/cgroup/memory"]),
+        ("/", "4:cpu:/jobs/7\n0::/", []),
+    ],
+)
+def test_a_cgroup_of_version_1_is_made_in_our_own(root, membership, expected):
+    found = candidate_folders(V1.format(root=root), membership)
+    assert [os.path.normpath(folder) for folder in found] == expected
+
+
+def test_a_cgroup_of_version_2_is_made_above_where_children_count_memory(tmp_path):
+    for name, text in (("", "memory pids"), ("slice", "cpu memory"), ("slice/scope", "")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "cgroup.subtree_control").write_text(text + "\n")
+    mounts = V2.format(root="/", mount=tmp_path)
+    found = list(candidate_folders(mounts, "0::/slice/scope"))
+    assert found == [str(tmp_path / "slice"), str(tmp_path)]
+    assert list(candidate_folders(mounts, "4:memory:/slice")) == []
