@@ -24,10 +24,9 @@ _TOLERANCE = (
 def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
     layout = parse_layout("--layout", options.layout, Layout)
-    from rich.console import Console
-
     from mcore_rl.jobs.parity.run import run  # imports torch: not for a bad option
     from mcore_rl.jobs.parity.settings import Request
+    from mcore_rl.observability.console import stdout_console
 
     report = run(
         Request(
@@ -47,7 +46,7 @@ def main(arguments: list[str]) -> None:
         json.dump(report.as_json(), sys.stdout, indent=1, allow_nan=False)
         print()
     else:
-        report.print(Console())
+        report.print(stdout_console())
     if not report.passed:
         raise SystemExit(1)
 

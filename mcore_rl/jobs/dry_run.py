@@ -27,7 +27,7 @@ from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.models.base import HFConfig, read_config
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import show_line, stdout_console, waiting
 
 
 def dry_run(
@@ -45,7 +45,7 @@ def dry_run(
     Raises:
         ConfigError: the run would be refused, for the same reason.
     """
-    console = console or Console()
+    console = console or stdout_console()
     resolve(config)
     device = "cuda" if gpus_per_node else lane()
     config = for_lane(config, device)
@@ -72,7 +72,7 @@ def dry_run(
 
 def say(console: Console, *lines: str) -> None:
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        show_line(line, console)
 
 
 def _inputs(config: RLConfig, inputs: Inputs | None, complete: bool) -> list[str]:

@@ -37,7 +37,7 @@ from mcore_rl.jobs.run_folder import model_folder
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.console import StepProgress, waiting
+from mcore_rl.observability.console import StepProgress, stdout_console, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.observability.versions import versions
@@ -132,7 +132,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     Raises:
         ConfigError: the job would be refused, for the same reason.
     """
-    console = console or Console()
+    console = console or stdout_console()
     resolve_eval(config)
     with (
         exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,

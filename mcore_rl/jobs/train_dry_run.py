@@ -18,7 +18,7 @@ from mcore_rl.jobs.train_inputs import (
     has_reference_model,
 )
 from mcore_rl.models.base import read_config
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import stdout_console, waiting
 
 
 def dry_run(config: TrainConfig, console: Console | None = None) -> None:
@@ -27,7 +27,7 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     Raises:
         ConfigError: the run would be refused, for the same reason.
     """
-    console = console or Console()
+    console = console or stdout_console()
     resolve_train(config)
     config = for_device(config, lane())
     with (

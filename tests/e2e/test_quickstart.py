@@ -187,7 +187,7 @@ def test_the_summary_tells_the_whole_run(run):
 def test_the_output_has_one_line_a_step_and_a_table(run):
     told = run.stdout.splitlines()
     assert told[0] == "starting ..." and told[2] == "checking the inputs ..."
-    samples = [line for line in told if line.startswith("  sample: reward ")]
+    samples = [line for line in told if re.match(r"step \d+: sample, reward ", line)]
     assert len(samples) == RL_STEPS and all(" -> " in line for line in samples)
     phases = [line for line in told if re.search(r"( \.\.\.|: [0-9.]+ s|, \d+ s)$", line)]
     assert "evaluating ..." in phases and "exporting ..." in phases

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.config.resolve import for_lane, resolve
@@ -18,6 +17,7 @@ from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
+from mcore_rl.observability.console import stdout_console
 from mcore_rl.tools.bench_async.model import Actor, Clock, Elsewhere, Servers, Workload
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
@@ -168,4 +168,4 @@ def show(settings: WorkloadSettings, found: dict[str, ModelledRun]) -> None:
         values = [f"{getattr(one, key):.2f}" for key in columns.values()]
         over = [f"{rates[name] / rates[base]:.2f}" for base in ("sync", "sync, by turns")]
         table.add_row(name, *values, *over)
-    Console().print(table)
+    stdout_console().print(table)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mcore_rl.observability.console import visible
 from mcore_rl.tools.samples.tables import Array, Segment, Summary, segments_of
-from mcore_rl.tools.samples.token_texts import Piece, TokenTexts, visible
+from mcore_rl.tools.samples.token_texts import Piece, TokenTexts
 
 # Added tokens of chat templates: those after which a role is named, and those that are of one.
 _LLAMA = "<|start_header_id|>"
@@ -54,7 +55,7 @@ _END = re.compile(r"\s*(?:<\|\w+\|>)?\s*")  # of a turn
 class Span:
     """Text of neighbouring tokens that are shown alike."""
 
-    text: str  # harmless: see token_texts.visible
+    text: str  # harmless: see console.visible
     is_chosen: bool
     part: str = ""  # "reasoning" or "call", of a turn
     gap: float | None = None  # largest of its tokens, nats, where it is to be marked

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, models
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
+from mcore_rl.observability.console import visible
 from mcore_rl.tools.samples.page import PageMessage, page_of
 from mcore_rl.tools.samples.tables import SampleReader
-from mcore_rl.tools.samples.token_texts import TokenTexts, visible
+from mcore_rl.tools.samples.token_texts import TokenTexts
 from tests.unit.agents.families import FAMILIES, tokenizer_of
 from tests.unit.tools.sample_runs import (
     ADDED,

@@ -145,7 +145,8 @@ def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsy
     )
     tables.of_step(1, batch)
     tables.of_step(2, batch)
-    assert capsys.readouterr().out.splitlines() == ["  sample: reward 1.000  7 -> 1 2"] * 2
+    shown = [f"step {step}: sample, reward 1.000  7 -> 1 2" for step in (1, 2)]
+    assert capsys.readouterr().out.splitlines() == shown
     [file] = tmp_path.iterdir()
     assert file.name == "samples"
     [row] = pq.read_table(file / "step_000002.parquet").to_pylist()
