@@ -193,8 +193,9 @@ def test_a_batch_that_teaches_nothing_is_told():
         return steps.doubts(batch.with_columns(advantages=column))
 
     good = [sample(0, 1.0), sample(0, 0.0)]
-    assert doubts(good, [1, 1, -1, -1]) == []
-    [told] = doubts([sample(0, 1.0), sample(0, 1.0)], [0, 0, 0, 0])
+    assert doubts(good, [1, 1, -1, -1]) == {}
+    [told] = doubts([sample(0, 1.0), sample(0, 1.0)], [0, 0, 0, 0]).values()
     assert told.startswith("all advantages are 0, with rewards from 1 to 1")
     empty = [sample(0, 1.0, ids=(9,)), sample(0, 0.0)]
-    assert doubts(empty, [1, -1, -1]) == ["1 of 2 responses are empty"]
+    [told] = doubts(empty, [1, -1, -1]).values()
+    assert told == "1 of 2 responses are empty"
