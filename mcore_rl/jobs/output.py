@@ -191,8 +191,9 @@ class RunOutput:
         write_json(folder / STARTED, asdict(config))
 
     @contextmanager
-    def progress(self, title: str, num_steps: int, prefix: str = "") -> Iterator[Report]:
+    def progress(self, phase: str, num_steps: int) -> Iterator[Report]:
         """A live display of a phase; each report is shown and recorded, or raises OutputError."""
+        title = phase.replace("_", " ")
         with StepProgress(title, num_steps) as display:
 
             def report(step: int, metrics: dict[str, float]) -> None:
@@ -204,7 +205,7 @@ class RunOutput:
                     ) from error
 
             def show(step: int, metrics: dict[str, float]) -> None:
-                self._sinks.write(step, {prefix + name: value for name, value in metrics.items()})
+                self._sinks.write(step, metrics, phase)
                 display.update(step, self._shown(metrics))
 
             yield report
@@ -236,7 +237,7 @@ class RunOutput:
         self.results["evaluation"] = self.results.get("evaluation", {}) | {when: found}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics that are of no phase."""
+        """Record metrics of training that come of no step of it."""
         self._sinks.write(step, metrics)
 
     def record(self, name: str, value: Any) -> None:

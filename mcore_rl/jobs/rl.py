@@ -159,7 +159,7 @@ def _warm_start(
         loss, spec = negative_log_likelihood, _engine_spec(config, engine, warm.num_steps)
         model = ended.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
         model.initialize()
-        with output.progress("warm start", warm.num_steps, "warm_start/") as report:
+        with output.progress("warm_start", warm.num_steps) as report:
             batches = ExampleBatches(examples.take, [len(examples)], warm.batch_size, config.seed)
             offline.train(SupervisedObjective(model), batches, warm.num_steps, report)
         room.export(model, path, room.weight_bytes(config))

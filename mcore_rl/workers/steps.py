@@ -237,6 +237,17 @@ def with_values(batch: B, critic: Group) -> B:
     return batch.union(scored.select("values"))
 
 
+def policy_entropy(batch: Batch) -> dict[str, float]:
+    """Return the metric actor/entropy: the mean over tokens that the policy chose, in nats.
+
+    A batch with the servers' log-probs has none, and gets it in the update.
+    """
+    chosen = batch.jagged("response_mask").values != 0
+    if "entropy" not in batch or not chosen.any():
+        return {}
+    return {"actor/entropy": float(batch.jagged("entropy").values[chosen].mean(dtype=np.float64))}
+
+
 def doubts(batch: Batch) -> dict[str, str]:
     """Say why a batch with advantages teaches nothing, or little: kinds of StepWarnings."""
     found = {}
