@@ -35,6 +35,7 @@ _ROLES = {"ipython": "tool", "observation": "tool", "developer": "system"}  # ot
 _ROLE = re.compile(r"\s*(system|user|assistant|tool|ipython|observation|developer)\b")
 _OF_KIMI_SYSTEM = re.compile(r"(system|tool_declare)\b")  # else it is the name of a tool
 _USER_WITH_RESULT = re.compile(rf"\s*user\s*{_RESULT}")
+_MOST_SHOWN = 300  # characters of a column of the data row
 _NAME_TOKENS = 12  # in which a header has named its role, at a letter each
 # Parts of what the policy says; one that is not closed goes on to the end of the turn.
 _PARTS = {
@@ -101,6 +102,11 @@ def title_of(summary: Summary) -> str:
 
 def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
     yield "reward", number(summary.reward)
+    if summary.answer is not None:
+        yield "reference answer", _short(summary.answer)
+    for name, value in summary.columns.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        yield f"column {visible(name)}", _short(text)
     if summary.parts:
         parts = (f"{visible(name)} {number(part)}" for name, part in summary.parts.items())
         yield "reward parts", ", ".join(parts)
@@ -118,6 +124,12 @@ def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str,
         yield "weights", f"version {_range(found)}{replayed}"
     if summary.max_gap is not None:
         yield "largest gap", f"{summary.max_gap:.4g} nats between trainer and servers"
+
+
+def _short(text: str) -> str:
+    """On one line, without what is far behind."""
+    line = visible(" ".join(text.split()))
+    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
 
 
 def number(value: float) -> str:
