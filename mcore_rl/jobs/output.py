@@ -19,11 +19,13 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.data.sample_tables import go_on_after
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.jobs.next_commands import CHECKPOINT, next_commands
 from mcore_rl.observability.console import (
     Measured,
     StepProgress,
     StepReport,
     print_before_after,
+    show_line,
 )
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.sinks import METRICS, MetricsSinks, read_rows
@@ -36,7 +38,6 @@ _LOCK = ".lock.partial"
 LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
 ATTEMPT = "MCORE_RL_ATTEMPT"  # which start of the run this is, where a launch script counts them
 _BEFORE_STARTED = {LOGS, "task"}  # what may be there before it, of a run that was killed
-CHECKPOINT = "checkpoint"  # the folder with the weights of the end
 SUMMARY = "summary.json"  # the last thing
 
 
@@ -285,7 +286,10 @@ class RunOutput:
             "versions": versions(),
         }
         write_json(self.folder / SUMMARY, summary)
-        print(f"{wall_s:.0f} s, peak memory {peak_memory_bytes / 1e9:.1f} GB, in {self.folder}")
+        memory = f"{peak_memory_bytes / 1e9:.1f} GB"
+        show_line(f"{wall_s:.0f} s, peak memory {memory}, in {self.folder}")
+        for line in next_commands(self.folder, self._config):
+            show_line(line)
 
 
 class TrainOutput(RunOutput):

@@ -198,8 +198,9 @@ def test_the_output_has_one_line_a_step_and_a_table(run):
     for line in lines[WARM_STEPS : len(steps)]:
         assert re.search(r"reward 0\.\d+  length .* gen .*s train .*s sync .*s  .* tok/s$", line)
     table = "\n".join(lines[len(steps) :])
-    assert len(lines) - len(steps) < 10
+    assert len(lines) - len(steps) < 20
     assert all(word in table for word in ("before", "after", "change", "points", str(run.output)))
+    assert all(f"mcore-rl {name} " in table for name in ("samples", "eval", "chat"))
     assert run.stderr == ""
 
 

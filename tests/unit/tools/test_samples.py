@@ -22,6 +22,7 @@ from tests.unit.tools.sample_runs import (
     ASSISTANT,
     BYTES,
     END,
+    HOSTILE,
     SPECIAL,
     START,
     ids,
