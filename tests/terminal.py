@@ -10,6 +10,7 @@ import struct
 import subprocess
 import termios
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 _ROWS = 50
 _SEQUENCE = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])")
@@ -81,22 +82,37 @@ def seen_on_terminal(
     command: Sequence[str], columns: int, variables: Mapping[str, str] | None = None
 ) -> tuple[int, list[str]]:
     """Run a command on a terminal of so many columns; its status, and the lines of the screen."""
+    status, written = on_terminal(command, columns, variables)
+    screen = Screen(columns)
+    screen.feed(written)
+    return status, screen.lines
+
+
+def on_terminal(
+    command: Sequence[str],
+    columns: int = 80,
+    variables: Mapping[str, str] | None = None,
+    *,
+    keys: str = "",
+    folder: Path | None = None,
+) -> tuple[int, str]:
+    """Run a command on a terminal, and type; its status, and what the terminal was sent."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", _ROWS, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", **(variables or {})}
     for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         environment.pop(name, None)
+    streams = {"stdin": follower, "stdout": follower, "stderr": follower}
     written = b""
     with subprocess.Popen(
-        command, stdin=follower, stdout=follower, stderr=follower, env=environment
+        command, **streams, env=environment, cwd=folder, start_new_session=True
     ) as process:
         os.close(follower)
+        os.write(leader, keys.encode())
         while data := _read(leader):
             written += data
     os.close(leader)
-    screen = Screen(columns)
-    screen.feed(written.decode())
-    return process.returncode, screen.lines
+    return process.returncode, written.decode()
 
 
 def _read(leader: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from glob import escape, glob
 from pathlib import Path
 
 import mcore_rl
@@ -15,6 +16,13 @@ _SUFFIXES = (".yaml", ".yml")
 
 def names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def files(start: str) -> list[str]:
+    """Return the YAML files, and folders with a slash behind, whose paths begin with `start`."""
+    found = sorted(glob(f"{escape(start)}*"))
+    folders = [f"{path}/" for path in found if Path(path).is_dir()]
+    return folders + [path for path in found if path.endswith(_SUFFIXES)]
 
 
 def first_comment(path: Path) -> str:

@@ -15,7 +15,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.cluster import moved, node_lines
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
-from mcore_rl.jobs.output import exclusive_run_dir
+from mcore_rl.jobs.output import dry_run_dir
 from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
     Inputs,
@@ -43,18 +43,19 @@ def dry_run(
     machine. `num_nodes` is how many of them there would be.
 
     Raises:
-        ConfigError: the run would be refused, for the same reason.
+        ConfigError: the run would be refused, for the same reason. A folder with something in it
+            is no such reason here: a line tells of it.
     """
     console = console or stdout_console()
     resolve(config)
     device = "cuda" if gpus_per_node else lane()
     config = for_lane(config, device)
+    folder, refusal = dry_run_dir(config.output_dir, config.resume)
     with (
-        exclusive_run_dir(config.output_dir, config.resume) as claim,
         waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
     ):
-        checkpoint = checkpoint_to_resume(config, claim.folder)
+        checkpoint = checkpoint_to_resume(config, folder)
         prepared = prepare(config, Path(scratch), checkpoint)
         complete = has_weights(prepared)
         inputs = check_inputs(prepared) if complete else check_without_weights(prepared)
@@ -67,7 +68,7 @@ def dry_run(
     for role in found:
         show(role, console)
     _show_turns(turns(prepared, model, found), console)
-    say(console, *on_nodes, "", *_summary(config, device))
+    say(console, *on_nodes, "", *_summary(config, device), *refusal)
 
 
 def say(console: Console, *lines: str) -> None:
@@ -90,6 +91,8 @@ def _inputs(config: RLConfig, inputs: Inputs | None, complete: bool) -> list[str
 
 def _held_out(inputs: Inputs) -> str:
     sizes = {name: len(dataset) for name, dataset in inputs.tests.items()}
+    if not sizes:
+        return "none"
     if len(sizes) == 1:
         return str(*sizes.values())
     return " and ".join(f"{size} ({name})" for name, size in sizes.items())

@@ -28,7 +28,14 @@ from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
 from mcore_rl.jobs.eval_resume import SAMPLES, check_content, done_before, settings_of
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.output import STARTED, SUMMARY, exclusive_run_dir, log_dir, write_json
+from mcore_rl.jobs.output import (
+    STARTED,
+    SUMMARY,
+    dry_run_dir,
+    exclusive_run_dir,
+    log_dir,
+    write_json,
+)
 from mcore_rl.jobs.placement import Pools, places
 from mcore_rl.jobs.preflight import check_model, prompts_of
 from mcore_rl.jobs.rl import server_pool
@@ -134,12 +141,11 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     """
     console = console or stdout_console()
     resolve_eval(config)
-    with (
-        exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
-        waiting("checking the inputs"),
-    ):
+    folder, refusal = dry_run_dir(config.output_dir, config.resume, check_content)
+    with waiting("checking the inputs"):
         inputs = _check(config)
-        _done_before(inputs, claim.folder)
+        if not refusal:
+            _done_before(inputs, folder)
     n = config.rollout.n
     say(console, f"model: {inputs.run.model.path}")
     for name in inputs.sets:
@@ -149,7 +155,8 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     show(servers, console)
     say(console, "", f"pass@k for k = {', '.join(map(str, config.ks))}")
     _tell_of_votes(inputs)
-    say(console, "sizes are of one rank, without what libraries take; nothing was started")
+    end = "sizes are of one rank, without what libraries take; nothing was started"
+    say(console, end, *refusal)
 
 
 def _check(config: EvalConfig) -> _Inputs:

@@ -101,6 +101,26 @@ def exclusive_run_dir(
                 place.rmdir()
 
 
+def dry_run_dir(
+    output_dir: str, resume: str, check: CheckContent | None = None
+) -> tuple[Path, list[str]]:
+    """Return the folder that a run would have, and a line if the run would be refused that folder.
+
+    A run may have it, or have left something in it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    folder = Path(output_dir)
+    try:
+        with exclusive_run_dir(output_dir, resume, check):
+            return folder, []
+    except ConfigError as error:
+        if not folder.is_dir():
+            raise
+        return folder, [f"the run will be refused: {error}"]
+
+
 def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -> None:
     """Raise ConfigError when a run may not begin, or go on, in a folder that holds this."""
     is_path = resume not in ("never", "auto")
@@ -262,17 +282,18 @@ class RunOutput:
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
 
-        rows = held_out_rows(self.results["evaluation"])
+        rows = held_out_rows(self.results.get("evaluation", {}))
         self._sinks.close()
-        name, before, after = rows[0]
+        name, before, after = rows[0] if rows else ("", None, None)
         plot_reward_curve(
             self.folder / "reward_curve.png",
             self._rewards,
             before=before.value if before else None,
-            after=after.value,
+            after=after.value if after else None,
             held_out=f"held-out {name}",
         )
-        print_before_after("Held out", rows)
+        if rows:
+            print_before_after("Held out", rows)
         self._write_summary(peak_memory_bytes, wall_s)
 
     def _write_summary(self, peak_memory_bytes: int, wall_s: float) -> None:
@@ -306,8 +327,8 @@ class TrainOutput(RunOutput):
 
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         self._sinks.close()
-        if found := self.results.get("evaluation"):
-            print_before_after("Held out", held_out_rows(found))
+        if rows := held_out_rows(self.results.get("evaluation", {})):
+            print_before_after("Held out", rows)
         self._write_summary(peak_memory_bytes, wall_s)
 
 
@@ -315,10 +336,10 @@ def held_out_rows(
     found: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> list[tuple[str, Measured | None, Measured]]:
     """Of each set its loss and its accuracy or, where it has neither, the mean reward."""
-    before, rows = found.get("before", {}), []
-    for name, metrics in found["after"].items():
+    before, after, rows = found.get("before", {}), found.get("after", {}), []
+    for name, metrics in after.items():
         for kind in [kind for kind in ("loss", "accuracy") if kind in metrics] or ["reward"]:
-            title = f"{kind} ({name})" if len(found["after"]) > 1 else kind
+            title = f"{kind} ({name})" if len(after) > 1 else kind
             was = _measured(before[name], kind) if name in before else None
             rows.append((title, was, _measured(metrics, kind)))
     return rows

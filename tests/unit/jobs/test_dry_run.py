@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -217,13 +218,46 @@ def test_a_frozen_model_without_weights_or_tokenizer_is_refused(place, monkeypat
         ("trainer.prompts_per_step=21", "trainer.prompts_per_step=21: data.train_file='train.pa"),
         ("trainer.eval_samples=21", "data.test_file='test.parquet' has 20 rows; allowed: up to"),
         ("warm_start.batch_size=21", "warm_start.batch_size=21: warm_start.train_file="),
-        ("output_dir=model", "output_dir='model' is not empty"),
+        ("output_dir=train.parquet", "output_dir='train.parquet' cannot be made"),
     ],
 )
 def test_what_a_run_would_be_refused_for_a_dry_run_is(place, monkeypatch, capfd, setting, message):
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, setting)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+USED = [
+    (["model"], "output_dir='model' is not empty; allowed: a new folder"),
+    (["done", "config.json", "checkpoint/"], "output_dir='done' is not empty; allowed: a new fold"),
+    (["saved", "config.json", "checkpoints/"], "or resume='auto' to go on with the run in it"),
+    (["taken", ".lock.partial"], "output_dir='taken' is in use by process 7 on host n1"),
+]
+
+
+@pytest.mark.parametrize(("paths", "refusal"), USED, ids=[str(paths[0]) for paths, _ in USED])
+def test_a_dry_run_looks_at_a_used_output_folder_and_says_what_a_run_would_be_told(
+    place, monkeypatch, capfd, paths, refusal
+):
+    folder, *inside = paths
+    for name in inside:
+        path = place / folder / name
+        path.mkdir(parents=True) if name.endswith("/") else path.parent.mkdir(exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text("process 7 on host n1" if "lock" in name else "{}")
+    with (place / folder / ".lock.partial" if "taken" in folder else place / "train.parquet").open(
+        "rb"
+    ) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, f"output_dir={folder}")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1].startswith("the run will be refused: ") and refusal in out
+
+
+def test_a_run_needs_no_held_out_set(place, monkeypatch, capfd):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, "data.test_file=''")
+    assert (status, err) == (0, "")
+    assert "data: 20 prompts to train, none held out, 20 examples" in out
 
 
 @pytest.mark.parametrize(

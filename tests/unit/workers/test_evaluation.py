@@ -126,6 +126,12 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
     assert rows[0]["prompt"] == "7" and rows[0]["response"] == "1 2" and rows[0]["reward"] == 1
 
 
+def test_without_a_held_out_set_no_evaluation_is_due():
+    config = RLConfig()
+    evaluation = Evaluation(config, None, {}, None, None)
+    assert not any(map(evaluation.is_due, (0, 1, config.trainer.num_steps)))
+
+
 def test_a_trainer_scores_only_what_comes_of_the_whole_distribution():
     def temperature(**settings):
         config = RLConfig(evaluation=EvaluationConfig(**settings))
