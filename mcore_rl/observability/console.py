@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -164,9 +165,18 @@ def _live(shown: RenderableType, console: Console, *, transient: bool = False) -
 
 
 def show_line(line: str, console: Console | None = None) -> None:
-    """Print a plain line, above a live display if there is one."""
+    """Print a plain line, above a live display if there is one.
+
+    On a terminal it is wrapped between words; a word that is too long stays whole, to be copied.
+    """
     console = console or stdout_console()
-    console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
+    lines = [visible(line)]
+    if console.is_interactive:
+        wrapper = textwrap.TextWrapper(
+            console.width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+        )
+        lines = wrapper.wrap(lines[0]) or [""]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def visible(text: str) -> str:

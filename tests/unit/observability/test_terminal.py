@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
-from tests.terminal import Screen, seen_on_terminal
+from tests.terminal import Screen, on_terminal, seen_on_terminal
 
 WIDTHS = (80, 140)
 RUN = """
@@ -42,10 +43,6 @@ print_before_after("Held out", [("reward", None, Measured(0.5, 0.1, False))])
 """
 
 
-def wrapped(line: str, columns: int) -> list[str]:
-    return [line[at : at + columns].rstrip() for at in range(0, len(line), columns)]
-
-
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_after_twenty_steps_a_person_sees_each_line_once_and_the_last_bar(columns):
     status, lines = seen_on_terminal([sys.executable, "-c", RUN], columns)
@@ -53,7 +50,7 @@ def test_after_twenty_steps_a_person_sees_each_line_once_and_the_last_bar(column
     expected = ["1 node", "starting: S s"]
     for step in range(1, 21):
         sample = f"step {step}: sample, reward 1.000  " + "word " * 30 + "end"
-        expected += wrapped(sample, columns)
+        expected += textwrap.wrap(sample, columns)
         if step in (7, 20):
             expected += [f"mcore-rl: warning: step {step}: half of the responses are empty"]
         expected += ["evaluating: S s"] * (step == 10) + ["a line of a library"] * (step == 12)
@@ -62,6 +59,18 @@ def test_after_twenty_steps_a_person_sees_each_line_once_and_the_last_bar(column
     shown = [re.sub(r"━+", "BAR", re.sub(r": [0-9.]+ s$", ": S s", line)) for line in lines]
     assert shown[: len(expected)] == expected
     assert max(map(len, lines)) <= columns
+
+
+def test_a_path_that_is_longer_than_a_line_stays_whole():
+    """A newline in it would be copied with it."""
+    path = f"/{'long/' * 20}end"
+    program = f"""
+from mcore_rl.observability.console import StepProgress, show_line
+with StepProgress("training", 1):
+    show_line("the run in {path} has ended")
+"""
+    status, sent = on_terminal([sys.executable, "-c", program])
+    assert status == 0 and path in sent
 
 
 HOSTILE = 'show_line("step 1: sample \\x1b[2J\\x1b[31mred\\x07\\u202e")'
