@@ -40,6 +40,15 @@ def listing() -> Iterator[str]:
         yield f"{name:{width}}  {first_comment(RECIPES / f'{name}.yaml')}"
 
 
+def meant_by(word: str) -> str:
+    """Return recipe=NAME or recipe=PATH where a word alone is meant for it; else empty."""
+    if "/" in word or word.endswith(_SUFFIXES):
+        return f"recipe={word}"
+    beside = [f"{word}{end}" for end in _SUFFIXES if Path(f"{word}{end}").is_file()]
+    close = [word] if word in names() else beside or closest(word, names())
+    return f"recipe={close[0]}" if close else ""
+
+
 def find(recipe: str, where: str, folder: Path) -> Path:
     """The file of a recipe: a name of ours, or a path, of which a relative one starts at `folder`.
 

@@ -122,10 +122,6 @@ BAD_SETTINGS = {
         ["recipe='quickstrat'", "did you mean quickstart"],
     ),
     "no data": ({"data.train_file": ""}, ["data.train_file=''"]),
-    "no held-out set": (
-        {"data.test_file": "", "evaluation.every": "1"},
-        ["evaluation.every=1 needs data.test_file or data.test_files"],
-    ),
     "task and own data": ({"task.name": "last_digit"}, ["model.path='model'", "allowed: ''"]),
     "world size": (
         {"actor.layout.ep": "2"},
