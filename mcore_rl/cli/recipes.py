@@ -7,7 +7,7 @@ from glob import escape, glob
 from pathlib import Path
 
 import mcore_rl
-from mcore_rl.cli.options import closest
+from mcore_rl.cli.options import closest, described
 from mcore_rl.config.errors import ConfigError
 
 RECIPES = Path(mcore_rl.__file__).parent / "configs" / "recipe"
@@ -26,18 +26,23 @@ def files(start: str) -> list[str]:
 
 
 def first_comment(path: Path) -> str:
-    """What the first comment line of a recipe says; "" where there is none."""
+    """What the first comment of a recipe says, up to the end of a sentence; "" if there is none."""
+    words: list[str] = []
     for line in path.read_text().splitlines():
-        if line.startswith("#") and not line.startswith("# @"):
-            return line.lstrip("# ")
-    return ""
+        if not line.startswith("#") or line.startswith("# @"):
+            if words:
+                break
+            continue
+        own = line.lstrip("# ").split()
+        words += own
+        if words and (not own or words[-1].endswith(".")):
+            break
+    return " ".join(words)
 
 
-def listing() -> Iterator[str]:
-    """A line a recipe: its name and its first comment line."""
-    width = max(map(len, names()))
-    for name in names():
-        yield f"{name:{width}}  {first_comment(RECIPES / f'{name}.yaml')}"
+def listing(indent: int = 0) -> Iterator[str]:
+    """The name of each recipe, and what its first comment says."""
+    return described({name: first_comment(RECIPES / f"{name}.yaml") for name in names()}, indent)
 
 
 def meant_by(word: str) -> str:

@@ -100,12 +100,14 @@ def _held_out(inputs: Inputs) -> str:
 
 def show(role: Role, console: Console) -> None:
     """A line on the role, and a table of its ranks."""
-    say(console, "", f"{role.name}: {_ranks(role)}, {role.layout} ({role.task})")
+    say(
+        console, "", f"{role.name}: {_counted(role.num_ranks, 'rank')}, {role.layout} ({role.task})"
+    )
     sizes = {
-        "weights GB": [stage.weight_bytes for stage in role.stages],
-        "gradients GB": [stage.gradient_bytes for stage in role.stages],
-        "optimizer GB": [stage.optimizer_bytes for stage in role.stages],
-        "KV cache GB": [stage.cache_bytes for stage in role.stages],
+        "weights\nGB": [stage.weight_bytes for stage in role.stages],
+        "gradients\nGB": [stage.gradient_bytes for stage in role.stages],
+        "optimizer\nGB": [stage.optimizer_bytes for stage in role.stages],
+        "KV cache\nGB": [stage.cache_bytes for stage in role.stages],
     }
     stages = [(spans(s.ranks), s.layers, f"{s.parameters:,}") for s in role.stages]
     console.print(_table(("ranks", "hold", "parameters"), stages, sizes))
@@ -119,7 +121,7 @@ def _show_turns(found: Sequence[MemoryTurn], console: Console) -> None:
         "gradients": [turn.gradients for turn in found],
         "optimizer": [turn.optimizer for turn in found],
         "activations": [turn.activations for turn in found],
-        "KV cache": [turn.cache for turn in found],
+        "KV\ncache": [turn.cache for turn in found],
         "buffers": [turn.buffers for turn in found],
         "all": [turn.total for turn in found],
     }
@@ -131,7 +133,7 @@ def _table(
 ) -> Table:
     """Columns of text, then those columns of bytes, in GB, that are not empty."""
     shown = {heading: column for heading, column in sizes.items() if any(column)}
-    table = Table(box=None)
+    table = Table(box=None, pad_edge=False)
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading == "parameters" else "left"
         table.add_column(heading, justify=justify, overflow="fold")
@@ -159,7 +161,7 @@ def _on_nodes(
     method = config.weight_sync.method
     if method == "full_export":
         size, servers = weight_bytes(config) / 1e9, config.rollout.num_servers
-        text = f"{size:,.1f} GB into output_dir, read by {servers} servers"
+        text = f"{size:,.1f} GB into output_dir, read by {_counted(servers, 'server')}"
     else:
         found = moved(config, model, gpus_per_node)
         text = (
@@ -181,8 +183,8 @@ def _left_over(num_taken: int, num_nodes: int) -> list[str]:
     ]
 
 
-def _ranks(role: Role) -> str:
-    return f"{role.num_ranks} rank{'s' * (role.num_ranks > 1)}"
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -210,7 +212,9 @@ def _summary(config: RLConfig, device: str) -> list[str]:
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     return [
         f"{num_devices(plans)} {where}: {parts}",
-        f"a step: {config.trainer.prompts_per_step} prompts, {samples} samples, "
-        f"{config.algorithm.num_mini_batches} optimizer steps; {config.trainer.num_steps} steps",
+        f"a step: {_counted(config.trainer.prompts_per_step, 'prompt')}, "
+        f"{_counted(samples, 'sample')}, "
+        f"{_counted(config.algorithm.num_mini_batches, 'optimizer step')}; "
+        f"{_counted(config.trainer.num_steps, 'step')}",
         "sizes are of one rank, without what libraries take; nothing was started",
     ]

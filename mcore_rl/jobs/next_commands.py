@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
@@ -13,9 +12,9 @@ from mcore_rl.config.sources import test_files
 from mcore_rl.config.train_schema import RMConfig, TrainConfig
 from mcore_rl.data.sample_tables import tables_in
 from mcore_rl.data.tasks.prepared import prepared
+from mcore_rl.observability.command_lines import command_lines
 
 CHECKPOINT = "checkpoint"  # the folder with the weights of the end
-_WIDTH = 80
 _SET = "data.sets.NAME=FILE"
 _EVALUATED_ALIKE = (
     "data.prompt_column", "data.answer_column", "data.tools_column", "data.max_prompt_tokens",
@@ -26,14 +25,9 @@ _EVALUATED_ALIKE = (
 def next_commands(folder: Path, config: RLConfig | TrainConfig) -> list[str]:
     """Return lines with commands, to be pasted into a shell; long ones go on in the next line."""
     lines: list[str] = []
-    for first, *words in _commands(folder, config):
-        line = f"{' ' * 5 if lines else 'next:'} mcore-rl {first}"
-        for word in map(shlex.quote, words):
-            if len(f"{line} {word} \\") > _WIDTH:
-                lines.append(f"{line} \\")
-                line = " " * 9
-            line += f" {word}"
-        lines.append(line)
+    for words in _commands(folder, config):
+        head = f"{' ' * 5} mcore-rl" if lines else "next: mcore-rl"
+        lines += command_lines(words, head)
     return lines
 
 

@@ -219,7 +219,7 @@ def print_before_after(
     found = list(rows)
     headings = ("before", "after", "change") if any(row[1] for row in found) else ("after",)
     table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right")
     for name, before, after in found:
