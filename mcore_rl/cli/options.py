@@ -34,7 +34,7 @@ def described(meanings: Mapping[str, str], indent: int = 0) -> Iterator[str]:
     beside = max(map(len, meanings)) + 2
     for name, meaning in meanings.items():
         first = f"{' ' * indent}{name:{beside}}"
-        yield textwrap.fill(
+        yield from textwrap.wrap(
             meaning, width, initial_indent=first, subsequent_indent=" " * len(first)
         )
 
