@@ -66,7 +66,7 @@ class RunCheckpoint:
         return Path(self.state.get(MADE_IN) or self.run)
 
 
-def described_checkpoint(engine: Path) -> RunCheckpoint | None:
+def find_run_checkpoint(engine: Path) -> RunCheckpoint | None:
     """Return the training checkpoint with the weights in `engine`, by its state.json alone.
 
     None where they are of no run.
@@ -77,7 +77,7 @@ def described_checkpoint(engine: Path) -> RunCheckpoint | None:
     return RunCheckpoint(engine.parent.absolute(), state["step"], state)
 
 
-def actor_in(path: Path) -> Path:
+def find_actor(path: Path) -> Path:
     """Return the weights in a training checkpoint, or in the last one of a run; else the path."""
     if not (path / _MANIFEST).is_file() and (steps := steps_in(path / "checkpoints")):
         path = path / "checkpoints" / name_of(steps[-1])

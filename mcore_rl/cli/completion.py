@@ -103,7 +103,7 @@ def _settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
     if not equals:
         yield from ("recipe=", *(f"{s.key}=" for group in found for s in group.settings))
     elif key == "recipe":
-        yield from (f"recipe={name}" for name in (*recipes.names(), *recipes.files(text)))
+        yield from (f"recipe={name}" for name in (*recipes.names(), *recipes.find_files(text)))
     else:
         for group in found:
             for setting in group.settings:

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.cli import recipes
 from mcore_rl.cli.options import closest
-from mcore_rl.cli.other_names import ours_for
+from mcore_rl.cli.other_names import find_our_settings
 from mcore_rl.config.describe import Setting, groups
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
@@ -105,7 +105,7 @@ def _split(argument: str, settings: Settings) -> tuple[str, str]:
     if key.startswith(("+", "~")):
         raise ConfigError(f"{argument}: settings cannot be added or removed; use key=value")
     if not equals:
-        hint = f"{key}=VALUE" if key in settings else recipes.meant_by(key)
+        hint = f"{key}=VALUE" if key in settings else recipes.suggest_recipe(key)
         if not hint:
             raise ConfigError(f"{argument!r} is no key=value; {unknown(key, list(settings))}")
         raise ConfigError(f"{argument!r} is no key=value; did you mean {hint}?")
@@ -196,14 +196,14 @@ def _change(
             raise ConfigError(f"{path}: {_RECIPE}={base!r}; allowed: a name or a path")
         found = recipes.find(base, f"{path}: {_RECIPE}", path.parent)
         _change(config, found, settings, (*above, path))
-    for key in _replaced(changes.pop(_REPLACE, []), settings, f"{path}: {_REPLACE}"):
+    for key in _check_replaced(changes.pop(_REPLACE, []), settings, f"{path}: {_REPLACE}"):
         _set(config, settings[key], {}, f"{path}: ")
     for key, value in _leaves(changes, settings, f"{path}: "):
         _set(config, _setting(key, settings), value, f"{path}: ")
     _checked(config, f"{path}: ")
 
 
-def _replaced(keys: object, settings: Settings, where: str) -> list[str]:
+def _check_replaced(keys: object, settings: Settings, where: str) -> list[str]:
     """The mappings that a recipe gives anew, in place of adding to those of its base."""
     mappings = [name for name, setting in settings.items() if setting.is_mapping]
     if not isinstance(keys, list) or (wrong := [key for key in keys if key not in mappings]):
@@ -225,7 +225,7 @@ def _leaves(
         if is_group and "." not in str(name) and (value is None or isinstance(value, dict)):
             yield from _leaves(value or {}, known, where, f"{key}.")
         elif not _is_known(key, known):
-            whole = key if prefix else _first_leaf(key, value)
+            whole = key if prefix else _find_first_key(key, value)
             raise ConfigError(f"{where}{unknown(whole, list(known))}")
         elif "." in str(name):
             nested = ": {".join(str(name).split("."))
@@ -237,7 +237,7 @@ def _leaves(
             yield key, value
 
 
-def _first_leaf(key: str, value: object) -> str:
+def _find_first_key(key: str, value: object) -> str:
     """The whole key of the first setting in a group that is not ours, as of another framework."""
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
@@ -271,7 +271,7 @@ def unknown(key: str, known: Sequence[str]) -> str:
     if inside:
         listed = ", ".join(inside[:_FEW]) + (", ..." if len(inside) > _FEW else "")
         return f"{key} is a group of settings; set one of: {listed}"
-    framework, ours = ours_for(key, known)
+    framework, ours = find_our_settings(key, known)
     if framework:
         hint = (
             f"did you mean {' or '.join(ours)}?" if ours else "docs/from_verl_and_trl.md has ours"

@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_rl.cli.options import Parser
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.publishers import PUBLISHERS
-from mcore_rl.observability.command_lines import command_lines
+from mcore_rl.observability.command_lines import wrap_command
 
 _ABOUT = """\
 Makes a parquet file that mcore-rl trains on, of the files that a publisher
@@ -113,5 +113,5 @@ def _subcommand(
 
 
 def _examples(*examples: str) -> str:
-    commands = [command_lines(example.split(), "  mcore-rl data") for example in examples]
+    commands = [wrap_command(example.split(), "  mcore-rl data") for example in examples]
     return "\n".join(["examples:", *(line for lines in commands for line in lines)])

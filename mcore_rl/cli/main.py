@@ -55,9 +55,9 @@ def main() -> int:
 
 
 def _usage() -> str:
-    from mcore_rl.cli.options import described
+    from mcore_rl.cli.options import wrap_descriptions
 
-    rows = described({**COMMANDS, **OPTIONS}, indent=2)
+    rows = wrap_descriptions({**COMMANDS, **OPTIONS}, indent=2)
     return "\n".join(["usage: mcore-rl COMMAND ...", *rows])
 
 

@@ -28,7 +28,7 @@ def closest(word: str, words: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word, list(words), n=3, cutoff=0.7)
 
 
-def described(meanings: Mapping[str, str], indent: int = 0) -> Iterator[str]:
+def wrap_descriptions(meanings: Mapping[str, str], indent: int = 0) -> Iterator[str]:
     """Lines of names and what they mean, in columns that fit on the screen."""
     width = min(shutil.get_terminal_size().columns, 100)
     beside = max(map(len, meanings)) + 2

@@ -132,15 +132,15 @@ ROWS = [
 ]
 
 
-def ours_for(key: str, known: Collection[str]) -> tuple[str, list[str]]:
+def find_our_settings(key: str, known: Collection[str]) -> tuple[str, list[str]]:
     """Return whose setting a key is, and which of `known` are in its place; "" if nobody's.
 
     verl's names may come without their first parts. Where there is no other model than the one that
     is trained, the engine's settings are in the place of the actor's.
 
-    >>> ours_for("rollout.n", ["algorithm.group_size"])
+    >>> find_our_settings("rollout.n", ["algorithm.group_size"])
     ('verl', ['algorithm.group_size'])
-    >>> ours_for("learning_rate", ["engine.optimizer.lr"])
+    >>> find_our_settings("learning_rate", ["engine.optimizer.lr"])
     ('TRL', ['engine.optimizer.lr'])
     """
     name = key.removeprefix(f"{_VERLS}.")
@@ -148,6 +148,6 @@ def ours_for(key: str, known: Collection[str]) -> tuple[str, list[str]]:
         is_verls = any(n == name or ("." in name and n.endswith(f".{name}")) for n in verls)
         if is_verls or key in trls:
             others = [f"engine.{o.removeprefix('actor.')}" for o in ours if o.startswith("actor.")]
-            found = [o for o in (*ours, *others) if o in known or o.rpartition(".")[0] in known]
-            return ("verl" if is_verls else "TRL"), found
+            settings = [o for o in (*ours, *others) if o in known or o.rpartition(".")[0] in known]
+            return ("verl" if is_verls else "TRL"), settings
     return ("verl" if key.partition(".")[0] == _VERLS else ""), []

@@ -7,7 +7,7 @@ from glob import escape, glob
 from pathlib import Path
 
 import mcore_rl
-from mcore_rl.cli.options import closest, described
+from mcore_rl.cli.options import closest, wrap_descriptions
 from mcore_rl.config.errors import ConfigError
 
 RECIPES = Path(mcore_rl.__file__).parent / "configs" / "recipe"
@@ -18,11 +18,11 @@ def names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def files(start: str) -> list[str]:
+def find_files(start: str) -> list[str]:
     """Return the YAML files, and folders with a slash behind, whose paths begin with `start`."""
-    found = sorted(glob(f"{escape(start)}*"))
-    folders = [f"{path}/" for path in found if Path(path).is_dir()]
-    return folders + [path for path in found if path.endswith(_SUFFIXES)]
+    paths = sorted(glob(f"{escape(start)}*"))
+    folders = [f"{path}/" for path in paths if Path(path).is_dir()]
+    return folders + [path for path in paths if path.endswith(_SUFFIXES)]
 
 
 def first_comment(path: Path) -> str:
@@ -42,10 +42,12 @@ def first_comment(path: Path) -> str:
 
 def listing(indent: int = 0) -> Iterator[str]:
     """The name of each recipe, and what its first comment says."""
-    return described({name: first_comment(RECIPES / f"{name}.yaml") for name in names()}, indent)
+    return wrap_descriptions(
+        {name: first_comment(RECIPES / f"{name}.yaml") for name in names()}, indent
+    )
 
 
-def meant_by(word: str) -> str:
+def suggest_recipe(word: str) -> str:
     """Return recipe=NAME or recipe=PATH where a word alone is meant for it; else empty."""
     if "/" in word or word.endswith(_SUFFIXES):
         return f"recipe={word}"

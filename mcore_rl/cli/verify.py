@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     layout = parse_layout("--layout", options.layout, Layout)
     from mcore_rl.jobs.parity.run import run  # imports torch: not for a bad option
     from mcore_rl.jobs.parity.settings import Request
-    from mcore_rl.observability.console import stdout_console
+    from mcore_rl.observability.console import get_stdout_console
 
     report = run(
         Request(
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
         json.dump(report.as_json(), sys.stdout, indent=1, allow_nan=False)
         print()
     else:
-        report.print(stdout_console())
+        report.print(get_stdout_console())
     if not report.passed:
         raise SystemExit(1)
 

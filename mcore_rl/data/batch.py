@@ -110,7 +110,7 @@ FILLED = {
 MAX_FIELD = 4000  # characters of a value of a data row, as JSON, beyond which a sample has a part
 
 
-def _texts_of_fields(fields: Mapping[str, Any]) -> str:
+def _encode_fields(fields: Mapping[str, Any]) -> str:
     """JSON of the columns of a data row, without the ends of long ones."""
     values = {name: json.dumps(value, default=str) for name, value in fields.items()}
     is_long = {name for name, text in values.items() if len(text) > MAX_FIELD}
@@ -235,7 +235,7 @@ class Batch(Samples):
             masks = (s.cross_entropy_mask or [NOT_SAID] * len(s.response_ids) for s in samples)
             optional["cross_entropy_mask"] = Jagged.of(masks, np.int8)
         if any(s.fields for s in samples):
-            optional["fields"] = Jagged.of_texts(_texts_of_fields(s.fields) for s in samples)
+            optional["fields"] = Jagged.of_texts(_encode_fields(s.fields) for s in samples)
         return cls(
             {
                 **optional,

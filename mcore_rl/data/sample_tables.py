@@ -151,8 +151,8 @@ def summary_columns(batch: Batch) -> dict[str, pa.Array]:
     if "fields" in batch:
         fields = [json.loads(text) if text.strip() else {} for text in batch.jagged("fields").texts]
         answers = [row.pop("answer", "") for row in fields]
-        found["answer"] = pa.array(map(_text, answers), pa.string())
-        found["columns"] = pa.array(map(_text, fields), pa.string())
+        found["answer"] = pa.array(map(_format_value, answers), pa.string())
+        found["columns"] = pa.array(map(_format_value, fields), pa.string())
     if "roles" in batch and (batch.array("roles") != "").any():
         found["role"] = pa.array(batch.array("roles").tolist(), pa.string())
     for name in batch.columns:
@@ -204,7 +204,7 @@ def write_table(path: Path, columns: Mapping[str, pa.Array], num_samples: int) -
         raise
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode(errors="backslashreplace").decode()  # parquet has no half surrogate pairs
 

@@ -15,7 +15,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.cluster import moved, node_lines
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
-from mcore_rl.jobs.output import dry_run_dir
+from mcore_rl.jobs.output import inspect_run_dir
 from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
     Inputs,
@@ -27,7 +27,7 @@ from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.models.base import HFConfig, read_config
-from mcore_rl.observability.console import show_line, stdout_console, waiting
+from mcore_rl.observability.console import get_stdout_console, show_line, waiting
 
 
 def dry_run(
@@ -46,11 +46,11 @@ def dry_run(
         ConfigError: the run would be refused, for the same reason. A folder with something in it
             is no such reason here: a line tells of it.
     """
-    console = console or stdout_console()
+    console = console or get_stdout_console()
     resolve(config)
     device = "cuda" if gpus_per_node else lane()
     config = for_lane(config, device)
-    folder, refusal = dry_run_dir(config.output_dir, config.resume)
+    folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
         waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
@@ -101,7 +101,9 @@ def _held_out(inputs: Inputs) -> str:
 def show(role: Role, console: Console) -> None:
     """A line on the role, and a table of its ranks."""
     say(
-        console, "", f"{role.name}: {_counted(role.num_ranks, 'rank')}, {role.layout} ({role.task})"
+        console,
+        "",
+        f"{role.name}: {_format_count(role.num_ranks, 'rank')}, {role.layout} ({role.task})",
     )
     sizes = {
         "weights\nGB": [stage.weight_bytes for stage in role.stages],
@@ -161,7 +163,7 @@ def _on_nodes(
     method = config.weight_sync.method
     if method == "full_export":
         size, servers = weight_bytes(config) / 1e9, config.rollout.num_servers
-        text = f"{size:,.1f} GB into output_dir, read by {_counted(servers, 'server')}"
+        text = f"{size:,.1f} GB into output_dir, read by {_format_count(servers, 'server')}"
     else:
         found = moved(config, model, gpus_per_node)
         text = (
@@ -183,7 +185,7 @@ def _left_over(num_taken: int, num_nodes: int) -> list[str]:
     ]
 
 
-def _counted(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
@@ -212,9 +214,9 @@ def _summary(config: RLConfig, device: str) -> list[str]:
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     return [
         f"{num_devices(plans)} {where}: {parts}",
-        f"a step: {_counted(config.trainer.prompts_per_step, 'prompt')}, "
-        f"{_counted(samples, 'sample')}, "
-        f"{_counted(config.algorithm.num_mini_batches, 'optimizer step')}; "
-        f"{_counted(config.trainer.num_steps, 'step')}",
+        f"a step: {_format_count(config.trainer.prompts_per_step, 'prompt')}, "
+        f"{_format_count(samples, 'sample')}, "
+        f"{_format_count(config.algorithm.num_mini_batches, 'optimizer step')}; "
+        f"{_format_count(config.trainer.num_steps, 'step')}",
         "sizes are of one rank, without what libraries take; nothing was started",
     ]

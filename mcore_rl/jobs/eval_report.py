@@ -17,7 +17,7 @@ from rich.table import Table
 from mcore_rl.algorithms.estimates import majority_at_k, mean_and_error, pass_at_k
 from mcore_rl.config.eval_schema import ScoringConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.observability.console import stdout_console
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.rewards.base import FindAnswer
 from mcore_rl.rollout.agent_loop import Tokenizer, text_of
 
@@ -146,7 +146,7 @@ def print_table(found: Mapping[str, Metrics], console: Console | None = None) ->
         for metric in next(iter(shown.values())):
             cells = [_cell(metric, metrics[metric]) for metrics in shown.values()]
             table.add_row(metric, *cells)
-        (console or stdout_console()).print(table)
+        (console or get_stdout_console()).print(table)
 
 
 def _cell(metric: str, value: Any) -> str:

@@ -31,8 +31,8 @@ from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
     STARTED,
     SUMMARY,
-    dry_run_dir,
     exclusive_run_dir,
+    inspect_run_dir,
     log_dir,
     write_json,
 )
@@ -44,7 +44,7 @@ from mcore_rl.jobs.run_folder import model_folder
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.console import StepProgress, stdout_console, waiting
+from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.observability.versions import versions
@@ -139,9 +139,9 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     Raises:
         ConfigError: the job would be refused, for the same reason.
     """
-    console = console or stdout_console()
+    console = console or get_stdout_console()
     resolve_eval(config)
-    folder, refusal = dry_run_dir(config.output_dir, config.resume, check_content)
+    folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
     with waiting("checking the inputs"):
         inputs = _check(config)
         if not refusal:

@@ -12,7 +12,7 @@ from mcore_rl.config.sources import test_files
 from mcore_rl.config.train_schema import RMConfig, TrainConfig
 from mcore_rl.data.sample_tables import tables_in
 from mcore_rl.data.tasks.prepared import prepared
-from mcore_rl.observability.command_lines import command_lines
+from mcore_rl.observability.command_lines import wrap_command
 
 CHECKPOINT = "checkpoint"  # the folder with the weights of the end
 _SET = "data.sets.NAME=FILE"
@@ -22,12 +22,12 @@ _EVALUATED_ALIKE = (
 )  # fmt: skip
 
 
-def next_commands(folder: Path, config: RLConfig | TrainConfig) -> list[str]:
+def list_next_commands(folder: Path, config: RLConfig | TrainConfig) -> list[str]:
     """Return lines with commands, to be pasted into a shell; long ones go on in the next line."""
     lines: list[str] = []
     for words in _commands(folder, config):
         head = f"{' ' * 5} mcore-rl" if lines else "next: mcore-rl"
-        lines += command_lines(words, head)
+        lines += wrap_command(words, head)
     return lines
 
 
@@ -37,7 +37,7 @@ def _commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[list[str
         return
     if tables_in(folder):
         yield ["samples", str(folder)]
-    own = [*_settings_of_eval(folder, config)] if isinstance(config, RLConfig) else [_SET]
+    own = [*_list_eval_settings(folder, config)] if isinstance(config, RLConfig) else [_SET]
     if own:
         yield ["eval", f"model.path={folder}", *own]
     chat = ["chat", str(folder)]
@@ -49,7 +49,7 @@ def _commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[list[str
     yield chat
 
 
-def _settings_of_eval(folder: Path, config: RLConfig) -> Iterator[str]:
+def _list_eval_settings(folder: Path, config: RLConfig) -> Iterator[str]:
     """Nothing for runs that `mcore-rl eval` cannot repeat: of agents, or with terms of a reward."""
     if config.agent.loop != "single_turn" or config.reward.terms:
         return

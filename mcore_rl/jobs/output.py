@@ -19,7 +19,7 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.data.sample_tables import go_on_after
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.jobs.next_commands import CHECKPOINT, next_commands
+from mcore_rl.jobs.next_commands import CHECKPOINT, list_next_commands
 from mcore_rl.observability.console import (
     Measured,
     StepProgress,
@@ -101,7 +101,7 @@ def exclusive_run_dir(
                 place.rmdir()
 
 
-def dry_run_dir(
+def inspect_run_dir(
     output_dir: str, resume: str, check: CheckContent | None = None
 ) -> tuple[Path, list[str]]:
     """Return the folder that a run would have, and a line if the run would be refused that folder.
@@ -309,7 +309,7 @@ class RunOutput:
         write_json(self.folder / SUMMARY, summary)
         memory = f"{peak_memory_bytes / 1e9:.1f} GB"
         show_line(f"{wall_s:.0f} s, peak memory {memory}, in {self.folder}")
-        for line in next_commands(self.folder, self._config):
+        for line in list_next_commands(self.folder, self._config):
             show_line(line)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 _WIDTH = 80
 
 
-def command_lines(words: Sequence[str], head: str = "") -> list[str]:
+def wrap_command(words: Sequence[str], head: str = "") -> list[str]:
     r"""Return the lines of a command, behind `head`; what is too long for one goes on in the next.
 
-    >>> command_lines(["chat", "a b"], "next: mcore-rl")
+    >>> wrap_command(["chat", "a b"], "next: mcore-rl")
     ["next: mcore-rl chat 'a b'"]
     """
     begin = len(head) - len(head.lstrip())

@@ -60,7 +60,7 @@ class _Console(Console):
 
 
 @functools.cache
-def stdout_console() -> Console:
+def get_stdout_console() -> Console:
     """Return the console of this process's standard output.
 
     There is one: a line that another console prints passes by a live display, which is then drawn
@@ -91,7 +91,7 @@ class StepProgress:
     def __init__(self, title: str, num_steps: int, console: Console | None = None) -> None:
         self._title = title
         self._num_steps = num_steps
-        self._console = console or stdout_console()
+        self._console = console or get_stdout_console()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),
@@ -101,7 +101,7 @@ class StepProgress:
         self._task = self._bar.add_task(title, total=num_steps)
         # The report has a line of its own under the bar: both fit in 80 columns.
         self._report = Text(no_wrap=True, overflow="ellipsis")
-        self._live = _live(Group(self._bar, self._report, _Now()), self._console)
+        self._live = _make_live(Group(self._bar, self._report, _Now()), self._console)
         self._stack = ExitStack()
 
     def update(self, step: int, report: StepReport | str) -> None:
@@ -140,12 +140,12 @@ def waiting(
     Elsewhere there are others where it takes long. When it has ended well, a line with its seconds.
     Without `has_lines` only the spinner. `since` is when it began, if that is not now.
     """
-    console = console or stdout_console()
+    console = console or get_stdout_console()
     started = time.monotonic() if since is None else since
     with ExitStack() as stack:
         stack.enter_context(ACTIVITY.phase(for_what, since=started))
         if console.is_interactive:
-            stack.enter_context(_live(Spinner("dots", _Now()), console, transient=True))
+            stack.enter_context(_make_live(Spinner("dots", _Now()), console, transient=True))
         elif has_lines:
             show_line(f"{for_what} ...", console)
             stack.enter_context(_told(console))
@@ -158,7 +158,7 @@ def _told(console: Console) -> AbstractContextManager[None]:
     return Teller(lambda line: show_line(line, console)).told()
 
 
-def _live(shown: RenderableType, console: Console, *, transient: bool = False) -> Live:
+def _make_live(shown: RenderableType, console: Console, *, transient: bool = False) -> Live:
     """Standard error is no part of the display where it goes elsewhere."""
     is_shared = sys.stderr.isatty()
     return Live(shown, console=console, transient=transient, redirect_stderr=is_shared)
@@ -169,7 +169,7 @@ def show_line(line: str, console: Console | None = None) -> None:
 
     On a terminal it is wrapped between words; a word that is too long stays whole, to be copied.
     """
-    console = console or stdout_console()
+    console = console or get_stdout_console()
     lines = [visible(line)]
     if console.is_interactive:
         wrapper = textwrap.TextWrapper(
@@ -229,4 +229,4 @@ def print_before_after(
         change = after.value - before.value
         shown = f"{100 * change:+.1f} points" if after.is_share else f"{change:+.3f}"
         table.add_row(name, str(before), str(after), shown)
-    (console or stdout_console()).print(table)
+    (console or get_stdout_console()).print(table)

@@ -165,7 +165,10 @@ def _in_short(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     lines = []
     for row, reward in enumerate(batch.array("rewards")):
         prompt, response = plain("prompt_ids", row), plain("response_ids", row)
-        prompt = prompt.removesuffix(" assistant")[-_SHOWN:]  # the header of the response
+        prompt = prompt.removesuffix(" assistant")  # the header of the response
+        if len(prompt) > _SHOWN:  # from the beginning of a word on
+            end = prompt[-_SHOWN + 4 :]
+            prompt = f"... {end.partition(' ')[2] or end}"
         if len(response) > _SHOWN:
             response = f"{response[: _SHOWN // 2]} ... {response[-_SHOWN // 2 :]}"
         lines.append(f"sample, reward {reward:.3f}  {prompt} -> {response}")

@@ -237,7 +237,7 @@ def with_values(batch: B, critic: Group) -> B:
     return batch.union(scored.select("values"))
 
 
-def policy_entropy(batch: Batch) -> dict[str, float]:
+def compute_policy_entropy(batch: Batch) -> dict[str, float]:
     """Return the metric actor/entropy: the mean over tokens that the policy chose, in nats.
 
     A batch with the servers' log-probs has none, and gets it in the update.

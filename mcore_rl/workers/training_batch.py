@@ -48,7 +48,7 @@ def training_batch(
     corrected, left_out = steps.with_correction(whole, algorithm)
     num = algorithm.num_mini_batches
     weighed, counts = steps.with_each(corrected, num, seed, steps.with_loss_weights, algorithm)
-    metrics = metrics | steps.policy_entropy(batch) | distillation_metrics(batch) | left_out
+    metrics = metrics | steps.compute_policy_entropy(batch) | distillation_metrics(batch) | left_out
     return (
         _new(judged, batch),
         _new(weighed, chosen),

@@ -15,7 +15,7 @@ from rich.progress import (
 )
 
 from mcore_rl.jobs.convert.options import format_bytes
-from mcore_rl.observability.console import show_line, stdout_console
+from mcore_rl.observability.console import get_stdout_console, show_line
 
 _INTERVAL_S = 5.0  # between plain lines
 
@@ -31,7 +31,7 @@ class ByteProgress:
         self, title: str, total: int, done: int = 0, console: Console | None = None
     ) -> None:
         self._title, self._total, self._earlier = title, total, done
-        self._console = console or stdout_console()
+        self._console = console or get_stdout_console()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),

@@ -18,7 +18,7 @@ from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
-from mcore_rl.observability.console import stdout_console
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.tools.bench_async.model import Actor, Clock, Elsewhere, Servers, Workload
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
@@ -171,4 +171,4 @@ def show(
     for base in ("sync", "sync, by turns"):
         over = [one.samples_per_s / found[base].samples_per_s for one in found.values()]
         table.add_row(f"over {base}", *[f"{ratio:.2f}" for ratio in over])
-    (console or stdout_console()).print(table)
+    (console or get_stdout_console()).print(table)

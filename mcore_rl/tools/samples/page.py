@@ -103,10 +103,10 @@ def title_of(summary: Summary) -> str:
 def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
     yield "reward", number(summary.reward)
     if summary.answer is not None:
-        yield "reference answer", _short(summary.answer)
+        yield "reference answer", _shorten(summary.answer)
     for name, value in summary.columns.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        yield f"column {visible(name)}", _short(text)
+        yield f"column {visible(name)}", _shorten(text)
     if summary.parts:
         parts = (f"{visible(name)} {number(part)}" for name, part in summary.parts.items())
         yield "reward parts", ", ".join(parts)
@@ -126,7 +126,7 @@ def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str,
         yield "largest gap", f"{summary.max_gap:.4g} nats between trainer and servers"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     """On one line, without what is far behind."""
     line = visible(" ".join(text.split()))
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."

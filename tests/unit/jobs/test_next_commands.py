@@ -12,7 +12,7 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig
-from mcore_rl.jobs.next_commands import next_commands
+from mcore_rl.jobs.next_commands import list_next_commands
 
 
 def commands(lines: list[str]) -> list[list[str]]:
@@ -34,7 +34,7 @@ def test_a_run_says_how_to_look_at_it_evaluate_it_and_talk_to_it(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     folder = Path("my run")
     folder.mkdir()
-    shown, evaluated, talked = commands(next_commands(folder, quickstart(folder)))
+    shown, evaluated, talked = commands(list_next_commands(folder, quickstart(folder)))
     assert [line[:2] for line in (shown, evaluated, talked)] == [
         ["mcore-rl", "samples"], ["mcore-rl", "eval"], ["mcore-rl", "chat"]
     ]  # fmt: skip
@@ -50,7 +50,7 @@ def test_a_run_says_how_to_look_at_it_evaluate_it_and_talk_to_it(tmp_path, monke
 def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_named():
     settings = ["data.test_files={math: m.jsonl, code: c.jsonl}", "data.answer_column=solution"]
     config = compose_config(RLConfig, [*settings, "reward.name=math", "data.train_file=t.jsonl"])
-    evaluated, _ = commands(next_commands(Path("out"), config))
+    evaluated, _ = commands(list_next_commands(Path("out"), config))
     assert evaluated[3:] == [
         "data.sets.math=m.jsonl", "data.sets.code=c.jsonl", "data.answer_column=solution",
         "reward.name=math",
@@ -60,7 +60,7 @@ def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_n
 @pytest.mark.parametrize("setting", ["agent.loop=tools", "reward.terms.math={weight: 1.0}"])
 def test_no_evaluation_is_named_that_would_be_another_one(setting):
     config = compose_config(RLConfig, [setting])
-    assert [line[1] for line in commands(next_commands(Path("out"), config))] == ["chat"]
+    assert [line[1] for line in commands(list_next_commands(Path("out"), config))] == ["chat"]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,6 @@ def test_no_evaluation_is_named_that_would_be_another_one(setting):
     [(SFTConfig(), ["eval", "chat"]), (DPOConfig(), ["eval", "chat"]), (RMConfig(), ["rl"])],
 )
 def test_training_on_examples_leaves_what_can_be_evaluated_or_what_rewards(config, names):
-    found = commands(next_commands(Path("out"), config))
+    found = commands(list_next_commands(Path("out"), config))
     assert [line[1] for line in found] == names
     assert names != ["rl"] or found[0][3] == "reward_model.model_path=out/checkpoint"

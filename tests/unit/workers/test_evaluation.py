@@ -160,6 +160,20 @@ def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsy
     assert [path.name for path in file.iterdir()] == ["step_000002.parquet"]
 
 
+@pytest.mark.parametrize(
+    ("length", "shown"),
+    [(3, "7 7 7"), (29, "7 " * 28 + "7"), (40, "... " + "7 " * 26 + "7"), (1000, None)],
+)
+def test_the_end_of_a_long_prompt_is_shown_from_a_word_on(tmp_path, capsys, length, shown):
+    long = sample(0, 1.0)
+    long.prompt_ids = [7] * length
+    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(every=0, tokens=False))
+    tables.of_step(1, Batch.of([long]))
+    prompt = capsys.readouterr().out.removeprefix("step 1: sample, reward 1.000  ")
+    prompt = prompt.removesuffix(" -> 1 2\n")
+    assert prompt == (shown or "... " + "7 " * 26 + "7") and len(prompt) <= 58
+
+
 def test_a_table_with_tokens_has_the_tokenizer_beside_it_and_log_probs_of_the_trainer(tmp_path):
     words = {"a": 7, "b": 1, "c": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=TokenizerFile(WordLevel(words)))
