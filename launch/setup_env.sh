@@ -22,13 +22,15 @@ torch_cpu_index=https://download.pytorch.org/whl/cpu
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# stage LABEL COMMAND...: one line on the screen, the output in the log; its end is shown on failure.
+# stage LABEL COMMAND...: a line on the screen when it begins and its seconds when it has ended, the
+# output in the log, whose end is shown on failure.
 # The command has a process group of its own, so that nothing of it outlives an interrupted set-up.
 child=
 trap '[ -z "$child" ] || kill -- "-$child"; exit 130' INT TERM HUP
 stage() {
     local label=$1 start=$SECONDS status=0
     shift
+    say "$label ..."
     set -m
     "$@" >>"$log" 2>&1 </dev/null &
     child=$!

@@ -29,6 +29,7 @@ from mcore_rl.checkpoint.raw_file import name_folder, size_and_checksum
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.data.batch import Array
+from mcore_rl.data.tasks.prepared import prepared
 
 ACTOR, CRITIC = "actor", "critic"
 MADE_IN = "made_in"  # in `state`, where it is not the folder of the run itself
@@ -50,9 +51,37 @@ class RunCheckpoint:
         return self.path.parents[1]
 
     @property
+    def model(self) -> Path:
+        """The Hugging Face folder that the run began with: given, or made before the first step."""
+        settings = self.state["settings"]
+        if settings.get("warm_start", {}).get("num_steps"):
+            return self.made_in / "warm_start"
+        if settings.get("task", {}).get("name"):
+            return prepared(self.made_in / "task").model_dir
+        return Path(settings["model"]["path"])
+
+    @property
     def made_in(self) -> Path:
         """The output folder with what was made before the first step: a task, a warm start."""
         return Path(self.state.get(MADE_IN) or self.run)
+
+
+def find_run_checkpoint(engine: Path) -> RunCheckpoint | None:
+    """Return the training checkpoint with the weights in `engine`, by its state.json alone.
+
+    None where they are of no run.
+    """
+    if engine.name != ACTOR or not (engine.parent / _MANIFEST).is_file():
+        return None
+    state = read_json_object(engine.parent / _STATE)
+    return RunCheckpoint(engine.parent.absolute(), state["step"], state)
+
+
+def find_actor(path: Path) -> Path:
+    """Return the weights in a training checkpoint, or in the last one of a run; else the path."""
+    if not (path / _MANIFEST).is_file() and (steps := steps_in(path / "checkpoints")):
+        path = path / "checkpoints" / name_of(steps[-1])
+    return path / ACTOR if (path / _MANIFEST).is_file() and (path / ACTOR).is_dir() else path
 
 
 def read_checkpoint(path: Path, read_sums: ReadSums = sums_read_here) -> RunCheckpoint:

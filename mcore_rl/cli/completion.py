@@ -29,7 +29,7 @@ _mcore_rl() {
     while IFS= read -r reply; do
         COMPREPLY+=("${reply#"$typed"}")
     done < <("${COMP_WORDS[0]}" completion words "$line" 2>/dev/null)
-    case ${COMPREPLY[0]-} in *=) compopt -o nospace ;; esac
+    case ${COMPREPLY[0]-} in *=|*/) compopt -o nospace ;; esac
 }
 complete -o default -F _mcore_rl mcore-rl"""
 _ZSH = """\
@@ -39,7 +39,7 @@ _mcore_rl() {
     if (( ! $#found )); then
         compset -P '*='
         _files
-    elif [[ ${found[1]} == *= ]]; then
+    elif [[ ${found[1]} == *[=/] ]]; then
         compadd -Q -S '' -a found
     else
         compadd -Q -a found
@@ -47,13 +47,15 @@ _mcore_rl() {
 }
 compdef _mcore_rl mcore-rl"""
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH}
+_PATHS = ("DIR", "FILE", "RUN")  # what a shell completes itself, where no word is given
 _AXES = {"--layout": Layout, "--train": Layout, "--target": Layout, "--generate": GenerationLayout}
 
 
 def main(arguments: list[str]) -> None:
     """`words LINE` is what the scripts call: the possible words at the end of the line."""
     if arguments[:1] == ["words"]:
-        show("\n".join(words(arguments[1])))
+        if found := words(arguments[1]):  # an empty line would be a word: then no path is completed
+            show("\n".join(found))
         return
     shell = build_parser().parse_args(arguments).shell
     show(SCRIPTS[shell])
@@ -97,11 +99,11 @@ def _settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
     if is_topic:
         yield from (group.key for group in found if group.key)
         return
-    key, equals, _ = current.partition("=")
+    key, equals, text = current.partition("=")
     if not equals:
         yield from ("recipe=", *(f"{s.key}=" for group in found for s in group.settings))
     elif key == "recipe":
-        yield from (f"recipe={name}" for name in recipes.names())
+        yield from (f"recipe={name}" for name in (*recipes.names(), *recipes.find_files(text)))
     else:
         for group in found:
             for setting in group.settings:
@@ -119,6 +121,9 @@ def _of_parser(found: argparse.ArgumentParser, last: str, current: str) -> Itera
         yield from _of_option(taking[0], last, current)
         return
     yield from _subcommands(found)
+    takes_path = any(a.metavar in _PATHS and not a.option_strings for a in found._actions)
+    if takes_path and not current.startswith("-"):
+        return
     for action in found._actions:
         if action.choices is not None and not isinstance(action, argparse._SubParsersAction):
             yield from map(str, action.choices)

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.cli import recipes
 from mcore_rl.cli.options import closest
+from mcore_rl.cli.other_names import find_our_settings
 from mcore_rl.config.describe import Setting, groups
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
@@ -23,6 +24,7 @@ from mcore_rl.config.schema import TimeoutsConfig
 T = TypeVar("T")
 Settings = Mapping[str, Setting]  # by key
 _RECIPE = "recipe"  # the one key that is no setting
+_REPLACE = "replace"  # in a recipe only: mappings of its base that it does not add to
 _TERMS = "dict[str, dict[str, Any]]"  # reward.terms, which contains settings of functions
 _KINDS = {
     "int": "a whole number",
@@ -103,8 +105,8 @@ def _split(argument: str, settings: Settings) -> tuple[str, str]:
     if key.startswith(("+", "~")):
         raise ConfigError(f"{argument}: settings cannot be added or removed; use key=value")
     if not equals:
-        hint = f"{_RECIPE}={key}" if key in recipes.names() or "/" in key else f"{key}=VALUE"
-        if key not in settings and not hint.startswith(_RECIPE):
+        hint = f"{key}=VALUE" if key in settings else recipes.suggest_recipe(key)
+        if not hint:
             raise ConfigError(f"{argument!r} is no key=value; {unknown(key, list(settings))}")
         raise ConfigError(f"{argument!r} is no key=value; did you mean {hint}?")
     if key != key.strip():
@@ -194,9 +196,21 @@ def _change(
             raise ConfigError(f"{path}: {_RECIPE}={base!r}; allowed: a name or a path")
         found = recipes.find(base, f"{path}: {_RECIPE}", path.parent)
         _change(config, found, settings, (*above, path))
+    for key in _check_replaced(changes.pop(_REPLACE, []), settings, f"{path}: {_REPLACE}"):
+        _set(config, settings[key], {}, f"{path}: ")
     for key, value in _leaves(changes, settings, f"{path}: "):
         _set(config, _setting(key, settings), value, f"{path}: ")
     _checked(config, f"{path}: ")
+
+
+def _check_replaced(keys: object, settings: Settings, where: str) -> list[str]:
+    """The mappings that a recipe gives anew, in place of adding to those of its base."""
+    mappings = [name for name, setting in settings.items() if setting.is_mapping]
+    if not isinstance(keys, list) or (wrong := [key for key in keys if key not in mappings]):
+        shown = wrong[0] if isinstance(keys, list) else keys
+        close = closest(str(shown), mappings) or mappings[:_FEW]
+        raise ConfigError(f"{where}={shown!r}; allowed: a list of mappings such as {close[0]}")
+    return keys
 
 
 def _leaves(
@@ -211,7 +225,8 @@ def _leaves(
         if is_group and "." not in str(name) and (value is None or isinstance(value, dict)):
             yield from _leaves(value or {}, known, where, f"{key}.")
         elif not _is_known(key, known):
-            raise ConfigError(f"{where}{unknown(key, list(known))}")
+            whole = key if prefix else _find_first_key(key, value)
+            raise ConfigError(f"{where}{unknown(whole, list(known))}")
         elif "." in str(name):
             nested = ": {".join(str(name).split("."))
             raise ConfigError(
@@ -220,6 +235,14 @@ def _leaves(
             )
         else:
             yield key, value
+
+
+def _find_first_key(key: str, value: object) -> str:
+    """The whole key of the first setting in a group that is not ours, as of another framework."""
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key
 
 
 def _load(path: Path) -> dict[Any, Any]:
@@ -248,6 +271,12 @@ def unknown(key: str, known: Sequence[str]) -> str:
     if inside:
         listed = ", ".join(inside[:_FEW]) + (", ..." if len(inside) > _FEW else "")
         return f"{key} is a group of settings; set one of: {listed}"
+    framework, ours = find_our_settings(key, known)
+    if framework:
+        hint = (
+            f"did you mean {' or '.join(ours)}?" if ours else "docs/from_verl_and_trl.md has ours"
+        )
+        return f"unknown setting {key!r}, which is {framework}'s; {hint}"
     leaf = key.rpartition(".")[2]
     ends: dict[str, list[str]] = {}
     for name in known:

@@ -8,12 +8,13 @@ from pathlib import Path
 from mcore_rl.cli.options import Parser
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.publishers import PUBLISHERS
+from mcore_rl.observability.command_lines import wrap_command
 
 _ABOUT = """\
-Makes a parquet file that mcore-rl trains on, of the files that a publisher ships: parquet, JSONL
-(.jsonl or .jsonl.gz), a folder of save_to_disk of Hugging Face's datasets, or, as MATH once, a
-folder of JSON files. Several inputs are read one after the other. Nothing is downloaded, and no
-file is overwritten."""
+Makes a parquet file that mcore-rl trains on, of the files that a publisher
+ships: parquet, JSONL (.jsonl or .jsonl.gz), a folder of save_to_disk of Hugging
+Face's datasets, or, as MATH once, a folder of JSON files. Several inputs are
+read one after the other. Nothing is downloaded, and no file is overwritten."""
 # Named as their recipes, where a published data set has the name of the task; what each teaches,
 # and the share of worked examples that its recipe has.
 _TASKS = {
@@ -112,4 +113,5 @@ def _subcommand(
 
 
 def _examples(*examples: str) -> str:
-    return "\n".join(["examples:", *(f"  mcore-rl data {example}" for example in examples)])
+    commands = [wrap_command(example.split(), "  mcore-rl data") for example in examples]
+    return "\n".join(["examples:", *(line for lines in commands for line in lines)])

@@ -8,10 +8,10 @@ from mcore_rl.cli.job import JobCommand, starting
 from mcore_rl.config.eval_schema import EvalConfig
 
 EXAMPLES = """\
-  mcore-rl eval model.path=/models/Qwen3-0.6B data.sets.math=math.parquet reward.name=math \\
-      rollout.n=16 output_dir=outputs/math
-  mcore-rl eval model.path=outputs/mine data.sets.math=math.parquet data.sets.aime=aime.jsonl \\
-      reward.name=math rollout.n=16 rollout.num_servers=8
+  mcore-rl eval model.path=/models/Qwen3-0.6B data.sets.math=math.parquet \\
+      reward.name=math rollout.n=16 output_dir=outputs/math
+  mcore-rl eval model.path=outputs/mine data.sets.math=math.parquet \\
+      data.sets.aime=aime.jsonl reward.name=math rollout.num_servers=8
   mcore-rl eval recipe=mine.yaml rollout.temperature=0 --dry-run
   mcore-rl eval --help scoring"""
 

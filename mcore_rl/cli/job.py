@@ -96,7 +96,7 @@ class JobCommand:
             return "\n".join(line for topic in topics for line in _topic(found, topic))
         parts = [parser.format_help().rstrip()]
         if self.has_recipes:
-            lines = [f"  {line}" for line in recipes.listing()]
+            lines = recipes.listing(indent=2)
             parts.append("\n".join(["recipes (or the path of your own):", *lines]))
         parts += [f"examples:\n{self.examples}", "settings and their defaults:"]
         return "\n\n".join([*parts, *("\n".join(_described(group)) for group in found)])
@@ -146,7 +146,7 @@ def _described(group: SettingGroup) -> Iterator[str]:
 
 
 def _lines(setting: Setting) -> Iterator[str]:
-    yield f"  {setting.key}={json.dumps(setting.default)}"
+    yield from _wrapped(f"{setting.key}={json.dumps(setting.default)}", "  ")
     yield from _wrapped(setting.meaning, "      ")
 
 

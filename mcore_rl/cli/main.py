@@ -55,7 +55,9 @@ def main() -> int:
 
 
 def _usage() -> str:
-    rows = [f"  {name:12}{meaning}" for name, meaning in {**COMMANDS, **OPTIONS}.items()]
+    from mcore_rl.cli.options import wrap_descriptions
+
+    rows = wrap_descriptions({**COMMANDS, **OPTIONS}, indent=2)
     return "\n".join(["usage: mcore-rl COMMAND ...", *rows])
 
 

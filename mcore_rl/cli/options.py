@@ -6,8 +6,10 @@ import argparse
 import difflib
 import os
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
@@ -24,6 +26,17 @@ SERVED_AXES = "tp pp dp ep, of vLLM; without dp, the smallest that fits"
 def closest(word: str, words: Iterable[str]) -> list[str]:
     """Up to three of `words` that are spelled like `word`, the most similar first."""
     return difflib.get_close_matches(word, list(words), n=3, cutoff=0.7)
+
+
+def wrap_descriptions(meanings: Mapping[str, str], indent: int = 0) -> Iterator[str]:
+    """Lines of names and what they mean, in columns that fit on the screen."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    beside = max(map(len, meanings)) + 2
+    for name, meaning in meanings.items():
+        first = f"{' ' * indent}{name:{beside}}"
+        yield from textwrap.wrap(
+            meaning, width, initial_indent=first, subsequent_indent=" " * len(first)
+        )
 
 
 class Parser(argparse.ArgumentParser):

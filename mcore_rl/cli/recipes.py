@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from glob import escape, glob
 from pathlib import Path
 
 import mcore_rl
-from mcore_rl.cli.options import closest
+from mcore_rl.cli.options import closest, wrap_descriptions
 from mcore_rl.config.errors import ConfigError
 
 RECIPES = Path(mcore_rl.__file__).parent / "configs" / "recipe"
@@ -17,19 +18,42 @@ def names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+def find_files(start: str) -> list[str]:
+    """Return the YAML files, and folders with a slash behind, whose paths begin with `start`."""
+    paths = sorted(glob(f"{escape(start)}*"))
+    folders = [f"{path}/" for path in paths if Path(path).is_dir()]
+    return folders + [path for path in paths if path.endswith(_SUFFIXES)]
+
+
 def first_comment(path: Path) -> str:
-    """What the first comment line of a recipe says; "" where there is none."""
+    """What the first comment of a recipe says, up to the end of a sentence; "" if there is none."""
+    words: list[str] = []
     for line in path.read_text().splitlines():
-        if line.startswith("#") and not line.startswith("# @"):
-            return line.lstrip("# ")
-    return ""
+        if not line.startswith("#") or line.startswith("# @"):
+            if words:
+                break
+            continue
+        own = line.lstrip("# ").split()
+        words += own
+        if words and (not own or words[-1].endswith(".")):
+            break
+    return " ".join(words)
 
 
-def listing() -> Iterator[str]:
-    """A line a recipe: its name and its first comment line."""
-    width = max(map(len, names()))
-    for name in names():
-        yield f"{name:{width}}  {first_comment(RECIPES / f'{name}.yaml')}"
+def listing(indent: int = 0) -> Iterator[str]:
+    """The name of each recipe, and what its first comment says."""
+    return wrap_descriptions(
+        {name: first_comment(RECIPES / f"{name}.yaml") for name in names()}, indent
+    )
+
+
+def suggest_recipe(word: str) -> str:
+    """Return recipe=NAME or recipe=PATH where a word alone is meant for it; else empty."""
+    if "/" in word or word.endswith(_SUFFIXES):
+        return f"recipe={word}"
+    beside = [f"{word}{end}" for end in _SUFFIXES if Path(f"{word}{end}").is_file()]
+    close = [word] if word in names() else beside or closest(word, names())
+    return f"recipe={close[0]}" if close else ""
 
 
 def find(recipe: str, where: str, folder: Path) -> Path:

@@ -9,10 +9,12 @@ from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.config.warnings import warnings_of_training
 
 _EXAMPLES = """\
-  mcore-rl {0} model.path=/models/Qwen3-0.6B data.train_file=train.jsonl output_dir=outputs/mine
+  mcore-rl {0} model.path=/models/Qwen3-0.6B data.train_file=train.jsonl \\
+      output_dir=outputs/mine
   mcore-rl {0} recipe=mine.yaml --dry-run
-  mcore-rl {0} recipe=mine.yaml engine.layout.tp=2 trainer.save_every=100 resume=auto
-  torchrun --nproc-per-node 2 --no-python mcore-rl {0} recipe=mine.yaml engine.layout.dp=2
+  mcore-rl {0} recipe=mine.yaml trainer.save_every=100 resume=auto
+  torchrun --nproc-per-node 2 --no-python \\
+      mcore-rl {0} recipe=mine.yaml engine.layout.dp=2
   mcore-rl {0} --help data"""
 
 

@@ -10,10 +10,11 @@ from mcore_rl.cli.options import AXES, Parser, parse_layout
 from mcore_rl.config.schema import Layout
 
 _ABOUT = """\
-Log-probs of the same tokens under Megatron (at the layout, whose ranks it starts), transformers
-and vLLM (as sampled, and by a prefill). With vllm each prompt is continued by 16 sampled tokens.
-Exit status: 0 when every pair is within the tolerance, 1 when not, 2 for bad input. Where a pair
-is not, the first module that differs is named."""
+Log-probs of the same tokens under Megatron (at the layout, whose ranks it
+starts), transformers and vLLM (as sampled, and by a prefill). With vllm each
+prompt is continued by 16 sampled tokens. Exit status: 0 when every pair is
+within the tolerance, 1 when not, 2 for bad input. Where a pair is not, the
+first module that differs is named."""
 _TOLERANCE = (
     "bound on the largest difference of log-probs, in nats; default: 1e-4 in float32, 2.0 in "
     "bfloat16, where the mean is limited to 0.1 (rounding gives 1 at single tokens, 0.02 on "
@@ -24,10 +25,9 @@ _TOLERANCE = (
 def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
     layout = parse_layout("--layout", options.layout, Layout)
-    from rich.console import Console
-
     from mcore_rl.jobs.parity.run import run  # imports torch: not for a bad option
     from mcore_rl.jobs.parity.settings import Request
+    from mcore_rl.observability.console import get_stdout_console
 
     report = run(
         Request(
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
         json.dump(report.as_json(), sys.stdout, indent=1, allow_nan=False)
         print()
     else:
-        report.print(Console())
+        report.print(get_stdout_console())
     if not report.passed:
         raise SystemExit(1)
 

@@ -226,16 +226,16 @@ def _resolve_data(config: DataConfig) -> None:
 def _resolve_files(config: RLConfig) -> None:
     data = config.data
     made_by_task = {"model.path": config.model.path}
-    made_by_task["data.test_file"] = data.test_file or ", ".join(data.test_files)
     made_by_task["data.train_file"] = data.train_file or ", ".join(data.train_files)
     if config.warm_start.num_steps:
         made_by_task["warm_start.train_file"] = config.warm_start.train_file
-    for key, value in made_by_task.items():
+    test = {"data.test_file": data.test_file or ", ".join(data.test_files)}
+    for key, value in (made_by_task | test).items():
         if config.task.name and value:
             raise ConfigError(
                 f"{key}={value!r}: task.name={config.task.name!r} makes its own; allowed: ''"
             )
-        if not config.task.name and not value:
+        if not config.task.name and not value and key not in test:
             raise ConfigError(f"{key}='' names nothing; it is needed when task.name is empty")
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from mcore_rl.config.checks import at_least, one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.sources import test_files
 from mcore_rl.config.train_schema import TrainConfig
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
@@ -33,7 +34,7 @@ def resolve_evaluation(config: RLConfig) -> None:
             "are the same; allowed: 1"
         )
     _resolve_own_length(config)
-    resolve_best(config)
+    resolve_held_out(config, has_sets=bool(test_files(config.data) or config.task.name))
 
 
 def check_stop(setting: str, stop: Sequence[str]) -> None:
@@ -54,8 +55,20 @@ def _resolve_own_length(config: RLConfig) -> None:
         )
 
 
-def resolve_best(config: RLConfig | TrainConfig) -> None:
-    """A checkpoint can be the best by an evaluation if there is one at its step."""
+def resolve_held_out(config: RLConfig | TrainConfig, *, has_sets: bool) -> None:
+    """Refuse settings of evaluations without a held-out set, or at other steps.
+
+    A checkpoint can be the best by an evaluation if there is one at its step.
+    """
+    reads_sets = {
+        f"evaluation.every={config.evaluation.every}": config.evaluation.every > 0,
+        f"checkpoint.keep_best={config.checkpoint.keep_best!r}": (
+            config.checkpoint.keep_best.removeprefix("-").startswith("eval/")
+        ),
+    }
+    for setting, reads in reads_sets.items():
+        if reads and not has_sets:
+            raise ConfigError(f"{setting} needs data.test_file or data.test_files")
     best, every, save = (
         config.checkpoint.keep_best,
         config.evaluation.every,

@@ -11,7 +11,7 @@ from mcore_rl.config.checks import at_least, between, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import MAX_SEED, resolve_checkpoint, resolve_model
 from mcore_rl.config.resolve_engine import resolve_engine
-from mcore_rl.config.resolve_evaluation import resolve_best
+from mcore_rl.config.resolve_evaluation import resolve_held_out
 from mcore_rl.config.sources import resolve_sources, test_files, train_files
 from mcore_rl.config.train_schema import (
     ConversationsConfig,
@@ -46,7 +46,7 @@ def resolve_train(config: TrainConfig) -> None:
         if not value:
             raise ConfigError(f"{key}='' names nothing; it is needed")
     resolve_sources(data)
-    _resolve_held_out(config)
+    resolve_held_out(config, has_sets=bool(test_files(data)))
     at_least("data.max_tokens", data.max_tokens, 2)
     one_of("data.long_rows", data.long_rows, ("refuse", "drop"))
     _resolve_pairs(config)
@@ -56,18 +56,6 @@ def resolve_train(config: TrainConfig) -> None:
             f"engine.layout.dp={dp} does not divide the {rows} conversations of a step "
             f"(trainer.batch_size={steps.batch_size})"
         )
-
-
-def _resolve_held_out(config: TrainConfig) -> None:
-    best, every = config.checkpoint.keep_best, config.evaluation.every
-    reads_sets = {
-        f"evaluation.every={every}": every > 0,
-        f"checkpoint.keep_best={best!r}": best.removeprefix("-").startswith("eval/"),
-    }
-    for setting, reads in reads_sets.items():
-        if reads and not test_files(data_of(config)):
-            raise ConfigError(f"{setting} needs data.test_file or data.test_files")
-    resolve_best(config)
 
 
 def _resolve_pairs(config: TrainConfig) -> None:

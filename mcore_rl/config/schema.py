@@ -214,7 +214,7 @@ class DataConfig:
     # How often a prompt is drawn from each of train_files, in relation to the others. Empty: each
     # prompt of all files comes once an epoch.
     train_weights: list[float] = field(default_factory=list)
-    test_file: str = ""  # as train_file, for evaluation; the set is called test
+    test_file: str = ""  # as train_file, for evaluation; the set is called test; empty: none
     # Several sets for evaluation, by their names in metrics, in its place:
     # {math: math.parquet, code: code.parquet}.
     test_files: dict[str, str] = field(default_factory=dict)

@@ -7,6 +7,7 @@ columns without a copy.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,17 @@ FILLED = {
     "process_rewards": np.float32(0),
     "state_ids": np.int64(NO_STATE),
     "cross_entropy_mask": np.int8(NOT_SAID),
+    "fields": np.uint8(ord(" ")),  # which is no JSON
 }
+MAX_FIELD = 4000  # characters of a value of a data row, as JSON, beyond which a sample has a part
+
+
+def _encode_fields(fields: Mapping[str, Any]) -> str:
+    """JSON of the columns of a data row, without the ends of long ones."""
+    values = {name: json.dumps(value, default=str) for name, value in fields.items()}
+    is_long = {name for name, text in values.items() if len(text) > MAX_FIELD}
+    shown = {n: f"{values[n][:MAX_FIELD]} ..." if n in is_long else v for n, v in fields.items()}
+    return json.dumps(shown, default=str)
 
 
 def _versions_of(samples: Sequence[Sample]) -> dict[str, Column]:
@@ -194,7 +205,8 @@ class Batch(Samples):
     cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs, teacher_ids,
     teacher_top_log_probs: see workers/scoring.py; routed_experts: [MoE layers, experts a token] a
     prompt or response token, and stage_routed_experts, those of a pipeline rank, which are
-    stage_routed_experts/<its layers> of each in what servers have made;
+    stage_routed_experts/<its layers> of each in what servers have made; fields: the columns of the
+    data row, as texts of JSON (Jagged.of_texts; blanks: none);
     one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
     one), baseline_rewards, group_ids, roles (of the policy, where a loop has several),
     trajectories (the number in its group), segments (the number in its trajectory:
@@ -222,6 +234,8 @@ class Batch(Samples):
         if any(s.cross_entropy_mask for s in samples):
             masks = (s.cross_entropy_mask or [NOT_SAID] * len(s.response_ids) for s in samples)
             optional["cross_entropy_mask"] = Jagged.of(masks, np.int8)
+        if any(s.fields for s in samples):
+            optional["fields"] = Jagged.of_texts(_encode_fields(s.fields) for s in samples)
         return cls(
             {
                 **optional,

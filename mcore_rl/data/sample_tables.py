@@ -132,8 +132,9 @@ def with_own_log_probs(batch: Batch) -> Batch:
 def summary_columns(batch: Batch) -> dict[str, pa.Array]:
     """One value a sample, under the names that tables have.
 
-    role, advantage (the mean over the response's tokens that the policy chose) and max_logprob_gap
-    (of those tokens; null without one) are there where the batch tells of them.
+    answer and columns (the others of the data row, as JSON), role, advantage (the mean over the
+    response's tokens that the policy chose) and max_logprob_gap (of those tokens; null without
+    one) are there where the batch tells of them.
     """
     found = {
         "group": pa.array(batch.array("group_ids")),
@@ -147,6 +148,11 @@ def summary_columns(batch: Batch) -> dict[str, pa.Array]:
         "num_tokens": pa.array(batch.jagged("response_ids").lengths),
         "reward_error": pa.array(batch.array("reward_errors").tolist(), pa.string()),
     }
+    if "fields" in batch:
+        fields = [json.loads(text) if text.strip() else {} for text in batch.jagged("fields").texts]
+        answers = [row.pop("answer", "") for row in fields]
+        found["answer"] = pa.array(map(_format_value, answers), pa.string())
+        found["columns"] = pa.array(map(_format_value, fields), pa.string())
     if "roles" in batch and (batch.array("roles") != "").any():
         found["role"] = pa.array(batch.array("roles").tolist(), pa.string())
     for name in batch.columns:
@@ -196,6 +202,11 @@ def write_table(path: Path, columns: Mapping[str, pa.Array], num_samples: int) -
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+def _format_value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()  # parquet has no half surrogate pairs
 
 
 def _lists(column: Jagged, dtype: npt.DTypeLike) -> pa.Array:

@@ -15,7 +15,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.cluster import moved, node_lines
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
-from mcore_rl.jobs.output import exclusive_run_dir
+from mcore_rl.jobs.output import inspect_run_dir
 from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
     Inputs,
@@ -27,7 +27,7 @@ from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.models.base import HFConfig, read_config
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import get_stdout_console, show_line, waiting
 
 
 def dry_run(
@@ -43,18 +43,19 @@ def dry_run(
     machine. `num_nodes` is how many of them there would be.
 
     Raises:
-        ConfigError: the run would be refused, for the same reason.
+        ConfigError: the run would be refused, for the same reason. A folder with something in it
+            is no such reason here: a line tells of it.
     """
-    console = console or Console()
+    console = console or get_stdout_console()
     resolve(config)
     device = "cuda" if gpus_per_node else lane()
     config = for_lane(config, device)
+    folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
-        exclusive_run_dir(config.output_dir, config.resume) as claim,
         waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
     ):
-        checkpoint = checkpoint_to_resume(config, claim.folder)
+        checkpoint = checkpoint_to_resume(config, folder)
         prepared = prepare(config, Path(scratch), checkpoint)
         complete = has_weights(prepared)
         inputs = check_inputs(prepared) if complete else check_without_weights(prepared)
@@ -67,12 +68,12 @@ def dry_run(
     for role in found:
         show(role, console)
     _show_turns(turns(prepared, model, found), console)
-    say(console, *on_nodes, "", *_summary(config, device))
+    say(console, *on_nodes, "", *_summary(config, device), *refusal)
 
 
 def say(console: Console, *lines: str) -> None:
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        show_line(line, console)
 
 
 def _inputs(config: RLConfig, inputs: Inputs | None, complete: bool) -> list[str]:
@@ -90,6 +91,8 @@ def _inputs(config: RLConfig, inputs: Inputs | None, complete: bool) -> list[str
 
 def _held_out(inputs: Inputs) -> str:
     sizes = {name: len(dataset) for name, dataset in inputs.tests.items()}
+    if not sizes:
+        return "none"
     if len(sizes) == 1:
         return str(*sizes.values())
     return " and ".join(f"{size} ({name})" for name, size in sizes.items())
@@ -97,12 +100,16 @@ def _held_out(inputs: Inputs) -> str:
 
 def show(role: Role, console: Console) -> None:
     """A line on the role, and a table of its ranks."""
-    say(console, "", f"{role.name}: {_ranks(role)}, {role.layout} ({role.task})")
+    say(
+        console,
+        "",
+        f"{role.name}: {_format_count(role.num_ranks, 'rank')}, {role.layout} ({role.task})",
+    )
     sizes = {
-        "weights GB": [stage.weight_bytes for stage in role.stages],
-        "gradients GB": [stage.gradient_bytes for stage in role.stages],
-        "optimizer GB": [stage.optimizer_bytes for stage in role.stages],
-        "KV cache GB": [stage.cache_bytes for stage in role.stages],
+        "weights\nGB": [stage.weight_bytes for stage in role.stages],
+        "gradients\nGB": [stage.gradient_bytes for stage in role.stages],
+        "optimizer\nGB": [stage.optimizer_bytes for stage in role.stages],
+        "KV cache\nGB": [stage.cache_bytes for stage in role.stages],
     }
     stages = [(spans(s.ranks), s.layers, f"{s.parameters:,}") for s in role.stages]
     console.print(_table(("ranks", "hold", "parameters"), stages, sizes))
@@ -116,7 +123,7 @@ def _show_turns(found: Sequence[MemoryTurn], console: Console) -> None:
         "gradients": [turn.gradients for turn in found],
         "optimizer": [turn.optimizer for turn in found],
         "activations": [turn.activations for turn in found],
-        "KV cache": [turn.cache for turn in found],
+        "KV\ncache": [turn.cache for turn in found],
         "buffers": [turn.buffers for turn in found],
         "all": [turn.total for turn in found],
     }
@@ -128,7 +135,7 @@ def _table(
 ) -> Table:
     """Columns of text, then those columns of bytes, in GB, that are not empty."""
     shown = {heading: column for heading, column in sizes.items() if any(column)}
-    table = Table(box=None)
+    table = Table(box=None, pad_edge=False)
     for heading in headings:
         justify: Literal["left", "right"] = "right" if heading == "parameters" else "left"
         table.add_column(heading, justify=justify, overflow="fold")
@@ -156,7 +163,7 @@ def _on_nodes(
     method = config.weight_sync.method
     if method == "full_export":
         size, servers = weight_bytes(config) / 1e9, config.rollout.num_servers
-        text = f"{size:,.1f} GB into output_dir, read by {servers} servers"
+        text = f"{size:,.1f} GB into output_dir, read by {_format_count(servers, 'server')}"
     else:
         found = moved(config, model, gpus_per_node)
         text = (
@@ -178,8 +185,8 @@ def _left_over(num_taken: int, num_nodes: int) -> list[str]:
     ]
 
 
-def _ranks(role: Role) -> str:
-    return f"{role.num_ranks} rank{'s' * (role.num_ranks > 1)}"
+def _format_count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -207,7 +214,9 @@ def _summary(config: RLConfig, device: str) -> list[str]:
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     return [
         f"{num_devices(plans)} {where}: {parts}",
-        f"a step: {config.trainer.prompts_per_step} prompts, {samples} samples, "
-        f"{config.algorithm.num_mini_batches} optimizer steps; {config.trainer.num_steps} steps",
+        f"a step: {_format_count(config.trainer.prompts_per_step, 'prompt')}, "
+        f"{_format_count(samples, 'sample')}, "
+        f"{_format_count(config.algorithm.num_mini_batches, 'optimizer step')}; "
+        f"{_format_count(config.trainer.num_steps, 'step')}",
         "sizes are of one rank, without what libraries take; nothing was started",
     ]

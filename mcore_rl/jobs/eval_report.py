@@ -17,10 +17,12 @@ from rich.table import Table
 from mcore_rl.algorithms.estimates import majority_at_k, mean_and_error, pass_at_k
 from mcore_rl.config.eval_schema import ScoringConfig
 from mcore_rl.data.batch import Batch
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.rewards.base import FindAnswer
 from mcore_rl.rollout.agent_loop import Tokenizer, text_of
 
 Metrics = dict[str, Any]  # numbers, and {"mean": ..., "standard_error": ...} of what has an error
+_SETS_OF_A_TABLE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +131,22 @@ def metrics_of(samples: SetSamples, ks: Sequence[int]) -> Metrics:
 
 
 def print_table(found: Mapping[str, Metrics], console: Console | None = None) -> None:
-    """A row a metric, a column a set; after ± is the standard error."""
-    table = Table(title="mean ± standard error over prompts", title_justify="left")
-    table.add_column("")
-    for name in found:
-        table.add_column(name, justify="right")
-    for metric in next(iter(found.values())):
-        cells = [_cell(metric, metrics[metric]) for metrics in found.values()]
-        table.add_row(metric, *cells)
-    (console or Console()).print(table)
+    """A row a metric, a column a set; after ± is the standard error.
+
+    Several tables where one would not fit on a screen of 80 columns.
+    """
+    names = list(found)
+    for first in range(0, len(names), _SETS_OF_A_TABLE):
+        shown = {name: found[name] for name in names[first : first + _SETS_OF_A_TABLE]}
+        title = "mean ± standard error over prompts" if not first else None
+        table = Table(title=title, title_justify="left")
+        table.add_column("")
+        for name in shown:
+            table.add_column(name, justify="right", overflow="fold")
+        for metric in next(iter(shown.values())):
+            cells = [_cell(metric, metrics[metric]) for metrics in shown.values()]
+            table.add_row(metric, *cells)
+        (console or get_stdout_console()).print(table)
 
 
 def _cell(metric: str, value: Any) -> str:

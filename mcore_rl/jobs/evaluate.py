@@ -28,7 +28,14 @@ from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
 from mcore_rl.jobs.eval_resume import SAMPLES, check_content, done_before, settings_of
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.output import STARTED, SUMMARY, exclusive_run_dir, log_dir, write_json
+from mcore_rl.jobs.output import (
+    STARTED,
+    SUMMARY,
+    exclusive_run_dir,
+    inspect_run_dir,
+    log_dir,
+    write_json,
+)
 from mcore_rl.jobs.placement import Pools, places
 from mcore_rl.jobs.preflight import check_model, prompts_of
 from mcore_rl.jobs.rl import server_pool
@@ -37,7 +44,7 @@ from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.console import StepProgress, waiting
+from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.observability.versions import versions
@@ -132,14 +139,13 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     Raises:
         ConfigError: the job would be refused, for the same reason.
     """
-    console = console or Console()
+    console = console or get_stdout_console()
     resolve_eval(config)
-    with (
-        exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
-        waiting("checking the inputs"),
-    ):
+    folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
+    with waiting("checking the inputs"):
         inputs = _check(config)
-        _done_before(inputs, claim.folder)
+        if not refusal:
+            _done_before(inputs, folder)
     n = config.rollout.n
     say(console, f"model: {inputs.run.model.path}")
     for name in inputs.sets:
@@ -149,7 +155,8 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     show(servers, console)
     say(console, "", f"pass@k for k = {', '.join(map(str, config.ks))}")
     _tell_of_votes(inputs)
-    say(console, "sizes are of one rank, without what libraries take; nothing was started")
+    end = "sizes are of one rank, without what libraries take; nothing was started"
+    say(console, end, *refusal)
 
 
 def _check(config: EvalConfig) -> _Inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.sample_choice import CURRICULA
@@ -24,6 +24,7 @@ from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.rollout_pool import RolloutPool
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.samples_ahead import SamplesAhead
+from mcore_rl.workers.step_warnings import StepWarnings
 from mcore_rl.workers.turns import Turns
 
 
@@ -38,6 +39,7 @@ class Loop:
     coefficients: Coefficients
     replay: ReplayBuffer
     ahead: SamplesAhead | AsyncRollout | None  # None: samples are generated when they are needed
+    warnings: StepWarnings = field(default_factory=StepWarnings)
 
     @staticmethod
     def of(config: RLConfig, turns: Turns, train: PromptDataset, thread: Executor) -> Loop:
@@ -79,7 +81,7 @@ class Loop:
     ) -> None:
         """Raises what the trainer raises."""
         config, turns = self.config, self.turns
-        learner = Learner(config, turns, self.coefficients, tables)
+        learner = Learner(config, turns, self.coefficients, tables, self.warnings)
         own = learner, checkpointer, evaluation
         if isinstance(self.ahead, AsyncRollout):
             FullyAsyncTrainer(config, turns, self.ahead, *own).train(report)

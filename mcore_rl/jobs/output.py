@@ -19,11 +19,13 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.data.sample_tables import go_on_after
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.jobs.next_commands import CHECKPOINT, list_next_commands
 from mcore_rl.observability.console import (
     Measured,
     StepProgress,
     StepReport,
     print_before_after,
+    show_line,
 )
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.sinks import METRICS, MetricsSinks, read_rows
@@ -36,7 +38,6 @@ _LOCK = ".lock.partial"
 LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
 ATTEMPT = "MCORE_RL_ATTEMPT"  # which start of the run this is, where a launch script counts them
 _BEFORE_STARTED = {LOGS, "task"}  # what may be there before it, of a run that was killed
-CHECKPOINT = "checkpoint"  # the folder with the weights of the end
 SUMMARY = "summary.json"  # the last thing
 
 
@@ -98,6 +99,26 @@ def exclusive_run_dir(
         with suppress(OSError):  # there is something in it
             for place in missing:
                 place.rmdir()
+
+
+def inspect_run_dir(
+    output_dir: str, resume: str, check: CheckContent | None = None
+) -> tuple[Path, list[str]]:
+    """Return the folder that a run would have, and a line if the run would be refused that folder.
+
+    A run may have it, or have left something in it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    folder = Path(output_dir)
+    try:
+        with exclusive_run_dir(output_dir, resume, check):
+            return folder, []
+    except ConfigError as error:
+        if not folder.is_dir():
+            raise
+        return folder, [f"the run will be refused: {error}"]
 
 
 def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -> None:
@@ -191,8 +212,9 @@ class RunOutput:
         write_json(folder / STARTED, asdict(config))
 
     @contextmanager
-    def progress(self, title: str, num_steps: int, prefix: str = "") -> Iterator[Report]:
+    def progress(self, phase: str, num_steps: int) -> Iterator[Report]:
         """A live display of a phase; each report is shown and recorded, or raises OutputError."""
+        title = phase.replace("_", " ")
         with StepProgress(title, num_steps) as display:
 
             def report(step: int, metrics: dict[str, float]) -> None:
@@ -204,7 +226,7 @@ class RunOutput:
                     ) from error
 
             def show(step: int, metrics: dict[str, float]) -> None:
-                self._sinks.write(step, {prefix + name: value for name, value in metrics.items()})
+                self._sinks.write(step, metrics, phase)
                 display.update(step, self._shown(metrics))
 
             yield report
@@ -236,7 +258,7 @@ class RunOutput:
         self.results["evaluation"] = self.results.get("evaluation", {}) | {when: found}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics that are of no phase."""
+        """Record metrics of training that come of no step of it."""
         self._sinks.write(step, metrics)
 
     def record(self, name: str, value: Any) -> None:
@@ -260,17 +282,18 @@ class RunOutput:
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
 
-        rows = held_out_rows(self.results["evaluation"])
+        rows = held_out_rows(self.results.get("evaluation", {}))
         self._sinks.close()
-        name, before, after = rows[0]
+        name, before, after = rows[0] if rows else ("", None, None)
         plot_reward_curve(
             self.folder / "reward_curve.png",
             self._rewards,
             before=before.value if before else None,
-            after=after.value,
+            after=after.value if after else None,
             held_out=f"held-out {name}",
         )
-        print_before_after("Held out", rows)
+        if rows:
+            print_before_after("Held out", rows)
         self._write_summary(peak_memory_bytes, wall_s)
 
     def _write_summary(self, peak_memory_bytes: int, wall_s: float) -> None:
@@ -284,7 +307,10 @@ class RunOutput:
             "versions": versions(),
         }
         write_json(self.folder / SUMMARY, summary)
-        print(f"{wall_s:.0f} s, peak memory {peak_memory_bytes / 1e9:.1f} GB, in {self.folder}")
+        memory = f"{peak_memory_bytes / 1e9:.1f} GB"
+        show_line(f"{wall_s:.0f} s, peak memory {memory}, in {self.folder}")
+        for line in list_next_commands(self.folder, self._config):
+            show_line(line)
 
 
 class TrainOutput(RunOutput):
@@ -301,8 +327,8 @@ class TrainOutput(RunOutput):
 
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         self._sinks.close()
-        if found := self.results.get("evaluation"):
-            print_before_after("Held out", held_out_rows(found))
+        if rows := held_out_rows(self.results.get("evaluation", {})):
+            print_before_after("Held out", rows)
         self._write_summary(peak_memory_bytes, wall_s)
 
 
@@ -310,10 +336,10 @@ def held_out_rows(
     found: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> list[tuple[str, Measured | None, Measured]]:
     """Of each set its loss and its accuracy or, where it has neither, the mean reward."""
-    before, rows = found.get("before", {}), []
-    for name, metrics in found["after"].items():
+    before, after, rows = found.get("before", {}), found.get("after", {}), []
+    for name, metrics in after.items():
         for kind in [kind for kind in ("loss", "accuracy") if kind in metrics] or ["reward"]:
-            title = f"{kind} ({name})" if len(found["after"]) > 1 else kind
+            title = f"{kind} ({name})" if len(after) > 1 else kind
             was = _measured(before[name], kind) if name in before else None
             rows.append((title, was, _measured(metrics, kind)))
     return rows

@@ -45,7 +45,7 @@ from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import WARM_START, checkpoint_read_by_nodes, clear, ended_after, prepare
 from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.jobs.session import resource, session
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import show_line, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.trainers import offline
@@ -159,7 +159,7 @@ def _warm_start(
         loss, spec = negative_log_likelihood, _engine_spec(config, engine, warm.num_steps)
         model = ended.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
         model.initialize()
-        with output.progress("warm start", warm.num_steps, "warm_start/") as report:
+        with output.progress("warm_start", warm.num_steps) as report:
             batches = ExampleBatches(examples.take, [len(examples)], warm.batch_size, config.seed)
             offline.train(SupervisedObjective(model), batches, warm.num_steps, report)
         room.export(model, path, room.weight_bytes(config))
@@ -214,6 +214,8 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
                 run.stop.heeded_after_a_step(),
             ):
                 loop.train(checkpointer, evaluation, tables, report)
+            if summary := loop.warnings.summary():
+                show_line(summary)
         except (OutputError, ExportError) as error:  # a full disk: what has been learned is kept
             if isinstance(error, OutputError):  # else the actor has not left its devices yet
                 turns.stop_serving()

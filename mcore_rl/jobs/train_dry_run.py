@@ -8,7 +8,7 @@ from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.dry_run import say, show
-from mcore_rl.jobs.output import exclusive_run_dir
+from mcore_rl.jobs.output import inspect_run_dir
 from mcore_rl.jobs.resume import checkpoint_to_resume
 from mcore_rl.jobs.roles import training_roles
 from mcore_rl.jobs.train_inputs import (
@@ -18,7 +18,7 @@ from mcore_rl.jobs.train_inputs import (
     has_reference_model,
 )
 from mcore_rl.models.base import read_config
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import get_stdout_console, waiting
 
 
 def dry_run(config: TrainConfig, console: Console | None = None) -> None:
@@ -27,17 +27,15 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     Raises:
         ConfigError: the run would be refused, for the same reason.
     """
-    console = console or Console()
+    console = console or get_stdout_console()
     resolve_train(config)
     config = for_device(config, lane())
-    with (
-        exclusive_run_dir(config.output_dir, config.resume) as claim,
-        waiting("checking the inputs", has_lines=False),
-    ):
-        checkpoint_to_resume(config, claim.folder)
+    folder, refusal = inspect_run_dir(config.output_dir, config.resume)
+    with waiting("checking the inputs", has_lines=False):
+        checkpoint_to_resume(config, folder)
         inputs = check_train_inputs(config)
     say(console, *describe_inputs(config, inputs))
     model, has_reference = read_config(config.model.path), has_reference_model(config)
     for role in training_roles(config, model, has_reference=has_reference):
         show(role, console)
-    say(console, "", "sizes are of one rank, without activations; nothing was started")
+    say(console, "", "sizes are of one rank, without activations; nothing was started", *refusal)

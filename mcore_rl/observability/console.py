@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import textwrap
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.observability.activity import ACTIVITY, Teller
+
+_JOINERS = "\u200c\u200d"  # without which Persian, Hindi and emoji are other text
+_UNSAFE = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")  # control, format, no characters, line separators
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +47,26 @@ class StepReport:
 class _Console(Console):
     """Goes on in silence when nobody reads any more, as after Ctrl-C on `... | tee`."""
 
+    @property
+    def is_terminal(self) -> bool:
+        """FORCE_COLOR, which many CI systems set, makes no terminal of a file."""
+        return self.file.isatty() and super().is_terminal
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+@functools.cache
+def get_stdout_console() -> Console:
+    """Return the console of this process's standard output.
+
+    There is one: a line that another console prints passes by a live display, which is then drawn
+    again below the line and stays above it, too.
+    """
+    return _Console()
 
 
 class _Now:
@@ -69,7 +91,7 @@ class StepProgress:
     def __init__(self, title: str, num_steps: int, console: Console | None = None) -> None:
         self._title = title
         self._num_steps = num_steps
-        self._console = console or _Console()
+        self._console = console or get_stdout_console()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),
@@ -79,12 +101,12 @@ class StepProgress:
         self._task = self._bar.add_task(title, total=num_steps)
         # The report has a line of its own under the bar: both fit in 80 columns.
         self._report = Text(no_wrap=True, overflow="ellipsis")
-        self._live = Live(Group(self._bar, self._report, _Now()), console=self._console)
+        self._live = _make_live(Group(self._bar, self._report, _Now()), self._console)
         self._stack = ExitStack()
 
     def update(self, step: int, report: StepReport | str) -> None:
         """Step `step`, counted from 1, is done."""
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             self.draw(step, report)
         else:
             show_line(f"{self._title} {step}/{self._num_steps}  {report}", self._console)
@@ -95,7 +117,7 @@ class StepProgress:
         self._bar.update(self._task, completed=step)
 
     def __enter__(self) -> StepProgress:
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             self._stack.enter_context(self._live)
         else:
             self._stack.enter_context(_told(self._console))
@@ -118,11 +140,12 @@ def waiting(
     Elsewhere there are others where it takes long. When it has ended well, a line with its seconds.
     Without `has_lines` only the spinner. `since` is when it began, if that is not now.
     """
-    console, started = console or _Console(), time.monotonic() if since is None else since
+    console = console or get_stdout_console()
+    started = time.monotonic() if since is None else since
     with ExitStack() as stack:
         stack.enter_context(ACTIVITY.phase(for_what, since=started))
-        if console.is_terminal:
-            stack.enter_context(console.status(_Now()))
+        if console.is_interactive:
+            stack.enter_context(_make_live(Spinner("dots", _Now()), console, transient=True))
         elif has_lines:
             show_line(f"{for_what} ...", console)
             stack.enter_context(_told(console))
@@ -135,9 +158,42 @@ def _told(console: Console) -> AbstractContextManager[None]:
     return Teller(lambda line: show_line(line, console)).told()
 
 
+def _make_live(shown: RenderableType, console: Console, *, transient: bool = False) -> Live:
+    """Standard error is no part of the display where it goes elsewhere."""
+    is_shared = sys.stderr.isatty()
+    return Live(shown, console=console, transient=transient, redirect_stderr=is_shared)
+
+
 def show_line(line: str, console: Console | None = None) -> None:
-    """A plain line, above a live display if there is one."""
-    (console or _Console()).print(line, markup=False, highlight=False, soft_wrap=True)
+    """Print a plain line, above a live display if there is one.
+
+    On a terminal it is wrapped between words; a word that is too long stays whole, to be copied.
+    """
+    console = console or get_stdout_console()
+    lines = [visible(line)]
+    if console.is_interactive:
+        wrapper = textwrap.TextWrapper(
+            console.width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+        )
+        lines = wrapper.wrap(lines[0]) or [""]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    r"""Escape characters that a terminal obeys or that reorder what stands around them.
+
+    Newlines and tabs stay.
+
+    >>> print(visible("\x1b[2Jred\u202e"))
+    \x1b[2Jred\u202e
+    """
+    return "".join(c if _is_safe(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_safe(character: str) -> bool:
+    if character in "\n\t" or character in _JOINERS:
+        return True
+    return unicodedata.category(character) not in _UNSAFE
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +219,7 @@ def print_before_after(
     found = list(rows)
     headings = ("before", "after", "change") if any(row[1] for row in found) else ("after",)
     table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right")
     for name, before, after in found:
@@ -173,4 +229,4 @@ def print_before_after(
         change = after.value - before.value
         shown = f"{100 * change:+.1f} points" if after.is_share else f"{change:+.3f}"
         table.add_row(name, str(before), str(after), shown)
-    (console or _Console()).print(table)
+    (console or get_stdout_console()).print(table)

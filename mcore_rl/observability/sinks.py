@@ -9,8 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mcore_rl.observability.trackers import Row, TrackedRun, Tracker, open_trackers, reason
+from mcore_rl.observability.trackers import (
+    TRAINING,
+    Row,
+    TrackedRun,
+    Tracker,
+    open_trackers,
+    reason,
+)
 
 METRICS = "metrics.jsonl"
 
@@ -43,14 +51,18 @@ class MetricsSinks:
         for row in earlier:
             self._track(row)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of `step`, with the time of day (`wall_time_s`: seconds since 1970).
+    def write(self, step: int, metrics: Mapping[str, float], phase: str = TRAINING) -> None:
+        """Record the metrics of a step, with the time of day (`wall_time_s`: seconds since 1970).
+
+        Each phase counts its steps from 1; step 0 is before training. Names of metrics begin with
+        the phase, but for those of training.
 
         A value that is not finite becomes null in the JSON line, which has no way to write it.
         """
         wall_time_s = time.time()
-        row: dict[str, float | None] = {"step": step, "wall_time_s": wall_time_s}
-        row |= {name: _json_number(value) for name, value in metrics.items()}
+        prefix = "" if phase == TRAINING else f"{phase}/"
+        row: dict[str, Any] = {"phase": phase, "step": step, "wall_time_s": wall_time_s}
+        row |= {f"{prefix}{name}": _json_number(value) for name, value in metrics.items()}
         self._jsonl.write(_line(row))
         self._track(row)
 
@@ -78,7 +90,7 @@ class MetricsSinks:
         self.close()
 
 
-def read_rows(file: Path) -> list[dict[str, float | None]]:
+def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, up to one that a fault of the disk has cut short."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 from mcore_rl.config.errors import ConfigError
 
-Row = Mapping[str, float | None]  # of metrics.jsonl: metrics, and step and wall_time_s
-_CLOCKS = ("step", "wall_time_s")
+# Of metrics.jsonl: metrics, and where they belong: the phase, the step in it and wall_time_s.
+Row = Mapping[str, Any]
+TRAINING = "training"  # the phase whose metrics have no prefix
+_PLACE = ("phase", "step", "wall_time_s")
 
 
 class Tracker(Protocol):
@@ -90,7 +92,7 @@ class TensorBoard:
         values = [
             Summary.Value(tag=name, simple_value=math.nan if value is None else float(value))
             for name, value in row.items()
-            if name not in _CLOCKS
+            if name not in _PLACE
         ]
         event = Event(step=row["step"], wall_time=row["wall_time_s"], summary=Summary(value=values))
         self._events.add_event(event)
@@ -109,11 +111,16 @@ class WandB:
         self._run = wandb.init(
             project=run.project, name=run.name, dir=str(run.folder), config=dict(run.settings)
         )
-        # Phases count their steps anew, and W&B's own step may only rise.
-        self._run.define_metric("*", step_metric="step")
+        self._phases: set[str] = set()
 
     def log(self, row: Row) -> None:
-        self._run.log(_finite(row) | {"step": row["step"]})
+        # Phases count their steps anew, and W&B's own step may only rise.
+        phase = row.get("phase", TRAINING)
+        prefix = "" if phase == TRAINING else f"{phase}/"
+        if phase not in self._phases:
+            self._phases.add(phase)
+            self._run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
+        self._run.log(_finite(row) | {f"{prefix}step": row["step"]})
 
     def close(self) -> None:
         self._run.finish()
@@ -166,7 +173,7 @@ class SwanLab:
 
 
 def _finite(row: Row) -> dict[str, float]:
-    return {name: v for name, v in row.items() if name not in _CLOCKS and v is not None}
+    return {name: v for name, v in row.items() if name not in _PLACE and v is not None}
 
 
 _KINDS: dict[str, Callable[[TrackedRun], Tracker]] = {

@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.tools.data_plane_candidates import (
     DTYPES,
     WRITTEN,
@@ -191,7 +191,7 @@ def _store_bytes_used() -> int:
 
 
 def show(report: DataPlaneReport) -> None:
-    console = Console()
+    console = get_stdout_console()
     settings, before, after = report.settings, report.memory_before, report.memory_after
     table = Table(
         title=f"round trip of {report.batch_bytes / 1e6:.0f} MB, {len(DTYPES)} columns, "

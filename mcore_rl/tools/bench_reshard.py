@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
@@ -32,6 +31,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.ranks import ProcessFailed, run_on_ranks
 from mcore_rl.models.base import model_sizes
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.reshard.layout import GenerationLayout
 
 _MIB = 1 << 20
@@ -234,7 +234,7 @@ def _status(key: str) -> int:
 
 
 def show(report: BenchReport) -> None:
-    console = Console()
+    console = get_stdout_console()
     console.print(
         f"{report.model_bytes / 1e6:.0f} MB on {report.settings.train.world_size} ranks; "
         f"plan and schedule of a rank, once: {report.schedule_s:.2f} s"

@@ -23,6 +23,7 @@ from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size, read_config
 from mcore_rl.models.fields import check_fields
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
@@ -247,7 +248,7 @@ def _gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> fl
 
 def show(report: PlanReport, console: Console | None = None) -> None:
     """Print a report as a table."""
-    console = console or Console()
+    console = console or get_stdout_console()
     table = Table(title=f"{report.mode}: {_axes(report.train)} -> {_axes(report.generate)}")
     table.add_column("")
     table.add_column("planned", justify="right")

@@ -52,7 +52,7 @@ class FullyAsyncTrainer:
             with clock("log_probs"):
                 self.turns.stop_serving()
             with self.rollout.tended():
-                metrics |= self.learner.learn(batch, step, clock)
+                metrics |= self.learner.learn(batch, metrics, step, clock)
             if self.checkpointer.is_due(step):
                 with clock("save"):
                     self.checkpointer.save(step)

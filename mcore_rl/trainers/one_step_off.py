@@ -52,7 +52,7 @@ class OneStepOffTrainer:
             self.turns.keep_actor()
             if staleness and step < last:
                 self.ahead.begin(step + 1, version=step - 1)
-            metrics |= self.learner.learn(batch, step, clock)
+            metrics |= self.learner.learn(batch, metrics, step, clock)
             if self.checkpointer.is_due(step):
                 with clock("save"):
                     self.checkpointer.save(step)

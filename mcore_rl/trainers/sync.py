@@ -46,7 +46,7 @@ class SyncTrainer:
                 batch, metrics = samples_of_step(*source, step)
             with clock("log_probs"):
                 self.turns.stop_serving()
-            metrics |= self.learner.learn(batch, step, clock)
+            metrics |= self.learner.learn(batch, metrics, step, clock)
             if self.checkpointer.is_due(step):
                 with clock("save"):
                     self.checkpointer.save(step)

@@ -139,7 +139,6 @@ class AsyncRollout:
         everything = type(came[0]).concat(came)
         batch, metrics = samples.rewarded(config, everything, step)
         samples.observe(config, self._prompts, everything, batch)
-        samples.tell_of_dropped(metrics, step)
         if config.algorithm.samples.group_filter:
             metrics |= {
                 "samples/groups": float(len(came)),

@@ -38,8 +38,10 @@ class Evaluation:
     latest: list[Samples] = field(default_factory=list)  # samples of the last evaluation
 
     def is_due(self, step: int) -> bool:
-        """Step 0 is before training; after the last step there is always one."""
+        """Step 0 is before training; after the last step there is always one. None without sets."""
         every = self.config.evaluation.every
+        if not self.sets:
+            return False
         if step == 0:
             return self.config.evaluation.before
         return step == self.config.trainer.num_steps or (bool(every) and step % every == 0)

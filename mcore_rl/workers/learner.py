@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mcore_rl.algorithms.controllers import Coefficients, measured
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.data.batch import Samples
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import policy_checks, scoring, steps, updates
-from mcore_rl.workers.checkpointer import tell
 from mcore_rl.workers.near_data import near
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.samples import LEFT_OUT, num_groups
+from mcore_rl.workers.step_warnings import StepWarnings
 from mcore_rl.workers.training_batch import Findings, training_batch
 from mcore_rl.workers.turns import Turns
 
@@ -25,9 +26,14 @@ class Learner:
     turns: Turns
     coefficients: Coefficients  # of KL and entropy, at each step
     tables: SampleTables
+    warnings: StepWarnings = field(default_factory=StepWarnings)
 
-    def learn(self, batch: Samples, step: int, clock: Stopwatch) -> dict[str, float]:
+    def learn(
+        self, batch: Samples, sampled: Mapping[str, float], step: int, clock: Stopwatch
+    ) -> dict[str, float]:
         """Train on the samples of a step; its metrics. Afterwards the actor is on its devices.
+
+        `sampled` are the metrics of all samples that were generated for it.
 
         Nothing is learned where no group has passed the filter. The batch then is empty, or has
         samples that are only shown.
@@ -42,8 +48,7 @@ class Learner:
         if LEFT_OUT in batch:
             self.tables.of_step(step, batch)
             batch = batch.take([])
-        if short := self._short(num_groups(batch)):
-            tell(f"step {step}: {short}")
+        self._warn(num_groups(batch), sampled, step)
         with clock("log_probs"):
             if len(batch):
                 batch, metrics = scoring.with_scores(batch, self.turns, config)
@@ -57,20 +62,29 @@ class Learner:
                 metrics |= self._update(batch, step)
         return metrics
 
-    def _short(self, num: int) -> str:
-        """Why so few groups of a step are worth a word; "" where they are not.
+    def _warn(self, num: int, sampled: Mapping[str, float], step: int) -> None:
+        """Warn of samples and groups that are missing in a step with `num` groups.
 
         A filter that has one round to fill a step is meant to leave groups out.
         """
+        self.warnings.begin_step()
+        if dropped := round(sampled.get("dropped", 0)):
+            text = f"{dropped} responses are missing, as they got no reward"
+            self.warnings.add("responses got no reward", step, text)
         wanted, policy = self.config.trainer.prompts_per_step, self.config.algorithm.samples
-        is_meant = policy.group_filter and policy.max_rounds == 1 and 2 * num >= wanted
-        if num >= wanted or is_meant:
-            return ""
+        if num >= wanted:
+            return
         setting = f"algorithm.samples.group_filter={policy.group_filter!r}"
-        if not num:
-            return f"no group has passed {setting}: nothing is learned"
-        left = f"{num} groups to train on, of {wanted} that were asked for"
-        return f"{left}, after {setting}" if policy.group_filter else left
+        text = f"{num} groups to train on, of {wanted} that were asked for"
+        if not policy.group_filter:
+            self.warnings.add("groups were missing", step, text)
+        elif not num:
+            text = f"no group has passed {setting}: nothing is learned"
+            self.warnings.add(f"no group passed {setting}", step, text)
+        elif policy.max_rounds > 1:
+            self.warnings.add(f"too few groups passed {setting}", step, f"{text}, after {setting}")
+        elif 2 * num < wanted:
+            self.warnings.count(f"fewer than half of {wanted} groups passed {setting}")
 
     def _update(self, batch: Samples, step: int) -> dict[str, float]:
         """The critic and the actor learn from a batch with log-probs."""
@@ -87,8 +101,8 @@ class Learner:
                 batch, trained, findings = self._training_batch(batch, now, step)
                 metrics |= updates.update_critic(critic, batch, config, seed=seed)
         self.tables.of_step(step, batch)
-        for doubt in findings.doubts:
-            tell(f"step {step}: {doubt}")
+        for kind, doubt in findings.doubts.items():
+            self.warnings.add(kind, step, doubt)
         metrics |= findings.gaps | findings.metrics
         if step > config.critic.warmup_steps:
             metrics |= updates.update(

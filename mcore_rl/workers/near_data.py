@@ -56,15 +56,14 @@ def near(
 
 def _read(batch: B, reads: Collection[str] | None) -> B:
     if reads is None:  # all but large ones
-        return batch.without("prompt_ids", *columns_of_experts(batch))
+        return batch.without("prompt_ids", "fields", *columns_of_experts(batch))
     return batch.select(*(name for name in batch.names if name in reads))
 
 
 def along_tokens(batch: B) -> B:
-    """Without the columns of one value a sample, which no engine reads."""
-    if isinstance(batch, Batch):
-        return batch
-    return batch.without(*per_sample(batch).names)
+    """Without columns that no engine reads: data rows and, elsewhere, one value a sample."""
+    batch = batch.without("fields")
+    return batch if isinstance(batch, Batch) else batch.without(*per_sample(batch).names)
 
 
 def per_sample(batch: Samples) -> Batch:

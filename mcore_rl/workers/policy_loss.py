@@ -72,7 +72,8 @@ class PolicyLoss:
         found = set(needs_of(LOSSES[config.loss]))
         if config.kl_coef and config.kl_in == "loss":
             found.add("reference_log_probs")
-        if config.entropy_coef or config.entropy_target is not None:
+        is_scored = not config.correction.use_rollout_log_probs  # which gives the entropy, too
+        if config.entropy_coef or config.entropy_target is not None or not is_scored:
             found.add("entropy")
         return frozenset(found)
 
@@ -88,6 +89,8 @@ class PolicyLoss:
         if "entropy_weights" in columns:
             losses["entropy_weights"] = -inputs.entropy
             metrics["entropy"] = "entropy_weights", inputs.entropy
+        elif self.config.correction.use_rollout_log_probs:
+            metrics.setdefault("entropy", (LOSS_WEIGHTS, inputs.entropy.detach()))
         if "distillation_weights" in columns:
             kl = top_tokens_loss(inputs, self.config.distillation.loss)
             losses["distillation_weights"] = kl

@@ -31,7 +31,7 @@ from mcore_rl.workers.near_data import near
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHOWN = 70  # characters of a prompt or of a response
+_SHOWN = 58  # characters of a prompt or of a response: two rows of a terminal have both
 
 
 class SampleTables:
@@ -67,7 +67,7 @@ class SampleTables:
         if of_both:
             path = table_path(self._folder, step)
             for line in self._write(path, batch.take(of_both), len(batch), len(rows), places):
-                show_line(line)
+                show_line(f"step {step}: {line}")
 
     def of_evaluation(self, step: int, name: str, batch: Samples) -> None:
         """evaluations/step_NNNNNN/NAME.parquet, with all samples."""
@@ -164,8 +164,12 @@ def _in_short(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
     lines = []
     for row, reward in enumerate(batch.array("rewards")):
-        prompt, response = plain("prompt_ids", row)[-_SHOWN:], plain("response_ids", row)
+        prompt, response = plain("prompt_ids", row), plain("response_ids", row)
+        prompt = prompt.removesuffix(" assistant")  # the header of the response
+        if len(prompt) > _SHOWN:  # from the beginning of a word on
+            end = prompt[-_SHOWN + 4 :]
+            prompt = f"... {end.partition(' ')[2] or end}"
         if len(response) > _SHOWN:
             response = f"{response[: _SHOWN // 2]} ... {response[-_SHOWN // 2 :]}"
-        lines.append(f"  sample: reward {reward:.3f}  {prompt} -> {response}")
+        lines.append(f"sample, reward {reward:.3f}  {prompt} -> {response}")
     return lines

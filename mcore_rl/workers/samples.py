@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from mcore_rl.algorithms.sample_choice import (
@@ -18,7 +16,6 @@ from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.workers import policy_checks, steps
-from mcore_rl.workers.checkpointer import tell
 from mcore_rl.workers.near_data import joined, kept, lost_groups, per_sample, without_groups
 from mcore_rl.workers.policy_loss import reads_greedy
 from mcore_rl.workers.replay import ReplayBuffer
@@ -68,7 +65,6 @@ def samples_of_step(
         if num_groups(passed) >= wanted or len(rounds) == policy.max_rounds:
             break
     observe(config, prompts, came, batch)
-    tell_of_dropped(metrics, step)
     if policy.group_filter:
         metrics |= _of_filter(len(rounds), batch, passed, wanted)
     if num_groups(passed) < wanted and policy.if_short == "stop":
@@ -83,12 +79,6 @@ def samples_of_step(
         first = _first(batch, wanted)
         first = first.with_columns(**{LEFT_OUT: np.ones(len(first), np.int8)})
     return first, metrics | found | {"generated_tokens": float(came.num_tokens.sum())}
-
-
-def tell_of_dropped(metrics: Mapping[str, float], step: int) -> None:
-    """`metrics` of `rewarded`."""
-    if num := round(metrics.get("dropped", 0)):
-        tell(f"step {step}: {num} responses are missing, as they got no reward")
 
 
 def replayed_and_wanted(

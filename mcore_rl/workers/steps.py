@@ -237,16 +237,28 @@ def with_values(batch: B, critic: Group) -> B:
     return batch.union(scored.select("values"))
 
 
-def doubts(batch: Batch) -> list[str]:
-    """Why a batch with advantages teaches nothing, or little: a sentence each."""
-    found = []
+def compute_policy_entropy(batch: Batch) -> dict[str, float]:
+    """Return the metric actor/entropy: the mean over tokens that the policy chose, in nats.
+
+    A batch with the servers' log-probs has none, and gets it in the update.
+    """
+    chosen = batch.jagged("response_mask").values != 0
+    if "entropy" not in batch or not chosen.any():
+        return {}
+    return {"actor/entropy": float(batch.jagged("entropy").values[chosen].mean(dtype=np.float64))}
+
+
+def doubts(batch: Batch) -> dict[str, str]:
+    """Say why a batch with advantages teaches nothing, or little: kinds of StepWarnings."""
+    found = {}
     ended = batch.array("finish_reasons") == "stop"  # with a token that says so
     num_empty = int((batch.jagged("response_ids").lengths <= ended).sum())
     if 2 * num_empty >= len(batch):
-        found.append(f"{num_empty} of {len(batch)} responses are empty")
+        text = f"{num_empty} of {len(batch)} responses are empty"
+        found["half of the responses or more were empty"] = text
     if not (batch.jagged("advantages").values * batch.jagged("response_mask").values).any():
         rewards = batch.array("rewards")
-        found.append(
+        found["all advantages were 0"] = (
             f"all advantages are 0, with rewards from {rewards.min():g} to {rewards.max():g}: the "
             "batch teaches nothing"
         )

@@ -23,7 +23,7 @@ class Findings:
 
     gaps: dict[str, float]  # of trainer and servers, that it has to check before an update
     metrics: dict[str, float]
-    doubts: list[str]  # why the batch teaches nothing, or little: a sentence each
+    doubts: dict[str, str]  # see steps.doubts
     counts: list[TokenCounts]  # of each mini-batch
 
 
@@ -40,7 +40,7 @@ def training_batch(
     version = step - 1 if trainer.staleness else None  # of the policy, where others may be, too
     gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
     if beyond(gaps, trainer):
-        return Batch({}), Batch({}), Findings(gaps, metrics, [], [])
+        return Batch({}), Batch({}), Findings(gaps, metrics, {}, [])
     rewarded = with_token_rewards(batch, algorithm)
     judged = steps.with_advantages(rewarded, algorithm)
     chosen = steps.chosen_responses(judged, algorithm.samples, seed)
@@ -48,7 +48,7 @@ def training_batch(
     corrected, left_out = steps.with_correction(whole, algorithm)
     num = algorithm.num_mini_batches
     weighed, counts = steps.with_each(corrected, num, seed, steps.with_loss_weights, algorithm)
-    metrics = metrics | distillation_metrics(batch) | left_out
+    metrics = metrics | steps.compute_policy_entropy(batch) | distillation_metrics(batch) | left_out
     return (
         _new(judged, batch),
         _new(weighed, chosen),

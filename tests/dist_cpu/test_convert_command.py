@@ -341,3 +341,44 @@ def test_separate_adapters_of_a_checkpoint_without_any_are_warned_of(original, l
     plan = to_hf.plan(checkpoint, original / "out", None, None, 1 << 30, lora)
     warning = f"warning: {checkpoint} has no adapters: --lora=separate writes none"
     assert plan.notes == ((warning,) if lora == "separate" else ())
+
+
+def made_of_run(place: Place, **state: object) -> None:
+    """The checkpoint as that of step 12 of a run."""
+    step = place.folder / "run" / "checkpoints" / "step_000012"
+    step.mkdir(parents=True)
+    shutil.copytree(place.folder / "checkpoint", step / "actor")
+    shutil.rmtree(step / "actor" / "hf")
+    (step / "manifest.json").write_text("{}")
+    (step / "state.json").write_text(json.dumps({"step": 12, **state}))
+
+
+STEP = "run/checkpoints/step_000012"
+BEGAN_WITH = {
+    "model": {"model": {"path": "model"}},
+    "warm_start": {"model": {"path": ""}, "warm_start": {"num_steps": 3}},
+    "task/model": {"model": {"path": ""}, "task": {"name": "last_digit"}},
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["run", STEP, f"{STEP}/actor"])
+@pytest.mark.parametrize("began_with", ["model", "warm_start", "task/model"])
+def test_a_checkpoint_of_a_run_is_of_the_model_that_the_run_began_with(
+    place, convert, monkeypatch, checkpoint, began_with
+):
+    monkeypatch.chdir(place.folder)
+    made_of_run(place, settings=BEGAN_WITH[began_with])
+    if began_with != "model":
+        shutil.move("model", f"run/{began_with}")
+    assert convert(f"mcore-to-hf --checkpoint {checkpoint} --output out --workers 1") == 0
+    written, given = (load_file(f"{name}/model.safetensors") for name in ("out", "model-again"))
+    assert all(torch.equal(written[name], given[name]) for name in given)
+    assert json.loads(Path("out/config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+def test_a_model_of_a_run_that_is_gone_is_named(place, convert, monkeypatch, capsys):
+    monkeypatch.chdir(place.folder)
+    made_of_run(place, settings={"model": {"path": "gone"}})
+    assert convert("mcore-to-hf --checkpoint run --output out --workers 1") == 2
+    told = capsys.readouterr().err
+    assert "does not say which model it is of: there is no gone; name a Hugging Face fold" in told

@@ -121,7 +121,7 @@ BAD_SETTINGS = {
         {"recipe": "quickstrat"},
         ["recipe='quickstrat'", "did you mean quickstart"],
     ),
-    "no data": ({"data.test_file": ""}, ["data.test_file=''"]),
+    "no data": ({"data.train_file": ""}, ["data.train_file=''"]),
     "task and own data": ({"task.name": "last_digit"}, ["model.path='model'", "allowed: ''"]),
     "world size": (
         {"actor.layout.ep": "2"},

@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mcore_rl.config.schema import Layout
 from tests import attacks
 from tests.e2e.processes import listeners
 from tests.nightly import nightly
+from tests.terminal import seen_on_terminal
 
 WARM_STEPS, RL_STEPS, TESTS = 200, 4, 256
 EACH = ["run", nightly("shuffled")]
@@ -187,7 +189,7 @@ def test_the_summary_tells_the_whole_run(run):
 def test_the_output_has_one_line_a_step_and_a_table(run):
     told = run.stdout.splitlines()
     assert told[0] == "starting ..." and told[2] == "checking the inputs ..."
-    samples = [line for line in told if line.startswith("  sample: reward ")]
+    samples = [line for line in told if re.match(r"step \d+: sample, reward ", line)]
     assert len(samples) == RL_STEPS and all(" -> " in line for line in samples)
     phases = [line for line in told if re.search(r"( \.\.\.|: [0-9.]+ s|, \d+ s)$", line)]
     assert "evaluating ..." in phases and "exporting ..." in phases
@@ -198,9 +200,32 @@ def test_the_output_has_one_line_a_step_and_a_table(run):
     for line in lines[WARM_STEPS : len(steps)]:
         assert re.search(r"reward 0\.\d+  length .* gen .*s train .*s sync .*s  .* tok/s$", line)
     table = "\n".join(lines[len(steps) :])
-    assert len(lines) - len(steps) < 10
+    assert len(lines) - len(steps) < 20
     assert all(word in table for word in ("before", "after", "change", "points", str(run.output)))
+    assert all(f"mcore-rl {name} " in table for name in ("samples", "eval", "chat"))
     assert run.stderr == ""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("columns", [80, 140])
+def test_a_person_at_a_terminal_sees_samples_one_bar_and_what_to_do_next(run, tmp_path, columns):
+    """All processes of a job have the terminal: what they print past its display is seen here."""
+    task, output = run.output / "task", tmp_path / "out"
+    settings = [
+        "task.name=''", f"model.path={run.output / 'warm_start'}", "warm_start.num_steps=0",
+        f"data.train_file={task / 'train.parquet'}", f"data.test_file={task / 'test.parquet'}",
+        "actor.layout.tp=1", "actor.layout.ep=1", "trainer.num_steps=5", "trainer.eval_samples=64",
+        f"output_dir={output}",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "mcore_rl.cli.main", "rl", "recipe=quickstart", *settings]
+    status, lines = seen_on_terminal(command, columns)
+    assert status == 0, lines
+    samples = [line for line in lines if re.match(r"step \d+: sample, reward ", line)]
+    assert len(samples) == 5 and max(map(len, lines)) <= columns
+    [bar] = [line for line in lines if line.startswith("training ━")]
+    assert bar.endswith("5/5 0:00:00")
+    assert not [line for line in lines if "warning" in line or "Traceback" in line]
+    assert any(line.startswith("next: mcore-rl samples ") for line in lines)
 
 
 def test_tensorboard_has_the_rewards(run):

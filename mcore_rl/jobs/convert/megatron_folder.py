@@ -12,6 +12,7 @@ import torch
 
 from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.run_checkpoints import find_actor, find_run_checkpoint
 from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND_FILE, DistTensor
@@ -62,15 +63,17 @@ class MegatronFolder:
 
 
 def is_megatron(path: Path) -> bool:
+    path = find_actor(path)
     return (path / BACKEND_FILE).is_file() or (path / _LATEST).is_file()
 
 
 def checkpoint_in(path: Path) -> Path:
-    """The checkpoint folder itself, where Megatron-LM keeps several under one.
+    """The checkpoint folder itself, where a run or Megatron-LM keeps several under one.
 
     Raises:
         ConfigError: there is none.
     """
+    path = find_actor(path)
     latest = path / _LATEST
     if (path / BACKEND_FILE).is_file() or not latest.is_file():
         return path
@@ -90,10 +93,13 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
     path = checkpoint_in(path)
     info = read_checkpoint_info(path) if (path / INFO_FILE).exists() else {}
     companions = reference or path / COMPANIONS
+    if not reference and (of_run := find_run_checkpoint(path)):
+        companions = of_run.model
     if not (companions / "config.json").is_file():
+        where = f": there is no {companions}" if companions != path / COMPANIONS else ""
         raise ConfigError(
-            f"{path} does not say which model it is of; name a Hugging Face folder of that model "
-            "with --reference"
+            f"{path} does not say which model it is of{where}; name a Hugging Face folder of that "
+            "model with --reference"
         )
     reader = DistReader(path)
     tensors = reader.tensors

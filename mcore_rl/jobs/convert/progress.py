@@ -15,6 +15,7 @@ from rich.progress import (
 )
 
 from mcore_rl.jobs.convert.options import format_bytes
+from mcore_rl.observability.console import get_stdout_console, show_line
 
 _INTERVAL_S = 5.0  # between plain lines
 
@@ -30,7 +31,7 @@ class ByteProgress:
         self, title: str, total: int, done: int = 0, console: Console | None = None
     ) -> None:
         self._title, self._total, self._earlier = title, total, done
-        self._console = console or Console()
+        self._console = console or get_stdout_console()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),
@@ -59,7 +60,7 @@ class ByteProgress:
             left = self._total - self._earlier - self._num_bytes
             left_s = left * (self._told_s - self._started_s) / max(self._num_bytes, 1)
             line = f"{self._title} {done} of {format_bytes(self._total)}, {left_s:.0f} s left"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            show_line(line, self._console)
 
     def __enter__(self) -> ByteProgress:
         self._bar.start()

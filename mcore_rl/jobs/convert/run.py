@@ -32,6 +32,7 @@ from mcore_rl.jobs.convert.options import Resources, choose_workers, format_byte
 from mcore_rl.jobs.convert.progress import ByteProgress
 from mcore_rl.jobs.convert.workers import Unit, writer
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.observability.console import show_line
 
 _JOURNAL = ".conversion.jsonl"
 _CONTINUE = "run the same command again to continue"
@@ -62,7 +63,7 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
     """
     output = conversion.output
     work = output.with_name(f".{output.name}.partial")
-    say = partial((console or Console()).print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(show_line, console=console)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         if _read_journal(output)[:1] != [_as_json(conversion.fingerprint)]:
             raise ConfigError(

@@ -18,6 +18,7 @@ from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.tools.bench_async.model import Actor, Clock, Elsewhere, Servers, Workload
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
@@ -151,7 +152,9 @@ def _measured(
     )
 
 
-def show(settings: WorkloadSettings, found: dict[str, ModelledRun]) -> None:
+def show(
+    settings: WorkloadSettings, found: dict[str, ModelledRun], console: Console | None = None
+) -> None:
     columns = {
         "samples/s": "samples_per_s",
         "s a step": "step_s",
@@ -161,11 +164,11 @@ def show(settings: WorkloadSettings, found: dict[str, ModelledRun]) -> None:
         "mean age": "mean_age",
     }
     table = Table(title=f"{settings.num_steps} steps, modelled seconds")
-    for name in ("", *columns, "over sync", "over sync, by turns"):
-        table.add_column(name, justify="right" if name else "left")
-    rates = {name: one.samples_per_s for name, one in found.items()}
-    for name, one in found.items():
-        values = [f"{getattr(one, key):.2f}" for key in columns.values()]
-        over = [f"{rates[name] / rates[base]:.2f}" for base in ("sync", "sync, by turns")]
-        table.add_row(name, *values, *over)
-    Console().print(table)
+    for name in ("", *found):
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    for name, key in columns.items():
+        table.add_row(name, *[f"{getattr(one, key):.2f}" for one in found.values()])
+    for base in ("sync", "sync, by turns"):
+        over = [one.samples_per_s / found[base].samples_per_s for one in found.values()]
+        table.add_row(f"over {base}", *[f"{ratio:.2f}" for ratio in over])
+    (console or get_stdout_console()).print(table)

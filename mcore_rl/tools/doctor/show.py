@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.tools.doctor.compare import describe_bandwidth
 from mcore_rl.tools.doctor.findings import Finding, Report
 
@@ -17,7 +18,7 @@ _MOST_VALUES = 2  # of nodes that are all well
 
 def show(report: Report, *, quiet: bool, console: Console | None = None) -> None:
     """With `quiet` faults only, so nothing when all is well."""
-    console = console or Console()
+    console = console or get_stdout_console()
     if not quiet:
         console.print(_table(report))
         for line in describe_bandwidth(report.bandwidth) if report.bandwidth else ():

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mcore_rl.observability.console import visible
 from mcore_rl.tools.samples.tables import Array, Segment, Summary, segments_of
-from mcore_rl.tools.samples.token_texts import Piece, TokenTexts, visible
+from mcore_rl.tools.samples.token_texts import Piece, TokenTexts
 
 # Added tokens of chat templates: those after which a role is named, and those that are of one.
 _LLAMA = "<|start_header_id|>"
@@ -34,6 +35,7 @@ _ROLES = {"ipython": "tool", "observation": "tool", "developer": "system"}  # ot
 _ROLE = re.compile(r"\s*(system|user|assistant|tool|ipython|observation|developer)\b")
 _OF_KIMI_SYSTEM = re.compile(r"(system|tool_declare)\b")  # else it is the name of a tool
 _USER_WITH_RESULT = re.compile(rf"\s*user\s*{_RESULT}")
+_MOST_SHOWN = 300  # characters of a column of the data row
 _NAME_TOKENS = 12  # in which a header has named its role, at a letter each
 # Parts of what the policy says; one that is not closed goes on to the end of the turn.
 _PARTS = {
@@ -54,7 +56,7 @@ _END = re.compile(r"\s*(?:<\|\w+\|>)?\s*")  # of a turn
 class Span:
     """Text of neighbouring tokens that are shown alike."""
 
-    text: str  # harmless: see token_texts.visible
+    text: str  # harmless: see console.visible
     is_chosen: bool
     part: str = ""  # "reasoning" or "call", of a turn
     gap: float | None = None  # largest of its tokens, nats, where it is to be marked
@@ -100,6 +102,11 @@ def title_of(summary: Summary) -> str:
 
 def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
     yield "reward", number(summary.reward)
+    if summary.answer is not None:
+        yield "reference answer", _shorten(summary.answer)
+    for name, value in summary.columns.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        yield f"column {visible(name)}", _shorten(text)
     if summary.parts:
         parts = (f"{visible(name)} {number(part)}" for name, part in summary.parts.items())
         yield "reward parts", ", ".join(parts)
@@ -117,6 +124,12 @@ def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str,
         yield "weights", f"version {_range(found)}{replayed}"
     if summary.max_gap is not None:
         yield "largest gap", f"{summary.max_gap:.4g} nats between trainer and servers"
+
+
+def _shorten(text: str) -> str:
+    """On one line, without what is far behind."""
+    line = visible(" ".join(text.split()))
+    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
 
 
 def number(value: float) -> str:

@@ -19,7 +19,7 @@ from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, tables_in
 
-_OPTIONAL = ("role", "advantage", "max_logprob_gap")
+_OPTIONAL = ("role", "advantage", "max_logprob_gap", "answer", "columns")
 _OLDER = "of a version of mcore-rl before there was `mcore-rl samples`"
 Array = npt.NDArray[Any]
 
@@ -44,6 +44,8 @@ class Summary:
     advantage: float | None  # mean over the tokens that the policy chose
     max_gap: float | None  # of log-probs, in nats
     is_replayed: bool
+    answer: str | None  # the reference of the data row
+    columns: Mapping[str, Any]  # the others of the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ def _summaries(path: Path, step: int) -> Iterator[Summary]:
             advantage=of[-1].get("advantage"),
             max_gap=max(gaps, key=_nan_is_largest, default=None),
             is_replayed=of[-1]["replayed"],
+            answer=of[-1].get("answer"),
+            columns=json.loads(of[-1].get("columns") or "{}"),
         )
 
 

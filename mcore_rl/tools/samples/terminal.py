@@ -17,9 +17,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from mcore_rl.observability.console import visible
 from mcore_rl.tools.samples.page import Page, PageMessage, Span, number
 from mcore_rl.tools.samples.tables import Summary
-from mcore_rl.tools.samples.token_texts import visible
 
 ROLE_STYLES = {
     "system": "bold magenta",

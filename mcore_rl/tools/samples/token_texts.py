@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,6 @@ from mcore_rl.data.sample_tables import SAMPLES, TOKENIZER
 
 _INCOMPLETE = "\ufffd"  # what bytes are decoded as that are no whole character
 _MOST_TOKENS = 8  # of a character, with room: of four bytes each
-_JOINERS = "\u200c\u200d"  # without which Persian, Hindi and emoji are other text
-_UNSAFE = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")  # control, format, no characters, line separators
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +80,3 @@ def tokenizer_path(run: Path, given: Path | None) -> Path:
     if not path.is_file():
         raise ConfigError(f"there is no tokenizer at {path}{hint}")
     return path
-
-
-def visible(text: str) -> str:
-    r"""Text without characters that a terminal obeys or that reorder what stands around them.
-
-    Newlines and tabs stay.
-
-    >>> print(visible("\x1b[2Jred\u202e"))
-    \x1b[2Jred\u202e
-    """
-    return "".join(c if _is_safe(c) else _escaped(c) for c in text)
-
-
-def _is_safe(character: str) -> bool:
-    if character in "\n\t" or character in _JOINERS:
-        return True
-    return unicodedata.category(character) not in _UNSAFE
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()

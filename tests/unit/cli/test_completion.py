@@ -16,6 +16,7 @@ from mcore_rl.cli.main import COMMANDS, main
 from mcore_rl.config.describe import setting_names
 from mcore_rl.config.schema import RLConfig
 from tests.pages import of_kind
+from tests.terminal import on_terminal
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,13 @@ from tests.pages import of_kind
         ("mcore-rl nope ", []),
         ("mcore-rl rl see", ["seed="]),
         ("mcore-rl rl recipe=quick", ["recipe=quickstart", "recipe=quickstart_one_gpu"]),
-        ("mcore-rl rl recipe=./", []),
+        ("mcore-rl rl recipe=qu", ["recipe=quickstart", "recipe=quickstart_one_gpu"]),
+        ("mcore-rl rl recipe=mi", ["recipe=mines/", "recipe=mine.yaml"]),
+        ("mcore-rl rl recipe=mines/", ["recipe=mines/deep.yml"]),
+        ("mcore-rl samples ", []),
+        ("mcore-rl samples --so", ["--sort"]),
+        ("mcore-rl convert inspect ", []),
+        ("mcore-rl chat ", []),
         ("mcore-rl rl recipe=quickstart weight_sync.verify=f", ["weight_sync.verify=full"]),
         ("mcore-rl rl rollout.ep=", ["rollout.ep=true", "rollout.ep=false"]),
         ("mcore-rl rl model.path=", []),
@@ -43,7 +50,11 @@ from tests.pages import of_kind
         ("mcore-rl rl 'outp", []),
     ],
 )
-def test_words_are_those_that_may_stand_there(line, found):
+def test_words_are_those_that_may_stand_there(line, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mines").mkdir()
+    for name in ("mine.yaml", "mine.txt", "mines/deep.yml"):
+        (tmp_path / name).touch()
     assert words(line) == found
 
 
@@ -80,6 +91,36 @@ def test_bash_replaces_what_stands_behind_the_last_equals_sign(line, replies):
         text=True,
     )
     assert (done.stdout.splitlines(), done.stderr) == (replies, "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("mcore-rl rl model.path=my", "mcore-rl rl model.path=my_model/"),
+        ("mcore-rl rl data.train_file=./tr", "mcore-rl rl data.train_file=./train.parquet"),
+        ("mcore-rl rl recipe=mi", "mcore-rl rl recipe=mine.yaml"),
+        ("mcore-rl chat my", "mcore-rl chat my_model/"),
+        ("mcore-rl convert inspect ", "mcore-rl convert inspect my_model/"),
+        ("mcore-rl rl weight_sync.ver", "mcore-rl rl weight_sync.verify="),
+    ],
+)
+def test_the_tab_key_completes_paths_and_words_in_bash(typed, completed, tmp_path):
+    """A line is typed into a shell on a pseudo-terminal, whose Tab key is pressed."""
+    for name in ("train.parquet", "mine.yaml"):
+        (tmp_path / name).touch()
+    (tmp_path / "my_model").mkdir()
+    if typed.endswith(" "):  # then it is the only thing there
+        (tmp_path / "train.parquet").unlink()
+        (tmp_path / "mine.yaml").unlink()
+    script = tmp_path.with_name(f"{tmp_path.name}.bashrc")
+    script.write_text(f"{ON_THE_PAGE.text}\nPS1=\n")
+    command = ["bash", "--noprofile", "--rcfile", str(script), "-i"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    at_the_start, at_the_end = "\x01", "\x05"  # goes the cursor: the line becomes that of an echo
+    keys = f"{typed}\t{at_the_start}echo '<{at_the_end}>'\nexit\n"
+    variables = {"TERM": "dumb", "PATH": path}
+    _, seen = on_terminal(command, variables=variables, keys=keys, folder=tmp_path)
+    assert re.search(f"\n<{re.escape(completed)} ?>\r\n", seen), seen
 
 
 def test_zsh_asks_the_command_that_is_typed_for_the_words_of_the_line(monkeypatch, capsys):

@@ -44,7 +44,7 @@ def test_without_a_recipe_the_defaults_stand():
     ("override", "message"),
     [
         ("actor.layot.tp=2", "unknown setting 'actor.layot.tp'; did you mean actor.layout.tp"),
-        ("learning_rate=1", "unknown setting 'learning_rate'; --help lists them all"),
+        ("learning_speed=1", "unknown setting 'learning_speed'; --help lists them all"),
         ("trainer.num_step=1", "did you mean trainer.num_steps"),
         ("lr=1", "unknown setting 'lr'; did you mean warm_start.optimizer.lr or actor.optimizer"),
         ("recipe=a.yaml", "recipe is given 2 times: quickstart, a.yaml"),
@@ -214,6 +214,81 @@ def test_a_recipe_adds_to_the_settings_of_a_function_and_an_empty_mapping_clears
         for name in ("second", "third")
     ]
     assert found == [{"low": 0.1, "high": 0.2}, {}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "argument", "message"),
+    [
+        (RLConfig, "learning_rate=1e-6", "which is TRL's; did you mean actor.optimizer.lr?"),
+        (RLConfig, "num_generations=8", "which is TRL's; did you mean algorithm.group_size?"),
+        (RLConfig, "rollout.n=8", "which is verl's; did you mean algorithm.group_size?"),
+        (
+            RLConfig,
+            "actor_rollout_ref.actor.optim.lr=1",
+            "verl's; did you mean actor.optimizer.lr?",
+        ),
+        (RLConfig, "actor_rollout_ref.actor.new=1", "verl's; docs/from_verl_and_trl.md has ours"),
+        (RLConfig, "trainer.logger=wandb", "which is verl's; did you mean trainer.trackers?"),
+        (RLConfig, "epsilon=0.2", "did you mean algorithm.loss_settings.clip_ratio_low?"),
+        (SFTConfig, "learning_rate=1e-6", "which is TRL's; did you mean engine.optimizer.lr?"),
+        (SFTConfig, "num_generations=8", "which is TRL's; docs/from_verl_and_trl.md has ours"),
+    ],
+)
+def test_a_setting_of_another_framework_is_refused_with_ours(schema, argument, message):
+    with pytest.raises(ConfigError) as raised:
+        compose_config(schema, [argument])
+    assert str(raised.value).startswith(
+        f"unknown setting {argument.partition('=')[0]!r}, which is "
+    )
+    assert str(raised.value).endswith(message)
+
+
+def test_a_recipe_with_groups_of_another_framework_is_refused_by_a_whole_name(tmp_path):
+    given = recipe(tmp_path, "actor_rollout_ref: {rollout: {n: 8}}")
+    told = r"mine.yaml: unknown setting 'actor_rollout_ref.rollout.n', which is verl's; did you m"
+    with pytest.raises(ConfigError, match=told):
+        compose_config(RLConfig, [given])
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("mine.yaml", "recipe=mine.yaml"),
+        ("mine", "recipe=mine.yaml"),
+        ("runs/other.yml", "recipe=runs/other.yml"),
+        ("quickstart", "recipe=quickstart"),
+        ("quickstrat", "recipe=quickstart"),
+        ("trainer.num_steps", "trainer.num_steps=VALUE"),
+    ],
+)
+def test_a_word_alone_is_taken_for_a_recipe_where_it_can_be_one(tmp_path, monkeypatch, word, meant):
+    recipe(tmp_path, "seed: 1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        compose_config(RLConfig, [word])
+    assert str(raised.value) == f"{word!r} is no key=value; did you mean {meant}?"
+
+
+def test_a_recipe_replaces_mappings_of_its_base_by_their_names(tmp_path):
+    for name, text in {
+        "first": "reward: {terms: {math: {}, short: {weight: 2}}}\nseed: 3\n"
+        "algorithm: {loss_settings: {clip_ratio_low: 0.1, clip_ratio_high: 0.3}}\n"
+        "data: {test_files: {a: a.jsonl}}",
+        "second": "recipe: first.yaml\nreplace: [reward.terms, algorithm.loss_settings]\n"
+        "reward: {terms: {code: {}}}\nalgorithm: {loss_settings: {clip_ratio_high: 0.2}}\n"
+        "data: {test_files: {b: b.jsonl}}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    found = compose_config(RLConfig, [f"recipe={tmp_path / 'second.yaml'}"])
+    assert found.reward.terms == {"code": {}}
+    assert found.algorithm.loss_settings == {"clip_ratio_high": 0.2}
+    assert found.data.test_files == {"a": "a.jsonl", "b": "b.jsonl"} and found.seed == 3
+
+
+@pytest.mark.parametrize("keys", ["reward.terms", "[reward]", "[seed]", "[reward.term]", "[3]"])
+def test_what_a_recipe_cannot_replace_is_refused(tmp_path, keys):
+    with pytest.raises(ConfigError, match=r"replace=.*; allowed: a list of mappings such as "):
+        compose_config(RLConfig, [recipe(tmp_path, f"replace: {keys}")])
 
 
 def test_terms_of_a_reward_are_given_by_a_recipe_and_changed_one_by_one(tmp_path):

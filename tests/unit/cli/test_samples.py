@@ -16,7 +16,7 @@ import pytest
 from mcore_rl.cli.main import main
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample_tables import summary_columns, table_path, write_table
-from mcore_rl.tools.samples.token_texts import visible
+from mcore_rl.observability.console import visible
 from tests.pages import of_kind
 from tests.unit.tools.sample_runs import (
     ASSISTANT,

@@ -196,6 +196,14 @@ BAD = [
     ({"trainer__trackers": ["tensorbord"]}, "trainer.trackers[0]='tensorbord'"),
     ({"data__test_files": {"a/b": "x"}, "data__test_file": ""}, "data.test_files.a/b; allowed"),
     (
+        {"data__test_file": "", "evaluation__every": 5, "task__name": ""},
+        "evaluation.every=5 needs data.test_file or data.test_files",
+    ),
+    (
+        {"data__test_file": "", "checkpoint__keep_best": "eval/test/reward", "task__name": ""},
+        "checkpoint.keep_best='eval/test/reward' needs data.test_file or data.test_files",
+    ),
+    (
         {
             "checkpoint__keep_best": "eval/test/reward",
             "trainer__save_every": 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -61,6 +62,27 @@ APART = [(5, 0, 1), (5, 1, 0), (5, 0, 0), (2, 0, 0)]
 def test_a_bound_keeps_the_first_trajectories_and_cuts_none(max_samples, max_tokens, rows):
     batch = Batch.of([sample(*keys) for keys in APART])
     assert first_trajectories(batch, max_samples, max_tokens) == rows
+
+
+ROWS = [
+    ({"answer": "42", "level": 5, "source": "math"}, "42", '{"level": 5, "source": "math"}'),
+    ({"answer": ["é", 1]}, '["é", 1]', "{}"),
+    ({"answer": "\ud83d", "tests": "x" * 5000}, "\\ud83d", None),
+    ({}, "", "{}"),
+]
+
+
+@pytest.mark.parametrize("kind", ["here", "joined"])
+def test_a_table_has_the_answer_and_the_other_columns_of_the_data_row(kind):
+    samples = [sample(number, fields=fields) for number, (fields, *_) in enumerate(ROWS)]
+    batch = Batch.of(samples)
+    if kind == "joined":  # with samples that have no row, as of an earlier version
+        batch = Batch.concat([batch, Batch.of([sample(9)])])
+    found = {name: column.to_pylist() for name, column in summary_columns(batch).items()}
+    assert found["answer"] == [row[1] for row in ROWS] + [""] * (kind == "joined")
+    for text, (_, _, columns) in zip(found["columns"], ROWS, strict=False):
+        assert text == columns or len(json.loads(text)["tests"]) == 4004
+    assert found["columns"][-1] == "{}"
 
 
 def test_a_table_tells_of_each_sample_and_of_each_token():

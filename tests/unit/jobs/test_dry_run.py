@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -81,7 +82,7 @@ def test_roles_layouts_and_data_are_told(place, monkeypatch, capfd):
         "reference: 2 ranks, tp=2 ep=2 (log-probs for the KL)\n",
         "rollout: 1 rank, tp=1 (generation: 1 vLLM server)\n",
         "cores: 2 for actor, reference, rollout, by turns\n",
-        "a step: 20 prompts, 160 samples, 1 optimizer steps; 100 steps\n",
+        "a step: 20 prompts, 160 samples, 1 optimizer step; 100 steps\n",
         "0-1    embedding, layers 0-2,",
         "nothing was started\n",
     ):
@@ -120,13 +121,13 @@ def test_a_cluster_is_shown_from_any_machine(place, monkeypatch, capfd):
         "2 GPUs: 2 for actor, reference, rollout, by turns\n",
     ):
         assert line in out, out
-    assert re.search(r"^ push +0\.\d+ +0\.134 +0\.\d+ *$", out, re.M), out
+    assert re.search(r"^push +0\.\d+ +0\.134 +0\.\d+ *$", out, re.M), out
     assert re.search(r"\(colocated\), each step: 0\.0 GB between GPUs, of them 0\.0 inside", out), (
         out
     )
     told = "weight_sync.method=full_export", "--gpus-per-node=8"
     _, out, _ = dry_run(monkeypatch, capfd, *SETTINGS, *told)
-    assert "(full_export), each step: 0.0 GB into output_dir, read by 1 servers\n" in out
+    assert "(full_export), each step: 0.0 GB into output_dir, read by 1 server\n" in out
 
 
 def test_a_config_alone_will_do_and_what_is_not_checked_is_said(place, monkeypatch, capfd):
@@ -158,7 +159,7 @@ def test_frozen_models_are_shown_with_their_devices(place, monkeypatch, capfd):
         "5 GPUs: 2 for actor, reference, rollout, by turns; 2 for models.user; 1 for models.judge",
     ):
         assert line in out, out
-    assert re.search(r"^ models.ju +0\.0\d+ +0\.003 +0\.\d+ *$", out, re.M), out
+    assert re.search(r"^models.judge +0\.0\d+ +0\.003 +0\.\d+ *$", out, re.M), out
 
 
 @pytest.mark.parametrize(
@@ -217,13 +218,46 @@ def test_a_frozen_model_without_weights_or_tokenizer_is_refused(place, monkeypat
         ("trainer.prompts_per_step=21", "trainer.prompts_per_step=21: data.train_file='train.pa"),
         ("trainer.eval_samples=21", "data.test_file='test.parquet' has 20 rows; allowed: up to"),
         ("warm_start.batch_size=21", "warm_start.batch_size=21: warm_start.train_file="),
-        ("output_dir=model", "output_dir='model' is not empty"),
+        ("output_dir=train.parquet", "output_dir='train.parquet' cannot be made"),
     ],
 )
 def test_what_a_run_would_be_refused_for_a_dry_run_is(place, monkeypatch, capfd, setting, message):
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, setting)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+USED = [
+    (["model"], "output_dir='model' is not empty; allowed: a new folder"),
+    (["done", "config.json", "checkpoint/"], "output_dir='done' is not empty; allowed: a new fold"),
+    (["saved", "config.json", "checkpoints/"], "or resume='auto' to go on with the run in it"),
+    (["taken", ".lock.partial"], "output_dir='taken' is in use by process 7 on host n1"),
+]
+
+
+@pytest.mark.parametrize(("paths", "refusal"), USED, ids=[str(paths[0]) for paths, _ in USED])
+def test_a_dry_run_looks_at_a_used_output_folder_and_says_what_a_run_would_be_told(
+    place, monkeypatch, capfd, paths, refusal
+):
+    folder, *inside = paths
+    for name in inside:
+        path = place / folder / name
+        path.mkdir(parents=True) if name.endswith("/") else path.parent.mkdir(exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text("process 7 on host n1" if "lock" in name else "{}")
+    with (place / folder / ".lock.partial" if "taken" in folder else place / "train.parquet").open(
+        "rb"
+    ) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, f"output_dir={folder}")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1].startswith("the run will be refused: ") and refusal in out
+
+
+def test_a_run_needs_no_held_out_set(place, monkeypatch, capfd):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, "data.test_file=''")
+    assert (status, err) == (0, "")
+    assert "data: 20 prompts to train, none held out, 20 examples" in out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Who has an output folder, and what becomes of a run that cannot write into it."""
 
+import json
 import os
 import signal
 import socket
@@ -191,3 +192,16 @@ def test_a_run_on_examples_shows_loss_and_accuracy_of_each_set_with_errors(tmp_p
         ["accuracy (a)", "75.0% ± 6.2", "75.0% ± 6.2", "+0.0 points"],
         ["loss (b)", "", "2.000 ± 1.000", ""],
     ]
+
+
+def test_a_run_without_held_out_sets_has_a_summary_and_no_table(tmp_path, capsys):
+    names = ("reward", "response_tokens", "tokens_per_s", "time/generate_s", "time/log_probs_s")
+    metrics = dict.fromkeys((*names, "time/update_s", "time/weight_sync_s"), 1.0)
+    output = RunOutput(tmp_path, RLConfig())
+    with output.progress("training", 1) as report:
+        report(1, metrics)
+    output.finish(peak_memory_bytes=10**9, wall_s=2.0)
+    assert "evaluation" not in json.loads((tmp_path / "summary.json").read_text())
+    assert (tmp_path / "reward_curve.png").stat().st_size > 5000
+    told = capsys.readouterr().out
+    assert "Held out" not in told and "2 s, peak memory 1.0 GB" in told

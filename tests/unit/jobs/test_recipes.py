@@ -185,12 +185,6 @@ def test_the_published_deepseek_is_told_how_to_become_bfloat16(place, monkeypatc
     assert "is quantised" in err and "mcore-rl convert mcore-to-hf --dtype bfloat16" in err
 
 
-def test_recipes_are_listed_with_a_line_that_fits_a_terminal():
-    for line in recipes.listing():
-        assert len(line) <= 120, line
-        assert not re.fullmatch(r"\S+ *", line)
-
-
 @each_recipe
 def test_the_table_of_the_page_has_the_memory_of_the_fullest_gpu(name):
     """The row of a recipe, in GB: host of a node, parts of the actor's turn, a push, a server."""

@@ -232,7 +232,7 @@ def test_an_output_dir_that_one_stands_in_is_no_exception(tmp_path, monkeypatch)
 def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     asked = config(tmp_path)
     first = RunOutput(tmp_path, asked)
-    with first.progress("warm start", 9, "warm_start/") as report:
+    with first.progress("warm_start", 9) as report:
         report(9, {"loss": 1.0})
     with first.progress("training", 9) as report:
         for step in (1, 2, 3):

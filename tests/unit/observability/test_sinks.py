@@ -1,5 +1,7 @@
 import json
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ def test_both_sinks_hold_a_step_as_soon_as_it_is_written(tmp_path):
             assert scalars(tmp_path / "run", "reward")[-1] == (step, reward)
     row = lines(tmp_path / "run")[1]
     assert row.pop("wall_time_s") > 1.7e9
-    assert row == {"step": 2, "reward": 0.5, "num_tokens": 14}
+    assert row == {"phase": "training", "step": 2, "reward": 0.5, "num_tokens": 14}
 
 
 def test_numbers_of_numpy_are_numbers_and_what_is_not_finite_is_null(tmp_path):
@@ -88,3 +90,47 @@ def test_a_tracker_that_fails_in_the_run_is_told_once_and_the_run_goes_on(
     assert capsys.readouterr().err.splitlines() == [told]
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
     assert scalars(tmp_path, "reward") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_each_phase_has_a_step_axis_of_its_own(tmp_path):
+    with sinks_of(tmp_path) as sinks:
+        for step in (1, 2, 3):
+            sinks.write(step, {"loss": 1.0}, "warm_start")
+        sinks.write(0, {"eval/test/reward": 0.25})
+        for step in (1, 2):
+            sinks.write(step, {"loss": 2.0})
+    axes = {}
+    for row in lines(tmp_path):
+        axes.setdefault(row["phase"], []).append(row["step"])
+    assert axes == {"warm_start": [1, 2, 3], "training": [0, 1, 2]}
+    assert scalars(tmp_path, "warm_start/loss") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert scalars(tmp_path, "loss") == [(1, 2.0), (2, 2.0)]
+
+
+def test_a_tracker_draws_each_phase_over_its_own_steps(tmp_path, monkeypatch):
+    """With the calls of W&B, whose package is not pinned here."""
+    calls = []
+
+    class Run:
+        def define_metric(self, name, step_metric):
+            calls.append((name, step_metric))
+
+        def log(self, row):
+            calls.append(row)
+
+        def finish(self): ...
+
+    wandb = types.SimpleNamespace(init=lambda **settings: Run())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(trackers, "check_trackers", lambda names: None)
+    with MetricsSinks(TrackedRun(tmp_path, "project", {}), trackers=["wandb"]) as sinks:
+        sinks.write(9, {"loss": 1.0}, "warm_start")
+        sinks.write(1, {"reward": 0.5})
+        sinks.write(2, {"reward": 0.75})
+    assert calls == [
+        ("warm_start/*", "warm_start/step"),
+        {"warm_start/loss": 1.0, "warm_start/step": 9},
+        ("*", "step"),
+        {"reward": 0.5, "step": 1},
+        {"reward": 0.75, "step": 2},
+    ]

@@ -9,9 +9,9 @@ from mcore_rl.observability import trackers
 from mcore_rl.observability.trackers import TrackedRun, check_trackers, open_trackers
 
 ROWS = [
-    {"step": 0, "wall_time_s": 1.7e9, "eval/test/reward": 0.25},
-    {"step": 2, "wall_time_s": 1.7e9, "warm_start/loss": 1.0},
-    {"step": 1, "wall_time_s": 1.7e9, "reward": 0.5, "infinite": None},  # another phase
+    {"phase": "training", "step": 0, "wall_time_s": 1.7e9, "eval/test/reward": 0.25},
+    {"phase": "warm_start", "step": 2, "wall_time_s": 1.7e9, "warm_start/loss": 1.0},
+    {"phase": "training", "step": 1, "wall_time_s": 1.7e9, "reward": 0.5, "infinite": None},
 ]
 
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from transformers import TrainingArguments
 
+from mcore_rl.cli import other_names
 from mcore_rl.config.describe import groups
 from mcore_rl.config.schema import RLConfig
 from tests.pages import ROOT
@@ -62,3 +63,8 @@ def test_each_setting_of_trl_that_is_one_of_transformers_exists():
     }  # fmt: skip
     assert inherited <= set(names(1))
     assert inherited <= TrainingArguments.__dataclass_fields__.keys()
+
+
+def test_errors_know_the_names_of_the_page():
+    shown = [[[n.removeprefix("actor_rollout_ref.") for n in cell] for cell in row] for row in ROWS]
+    assert [list(row) for row in other_names.ROWS] == shown

@@ -157,3 +157,33 @@ def test_nvcc_of_another_cuda_than_torchs_is_refused(tmp_path):
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
     nvcc.chmod(0o755)
     assert "whose nvcc is of CUDA 12.9" in set_up(tmp_path, CUDA_HOME=str(tmp_path / "cuda"))
+
+
+SLOW_PYTHON = """#!/bin/bash
+case $1 in
+    -c) [[ $2 == *version_info* ]] && echo 3.11.7; exit 0 ;;
+esac
+until [ -e go ]; do sleep 0.02; done
+exit 1
+"""
+
+
+@pytest.mark.parametrize("environment", [(), ("verifiers",)], ids=["cpu", "verifiers"])
+def test_a_stage_of_set_up_is_shown_when_it_begins(tmp_path, environment):
+    """An interpreter waits in the first stage until the line has been read, and fails."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "csrc").mkdir()
+    python = tmp_path / "python"
+    python.write_text(SLOW_PYTHON)
+    python.chmod(0o755)
+    command = ["bash", str(tmp_path / "launch/setup_env.sh"), *environment]
+    variables = os.environ | {"MCORE_RL_LANE": "cpu", "PYTHON": str(python)}
+    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline().startswith("setup: making .venv")
+        assert process.stderr.readline() == "setup: virtual environment ...\n"
+        (tmp_path / "go").touch()
+        rest = process.stderr.read()
+    assert process.returncode == 1
+    assert "setup: virtual environment: failed; the whole log is in" in rest

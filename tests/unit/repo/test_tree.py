@@ -85,3 +85,15 @@ def test_a_public_class_name_has_one_meaning() -> None:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
+def test_standard_output_has_one_console() -> None:
+    """Each other one names its stream: see observability/console.py."""
+    calls = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "mcore_rl").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Console", "rich.print")
+        if not any(keyword.arg in ("file", "stderr", "width") for keyword in node.keywords)
+    ]
+    assert calls == []

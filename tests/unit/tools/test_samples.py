@@ -12,15 +12,17 @@ from tokenizers import Tokenizer, decoders, models
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
+from mcore_rl.observability.console import visible
 from mcore_rl.tools.samples.page import PageMessage, page_of
 from mcore_rl.tools.samples.tables import SampleReader
-from mcore_rl.tools.samples.token_texts import TokenTexts, visible
+from mcore_rl.tools.samples.token_texts import TokenTexts
 from tests.unit.agents.families import FAMILIES, tokenizer_of
 from tests.unit.tools.sample_runs import (
     ADDED,
     ASSISTANT,
     BYTES,
     END,
+    HOSTILE,
     SPECIAL,
     START,
     ids,
@@ -109,6 +111,17 @@ def test_a_trajectory_of_two_segments_is_its_messages_by_role_and_turn(tmp_path,
         "advantage": "0.5", "weights": "version 3 to 4",
         "largest gap": "0.25 nats between trainer and servers",
     }  # fmt: skip
+
+
+def test_a_page_shows_the_reference_answer_and_the_other_columns_of_the_row(tmp_path, texts):
+    """On a line each, harmless, and not all of a long one."""
+    fields = {"answer": f"5{HOSTILE}", "level": 2, "tests": ["a\nb"], "notes": "x" * 1000}
+    samples = [sample("2+3?", ("turn", "5"), group_id=1, fields=fields)]
+    [summary] = SampleReader(str(written(tmp_path, 1, trained(samples, {})))).summaries([1])
+    facts = dict(page_of(summary, texts, 0.1).facts)
+    assert facts["reference answer"] == f"5{visible(' '.join(HOSTILE.split()))}"
+    assert (facts["column level"], facts["column tests"]) == ("2", '["a\\nb"]')
+    assert facts["column notes"] == f"{'x' * 300} ..."
 
 
 def test_a_turn_tells_what_is_chosen_what_is_a_call_and_which_tokens_differ(tmp_path, texts):

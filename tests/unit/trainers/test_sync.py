@@ -138,6 +138,7 @@ def one_step_of(
     trained = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)
     trained.train(lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
+    return learner.warnings.summary()
 
 
 def after_one_step(tmp_path, settings):
@@ -287,20 +288,30 @@ def test_a_step_of_which_no_group_passes_is_told_and_its_samples_are_shown(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("num_passing", "max_rounds", "is_told"),
-    [(3, 1, False), (2, 1, False), (1, 1, True), (2, 2, True), (3, 2, False)],
+    ("num_passing", "max_rounds", "is_told", "summary"),
+    [
+        (3, 1, False, ""),
+        (2, 1, False, ""),
+        (1, 1, False, "fewer than half of 3 groups passed "),
+        (2, 2, True, "too few groups passed "),
+        (3, 2, False, ""),
+    ],
 )
 def test_a_short_step_is_told_unless_the_filter_is_meant_to_leave_groups_out(
-    tmp_path, capsys, num_passing, max_rounds, is_told
+    tmp_path, capsys, num_passing, max_rounds, is_told, summary
 ):
     """Of three prompts. Only several rounds are there to fill a step."""
     rewards = np.array([1.0, 0, 1, 0, 1, 0], np.float32)
     rewards[2 * num_passing :] = 0
     samples = SamplesConfig(group_filter="drop_uniform", max_rounds=max_rounds)
     made = answered().with_columns(rewards=rewards)
-    one_step_of(tmp_path, {"samples": samples}, {"actor": Model(-1.0625)}, made=made)
+    models = {"actor": Model(-1.0625)}
+    summed_up = one_step_of(tmp_path, {"samples": samples}, models, made=made)
     told = f"step 1: {num_passing} groups to train on, of 3 that were asked for, after algorithm"
     assert (told in capsys.readouterr().err) == is_told
+    setting = "algorithm.samples.group_filter='drop_uniform'"
+    assert (f"in 1 of 1 {summary}{setting}" in summed_up) == bool(summary)
+    assert summary or setting not in summed_up
 
 
 def test_dropped_responses_and_groups_that_are_gone_with_them_are_told(tmp_path, capsys):

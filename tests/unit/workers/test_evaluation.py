@@ -126,6 +126,12 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
     assert rows[0]["prompt"] == "7" and rows[0]["response"] == "1 2" and rows[0]["reward"] == 1
 
 
+def test_without_a_held_out_set_no_evaluation_is_due():
+    config = RLConfig()
+    evaluation = Evaluation(config, None, {}, None, None)
+    assert not any(map(evaluation.is_due, (0, 1, config.trainer.num_steps)))
+
+
 def test_a_trainer_scores_only_what_comes_of_the_whole_distribution():
     def temperature(**settings):
         config = RLConfig(evaluation=EvaluationConfig(**settings))
@@ -145,12 +151,27 @@ def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsy
     )
     tables.of_step(1, batch)
     tables.of_step(2, batch)
-    assert capsys.readouterr().out.splitlines() == ["  sample: reward 1.000  7 -> 1 2"] * 2
+    shown = [f"step {step}: sample, reward 1.000  7 -> 1 2" for step in (1, 2)]
+    assert capsys.readouterr().out.splitlines() == shown
     [file] = tmp_path.iterdir()
     assert file.name == "samples"
     [row] = pq.read_table(file / "step_000002.parquet").to_pylist()
     assert row["advantage"] == 2 and row["reward/tidy"] == 0.5 and row["finish_reason"] == "stop"
     assert [path.name for path in file.iterdir()] == ["step_000002.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("length", "shown"),
+    [(3, "7 7 7"), (29, "7 " * 28 + "7"), (40, "... " + "7 " * 26 + "7"), (1000, None)],
+)
+def test_the_end_of_a_long_prompt_is_shown_from_a_word_on(tmp_path, capsys, length, shown):
+    long = sample(0, 1.0)
+    long.prompt_ids = [7] * length
+    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(every=0, tokens=False))
+    tables.of_step(1, Batch.of([long]))
+    prompt = capsys.readouterr().out.removeprefix("step 1: sample, reward 1.000  ")
+    prompt = prompt.removesuffix(" -> 1 2\n")
+    assert prompt == (shown or "... " + "7 " * 26 + "7") and len(prompt) <= 58
 
 
 def test_a_table_with_tokens_has_the_tokenizer_beside_it_and_log_probs_of_the_trainer(tmp_path):
@@ -192,8 +213,9 @@ def test_a_batch_that_teaches_nothing_is_told():
         return steps.doubts(batch.with_columns(advantages=column))
 
     good = [sample(0, 1.0), sample(0, 0.0)]
-    assert doubts(good, [1, 1, -1, -1]) == []
-    [told] = doubts([sample(0, 1.0), sample(0, 1.0)], [0, 0, 0, 0])
+    assert doubts(good, [1, 1, -1, -1]) == {}
+    [told] = doubts([sample(0, 1.0), sample(0, 1.0)], [0, 0, 0, 0]).values()
     assert told.startswith("all advantages are 0, with rewards from 1 to 1")
     empty = [sample(0, 1.0, ids=(9,)), sample(0, 0.0)]
-    assert doubts(empty, [1, -1, -1]) == ["1 of 2 responses are empty"]
+    [told] = doubts(empty, [1, -1, -1]).values()
+    assert told == "1 of 2 responses are empty"

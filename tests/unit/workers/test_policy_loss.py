@@ -137,6 +137,14 @@ def test_the_entropy_is_needed_where_it_counts_only():
     assert PolicyLoss(AlgorithmConfig(entropy_target=0.2)).needs == {"entropy"}
 
 
+def test_an_update_that_nothing_has_scored_before_measures_the_entropy():
+    algorithm = AlgorithmConfig(correction=CorrectionConfig(use_rollout_log_probs=True))
+    assert PolicyLoss(algorithm).needs == {"entropy"}
+    _, metrics = PolicyLoss(algorithm)(inputs())
+    assert metrics["entropy"][0] == "loss_weights"
+    assert torch.equal(metrics["entropy"][1], SCORES["entropy"])
+
+
 OWN = """
 from __future__ import annotations
 import torch

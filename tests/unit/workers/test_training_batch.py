@@ -76,7 +76,10 @@ def test_it_is_what_its_parts_make_one_after_the_other(which: str):
             np.testing.assert_array_equal(*pair, err_msg=name)
     assert any(count["loss_weights"] for count in told.counts)
     gaps, apart = gaps_and_mismatch(batch, correction)
-    assert told.gaps == gaps and told.metrics == apart | left_out
+    chosen_by_policy = batch.jagged("response_mask").values != 0
+    entropy = batch.jagged("entropy").values[chosen_by_policy].mean(dtype=np.float64)
+    assert told.metrics == apart | left_out | {"actor/entropy": pytest.approx(entropy)}
+    assert told.gaps == gaps
     assert told.doubts == steps.doubts(judged)
 
 

@@ -1,0 +1,128 @@
+"""What a screen of 80 columns shows: whole lines, whole words, sentences that end."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mcore_rl.cli import recipes
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.cli.main import COMMANDS, main
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.jobs.dry_run import dry_run
+from mcore_rl.jobs.eval_report import print_table
+from mcore_rl.observability.console import Measured, print_before_after
+from mcore_rl.tools.bench_async.run import ModelledRun, WorkloadSettings
+from mcore_rl.tools.bench_async.run import show as show_bench
+
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
+SUBCOMMANDS = {
+    "convert": ("hf-to-mcore", "mcore-to-hf", "inspect", "verify"),
+    "bench": ("reshard", "data-plane", "async"),
+    "plan": ("reshard",),
+    "verify": ("parity",),
+    "data": ("gsm8k", "ultrafeedback", "verifiers"),
+}
+PAGES = [[name] for name in COMMANDS]
+PAGES += [[name, inner] for name, inners in SUBCOMMANDS.items() for inner in inners]
+
+
+def console() -> tuple[Console, io.StringIO]:
+    written = io.StringIO()
+    return Console(file=written, width=80, color_system=None), written
+
+
+@pytest.mark.parametrize("words", [[], *PAGES], ids=" ".join)
+def test_help_fits(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", *words, "--help"])
+    try:
+        status = main()
+    except SystemExit as ended:  # of argparse
+        status = ended.code
+    assert not status
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3
+    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+
+
+def test_a_recipe_is_described_by_a_sentence_that_ends():
+    files = [recipes.RECIPES / f"{name}.yaml" for name in recipes.names()]
+    assert [file for file in files if not recipes.first_comment(file).endswith(".")] == []
+    assert all(len(line) <= 80 for line in recipes.listing())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# One line\n# and the next.\n# Not this.\nseed: 1", "One line and the next."),
+        ("# No full stop\n#\n# mcore-rl rl", "No full stop"),
+        ("seed: 1\n# Later.", "Later."),
+        ("seed: 1", ""),
+    ],
+)
+def test_a_sentence_of_a_recipe_may_take_several_lines(tmp_path, text, said):
+    (tmp_path / "a.yaml").write_text(text)
+    assert recipes.first_comment(tmp_path / "a.yaml") == said
+
+
+MODELS = {
+    "dsv3_671b": "DeepSeek-V3", "llama3_70b": "Llama-3.1-70B", "moonlight_16b": "Moonlight-16B-A3B",
+    "qwen3_235b_a22b": "Qwen3-235B-A22B", "qwen3_30b_a3b": "Qwen3-30B-A3B", "qwen3_8b": "Qwen3-8B",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_the_tables_of_a_dry_run_fit(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    config = json.loads((PUBLISHED / f"{MODELS[recipe]}.json").read_text())
+    config.pop("quantization_config", None)
+    Path("model/config.json").write_text(json.dumps(config))
+    Path("t.jsonl").write_text('{"messages": [], "answer": "1"}\n')
+    files = ["model.path=model", "data.train_file=t.jsonl", "algorithm.kl_coef=0.1"]
+    shown, written = console()
+    dry_run(compose_config(RLConfig, [f"recipe={recipe}", *files]), shown, gpus_per_node=8)
+    tables = [line for line in written.getvalue().splitlines() if "   " in line]
+    assert len(tables) > 8 and max(map(len, tables)) <= 80
+    assert "…" not in written.getvalue()
+    for heading in ("gradients", "optimizer", "activations", "parameters", "buffers"):
+        assert any(heading in line.split() for line in tables), heading
+
+
+def whole(written: io.StringIO, *words: str) -> None:
+    text = written.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize("num_sets", [1, 4, 9])
+def test_the_table_of_an_evaluation_fits_whatever_the_number_of_sets(num_sets):
+    shown, written = console()
+    score = {"mean": 0.51234, "standard_error": 0.01234}
+    metrics = {"responses": 123456, "response_tokens": score, "majority@128": score}
+    names = [f"competition_{number}" for number in range(num_sets)]
+    print_table(dict.fromkeys(names, metrics), shown)
+    whole(written, *names, "response_tokens", "majority@128")
+    assert written.getvalue().count("0.512 ± 0.012") == num_sets
+
+
+def test_the_table_at_the_end_of_a_run_fits():
+    shown, written = console()
+    found = Measured(0.5, 0.02, True)
+    print_before_after("Held out", [(f"accuracy ({'long_' * 12}name)", found, found)], shown)
+    whole(written, "before", "after", "change", "50.0% ± 2.0", "+0.0 points")
+
+
+def test_the_table_of_the_loops_fits():
+    shown, written = console()
+    values = dict.fromkeys((field.name for field in fields(ModelledRun)), 1234.5)
+    names = ("sync", "sync, by turns", "one step off", "fully async", "fully async, by turns")
+    show_bench(WorkloadSettings(), {name: ModelledRun(**values) for name in names}, shown)
+    whole(written, "trainer waits", "servers idle", "samples/s", "over sync, by turns")
