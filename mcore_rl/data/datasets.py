@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.digest import Digest
 from mcore_rl.data.files import Row, RowSource, open_rows
 from mcore_rl.data.rows import Column, FilesInOrder, Message, chat, tool_schemas
 
@@ -64,7 +65,8 @@ class PromptDataset(FilesInOrder["Sequence[PromptRow] | FilePrompts", PromptRow]
 class FilePrompts:
     """The prompts of a source, read and tokenised when they are asked for.
 
-    A first pass over all rows checks them and finds the prompts that are too long.
+    A first pass over all rows checks them, finds the prompts that are too long, and computes
+    `digest` of all columns.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class FilePrompts:
         self._prompt = Column(config.prompt_column, "data.prompt_column")
         self._answer = Column(config.answer_column, "data.answer_column")
         self._tools = _tools_column(config.tools_column)
-        lengths = self._checked_lengths()
+        digest = Digest()
+        lengths = self._checked_lengths(digest)
+        self.digest = digest.hexdigest()
         is_short = lengths <= config.max_prompt_tokens
         self.num_dropped = int((~is_short).sum())
         self._kept: npt.NDArray[np.int64] | None = None  # None: all of them
@@ -112,13 +116,14 @@ class FilePrompts:
     def _text(self, row: Row, messages: list[Message]) -> str:
         return _templated(row, messages, self._tools, self._tokenizer)
 
-    def _checked_lengths(self) -> npt.NDArray[np.int32]:
+    def _checked_lengths(self, digest: Digest) -> npt.NDArray[np.int32]:
         """The tokens of each row's prompt; ConfigError for the first row that is not valid."""
         lengths = [np.empty(0, np.int32)]
         for rows in _chunks(self._rows):
             texts = [self._text(row, chat(row, self._prompt)) for row in rows]
             for row in rows:
                 _check_answer(row, self._answer)
+                digest.add(row.values)
             lengths.append(np.array([len(i) for i in _encode(texts, self._tokenizer)], np.int32))
         return np.concatenate(lengths)
 
