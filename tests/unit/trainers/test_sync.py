@@ -138,6 +138,7 @@ def one_step_of(
     trained = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)
     trained.train(lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
+    return coefficients
 
 
 def after_one_step(tmp_path, settings):
@@ -205,6 +206,16 @@ def test_a_step_with_all_that_is_between_generation_and_update(tmp_path):
     assert REPORTED["algorithm/reference_kl"] == pytest.approx(kl)
     assert REPORTED["correction/clipped"] == 1.0
     assert REPORTED["mismatch/kl"] == pytest.approx(0.0625)
+
+
+@pytest.mark.parametrize("num_samples", [6, 4])
+def test_the_kl_coefficient_follows_its_target_by_the_number_of_samples(tmp_path, num_samples):
+    """Not by that of groups, of two each. The KL is above 1.2 times its target, 0.5."""
+    settings = dict(kl_coef=0.1, kl_target=0.5, kl_horizon=10, kl_estimator="k1")
+    made = answered().take(list(range(num_samples)))
+    models = {"actor": Model(-1.0625), "reference": Model(-3.5)}
+    coefficients = one_step_of(tmp_path, settings, models, made=made)
+    assert coefficients.state_dict()["kl"] == pytest.approx(0.1 * (1 + 0.2 * num_samples / 10))
 
 
 def test_a_step_with_the_log_probs_of_the_servers_computes_none(tmp_path):
