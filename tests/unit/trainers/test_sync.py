@@ -18,6 +18,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers import steps
 from mcore_rl.workers.checkpointer import Checkpointer
@@ -216,6 +217,14 @@ def test_the_kl_coefficient_follows_its_target_by_the_number_of_samples(tmp_path
     models = {"actor": Model(-1.0625), "reference": Model(-3.5)}
     coefficients = one_step_of(tmp_path, settings, models, made=made)
     assert coefficients.state_dict()["kl"] == pytest.approx(0.1 * (1 + 0.2 * num_samples / 10))
+
+
+def test_the_speed_of_a_step_is_in_tokens_of_all_that_was_generated(tmp_path, monkeypatch):
+    """With the prompt of each of six responses, and groups that the filter leaves out."""
+    monkeypatch.setattr(Stopwatch, "total_s", 2.0)
+    samples = SamplesConfig(group_filter="drop_uniform")
+    one_step_of(tmp_path, {"samples": samples}, {"actor": Model(-1.0625)})
+    assert REPORTED["tokens_per_s"] == (6 * 2 + 9) / 2.0
 
 
 def test_a_step_with_the_log_probs_of_the_servers_computes_none(tmp_path):
