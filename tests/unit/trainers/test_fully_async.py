@@ -37,6 +37,7 @@ from mcore_rl.workers.policy_checks import PolicyMismatchError
 from mcore_rl.workers.sample_queue import GroupState
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
+from tests.unit.trainers import test_one_step_off
 from tests.unit.trainers.modelled_servers import Servers
 from tests.unit.trainers.test_one_step_off import log_probs_of
 from tests.unit.workers.test_checkpointer import Actor
@@ -368,10 +369,11 @@ def test_servers_that_say_nothing_end_the_run(tmp_path, monkeypatch):
     assert calls == [3.0, 6.0, 9.0, 12.0, 15.0]
 
 
-def test_the_speed_of_a_step_is_that_of_the_tokens_that_have_come(tmp_path, monkeypatch):
+@pytest.mark.parametrize("loop", [Run, test_one_step_off.Run])
+def test_the_speed_of_a_step_is_that_of_the_tokens_that_have_come(tmp_path, monkeypatch, loop):
     monkeypatch.setattr(Stopwatch, "total_s", 2.0)
     rows = []
-    run = Run(tmp_path).train(lambda step, metrics: rows.append(metrics))
+    run = loop(tmp_path).train(lambda step, metrics: rows.append(metrics))
     tokens = [int(update.num_tokens.sum()) for update in run.actor.updates]
     assert [row["tokens_per_s"] for row in rows] == [num / 2.0 for num in tokens]
 

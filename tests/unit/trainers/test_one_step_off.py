@@ -22,7 +22,6 @@ from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
-from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.policy_checks import PolicyMismatchError
@@ -195,15 +194,6 @@ def test_the_next_samples_are_generated_while_these_are_trained_on(tmp_path):
         "generate 8-9 of 3", "update 4", "push 4",
         "update 5", "push 5",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
-def test_the_speed_of_a_step_is_that_of_the_tokens_that_it_has_got(tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(Stopwatch, "total_s", 2.0)
-    rows = []
-    run = Run(tmp_path, mode=mode).train(lambda step, metrics: rows.append(metrics))
-    tokens = [int(update.num_tokens.sum()) for update in run.actor.updates]
-    assert [row["tokens_per_s"] for row in rows] == [num / 2.0 for num in tokens]
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
