@@ -134,16 +134,38 @@ def rope(config: HFConfig) -> dict[str, Any]:
 
     rope_theta, rope_type ("default" when there is no scaling) and what that type needs; the
     architectures, for messages.
+
+    Raises:
+        ConfigError: there is no rope_theta, or one field contradicts another: transformers reads
+            rope_scaling before rope_parameters, and other versions do not.
     """
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    found["architectures"] = config.get("architectures")
-    found["rope_type"] = found.get("rope_type", found.get("type", "default"))
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if found.get(name) is None and config.get(name) is not None:
-            found[name] = config[name]
+    names = [name for name in ("rope_scaling", "rope_parameters") if config.get(name)]
+    parameters = [_standardize_rope(config, name) for name in names]
+    if len(parameters) > 1 and parameters[0] != parameters[1]:
+        values = " and ".join(f"{name}={_spelled(config[name])}" for name in names)
+        raise ConfigError(f"config.json: {values} differ; allowed: one of them, or equal values")
+    found = parameters[0] if parameters else _standardize_rope(config)
     if found.get("rope_theta") is None:
         raise ConfigError("config.json has neither rope_theta nor rope_parameters.rope_theta")
-    return found
+    return {**found, "architectures": config.get("architectures")}
+
+
+def _standardize_rope(config: HFConfig, name: str = "") -> dict[str, Any]:
+    """The object `name` of config.json with the rope fields around it, and one name for its type.
+
+    As standardize_rope_params of transformers/modeling_rope_utils.py.
+    """
+    inner = config[name] if name else {}
+    kinds = {inner[key] for key in ("rope_type", "type") if inner.get(key) is not None}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"config.json: {name} has rope_type={inner['rope_type']!r} and type={inner['type']!r}; "
+            "allowed: one of them, or equal values"
+        )
+    outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    merged = {key: value for key, value in (outer | inner).items() if value is not None}
+    merged.pop("type", None)
+    return {**merged, "rope_type": next(iter(kinds), "default")}
 
 
 def rope_theta(config: HFConfig) -> float:

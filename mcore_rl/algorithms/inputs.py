@@ -272,11 +272,16 @@ class AdvantageInputs:
 
     @property
     def scores(self) -> npt.NDArray[np.float64]:
-        """[samples]: what a response has earned; the sum of token_rewards if a run makes them."""
+        """[samples]: what a response has earned; the sum of token_rewards if a run makes them.
+
+        A response without a chosen token has no token to hold its reward, so its score is the
+        reward itself.
+        """
         if "token_rewards" not in self.batch:
             return self.rewards.astype(np.float64)
         tokens = ChosenTokens(self.response_mask)
-        return totals(tokens.sample, tokens.of(self.token_rewards), len(self.batch))
+        sums = totals(tokens.sample, tokens.of(self.token_rewards), len(self.batch))
+        return np.where(tokens.counts > 0, sums, self.rewards)
 
     @property
     def baseline_rewards(self) -> npt.NDArray[np.floating]:

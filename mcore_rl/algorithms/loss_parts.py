@@ -17,10 +17,17 @@ LOSSES: Registry[Callable[[LossInputs], LossResult]] = Registry("algorithm.loss"
 MAX_LOG_RATIO = 20.0
 
 
+def unclamped_log_ratios(inputs: LossInputs) -> Tensor:
+    """[tokens]: log(policy / policy that generated), with gradient.
+
+    For penalties of log ratios, which are finite without a clamp; beyond one they would not pull.
+    """
+    return inputs.log_probs - inputs.old_log_probs.detach()
+
+
 def log_ratios(inputs: LossInputs) -> Tensor:
-    """[tokens]: log(policy / policy that generated), clamped to +-20, with gradient."""
-    log_ratio = inputs.log_probs - inputs.old_log_probs.detach()
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """[tokens]: the same, clamped to +-20, so that its exponential is finite."""
+    return unclamped_log_ratios(inputs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:

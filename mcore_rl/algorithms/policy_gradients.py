@@ -15,6 +15,7 @@ from mcore_rl.algorithms.loss_parts import (
     log_ratios,
     policy_gradient,
     ratio_metrics,
+    unclamped_log_ratios,
 )
 from mcore_rl.config.checks import at_least, between, positive
 
@@ -164,8 +165,9 @@ def dro(inputs: LossInputs, settings: DROSettings) -> LossResult:
 
     Direct reward optimization: the policy's part of the loss of arXiv:2405.19107, whose value
     function is in A. There the ratio is to a fixed reference and of a sequence; here it is to the
-    policy that generated and of each token, as in verl. `kimi` is the form of sequences.
+    policy that generated and of each token, as in verl. `kimi` is the form of sequences. log r is
+    not clamped: the square is finite, and pulls the more the further the policy has gone.
     """
-    log_ratio = log_ratios(inputs)
+    log_ratio = unclamped_log_ratios(inputs)
     loss = policy_gradient(torch.ones_like(log_ratio), inputs)
-    return loss + settings.beta / 2 * log_ratio.square(), ratio_metrics(log_ratio)
+    return loss + settings.beta / 2 * log_ratio.square(), ratio_metrics(log_ratios(inputs))

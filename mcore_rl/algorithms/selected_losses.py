@@ -13,7 +13,13 @@ import numpy.typing as npt
 import torch
 
 from mcore_rl.algorithms.inputs import LossInputs, LossResult
-from mcore_rl.algorithms.loss_parts import LOSSES, MAX_LOG_RATIO, log_ratios, ratio_metrics
+from mcore_rl.algorithms.loss_parts import (
+    LOSSES,
+    MAX_LOG_RATIO,
+    log_ratios,
+    ratio_metrics,
+    unclamped_log_ratios,
+)
 from mcore_rl.algorithms.ppo import ppo_clip
 from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_by
 from mcore_rl.config.checks import at_least, between, positive
@@ -92,14 +98,14 @@ def kl_cov(inputs: LossInputs, settings: KLCovSettings) -> LossResult:
     """-r * A; at the tokens of the highest covariance also + kl_coef * |log r|.
 
     KL-Cov of Cui et al. 2025 (arXiv:2505.22617, section 4), covariances as for `clip_cov`. The
-    paper has the KL to the old policy there, and |log r| in its code.
+    paper has the KL to the old policy there, and |log r| in its code. |log r| is not clamped.
 
     Metrics: also `selected`.
     """
     log_ratio = log_ratios(inputs)
     selected = inputs.prepared("selected") != 0
-    penalty = torch.where(selected, settings.kl_coef * log_ratio.abs(), 0)
-    loss = -log_ratio.exp() * inputs.advantages + penalty
+    penalty = settings.kl_coef * unclamped_log_ratios(inputs).abs()
+    loss = -log_ratio.exp() * inputs.advantages + torch.where(selected, penalty, 0)
     return loss, ratio_metrics(log_ratio) | {"selected": selected}
 
 

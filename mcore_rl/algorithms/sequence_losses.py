@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.inputs import LossInputs, LossResult
-from mcore_rl.algorithms.loss_parts import LOSSES, clipped_surrogate, log_ratios, ratio_metrics
+from mcore_rl.algorithms.loss_parts import (
+    LOSSES,
+    clipped_surrogate,
+    log_ratios,
+    ratio_metrics,
+    unclamped_log_ratios,
+)
 from mcore_rl.config.checks import at_least, between, positive
 
 
@@ -121,12 +127,12 @@ def kimi(inputs: LossInputs, settings: KimiSettings) -> LossResult:
     Kimi k1.5 (arXiv:2501.12599), equation 3: online mirror descent. log R is the sum of the log
     ratios of the tokens. The sum over a sequence is the paper's loss, so the aggregation is
     sequence_mean_token_sum. The paper's A is the reward minus the mean of its group: grpo without
-    normalize_by_std. It does not give a tau.
+    normalize_by_std. It does not give a tau. As in `dro`, log ratios are not clamped.
     """
-    log_ratio = log_ratios(inputs)
-    square = inputs.sequence_sum(log_ratio).square() / _lengths(inputs).clamp(min=1)
+    total = inputs.sequence_sum(unclamped_log_ratios(inputs))
+    square = total.square() / _lengths(inputs).clamp(min=1)
     loss = -inputs.advantages * inputs.log_probs + settings.tau / 2 * square
-    return loss, ratio_metrics(log_ratio)
+    return loss, ratio_metrics(log_ratios(inputs))
 
 
 def _lengths(inputs: LossInputs) -> Tensor:

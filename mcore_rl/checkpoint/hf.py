@@ -24,6 +24,8 @@ from mcore_rl.reshard.rules import logical_tensors
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _DERIVED = ".rotary_emb.inv_freq"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS_AT_ONCE = 4096  # of a head that is compared with the embedding
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -32,7 +34,8 @@ class CheckpointReader:
 
     A weight in float8 blocks (checkpoint/fp8.py) is one tensor here: its scales have no name of
     their own, and it is read as their product. Rotary frequencies, which some checkpoints hold and
-    which config.json tells, are left out, as transformers and vLLM do.
+    which config.json tells, are left out, as transformers and vLLM do. So is the output head of a
+    model whose config.json ties it to the embedding; `check` compares the two.
 
     `setting` is the key of the path, for messages.
 
@@ -43,12 +46,14 @@ class CheckpointReader:
 
     def __init__(self, path: str | Path, setting: str = "model.path") -> None:
         self.path = Path(path)
-        if (self.path / "config.json").is_file():
-            found = read_config(self.path, setting).get("quantization_config")
-            if found is not None:
-                fp8.check_quantization_config(found)
+        has_config = (self.path / "config.json").is_file()
+        config: HFConfig = read_config(self.path, setting) if has_config else {}
+        if (quantization := config.get("quantization_config")) is not None:
+            fp8.check_quantization_config(quantization)
         located = _located(self.path, setting)
         self._file_of = {n: file for n, file in located.items() if not n.endswith(_DERIVED)}
+        is_tied = config.get("tie_word_embeddings") and _EMBEDDING in self._file_of
+        self._tied_head = self._file_of.pop(_HEAD, None) if is_tied else None
         self._scaled = self._pairs()
 
     @property
@@ -119,14 +124,15 @@ class CheckpointReader:
         name, box = block.tensor.name, block.box
         stored = self._entry(name).dtype
         if name in self._scaled:
-            quantized = self._read_stored(name, box)
-            scales = self._read_stored(name + fp8.SCALE_SUFFIX, _blocks_of(box))
+            quantized = _read_stored(self._file_of[name], name, box)
+            scale = name + fp8.SCALE_SUFFIX
+            scales = _read_stored(self._file_of[scale], scale, _blocks_of(box))
             origin = (box.offsets[0], box.offsets[1])
             fp8.dequantize_blocks(quantized, scales, out.dtype, origin, out)
         elif stored == out.dtype:
             self._file_of[name].read_into(name, box, out)
         else:
-            out.copy_(self._read_stored(name, box))
+            out.copy_(_read_stored(self._file_of[name], name, box))
 
     def check(self, expected: Iterable[LogicalTensor]) -> None:
         """Raise ConfigError unless the folder contains exactly these tensors, in these shapes."""
@@ -152,16 +158,34 @@ class CheckpointReader:
                     f"allowed: {', '.join(map(short, _WEIGHT_DTYPES))}, or float8_e4m3fn with "
                     f"scales of blocks"
                 )
+        self._check_tied_head()
+
+    def _check_tied_head(self) -> None:
+        """Raise ConfigError for a tied head that is in the files and not the embedding, bit by bit.
+
+        transformers then does not tie the two, and vLLM does.
+        """
+        if self._tied_head is None:
+            return
+        files = {_HEAD: self._tied_head, _EMBEDDING: self._file_of[_EMBEDDING]}
+        head, embedding = (file.entries[name] for name, file in files.items())
+        is_equal = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+        for start in range(0, head.shape[0] if is_equal else 0, _ROWS_AT_ONCE):
+            num_rows = min(_ROWS_AT_ONCE, head.shape[0] - start)
+            box = rows(LogicalTensor(_HEAD, head.shape), start, num_rows, 0).box
+            one, other = (_read_stored(file, name, box) for name, file in files.items())
+            is_equal &= torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        if not is_equal:
+            raise ConfigError(
+                f"checkpoint {self.path} has {_HEAD}, which is not {_EMBEDDING}, and config.json "
+                "has tie_word_embeddings=true; allowed: no such tensor, an equal one, or "
+                "tie_word_embeddings=false"
+            )
 
     def _entry(self, name: str) -> Entry:
         if name not in self._file_of:
             raise ConfigError(f"checkpoint {self.path} lacks tensor {name}")
         return self._file_of[name].entries[name]
-
-    def _read_stored(self, name: str, box: Box) -> torch.Tensor:
-        out = torch.empty(box.sizes, dtype=self._entry(name).dtype)
-        self._file_of[name].read_into(name, box, out)
-        return out
 
     def _pairs(self) -> frozenset[str]:
         """The names of the weights in float8, each of which has its scales.
@@ -193,6 +217,12 @@ class CheckpointReader:
                     f"one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
                 )
         return frozenset(scaled)
+
+
+def _read_stored(file: SafetensorsFile, name: str, box: Box) -> torch.Tensor:
+    out = torch.empty(box.sizes, dtype=file.entries[name].dtype)
+    file.read_into(name, box, out)
+    return out
 
 
 def _blocks_of(box: Box) -> Box:

@@ -15,6 +15,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.chat_template import ChatTemplate, ChatTemplateError
+from mcore_rl.data.digest import Digest
 from mcore_rl.data.files import Row, RowSource, open_rows
 from mcore_rl.data.rows import Column, FilesInOrder, Message, chat, tool_schemas
 
@@ -65,7 +66,8 @@ class PromptDataset(FilesInOrder["Sequence[PromptRow] | FilePrompts", PromptRow]
 class FilePrompts:
     """The prompts of a source, read and tokenised when they are asked for.
 
-    A first pass over all rows checks them and finds the prompts that are too long.
+    A first pass over all rows checks them, finds the prompts that are too long, and computes
+    `digest` of all columns.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class FilePrompts:
         self._prompt = Column(config.prompt_column, "data.prompt_column")
         self._answer = Column(config.answer_column, "data.answer_column")
         self._tools = _tools_column(config.tools_column)
-        lengths = self._checked_lengths()
+        digest = Digest()
+        lengths = self._checked_lengths(digest)
+        self.digest = digest.hexdigest()
         is_short = lengths <= config.max_prompt_tokens
         self.num_dropped = int((~is_short).sum())
         self._kept: npt.NDArray[np.int64] | None = None  # None: all of them
@@ -119,7 +123,7 @@ class FilePrompts:
     def _text(self, row: Row, messages: list[Message]) -> str:
         return _prompt_text(row, messages, self._tools, self._template)
 
-    def _checked_lengths(self) -> npt.NDArray[np.int32]:
+    def _checked_lengths(self, digest: Digest) -> npt.NDArray[np.int32]:
         """The tokens of each row's prompt; ConfigError for the first row that is not valid."""
         lengths = [np.empty(0, np.int32)]
         for rows in _chunks(self._rows):
@@ -127,6 +131,7 @@ class FilePrompts:
             texts = list(map(self._text, rows, chats))
             for row, messages in zip(rows, chats, strict=True):
                 self._check_row(row, messages)
+                digest.add(row.values)
             lengths.append(np.array([len(i) for i in _encode(texts, self._tokenizer)], np.int32))
         return np.concatenate(lengths)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, missing_part
+from mcore_rl.data.digest import Digest
 from mcore_rl.data.files import open_rows
 from mcore_rl.data.rows import (
     REASONING,
@@ -54,7 +55,8 @@ class Example:
 class Examples(Generic[R]):
     """The rows of a source, tokenised when they are asked for.
 
-    A first pass over all rows checks them and finds those that are too long.
+    A first pass over all rows checks them, finds those that are too long, and computes `digest`
+    of their tokens and masks.
     """
 
     def __init__(
@@ -66,7 +68,12 @@ class Examples(Generic[R]):
     ) -> None:
         """`source` begins the errors."""
         self._rows, self._encode, self._source = rows, encode, source
-        lengths = np.array([self._length(index) for index in range(len(rows))])
+        digest, lengths = Digest(), np.empty(len(rows), np.int64)
+        for index in range(len(rows)):
+            example = self._example(index)
+            digest.add(asdict(example))
+            lengths[index] = max(len(tokens.ids) for tokens in example.conversations)
+        self.digest = digest.hexdigest()
         is_short = lengths <= config.max_tokens
         self.num_rows, self.num_dropped = len(rows), int((~is_short).sum())
         if self.num_dropped and (config.long_rows == "refuse" or not is_short.any()):
@@ -92,9 +99,6 @@ class Examples(Generic[R]):
             return self._encode(self._rows[index])
         except ChatTemplateError as error:
             raise ConfigError(f"{self._source}: row {index} {error}") from error
-
-    def _length(self, index: int) -> int:
-        return max(len(tokens.ids) for tokens in self._example(index).conversations)
 
 
 AnyExamples = Examples[SupervisedRow] | Examples[PreferenceRow]

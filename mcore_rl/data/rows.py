@@ -115,6 +115,11 @@ class FilesInOrder(Generic[F, T]):
         """Rows of each file."""
         return [len(file) for file in self._files]
 
+    @property
+    def digests(self) -> list[str]:
+        """The digest of each file; "" for rows that are in none."""
+        return [getattr(file, "digest", "") for file in self._files]
+
     def __len__(self) -> int:
         return self._ends[-1]
 

@@ -19,7 +19,7 @@ from mcore_rl.jobs.resume import flat
 from mcore_rl.workers.checkpointer import tell
 
 SAMPLES = "samples"  # the folder with a parquet file a set
-EVALUATED = "evaluated"  # in config.json: the model that was found, its dtype and date
+EVALUATED = "evaluated"  # in config.json: the model that was found, dtype, date, digests of rows
 # What changes no response, or is counted anew.
 _FREE = (
     "output_dir", "resume", "timeouts", "scoring.ks", "rollout.num_servers", "rollout.max_restarts",
@@ -40,23 +40,31 @@ def check_content(folder: Path, held: set[str], output_dir: str, resume: str) ->
         )
 
 
-def settings_of(config: EvalConfig, run: RLConfig) -> dict[str, Any]:
-    """What config.json has: the settings, and what `run` has found by them."""
-    found = {"model": run.model.path, "dtype": run.model.dtype, "chat_date": run.model.chat_date}
-    return asdict(config) | {EVALUATED: found}
+def settings_of(config: EvalConfig, run: RLConfig, digests: Mapping[str, str]) -> dict[str, Any]:
+    """What config.json has: the settings, and what `run` has found by them.
+
+    `digests` are of the rows of each set.
+    """
+    model = run.model
+    resolved = {"model": model.path, "dtype": model.dtype, "chat_date": model.chat_date}
+    return asdict(config) | {EVALUATED: {**resolved, "rows": dict(digests)}}
 
 
 def done_before(
-    config: EvalConfig, run: RLConfig, folder: Path, num_prompts: Mapping[str, int]
+    config: EvalConfig,
+    run: RLConfig,
+    folder: Path,
+    num_prompts: Mapping[str, int],
+    digests: Mapping[str, str],
 ) -> dict[str, SetSamples]:
     """The sets of which all samples are in the folder, which is that of this evaluation.
 
     Raises:
-        ConfigError: it is of another model, or of other settings.
+        ConfigError: it is of another model, of other settings, or of other rows.
     """
     if not (folder / STARTED).is_file():
         return {}
-    _check_settings(settings_of(config, run), read_json_object(folder / STARTED), folder)
+    _check_settings(settings_of(config, run, digests), read_json_object(folder / STARTED), folder)
     found = {}
     for name, num in num_prompts.items():
         samples = _read(folder / SAMPLES / f"{name}.parquet", config.rollout.n, num)

@@ -65,6 +65,11 @@ class _Inputs:
     sets: dict[str, PromptDataset]
     find_answer: FindAnswer | None  # for majority votes
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of the rows of each set, each of which is one file."""
+        return {name: "".join(prompts.digests) for name, prompts in self.sets.items()}
+
     def num_prompts(self, name: str) -> int:
         size = len(self.sets[name])
         return min(self.config.data.num_prompts or size, size)
@@ -110,7 +115,7 @@ def run(config: EvalConfig) -> None:
 
 def _done_before(inputs: _Inputs, folder: Path) -> dict[str, SetSamples]:
     num_prompts = {name: inputs.num_prompts(name) for name in inputs.sets}
-    done = done_before(inputs.config, inputs.run, folder, num_prompts)
+    done = done_before(inputs.config, inputs.run, folder, num_prompts, inputs.digests)
     if done:
         print(f"going on in {folder}: the samples of {', '.join(done)} are there")
     return done
@@ -127,7 +132,7 @@ def _sampled(
         summarize_failure(logs / "error.txt", ConfigError, WorkerError, RunFailed),
         _serving(inputs, logs) as pool,
     ):
-        write_json(folder / STARTED, settings_of(config, inputs.run))
+        write_json(folder / STARTED, settings_of(config, inputs.run, inputs.digests))
         (folder / SAMPLES).mkdir(exist_ok=True)
         left = [name for name in inputs.sets if name not in done]
         return {name: _evaluate(name, inputs, pool, folder / SAMPLES) for name in left}

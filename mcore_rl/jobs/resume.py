@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mcore_rl.checkpoint.manifest import ReadSums, sums_read_here
 from mcore_rl.checkpoint.run_checkpoints import (
@@ -20,6 +20,7 @@ from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.sources import AnyData, test_files, train_files
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.controller.cluster_reads import cluster_reads
 from mcore_rl.controller.pending import Limit, WorkerError
@@ -27,13 +28,20 @@ from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.preflight import prepare_task
-from mcore_rl.workers.checkpointer import CHECKPOINTS, tell
+from mcore_rl.workers.checkpointer import CHECKPOINTS, DATA, tell
 
 WARM_START = "warm_start"  # the folder with the weights that it ends with
 # What makes a run the same one: the first weights, and which prompts come in which order.
 _THE_SAME = ("seed", "task", "model", "data", WARM_START)
 _THE_SAME_SETTINGS = ("trainer.mode", "trainer.staleness")  # which samples are ahead of a step
 _ITS_OWN = ("output_dir", "resume")
+
+
+class Digested(Protocol):
+    """Rows of files, of which each has a digest."""
+
+    @property
+    def digests(self) -> list[str]: ...
 
 
 def checkpoint_to_resume(
@@ -138,6 +146,28 @@ def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> Non
     others = [f"{k}={mine[k]} (was {theirs.get(k)})" for k in differ if k not in _ITS_OWN]
     if others:
         print(f"settings that differ: {', '.join(others)}")
+
+
+def check_data(
+    found: RunCheckpoint | None, data: AnyData, train: Digested, tests: Iterable[Digested]
+) -> dict[str, str]:
+    """Return the digest of each source of `data`, by the setting that names it.
+
+    Raises:
+        ConfigError: a source has other rows than when the run saved the checkpoint.
+    """
+    files = train_files(data) | dict(test_files(data).values())
+    digests = [*train.digests, *(digest for test in tests for digest in test.digests)]
+    by_setting = dict(zip(files, digests, strict=True))
+    saved = found.state.get(DATA, {}) if found else {}  # earlier versions saved none
+    changed = [s for s, digest in by_setting.items() if saved.get(s, digest) != digest]
+    if found and changed:
+        sources = ", ".join(f"{setting}={files[setting]!r}" for setting in changed)
+        raise ConfigError(
+            f"{found.path} is of a run with other rows in {sources}; allowed: the rows that it "
+            "was trained on, or a new output_dir with resume=never"
+        )
+    return by_setting
 
 
 def flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

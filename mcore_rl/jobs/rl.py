@@ -42,7 +42,14 @@ from mcore_rl.jobs.placement import (
     pool_plans,
 )
 from mcore_rl.jobs.preflight import Inputs, check_inputs
-from mcore_rl.jobs.resume import WARM_START, checkpoint_read_by_nodes, clear, ended_after, prepare
+from mcore_rl.jobs.resume import (
+    WARM_START,
+    check_data,
+    checkpoint_read_by_nodes,
+    clear,
+    ended_after,
+    prepare,
+)
 from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.observability.console import show_line, waiting
@@ -90,6 +97,7 @@ def run(config: RLConfig) -> None:
                 clear(claim.folder)
             prepared = prepare(config, claim.folder, found)
             inputs = check_inputs(prepared)
+            digests = check_data(found, prepared.data, inputs.train, inputs.tests.values())
             room.check_room(prepared, claim.folder, found.step if found else 0)
         with (
             session(prepared, num_devices(pool_plans(prepared)), scratch),
@@ -100,7 +108,8 @@ def run(config: RLConfig) -> None:
             output, ranks = RunOutput(claim.folder, config, found), None
             if inputs.examples is not None:
                 prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, kept)
-            _reinforce(_Run(config, prepared, inputs, output, found, stop), pools, ranks)
+            run = _Run(config, prepared, inputs, digests, output, found, stop)
+            _reinforce(run, pools, ranks)
         if config.task.name:  # a model that was made small enough to load here
             record_example(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
@@ -113,6 +122,7 @@ class _Run:
     asked: RLConfig  # the settings that were given
     config: RLConfig  # the same, with the model and the data that were made
     inputs: Inputs
+    digests: dict[str, str]  # of the data, by setting
     output: RunOutput
     found: RunCheckpoint | None  # what it goes on from
     stop: StopSignals
@@ -193,6 +203,7 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             lambda: output.results,
             run.stop,
             num_bytes,
+            run.digests,
         )
         tables = SampleTables(output.folder, inputs.tokenizer, config.samples, actor)
         tests = held_out(inputs.tests, config.trainer.eval_samples)

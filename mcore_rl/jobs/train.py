@@ -35,7 +35,7 @@ from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import CHECKPOINT, OutputError, TrainOutput, exclusive_run_dir, log_dir
 from mcore_rl.jobs.placement import places
-from mcore_rl.jobs.resume import checkpoint_read_by_nodes, ended_after
+from mcore_rl.jobs.resume import check_data, checkpoint_read_by_nodes, ended_after
 from mcore_rl.jobs.train_inputs import (
     TrainInputs,
     check_train_inputs,
@@ -91,6 +91,8 @@ def run(config: TrainConfig) -> None:
             steps = replace(config.trainer, num_steps=inputs.num_steps)
             config = replace(config, trainer=steps)
             found = checkpoint_read_by_nodes(config, claim.folder)
+            tests = inputs.tests.values()
+            digests = check_data(found, data_of(config), inputs.train, tests)
             sizes = _sizes(config, claim.folder, found.step if found else 0)
             room.refuse_more(config.output_dir, claim.folder, sizes)
         if last := ended_after(config, found, claim.folder):
@@ -107,7 +109,7 @@ def run(config: TrainConfig) -> None:
             _groups(config, scratch, logs) as make,
         ):
             output = TrainOutput(claim.folder, config, found)
-            _train(_Run(config, inputs, output, found, stop), make)
+            _train(_Run(config, inputs, digests, output, found, stop), make)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
 
 
@@ -115,6 +117,7 @@ def run(config: TrainConfig) -> None:
 class _Run:
     config: TrainConfig
     inputs: TrainInputs
+    digests: dict[str, str]  # of the data, by setting
     output: TrainOutput
     found: RunCheckpoint | None  # what it goes on from
     stop: StopSignals
@@ -137,6 +140,7 @@ def _train(run: _Run, make: MakeGroup) -> None:
         lambda: output.results,
         run.stop,
         num_bytes,
+        run.digests,
     )
 
     held_out = HeldOut(config, objective, inputs.tests, output.evaluated)

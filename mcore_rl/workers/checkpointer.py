@@ -27,6 +27,7 @@ from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.workers.turns import OneModel, Turns
 
 CHECKPOINTS, HF = "checkpoints", "hf"  # folders in output_dir
+DATA = "data"  # in the state of a checkpoint: the digest of each source, by setting
 
 
 class NotSavedError(RuntimeError):
@@ -65,12 +66,14 @@ class Checkpointer:
         results: Callable[[], Mapping[str, Any]],
         stop: StopSignals,
         hf_bytes: int,
+        digests: Mapping[str, str] | None = None,
     ) -> None:
         """`parts` have what the loop needs besides the weights; `results` what the summary has so
-        far; `hf_bytes` is what an export takes.
+        far; `hf_bytes` is what an export takes; `digests` are those of the data, by setting.
         """
         self._config, self._turns, self._parts = config, turns, parts
         self._results, self._stop, self._hf_bytes = results, stop, hf_bytes
+        self._digests = dict(digests or {})
         self._output_dir, self._hf_folder = output_dir.absolute(), output_dir / HF
         self._made_in: str | None = None  # the run whose task and warm start this one goes on with
         self._written = RunCheckpoints(output_dir / CHECKPOINTS)
@@ -101,12 +104,21 @@ class Checkpointer:
         self._turns.serve(version=checkpoint.state["weight_version"])
         for name, part in self._parts.items():
             part.load_state_dict(checkpoint.state["parts"][name])
-        best = checkpoint.state["best"]
-        if best is not None and best["metric"] == self._config.checkpoint.keep_best:
-            self._best = best
+        self._restore_best(checkpoint)
         self._last, self.next_step = checkpoint.step, checkpoint.step + 1
         if checkpoint.made_in != self._output_dir:
             self._made_in = str(checkpoint.made_in)
+
+    def _restore_best(self, checkpoint: RunCheckpoint) -> None:
+        """Go on with the best checkpoint so far, if it is the best by the same metric."""
+        best, name = checkpoint.state["best"], self._config.checkpoint.keep_best
+        if best is None or best["metric"] == name:
+            self._best = best
+            return
+        tell(
+            f"checkpoint.keep_best={name!r} (was {best['metric']!r}): {name_of(best['step'])}, the "
+            "best so far, goes as others do" + f"; steps after {checkpoint.step} count" * bool(name)
+        )
 
     def is_due(self, step: int) -> bool:
         """Whether `save` has to come."""
@@ -188,6 +200,7 @@ class Checkpointer:
             "best": self._best_with(step, metrics),
             "results": dict(self._results()),
             "settings": asdict(self._config),
+            DATA: self._digests,
             MADE_IN: self._made_in,
         }
 

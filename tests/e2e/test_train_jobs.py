@@ -205,6 +205,19 @@ def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, 
     assert (again / file).read_bytes() == (output / file).read_bytes()
 
 
+def test_dpo_does_not_go_on_with_other_rows_in_the_same_file(dpo, data, tmp_path):
+    file, again = data / "pairs_train.jsonl", tmp_path / "again"
+    first, second, *others = (before := file.read_text()).splitlines(keepends=True)
+    file.write_text("".join([second, first, *others]))
+    try:
+        resume = f"resume={dpo[0] / 'checkpoints' / 'step_000006'}"
+        done = command("dpo", *dpo_settings(data, again), resume)
+    finally:
+        file.write_text(before)
+    assert f"step_000006 is of a run with other rows in data.train_file='{file}'; " in done.stderr
+    assert done.returncode and not again.exists()
+
+
 @pytest.fixture(scope="module")
 def rm(data, tmp_path_factory) -> tuple[Path, dict]:
     output = tmp_path_factory.mktemp("rm") / "out"

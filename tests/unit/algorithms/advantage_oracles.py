@@ -46,7 +46,7 @@ class Case:
         return [0.0] * (len(of.steps) - 1) + [of.reward] if of.steps else []
 
     def score(self, of: Response) -> float:
-        return math.fsum(self.rewards_of_tokens(of)) if self.process else of.reward
+        return math.fsum(self.rewards_of_tokens(of)) if self.process and of.steps else of.reward
 
     def others(self, of: Response) -> list[float]:
         """Scores of the whole group."""

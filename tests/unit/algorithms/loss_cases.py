@@ -41,8 +41,11 @@ class Case:
         n = range(len(self.new))
         return [(i, t) for i in n for t in range(len(self.new[i])) if self.mask[i][t]]
 
+    def gap(self, i: int, t: int) -> float:
+        return self.new[i][t] - self.old[i][t]
+
     def log_ratio(self, i: int, t: int) -> float:
-        return max(-20.0, min(20.0, self.new[i][t] - self.old[i][t]))
+        return max(-20.0, min(20.0, self.gap(i, t)))
 
     def trained(self, i: int) -> list[int]:
         return [t for t in range(len(self.new[i])) if self.mask[i][t]]
@@ -202,7 +205,7 @@ def vespo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
 
 
 def dro(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-    return -c.advantages[i][t] * c.new[i][t] + s.beta * c.log_ratio(i, t) ** 2 / 2
+    return -c.advantages[i][t] * c.new[i][t] + s.beta * c.gap(i, t) ** 2 / 2
 
 
 def gspo_ratio(c: Case, i: int) -> float:
@@ -236,7 +239,7 @@ def gmpo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
 
 def kimi(c: Case, at: Case, s: Any, i: int, t: int) -> float:
     places = c.trained(i)
-    total = sum(c.log_ratio(i, u) for u in places)
+    total = sum(c.gap(i, u) for u in places)
     return -c.advantages[i][t] * c.new[i][t] + s.tau / 2 * total**2 / len(places)
 
 
@@ -268,7 +271,7 @@ def kl_cov_selected(c: Case, s: Any) -> set[tuple[int, int]]:
 def kl_cov(c: Case, at: Case, s: Any, i: int, t: int) -> float:
     loss = -math.exp(c.log_ratio(i, t)) * c.advantages[i][t]
     if (i, t) in kl_cov_selected(at, s):
-        loss += s.kl_coef * abs(c.log_ratio(i, t))
+        loss += s.kl_coef * abs(c.gap(i, t))
     return loss
 
 

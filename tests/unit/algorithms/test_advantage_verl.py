@@ -188,3 +188,18 @@ def test_it_equals_verl(name):
             torch.testing.assert_close(
                 padded(found)[chosen], wanted[chosen].double(), rtol=1e-4, atol=1e-4
             )
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_the_advantage_of_a_group_of_one_is_its_return_as_in_verl(name):
+    """Of the optimal token baseline: advantages that take a group's mean are 0 there."""
+    ours, settings, verl = COMPARED[name]
+    for batch, _ in fair_cases()[:50]:
+        groups = np.arange(len(batch), dtype=np.int64)
+        batch = of_one_turn(batch).with_columns(group_ids=groups)
+        tensors = for_verl(batch)
+        found = padded(token_advantages(batch, ours, settings)["advantages"])
+        advantages, returns = verl(tensors, batch)
+        torch.testing.assert_close(advantages, returns)
+        torch.testing.assert_close(found, returns.double(), rtol=1e-4, atol=1e-4)
+        assert found.any()

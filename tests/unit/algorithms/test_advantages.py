@@ -129,7 +129,7 @@ def test_gigpo_compares_turns_of_a_group_that_were_taken_in_one_state():
         [[1, 0, 1], [1, 0, 1], [1]],
         token_rewards=[1.0, 0.0, 3.0, 0.0, 5.0, 1.0, 4.0],
         state_ids=[7, 0, 8, 7, 0, 9, 8],
-    ).with_columns(group_ids=np.array([3, 3, 4]))
+    ).with_columns(group_ids=np.array([3, 3, 4]), rewards=np.array([4.0, 1.0, 4.0]))
     settings = {"gamma": 0.5, "step_weight": 2, "normalize_by_std": False}
     found = token_advantages(batch, "gigpo", settings)["advantages"]
     assert [row.tolist() for row in found] == [[3.5, 0, 1.5], [-3.5, 0, -1.5], [0]]
@@ -191,6 +191,7 @@ def test_the_reward_of_a_response_is_at_its_last_chosen_token():
 
 def test_rewards_of_tokens_that_the_policy_did_not_choose_do_not_count():
     batch = columns([[1, 1, 0], [], [0, 1]], token_rewards=[1.0, 2, 50, 50, 4])
+    batch = batch.with_columns(rewards=np.zeros(3))
     assert AdvantageInputs(batch).scores.tolist() == [3, 0, 4]
 
 

@@ -124,7 +124,8 @@ def test_rewards_of_tokens_equal_loops(has_process, coef):
                     is_last = not any(mask[t + 1 :])
                     wanted[t] = process - coef * kl + (left if is_last else 0.0)
             assert found.jagged("token_rewards")[row].tolist() == pytest.approx(wanted, abs=1e-6)
-            assert AdvantageInputs(found).scores[row] == pytest.approx(sum(wanted), abs=1e-5)
+            score = sum(wanted) if any(mask) else batch.array("rewards")[row]
+            assert AdvantageInputs(found).scores[row] == pytest.approx(score, abs=1e-5)
 
 
 def test_rewards_of_responses_stay_where_nothing_is_of_tokens():
@@ -153,3 +154,25 @@ def test_the_tokens_of_highest_entropy_equal_a_sort():
         lowest = chosen[max(round(share * len(chosen)), 1) - 1] if chosen else 0.0
         pairs = zip(entropy.values, mask.values, strict=True)
         assert found == [bool(m) and float(e) >= lowest for e, m in pairs]
+
+
+def test_the_bonus_counts_at_the_target_itself_and_stays_as_it_is():
+    config = AlgorithmConfig(entropy_target=0.5, entropy_coef=0.01, entropy_coef_step=0.004)
+    coefficients = Coefficients(config)
+    for _ in range(2):
+        assert coefficients.of_step({"entropy": 0.5}, 4)[0].entropy_coef == 0.01
+
+
+def test_the_share_of_tokens_of_highest_entropy_is_the_nearest():
+    """Of three tokens 0.5 are two, as Python rounds 1.5, and 0.4 is one."""
+    entropy = Jagged.of([[0.1, 0.3, 0.2]], np.float32)
+    mask = entropy.with_values(np.ones(3, np.int8))
+    for share, kept in ((0.5, [0, 1, 1]), (0.4, [0, 1, 0]), (0.01, [0, 1, 0])):
+        assert top_entropy_mask(entropy, mask, share).values.tolist() == kept
+
+
+def test_tokens_that_the_policy_did_not_choose_have_no_kl():
+    batch = random_batch(3)
+    mask = batch.jagged("response_mask").values
+    kl = reference_kl(batch, AlgorithmConfig(kl_estimator="abs")).values
+    assert 0 in mask and ((kl != 0) == (mask != 0)).all()

@@ -232,3 +232,14 @@ def test_a_case_worked_by_hand(settings, weights, mask):
 def test_rules_and_bounds_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         check_rules(CorrectionConfig(**settings))
+
+
+def test_a_ratio_that_equals_a_bound_is_within_it():
+    column = Jagged.of([[-1.0, -1.0]], np.float64)
+    names = ("log_probs", "rollout_log_probs", "advantages")
+    batch = Batch(dict.fromkeys(names, column) | {"response_mask": column})
+    for bounds in ({"weight_min": 1.0}, {"weight_max": 1.0}):
+        config = CorrectionConfig(level="token", method="mask", **bounds)
+        found, metrics = corrected(batch, config)
+        assert found.jagged("correction_weights").values.tolist() == [1, 1]
+        assert metrics["correction/clipped"] == 0

@@ -132,3 +132,12 @@ def test_weights_of_a_distillation_loss_alone_and_beside_rewards(use_reward):
     weights = loss_weights(batch.jagged("response_mask"), "token_mean").values
     np.testing.assert_array_equal(found.jagged("loss_weights").values, weights * use_reward)
     np.testing.assert_array_equal(found.jagged("distillation_weights").values, weights * 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rest_has_a_probability_of_a_millionth_at_least(kind):
+    """One side has all of its probability on the token, where the KL would have no bound."""
+    sure, half = torch.zeros(1), torch.tensor([0.5]).log()
+    sides = (half, sure) if kind == "reverse_kl" else (sure, half)
+    wanted = 0.5 * math.log(0.5) + 0.5 * (math.log(0.5) - math.log(1e-6))
+    assert top_tokens_kl(*sides, kind).item() == pytest.approx(wanted, rel=1e-5)

@@ -1,7 +1,7 @@
 """The losses that verl has as well, on the same mini-batches, padded as verl wants them.
 
-Values and gradients are the same at log ratios within +-10. Beyond that gspo's are clamped there
-in verl, at +-20 here. Where verl takes a choice of tokens in each micro-batch, ours is that of the
+Values and gradients are the same at log ratios within +-10; docs/algorithms.md says what clamps
+where beyond that. Where verl takes a choice of tokens in each micro-batch, ours is that of the
 mini-batch; it is one micro-batch here.
 """
 
@@ -129,6 +129,26 @@ def test_loss_and_gradient_are_those_of_verl(name, given, theirs, config, mode):
             of_verl.append(reported["actor/pg_clipfrac"])
     if clipped:
         assert clipped == pytest.approx(of_verl, abs=1e-6) and 0 < np.mean(clipped) < 1
+
+
+@pytest.mark.parametrize("away", [19.0, 30.0, -30.0])
+def test_dro_is_that_of_verl_at_any_log_ratio(away):
+    """verl clamps none in dro, and neither do we: a square is finite."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    batch = aggregated(random_batch(3), "token_mean")
+    old = batch.jagged("current_log_probs")
+    batch = batch.with_columns(log_probs=old.with_values(old.values - away))
+    new = torch.from_numpy(old.values.copy()).requires_grad_()
+    inputs = inputs_of(batch, new)
+    loss, _ = loss_of("dro", LOSSES.settings("dro", {"beta": 0.3}), inputs)
+    (gradient,) = torch.autograd.grad((loss * inputs.loss_weights).sum(), new)
+    columns = ("log_probs", "current_log_probs", "advantages", "response_mask")
+    given = [padded(batch, name) for name in columns]
+    log_probs, mask = given[1].requires_grad_(), given[3]
+    wanted, _ = get_policy_loss_fn("dro")(*given, "token-mean", verl_config({"dro_beta": 0.3}))
+    (slopes,) = torch.autograd.grad(wanted, log_probs)
+    torch.testing.assert_close(gradient[inputs.response_mask], slopes[mask != 0])
 
 
 def test_the_value_loss_is_that_of_verl():

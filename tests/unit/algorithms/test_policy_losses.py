@@ -168,6 +168,32 @@ def test_a_policy_that_ran_away_gives_finite_losses_and_gradients(name, away):
     assert all(torch.isfinite(value).all() for value in metrics.values())
 
 
+# Of two tokens of weight 1 and advantage 0.5, both x beyond the old policy: the value of each, and
+# the derivative of their sum by the log-prob of each. The log-prob is -1.
+UNCLAMPED = {
+    "dro": ({"beta": 0.3}, lambda x: (0.5 + 0.15 * x**2, -0.5 + 0.3 * x)),
+    "kimi": ({"tau": 0.3}, lambda x: (0.5 + 0.15 * (2 * x) ** 2 / 2, -0.5 + 2 * 0.3 * x)),
+    "kl_cov": (
+        {"fraction": 1.0, "kl_coef": 2.0},
+        lambda x: (-0.5 * math.exp(math.copysign(20, x)) + 2 * abs(x), math.copysign(2, x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCLAMPED)
+@pytest.mark.parametrize("away", [25.0, -25.0, 400.0, -400.0])
+def test_a_penalty_of_log_ratios_pulls_back_a_policy_beyond_20_nats(name, away):
+    """Clamped, it would not depend on the policy any more, and have no gradient."""
+    given, worked_out = UNCLAMPED[name]
+    new, old, ones = [[-1.0, -1.0]], [[-1.0 - away] * 2], [[1.0, 1.0]]
+    batch = batch_of(Case(new, old, old, [[0.5, 0.5]], ones, [1.0], ones))
+    settings = LOSSES.settings(name, given)
+    loss, _, gradient = evaluated(name, settings, prepared(batch, name, settings))
+    value, slope = worked_out(away)
+    assert loss.tolist() == pytest.approx([value] * 2)
+    assert gradient.tolist() == pytest.approx([slope] * 2)
+
+
 def test_clip_cov_drops_so_many_tokens_at_random_of_those_between_the_bounds():
     for first in range(0, 1000, 100):
         settings = random_settings("clip_cov", first)

@@ -142,6 +142,18 @@ def test_priorities_and_weights_by_hand():
         CURRICULA.bound("window", {"low": 0.25, "high": 0.1})
 
 
+def test_a_rare_success_is_counted_in_rewards_within_0_and_1():
+    """A reward of 3 is one success, and one below 0 none."""
+    assert PRIORITIES.bound("rare_success", {})(np.array([3.0, -1, 0, 0])) == 0.75
+
+
+def test_responses_of_each_role_are_chosen_on_their_own():
+    made = batch([3, 2, 1, 0], [7, 7, 7, 7])
+    made = made.with_columns(roles=np.array(["asks", "asks", "answers", "answers"]))
+    kept = kept_responses(made, SamplesConfig(keep_responses=1, keep_by="best"), [0])
+    assert kept.array("rewards").tolist() == [3, 1]
+
+
 def buffer(**changed) -> ReplayBuffer:
     return ReplayBuffer(ReplayConfig(**{"share": 0.5, "max_age": 2, **changed}), seed=0, call_s=60)
 
@@ -159,6 +171,20 @@ def test_what_is_replayed_is_whole_marked_and_not_too_old():
     drawn = replay.draw(1, 4)
     assert len(drawn) == 2 and len({*ids(drawn)}) == 1
     assert replay.draw(0, 4) is None and buffer().draw(3, 4) is None
+
+
+def test_a_group_is_as_old_as_its_oldest_token():
+    """One token of version 0 among those of version 3; what the policy did not choose has none."""
+    made = batch([1, 0, 1, 0], [4, 4, 5, 5], version=3)
+    versions, mask = (made.jagged(n) for n in ("weight_versions", "response_mask"))
+    old, unchosen = versions.values.copy(), mask.values.copy()
+    old[[1, 5]], unchosen[5] = 0, 0
+    made = made.with_columns(
+        weight_versions=versions.with_values(old), response_mask=mask.with_values(unchosen)
+    )
+    replay = buffer(priority="uniform")
+    replay.add(made, 3)
+    assert ids(replay.draw(9, 4)) == [5, 5]
 
 
 def test_groups_come_as_often_as_their_priority_says():

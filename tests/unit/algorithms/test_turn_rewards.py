@@ -55,11 +55,7 @@ def test_tokens_have_what_their_turn_earned_and_the_last_one_what_is_left():
 def test_a_trajectory_of_several_segments_has_its_reward_once_with_a_kl_penalty():
     """A KL of 1 nat a token, of six and of two chosen ones."""
     batch = Batch.of([sample(s.trajectory, s.segment, s.response_mask, [], 2.0) for s in TURNS])
-    zeros = batch.jagged("rollout_log_probs")
-    batch = batch.with_columns(log_probs=zeros.with_values(zeros.values * 0))
-    batch = batch.with_columns(reference_log_probs=zeros)
-    penalised = AlgorithmConfig(kl_coef=0.25, kl_in="reward", kl_estimator="k1")
-    found = with_token_rewards(batch, penalised)
+    found = penalised_batch(batch, 0.25)
     whole = AdvantageInputs(Trajectories(found).joined())
     assert whole.scores.tolist() == [2 - 0.25 * 6, 2 - 0.25 * 2]
 
@@ -76,6 +72,44 @@ def test_advantages_of_responses_see_the_sum_and_those_of_tokens_what_is_to_come
     assert [row.tolist() for row in gae] == [
         [2.875, 2.875, 0, 2.625], [2.875, 2.875], [2.125, 0, 2.125, 2],
     ]  # fmt: skip
+
+
+def penalised_batch(batch: Batch, kl_coef: float) -> Batch:
+    """With token rewards of a KL of 1 nat a token."""
+    served = batch.jagged("rollout_log_probs")
+    zeros = served.with_values(served.values * 0)
+    batch = batch.with_columns(log_probs=zeros, reference_log_probs=served)
+    algorithm = AlgorithmConfig(kl_coef=kl_coef, kl_in="reward", kl_estimator="k1")
+    return with_token_rewards(batch, algorithm)
+
+
+# Rewards 1, 0 and 0; of the first no token was chosen: an empty response, one of a tool alone, one
+# whose tool earned something, a trajectory of two segments.
+NO_CHOSEN_TOKEN = {
+    "empty": [sample(0, 0, [], [], 1.0)],
+    "tool": [sample(0, 0, [0, 0], [], 1.0)],
+    "rewarded tool": [sample(0, 0, [0, 0], [0, 0.5], 1.0)],
+    "segments": [sample(0, 0, [], [], 1.0), sample(0, 1, [0], [], 1.0)],
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHOSEN_TOKEN)
+@pytest.mark.parametrize("name", ["rloo", "grpo", "opo", "gpg"])
+def test_a_response_without_a_chosen_token_keeps_its_reward_beside_token_rewards(kind, name):
+    """So a KL penalty of almost 0, or a reward of a turn in the batch, moves no advantage."""
+    beside = [sample(1, 0, [1, 1], [], 0.0), sample(2, 0, [1], [], 0.0)]
+    batch = Batch.of(NO_CHOSEN_TOKEN[kind] + beside)
+    plain = token_advantages(batch, name, {})["advantages"].values
+    earned = batch.jagged("response_mask").with_values(np.zeros(len(plain)))
+    rewarded = with_token_rewards(batch.with_columns(process_rewards=earned), NO_KL)
+    for other in (penalised_batch(batch, 1e-9), rewarded):
+        assert "token_rewards" in other
+        found = token_advantages(other, name, {})["advantages"].values
+        assert found == pytest.approx(plain, abs=1e-6)
+        scores = AdvantageInputs(Trajectories(other).joined()).scores
+        assert scores == pytest.approx([1, 0, 0], abs=1e-6)
+    if name == "rloo":
+        assert plain[-3:] == pytest.approx([-0.5] * 3)
 
 
 def test_equal_rewards_of_unequal_turns_are_equal_to_the_last_digit():

@@ -79,6 +79,48 @@ def test_rotary_frequencies_of_a_checkpoint_are_no_weights(folder):
     assert reader.shapes().keys() == TENSORS.keys()
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS = torch.arange(5000.0)[:, None].expand(-1, 2).contiguous()  # more than are compared at once
+
+
+def tied_folder(path: Path, head: torch.Tensor, *, is_tied: bool = True) -> CheckpointReader:
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": is_tied}))
+    save_file({EMBEDDING: ROWS}, path / "one.safetensors")
+    save_file({HEAD: head}, path / "two.safetensors")
+    return CheckpointReader(path)
+
+
+def test_a_tied_head_that_equals_the_embedding_is_no_weight(tmp_path):
+    reader = tied_folder(tmp_path, ROWS.clone())
+    reader.check([LogicalTensor(EMBEDDING, (5000, 2))])
+    assert reader.shapes() == {EMBEDDING: (5000, 2)}
+    assert [name for name, _, _ in reader.stored()] == [EMBEDDING]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        ROWS.clone().index_fill_(0, torch.tensor([4999]), 1.0),
+        ROWS.clone().index_fill_(0, torch.tensor([0]), -0.0),
+        ROWS.double(),
+        ROWS[:4999].clone(),
+    ],
+    ids=["last row", "sign of zero", "dtype", "rows"],
+)
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, head):
+    """vLLM would take the embedding, and transformers this head."""
+    told = f"has {HEAD}, which is not {EMBEDDING}, .*=true; allowed: no such tensor"
+    with pytest.raises(ConfigError, match=told):
+        tied_folder(tmp_path, head).check([LogicalTensor(EMBEDDING, (5000, 2))])
+
+
+def test_a_head_that_is_not_tied_is_a_weight_although_it_equals_the_embedding(tmp_path):
+    reader = tied_folder(tmp_path, ROWS.clone(), is_tied=False)
+    assert reader.shapes().keys() == {EMBEDDING, HEAD}
+    with pytest.raises(ConfigError, match=f"has unexpected tensor {HEAD}"):
+        reader.check([LogicalTensor(EMBEDDING, (5000, 2))])
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e5m2, torch.bool])
 def test_a_tensor_of_another_dtype_than_weights_have_is_named(folder, dtype):
     save_file({"a": torch.zeros(4, 3, dtype=dtype), "b": TENSORS["b"]}, folder / SINGLE)

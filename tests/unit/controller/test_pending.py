@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
@@ -203,26 +204,34 @@ class Sent:
 
 
 class Killed(Group):
-    """Its rank dies when it ends, and the trainer that waits for it learns of it."""
+    """Its rank dies when it ends, and the trainer that waits for it learns of it, at once or later.
 
-    def __init__(self, name: str, sent: Sent, waiting: Sent) -> None:
+    Later than the limit of a call, and earlier than NODE_GRACE_S.
+    """
+
+    def __init__(self, name: str, sent: Sent, waiting: Sent, later_s: float) -> None:
         super().__init__(name)
-        self._sent, self._waiting = sent, waiting
+        self._sent, self._waiting, self._later_s = sent, waiting, later_s
 
     def close(self, reason: str = "") -> None:
         super().close(reason)
         self._sent.answer.set_result(failure(FailureKind.DIED, "killed"))
-        self._waiting.answer.set_result(failure(FailureKind.BLAMED, "rank 2 is gone"))
+        answer_later(self._waiting, failure(FailureKind.BLAMED, "rank 2 is gone"), self._later_s)
+
+
+def answer_later(call: Sent, reply: Reply, seconds: float) -> None:
+    Timer(seconds, call.answer.set_result, [reply]).start()
 
 
 def sent(call: Sent, group: Group) -> PendingCall:
     return PendingCall(group, "update", {call: 0}, dict, LIMIT)
 
 
-def test_after_a_death_a_server_that_is_silent_ends_and_so_does_who_waits_for_it():
+@pytest.mark.parametrize("later_s", [0.0, 0.5])
+def test_after_a_death_a_server_that_is_silent_ends_and_so_does_who_waits_for_it(later_s):
     """The trainer waits for a server that is stopped: the run goes on without both servers."""
     first, second, trainer = Sent(), Sent(), Sent()
-    dead, silent = Group("rollout-0"), Killed("rollout-1", second, trainer)
+    dead, silent = Group("rollout-0"), Killed("rollout-1", second, trainer, later_s)
     calls = [sent(first, dead), sent(second, silent), sent(trainer, Group("actor"))]
     first.answer.set_result(failure(FailureKind.DIED, "killed"))
     told = list[str]()
@@ -237,3 +246,21 @@ def test_without_a_death_a_server_that_is_silent_ends_the_run():
     calls = [sent(Sent(), first), sent(Sent(), second)]
     with pytest.raises(WorkerError, match=r"has not answered in 0\.1 s"):
         outlived(calls, [first, second], Limit(0.1, "weight_sync.timeout_s"))
+
+
+def test_who_blames_a_server_before_it_is_known_to_be_dead_does_not_end_the_run():
+    server, trainer, dead = Sent(), Sent(), Group("rollout-0")
+    calls = [sent(server, dead), sent(trainer, Group("actor"))]
+    trainer.answer.set_result(failure(FailureKind.BLAMED, "rank 1 is gone"))
+    answer_later(server, failure(FailureKind.DIED, "killed"), 0.3)
+    assert [*outlived(calls, [dead])] == [0]
+
+
+def test_who_blames_a_server_that_lives_ends_the_run(monkeypatch):
+    """After time for the server to be heard; it has no more to say."""
+    monkeypatch.setattr(pending, "GRACE_S", 0.3)
+    monkeypatch.setattr(pending, "_LOOK_S", 0.05)
+    trainer, group = Sent(), Group("rollout-0")
+    trainer.answer.set_result(failure(FailureKind.BLAMED, "rank 1 is gone"))
+    with pytest.raises(WorkerError, match=r"actor.update: rank 0 raised \w+: rank 1 is gone"):
+        outlived([sent(Sent(), group), sent(trainer, Group("actor"))], [group])

@@ -267,6 +267,8 @@ def test_new_samples_take_as_many_objects_as_their_call_returns(objects: Store, 
     whole = batch.jagged("seen/first").values.nbytes
     assert len(sizes) <= NUM_PIECES
     assert max(sizes) <= whole // NUM_PIECES + whole * max(lengths) // sum(lengths)
+    if set(lengths) == {1}:
+        assert set(sizes) == {whole // NUM_PIECES}
     assert_same(fetch(found.at([objects.put(one) for one in made])), batch)
 
 

@@ -20,6 +20,7 @@ class Nodes:
 
     def __init__(self, looks: dict[int, Look]) -> None:
         self.looks, self.waited, self.cancelled = looks, [], []
+        self.children: dict[int, list[Look]] = {}
 
     def options(self, scheduling_strategy):
         node = scheduling_strategy.node_id
@@ -34,19 +35,26 @@ class Nodes:
     def get(self, task):
         if task[0] == GONE:
             raise RayError("the node is gone")
-        return [[self.looks[pid]] for pid in task[1]]
+        return [[self.looks[pid], *self.children.get(pid, [])] for pid in task[1]]
 
     def cancel(self, task, force):
         self.cancelled.append((task[0], force))
 
 
-def told(monkeypatch, states: dict[int, tuple[str, str]]) -> tuple[list[str], Nodes]:
-    """Paragraphs of the report on ranks, given (node, state) by rank; pids are 100 + rank."""
+def told(
+    monkeypatch, states: dict[int, tuple[str, str]], child: tuple[int, str] | None = None
+) -> tuple[list[str], Nodes]:
+    """Paragraphs of the report on ranks, given (node, state) by rank; pids are 100 + rank.
+
+    `child` is a rank that has started another process, and the state of that.
+    """
     looks = {
         100 + rank: Look(100 + rank, "ray::Rank", state, f'Thread 1 "MainThread"\n    f{rank} (a)')
         for rank, (_, state) in states.items()
     }
     nodes = Nodes(looks)
+    if child is not None:
+        nodes.children[100 + child[0]] = [Look(200, "engine", child[1], "")]
     monkeypatch.setattr(silence, "ray", nodes)
     monkeypatch.setattr(silence, "_look_at_all", nodes)
     silent = [
@@ -73,6 +81,13 @@ def test_the_rank_that_holds_up_the_others_is_told_first_and_no_rank_is_left_out
     assert [stack.split("\n")[0] for stack in stacks] == [
         f"actor.update, rank {rank} (host h, pid {100 + rank}):" for rank in (4, 0, 1, 2, 3, 5)
     ]
+
+
+def test_a_rank_whose_child_is_gone_is_told_before_those_that_wait_and_run(monkeypatch):
+    states = {0: (UP, "running"), 1: (UP, "waiting"), 2: (UP, "waiting")}
+    (line, *_), _ = told(monkeypatch, states, child=(2, "gone"))
+    assert line.startswith("actor.update: rank 2 (host h, pid 102) has not answered in ")
+    assert "its process 200 (engine) is gone" in line
 
 
 def test_a_node_that_does_not_answer_does_not_hold_up_the_report(monkeypatch):

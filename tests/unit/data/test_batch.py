@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.sample import Sample
+from mcore_rl.data.sample import Sample, TurnSpan
 
 rows_of_numbers = st.lists(st.lists(st.integers(-(2**40), 2**40), max_size=6), max_size=10)
 
@@ -83,3 +84,14 @@ def test_columns_of_unequal_length_are_refused():
 def test_a_sample_whose_columns_do_not_fit_its_response_is_refused():
     with pytest.raises(ValueError, match=r"Sample\.response_mask has 2 entries for 1 response"):
         Sample([1], [2], [1, 1], [-0.1], [0], "stop", 0)
+
+
+def test_offsets_of_rows_that_are_taken_count_beyond_four_bytes():
+    for rows in ([0, 0], []):
+        assert Jagged.of([[1, 2]], np.int8).take(rows).offsets.dtype == np.int64
+
+
+def test_a_token_of_no_turn_has_the_number_of_none():
+    made = replace(sample(0, 5), turn_spans=[TurnSpan("a", 0, 2), TurnSpan("b", 3, 4)])
+    numbers = Batch.of([made, sample(1, 2)]).jagged("turn_numbers")
+    assert [row.tolist() for row in numbers] == [[0, 0, -1, 1, -1], [0, 0]]

@@ -247,3 +247,9 @@ def test_with_weights_a_batch_has_its_share_of_each_file():
     again = ExampleBatches(lambda rows: rows, [4, 100], 8, seed=1, weights=[3.0, 1.0])
     again.load_state_dict(batches.state_dict())
     assert next(again) == next(batches)
+
+
+def test_a_conversation_that_trains_from_its_first_token_on_has_a_token_to_be_scored_by():
+    batch = ExampleFiles([Example((Tokens([7, 8, 9], [True, True, True]),))]).batch([0])
+    assert [batch.jagged(n)[0].tolist() for n in ("prompt_ids", "response_ids")] == [[7], [8, 9]]
+    assert batch.jagged("response_mask")[0].tolist() == [1, 1]

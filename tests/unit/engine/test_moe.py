@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.megatron import moe
 from mcore_rl.engine.megatron.moe import ReplaySlot, gathers_packs, moe_layers
 from mcore_rl.engine.megatron.router_replay import checked_column, expert_dtype
 
@@ -189,3 +192,15 @@ def test_only_the_allgather_dispatcher_needs_packs_of_equal_size(dispatcher, ep,
         expert_tensor_parallel_size=etp,
     )
     assert gathers_packs(made) is gathers
+
+
+def test_the_load_of_few_tokens_is_over_its_mean_and_that_of_none_is_0(monkeypatch):
+    """Of eight experts in two layers: one token to one of them is eight times the mean."""
+    loads = torch.zeros(2, 8, dtype=torch.float64)
+    loads[0, 3] = 1
+    monkeypatch.setattr(moe, "_totals", lambda chunks: (loads, torch.zeros(2)))
+    config = SimpleNamespace(num_moe_experts=8, moe_router_load_balancing_type="none")
+    found = moe.balance_metrics([SimpleNamespace(config=config)])
+    assert found == {
+        "moe/max_expert_load": 8.0, "moe/min_expert_load": 0.0, "moe/dead_experts": 15.0,
+    }  # fmt: skip

@@ -40,6 +40,35 @@ def test_one_pack_lays_the_samples_end_to_end_the_longest_first():
     assert micro.places.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_tokens_further_ahead_are_predicted_from_their_own_sequence(cp):
+    """Depth 1 from the token before the last one, depth 2 from the one before that.
+
+    The samples are 5 6 1 2 3, then 8 9 10 11 12, then 7 4: nothing of 7 4 has a token so far back.
+    """
+    weights = {"loss_weights": batch().jagged("advantages")}
+    micros = [
+        pack(
+            batch().with_columns(**weights),
+            [[0, 1, 2]],
+            PackSplit(cp=cp, cp_rank=rank),
+            CPU,
+            num_ahead=2,
+        )[0]
+        for rank in range(cp)
+    ]
+    for depth, pairs in enumerate(
+        ([(5, 1), (6, 2), (1, 3), (9, 11), (10, 12)], [(5, 2), (6, 3), (8, 11), (9, 12)])
+    ):
+        found = []
+        for micro in micros:
+            ahead = micro.ahead[depth]
+            states = micro.input_ids[0, ahead.hidden_rows].tolist()
+            found += zip(states, ahead.targets.tolist(), strict=True)
+            assert ahead.loss_weights.tolist() == pytest.approx(ahead.targets / 10)
+        assert sorted(found) == sorted(pairs)
+
+
 def test_the_tail_is_padded_behind_the_last_sequence():
     [micro] = pack(batch(), [[0, 1, 2]], PackSplit(tp=8), CPU)
     assert micro.input_ids.shape == (1, 16)

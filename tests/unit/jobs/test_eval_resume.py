@@ -39,15 +39,23 @@ class Pool:
         return Batch.concat(made)
 
 
+class Rows(list):
+    """Of a file."""
+
+    def __init__(self, rows: list, digest: str):
+        super().__init__(rows)
+        self.digest = digest
+
+
 def sample(group: int) -> Sample:
     return Sample([5], [1, 2], [1, 1], [0.0, 0.0], [0, 0], "length", group)
 
 
-def inputs(**changes) -> evaluate._Inputs:
+def inputs(digests: str = "ab", **changes) -> evaluate._Inputs:
     config = EvalConfig(rollout=SamplingConfig(n=N), **changes)
     config.model.path = "model"
     rows = [PromptRow([1, row], {"answer": "1"}) for row in range(PROMPTS)]
-    sets = {"a": PromptDataset(rows), "b": PromptDataset(rows)}
+    sets = {name: PromptDataset(Rows(rows, d)) for name, d in zip("ab", digests, strict=True)}
     config.data.sets = {name: f"{name}.jsonl" for name in sets}
     run = as_run(config, "cpu", "model/checkpoint", "2024-07-26")
     return evaluate._Inputs(config, run, Tokenizer(), sets, lambda text, end: text)
@@ -57,12 +65,13 @@ def begun(folder: Path, *names: str) -> dict:
     """What an evaluation has left that was ended after these sets; and their metrics."""
     made = inputs()
     (folder / "samples").mkdir()
-    write_json(folder / STARTED, settings_of(made.config, made.run))
+    write_json(folder / STARTED, settings_of(made.config, made.run, made.digests))
     return {name: evaluate._evaluate(name, made, Pool(), folder / "samples") for name in names}
 
 
 def done(folder: Path, made: evaluate._Inputs) -> dict:
-    return done_before(made.config, made.run, folder, dict.fromkeys(made.sets, PROMPTS))
+    sizes = dict.fromkeys(made.sets, PROMPTS)
+    return done_before(made.config, made.run, folder, sizes, made.digests)
 
 
 def test_sets_that_are_done_have_the_numbers_that_they_had(tmp_path):
@@ -115,6 +124,12 @@ def test_a_folder_of_another_evaluation_is_refused_by_what_differs(tmp_path, set
         done(tmp_path, made)
 
 
+def test_a_folder_of_an_evaluation_of_other_rows_behind_the_same_path_is_refused(tmp_path):
+    begun(tmp_path, "a")
+    with pytest.raises(ConfigError, match=r"evaluated\.rows\.b='c', there 'b'; allowed: the same"):
+        done(tmp_path, inputs("ac"))
+
+
 def test_what_changes_no_response_may_differ(tmp_path):
     begun(tmp_path, "a")
     made = inputs()
@@ -164,5 +179,5 @@ def test_samples_keep_parts_of_rewards_that_are_missing(tmp_path):
             return batch.with_columns(**{"reward/form": parts})
 
     found = evaluate._evaluate("a", made, Parts(), tmp_path / "samples")
-    write_json(tmp_path / STARTED, settings_of(made.config, made.run))
+    write_json(tmp_path / STARTED, settings_of(made.config, made.run, made.digests))
     assert metrics_of(done(tmp_path, made)["a"], [1, 2]) == found

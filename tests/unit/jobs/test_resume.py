@@ -10,10 +10,17 @@ import pytest
 from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpoints
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.config.schema import DataConfig, Layout, RLConfig
 from mcore_rl.data.sample_tables import table_path, tables_in, write_table
 from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
-from mcore_rl.jobs.resume import _check_settings, checkpoint_to_resume, clear, ended_after, prepare
+from mcore_rl.jobs.resume import (
+    _check_settings,
+    check_data,
+    checkpoint_to_resume,
+    clear,
+    ended_after,
+    prepare,
+)
 from mcore_rl.observability.sinks import read_rows
 
 
@@ -104,6 +111,41 @@ def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_pat
     longer = config(tmp_path, trainer=replace(asked.trainer, num_steps=7))
     checkpoint_to_resume(longer, tmp_path)
     assert "settings that differ: trainer.num_steps=7 (was 100)\n" in capsys.readouterr().out
+
+
+class Rows:
+    def __init__(self, *digests: str):
+        self.digests = list(digests)
+
+
+@pytest.mark.parametrize(
+    ("data", "now", "named"),
+    [
+        ({"train_file": "a", "test_file": "t"}, ["1", "2"], []),
+        ({"train_file": "a", "test_file": "t"}, ["9", "2"], ["data.train_file='a'"]),
+        ({"train_file": "a", "test_file": "t"}, ["1", "9"], ["data.test_file='t'"]),
+        ({"train_files": ["a", "b"], "test_file": "t"}, ["1", "9", "3"],
+         ["data.train_files[1]='b'"]),
+        ({"train_file": "a", "test_files": {"x": "t", "y": "u"}}, ["8", "2", "9"],
+         ["data.train_file='a'", "data.test_files.y='u'"]),
+    ],
+)  # fmt: skip
+def test_a_run_does_not_go_on_with_other_rows_behind_the_same_path(tmp_path, data, now, named):
+    config, num = DataConfig(**data), len(data.get("train_files", ["a"]))
+    before = [str(number) for number in range(1, len(now) + 1)]
+    saved = check_data(None, config, Rows(*before[:num]), map(Rows, before[num:]))
+    assert list(saved.values()) == before
+    found = RunCheckpoint(tmp_path / "step_000002", 2, {"data": saved})
+    rows = Rows(*now[:num]), [Rows(digest) for digest in now[num:]]
+    if not named:
+        assert check_data(found, config, *rows) == saved
+        return
+    with pytest.raises(ConfigError) as raised:
+        check_data(found, config, *rows)
+    told = f"{found.path} is of a run with other rows in {', '.join(named)}; allowed: the rows that"
+    assert str(raised.value).startswith(told)
+    earlier = RunCheckpoint(found.path, 2, {})  # of a version that wrote no digests
+    assert list(check_data(earlier, config, *rows).values()) == now
 
 
 def test_a_run_that_goes_on_has_the_weights_of_its_warm_start_and_makes_none(tmp_path):

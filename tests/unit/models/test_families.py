@@ -229,3 +229,39 @@ def test_rope_is_read_where_either_transformers_keeps_it():
     old = {"rope_theta": 5, "rope_scaling": {"type": "yarn"}, "partial_rotary_factor": 0.5}
     assert rope(old)["rope_type"] == "yarn"
     assert rope(old)["partial_rotary_factor"] == 0.5
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
+BOTH = [
+    ({"rope_scaling": {"type": "default"}, "rope_parameters": DEFAULT, "rope_theta": 5e5}, ""),
+    ({"rope_scaling": DEFAULT, "rope_parameters": DEFAULT, "rope_theta": 1e4}, ""),
+    ({"rope_scaling": {**LLAMA3, "rope_theta": 5e5},
+      "rope_parameters": {**LLAMA3, "rope_type": None, "type": "llama3"}, "rope_theta": 5e5}, ""),
+    ({"rope_scaling": {}, "rope_parameters": DEFAULT}, ""),
+    ({"rope_scaling": None, "rope_parameters": DEFAULT, "rope_theta": 1e4}, ""),
+    ({"rope_scaling": LLAMA3, "rope_parameters": DEFAULT, "rope_theta": 1e4},
+     "rope_scaling={.*'llama3'.*} and rope_parameters={'rope_type': 'default', .*} differ; allow"),
+    ({"rope_scaling": {"rope_theta": 1e4}, "rope_parameters": DEFAULT}, "differ; allowed: one of"),
+    ({"rope_scaling": {"type": "default"}, "rope_parameters": DEFAULT}, "differ; allowed: one of"),
+    ({"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}, "rope_scaling": DEFAULT},
+     "differ; allowed: one of them, or equal values"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "default"}, "rope_theta": 1e4},
+     "rope_scaling has rope_type='default' and type='linear'; allowed: one of them, or equal"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), BOTH)
+def test_rope_in_two_fields_is_what_transformers_reads_or_refused(fields, message):
+    """transformers takes rope_scaling before rope_parameters, and vLLM what transformers takes."""
+    config = {**LLAMA_3_1_8B, "rope_scaling": None, "rope_theta": None, **fields}
+    config = {name: value for name, value in config.items() if value is not None}
+    if message:
+        with pytest.raises(ConfigError, match=f"^config.json: .*{message}"):
+            family_of(config).config_map(config)
+        return
+    from transformers import LlamaConfig  # slow to import
+
+    theirs = LlamaConfig(**config).rope_parameters
+    assert {name: theirs[name] for name in ("rope_type", "rope_theta")} == {
+        name: rope(config)[name] for name in ("rope_type", "rope_theta")
+    }

@@ -23,3 +23,9 @@ def test_a_place_with_too_few_training_ranks_is_an_error_that_names_the_rank():
     allowed = np.array([[True, False, False], [True, False, False]])
     with pytest.raises(ConfigError, match=r"generation rank [01] runs where there are fewer"):
         most_overlap(OVERLAP, allowed=allowed)
+
+
+def test_no_overlap_is_worth_a_pair_that_is_not_allowed():
+    overlap = np.array([[9, 0], [2, 1]])
+    allowed = np.array([[True, True], [True, False]])
+    assert most_overlap(overlap, allowed=allowed) == (1, 0)

@@ -19,10 +19,17 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks
-from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
+from mcore_rl.reshard.boxes import LogicalTensor
+from mcore_rl.reshard.layout import (
+    GenerationLayout,
+    GenerationRanks,
+    Holders,
+    Ranks,
+    TrainingRanks,
+)
 from mcore_rl.reshard.placement import Devices
 from mcore_rl.reshard.planner import Plan, TransferRequirements
-from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.rules import Shard, Weight, Whole
 from tests.nightly import all_but
 
 NUM_TRIPLES = 560
@@ -241,3 +248,54 @@ def test_parameters_are_received_one_after_the_other():
             names = [copy.target.split("[")[0] for copy in plan.received_by(rank)]
             layers = [name.split(".")[2] for name in names if ".layers." in name]
             assert layers == sorted(layers, key=int)
+
+
+class HeldBy:
+    """Ranks that have each parameter whole, by its name."""
+
+    def __init__(self, world_size: int, **ranks: tuple[int, ...]):
+        self.world_size, self._ranks = world_size, ranks
+
+    def holders(self, weight: Weight) -> Holders:
+        return (self._ranks[weight.name],)
+
+    def local_name(self, weight: Weight) -> str:
+        return weight.name
+
+
+def whole(*shapes: tuple[int, ...]) -> list[Weight]:
+    """Parameters a, b, c and so on."""
+    named = zip("abc", shapes, strict=False)
+    return [Weight(name, Whole(LogicalTensor(name, shape))) for name, shape in named]
+
+
+def sent(training: HeldBy, generation: HeldBy, weights: list[Weight], devices: Devices) -> object:
+    sides = (training, weights), (generation, weights)
+    return TransferRequirements(*sides, itemsize=1).plan(devices).totals().sent
+
+
+def test_those_who_have_the_same_send_as_much_and_the_largest_is_given_out_first():
+    """Of 1, 1 and 2 bytes: in another order one would send three of the four."""
+    weights = whole((1,), (1, 1), (2,))
+    both = HeldBy(2, a=(0, 1), b=(0, 1), c=(0, 1))
+    devices = Devices.disaggregated(2, 1, per_node=3)
+    assert sent(both, HeldBy(1, a=(0,), b=(0,), c=(0,)), weights, devices) == (2, 2)
+
+
+def test_what_stays_on_a_device_is_no_load_of_its_rank():
+    """Rank 0 alone has a, for the generation rank of its own device; b and c are of both."""
+    weights = whole((4,), (1,), (1, 1))
+    training = HeldBy(3, a=(0,), b=(0, 1), c=(0, 1))
+    devices = Devices.colocated((0, 2), 3, per_node=3)
+    assert sent(training, HeldBy(2, a=(0,), b=(1,), c=(1,)), weights, devices) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "stages"),
+    [(5, 2, [0, 0, 0, 1, 1]), (7, 3, [0, 0, 1, 1, 1, 2, 2]), (5, 3, [0, 0, 1, 1, 2])],
+)
+def test_layers_that_remain_go_to_the_stages_before_the_last(num_layers, pp, stages):
+    """As vLLM has them: distributed/utils.py, get_pp_indices."""
+    ranks = GenerationRanks(GenerationLayout(pp=pp), num_layers, 0)
+    layers = [Weight("w", Whole(LogicalTensor("w", (1,))), layer=n) for n in range(num_layers)]
+    assert [ranks.stage(layer) for layer in layers] == stages

@@ -7,6 +7,7 @@ samples of other weights are others.
 
 from __future__ import annotations
 
+import time
 from itertools import chain
 
 import numpy as np
@@ -29,12 +30,14 @@ from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
+from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers.checkpointer import Checkpointer
 from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.policy_checks import PolicyMismatchError
 from mcore_rl.workers.sample_queue import GroupState
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
+from tests.unit.trainers import test_one_step_off
 from tests.unit.trainers.modelled_servers import Servers
 from tests.unit.trainers.test_one_step_off import log_probs_of
 from tests.unit.workers.test_checkpointer import Actor
@@ -297,6 +300,20 @@ def test_a_filter_that_rejects_all_ends_the_wait(tmp_path, if_short, told):
         assert run.trained == []
 
 
+def test_a_step_begins_as_many_groups_for_a_filter_as_max_rounds_says(tmp_path):
+    """Of groups one after the other, of which none passes."""
+    samples = SamplesConfig(group_filter="drop_uniform", if_short="train", max_rounds=2)
+    run = Run(tmp_path, samples=samples, num_steps=1, asynchronous={"max_groups": 1})
+    samples_of = run.servers._samples
+
+    def uniform(*asked):
+        batch = samples_of(*asked)
+        return batch.with_columns(rewards=np.ones(len(batch), np.float32))
+
+    run.servers._samples = uniform
+    assert [row["samples/groups"] for row in run.train().rows] == [2 * PER_STEP]
+
+
 def test_replayed_groups_take_the_place_of_new_ones(tmp_path):
     replay = ReplayConfig(share=0.5, max_age=4, priority="uniform")
     run = Run(tmp_path, samples=SamplesConfig(replay=replay), num_steps=20).train()
@@ -333,11 +350,32 @@ def test_on_shared_devices_servers_sleep_with_what_they_do_and_go_on(tmp_path):
     assert sorted(chain(*run.trained)) == list(range(NUM_STEPS * PER_STEP))
 
 
-def test_servers_that_say_nothing_end_the_run(tmp_path):
-    run = Run(tmp_path)
-    run.servers.is_silent = True
-    with pytest.raises(WorkerError, match=r"no group of samples has come for timeouts.call_s=0.2"):
+def test_servers_that_say_nothing_end_the_run(tmp_path, monkeypatch):
+    """After timeouts.call_s, which the first samples have not used up."""
+    run, clock, calls = Run(tmp_path), [0.0], []
+    run.config.timeouts.call_s = 10.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    collect = run.servers.collect
+
+    def three_seconds(*asked):
+        clock[0] += 3.0
+        calls.append(clock[0])
+        run.servers.is_silent = len(calls) > 1
+        return collect(*asked)
+
+    run.servers.collect = three_seconds
+    with pytest.raises(WorkerError, match=r"no group of samples has come for timeouts.call_s=10 s"):
         run.train()
+    assert calls == [3.0, 6.0, 9.0, 12.0, 15.0]
+
+
+@pytest.mark.parametrize("loop", [Run, test_one_step_off.Run])
+def test_the_speed_of_a_step_is_that_of_the_tokens_that_have_come(tmp_path, monkeypatch, loop):
+    monkeypatch.setattr(Stopwatch, "total_s", 2.0)
+    rows = []
+    run = loop(tmp_path).train(lambda step, metrics: rows.append(metrics))
+    tokens = [int(update.num_tokens.sum()) for update in run.actor.updates]
+    assert [row["tokens_per_s"] for row in rows] == [num / 2.0 for num in tokens]
 
 
 def test_a_token_of_older_weights_than_its_group_was_begun_with_stops_the_run(tmp_path):

@@ -3,9 +3,10 @@
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.observability.activity import ACTIVITY
+from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.trainers import offline
 
-SAMPLE = Sample([5], [1], [1], [0.0], [0], "stop", 0)
+SAMPLE = Sample([5, 6], [1], [1], [0.0], [0], "stop", 0)
 
 
 class Objective:
@@ -26,3 +27,11 @@ def test_a_step_says_which_one_it_is_and_what_it_does():
         "step 1: update",
         "step 2: update",
     ]
+
+
+def test_the_speed_of_a_step_is_in_tokens_of_prompts_and_responses(monkeypatch):
+    monkeypatch.setattr(Stopwatch, "total_s", 2.0)
+    rows = []
+    batches = iter([Batch.of([SAMPLE] * 4)])
+    offline.train(Objective(), batches, 1, lambda step, metrics: rows.append(metrics))
+    assert [row["tokens_per_s"] for row in rows] == [4 * 3 / 2.0]

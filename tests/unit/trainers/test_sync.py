@@ -18,6 +18,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.trainers.sync import SyncTrainer
 from mcore_rl.workers import steps
 from mcore_rl.workers.checkpointer import Checkpointer
@@ -138,7 +139,7 @@ def one_step_of(
     trained = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)
     trained.train(lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
-    return learner.warnings.summary()
+    return coefficients, learner.warnings.summary()
 
 
 def after_one_step(tmp_path, settings):
@@ -206,6 +207,24 @@ def test_a_step_with_all_that_is_between_generation_and_update(tmp_path):
     assert REPORTED["algorithm/reference_kl"] == pytest.approx(kl)
     assert REPORTED["correction/clipped"] == 1.0
     assert REPORTED["mismatch/kl"] == pytest.approx(0.0625)
+
+
+@pytest.mark.parametrize("num_samples", [6, 4])
+def test_the_kl_coefficient_follows_its_target_by_the_number_of_samples(tmp_path, num_samples):
+    """Not by that of groups, of two each. The KL is above 1.2 times its target, 0.5."""
+    settings = dict(kl_coef=0.1, kl_target=0.5, kl_horizon=10, kl_estimator="k1")
+    made = answered().take(list(range(num_samples)))
+    models = {"actor": Model(-1.0625), "reference": Model(-3.5)}
+    coefficients, _ = one_step_of(tmp_path, settings, models, made=made)
+    assert coefficients.state_dict()["kl"] == pytest.approx(0.1 * (1 + 0.2 * num_samples / 10))
+
+
+def test_the_speed_of_a_step_is_in_tokens_of_all_that_was_generated(tmp_path, monkeypatch):
+    """With the prompt of each of six responses, and groups that the filter leaves out."""
+    monkeypatch.setattr(Stopwatch, "total_s", 2.0)
+    samples = SamplesConfig(group_filter="drop_uniform")
+    one_step_of(tmp_path, {"samples": samples}, {"actor": Model(-1.0625)})
+    assert REPORTED["tokens_per_s"] == (6 * 2 + 9) / 2.0
 
 
 def test_a_step_with_the_log_probs_of_the_servers_computes_none(tmp_path):
@@ -306,7 +325,7 @@ def test_a_short_step_is_told_unless_the_filter_is_meant_to_leave_groups_out(
     samples = SamplesConfig(group_filter="drop_uniform", max_rounds=max_rounds)
     made = answered().with_columns(rewards=rewards)
     models = {"actor": Model(-1.0625)}
-    summed_up = one_step_of(tmp_path, {"samples": samples}, models, made=made)
+    _, summed_up = one_step_of(tmp_path, {"samples": samples}, models, made=made)
     told = f"step 1: {num_passing} groups to train on, of 3 that were asked for, after algorithm"
     assert (told in capsys.readouterr().err) == is_told
     setting = "algorithm.samples.group_filter='drop_uniform'"

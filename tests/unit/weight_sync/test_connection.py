@@ -107,3 +107,21 @@ def test_a_receiver_of_this_version_is_admitted(listener, admitting):
     outcome = admitting()
     greet(receiver(listener), TOKEN, UPDATE)
     assert outcome.result() is True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        (UPDATE | {"version": 6}, "this sends version 7, not 6"),
+        (UPDATE | {"format": "sparse"}, "this sends format dense, not sparse"),
+        ({"format": "dense"}, "this sends version 7, not None"),
+        ({}, "this sends version 7, not None"),
+    ],
+)
+def test_a_receiver_that_wants_another_update_or_says_none_is_refused(
+    listener, admitting, wanted, told
+):
+    outcome = admitting()
+    with pytest.raises(StreamError, match=f"^sender refused: {told}$"):
+        greet(receiver(listener), TOKEN, wanted)
+    assert outcome.result() is False

@@ -92,6 +92,18 @@ def test_stragglers_are_begun_again_as_many_as_are_begun_beyond_the_batches():
     assert ages == [(5, 1), (6, 1)]
 
 
+def test_a_step_does_not_wait_for_as_many_stragglers_as_are_begun_beyond_the_batches():
+    queue, admission = of(paced(staleness=1, over_issue=0.5))
+    assert begun(queue, admission) == [0, 1, 2, 3, 4]
+    rewarded(queue, 0, 1, 2, 4)
+    queue.drop([4])
+    assert selected(admission, 1) == [0, 1] and trained(queue, admission, 1) == []
+    assert begun(queue, admission) == [5, 6, 7]  # version 1
+    rewarded(queue, 5)
+    assert selected(admission, 2) == [2, 5]  # group 3 is as old as 2, and one may be late
+    assert trained(queue, admission, 2) == [3]
+
+
 def test_what_has_ended_and_would_be_too_old_is_begun_again_but_not_ended_on_servers():
     queue, admission = of(paced(staleness=1, over_issue=0.5))
     assert begun(queue, admission) == [0, 1, 2, 3, 4]

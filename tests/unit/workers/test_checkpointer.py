@@ -99,8 +99,9 @@ class Run:
         self.folder = folder / "checkpoints"
         self.turns, self.prompts, self.stop = Turns(), Prompts(), StopSignals()
         self.checkpointer = Checkpointer(
-            self.config, folder, self.turns, {"prompts": self.prompts}, dict, self.stop, 0
-        )
+            self.config, folder, self.turns, {"prompts": self.prompts}, dict, self.stop, 0,
+            {"data.train_file": "5f"},
+        )  # fmt: skip
 
     def steps(self, numbers, metrics=lambda step: {}):
         for step in numbers:
@@ -160,6 +161,38 @@ def test_the_best_stays_beside_the_last(tmp_path, name, best):
     again.checkpointer.restore(found)
     again.steps([11, 12], lambda step: {"reward": 0.5})
     assert steps_in(run.folder) == [best, 12]
+
+
+@pytest.mark.parametrize(
+    ("now", "best", "told"),
+    [
+        ("-reward", 8, "; steps after 6 count"),  # the same numbers, of which the lowest
+        ("accuracy", 12, "; steps after 6 count"),
+        ("", None, ""),
+    ],
+)
+def test_a_run_that_goes_on_with_another_metric_starts_over_with_its_best_and_says_so(
+    tmp_path, capsys, now, best, told
+):
+    """0.1 is the lowest reward of all, of step 2, and 0.9 of step 4 the highest."""
+    rewards = {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.3, 10: 0.4, 12: 0.4}
+
+    def metrics(step):
+        return {"reward": rewards.get(step, 0.0), "accuracy": step / 100}
+
+    run = Run(tmp_path, keep=1, keep_best="reward")
+    run.steps(range(1, 7), metrics)
+    assert steps_in(run.folder) == [4, 6]
+    again = Run(tmp_path, num_steps=12, keep=1, keep_best=now)
+    again.checkpointer.restore(read_checkpoint(run.folder / "step_000006"))
+    assert capsys.readouterr().err == (
+        f"mcore-rl: warning: checkpoint.keep_best={now!r} (was 'reward'): step_000004, the best so "
+        f"far, goes as others do{told}\n"
+    )
+    again.steps(range(7, 13), metrics)
+    assert steps_in(run.folder) == sorted({best or 12, 12})
+    found = read_checkpoint(run.folder / "step_000012").state["best"]
+    assert (found and (found["metric"], found["step"])) == (best and (now, best))
 
 
 def test_what_is_no_number_is_never_the_best(tmp_path, capsys):
@@ -313,3 +346,4 @@ def test_what_a_checkpoint_says_of_its_run_is_json(tmp_path):
     state = json.loads((run.folder / "step_000002" / "state.json").read_text())
     assert (state["step"], state["weight_version"], state["best"]) == (2, 2, None)
     assert state["settings"]["trainer"]["num_steps"] == 6
+    assert state["data"] == {"data.train_file": "5f"}

@@ -142,6 +142,18 @@ def test_a_trainer_scores_only_what_comes_of_the_whole_distribution():
     assert temperature(top_k=4) is None
 
 
+def test_an_evaluation_samples_as_training_does_where_it_has_no_setting_of_its_own():
+    config = RLConfig()
+    evaluation = Evaluation(config, None, {}, None, None)
+    for name, value, own in (("top_k", 4, 0), ("top_p", 0.9, 1.0)):
+        usual = getattr(config.rollout, name)
+        setattr(config.rollout, name, value)
+        assert evaluation.temperature is None
+        setattr(config.evaluation, name, own)
+        assert evaluation.temperature == config.rollout.temperature
+        setattr(config.rollout, name, usual)
+
+
 def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsys):
     batch = Batch.of([sample(0, 1.0, tidy=0.5), sample(1, 0.0, tidy=0.0)])
     advantages = batch.jagged("rollout_log_probs").with_values(np.array([1, 3, -2, -2], np.float32))

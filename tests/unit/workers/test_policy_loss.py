@@ -72,6 +72,20 @@ def test_each_loss_has_weights_of_its_own_and_the_policy_alone_is_corrected():
     assert metrics["entropy"][0] == "entropy_weights"
     assert torch.equal(metrics["entropy"][1], SCORES["entropy"])
     assert metrics["cross_entropy"][0] == "cross_entropy_weights"
+    assert torch.equal(metrics["cross_entropy"][1], -LOG_PROBS)
+
+
+def test_an_unbiased_kl_has_the_gradient_of_the_kl_to_the_reference():
+    """Of r k3 by log pi, with r = pi / pi_server: r (log pi - log pi_ref), in expectation it."""
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    columns = {"rollout_log_probs": LOG_PROBS - 0.25, "kl_weights": torch.ones(3)}
+    config = AlgorithmConfig(kl_coef=1.0, correction=CorrectionConfig(unbiased_kl=True))
+    given = inputs(scores={"log_probs": log_probs}, columns=COLUMNS | columns)
+    kl = PolicyLoss(config)(given)[0]["kl_weights"]
+    ratio = torch.full((3,), 0.25).exp()
+    torch.testing.assert_close(kl, ratio * (torch.exp(torch.tensor(-0.5)) - 1 + 0.5))
+    (gradient,) = torch.autograd.grad(kl.sum(), log_probs)
+    torch.testing.assert_close(gradient, ratio * 0.5)
 
 
 @pytest.mark.parametrize("name", LOSSES.names)

@@ -41,7 +41,7 @@ def in_state(state: GroupState) -> SampleQueue[object]:
 MOVES = {
     GroupState.ISSUED: lambda queue: queue.lost([0]),
     GroupState.GENERATING: lambda queue: queue.begin([0], 0),
-    GroupState.GENERATED: lambda queue: queue.finish(0, 0, 2, {}),
+    GroupState.GENERATED: lambda queue: queue.finish(0, 0, 3, {}),  # one more than expected
     GroupState.REWARDED: lambda queue: queue.mark_rewarded([0]),
     GroupState.TRAINING: lambda queue: queue.select([0], queue.last_trained + 1),
     GroupState.TRAINED: lambda queue: queue.mark_trained(1),
@@ -160,7 +160,8 @@ def test_a_lost_group_is_issued_as_if_it_had_never_been_begun(state):
     queue.lost([0, 0])  # told twice in one call
     (group,) = queue.groups(GroupState.ISSUED)
     assert (group.row, group.begun_version, group.oldest_version) == (100, -1, -1)
-    assert (group.partition, group.columns) == (0, {})
+    assert (group.partition, group.columns, group.num_samples) == (0, {}, 2)
+    assert queue.samples_total["lost"] == (2 if state == "generating" else 3)
     assert queue.groups_total == dict(issued=1, begun=1, trained=0, dropped=0, lost=1, abandoned=0)
     with pytest.raises(LedgerError, match="group 0 is issued and cannot become issued"):
         queue.lost([0])

@@ -171,3 +171,11 @@ def test_weights_of_ones_own_have_to_be_finite_one_a_row(found):
     sampler = CurriculumSampler(3, 2, 0, CurriculumConfig(name="own"), lambda rates: found)
     with pytest.raises(ConfigError, match=r"data.curriculum.name='own' returned .*; allowed: "):
         sampler.take(2)
+
+
+def test_a_curriculum_draws_by_the_larger_of_weight_and_least_weight():
+    """Weights 0.5, 0.1 and 0 with a least weight of 0.5 are equal chances."""
+    config = CurriculumConfig(min_weight=0.5)
+    sampler = CurriculumSampler(3, 1, 0, config, lambda rates: np.array([0.5, 0.1, 0.0]))
+    drawn = [row for _ in range(3000) for row in sampler.take(1)]
+    assert np.bincount(drawn).tolist() == pytest.approx([1000] * 3, abs=80)

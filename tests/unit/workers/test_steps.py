@@ -19,6 +19,7 @@ from mcore_rl.workers.policy_checks import (
 )
 from mcore_rl.workers.steps import (
     describe,
+    doubts,
     judged,
     mini_batches,
     shuffled_rewards,
@@ -261,6 +262,19 @@ def test_a_truncated_response_has_no_loss_of_any_kind():
     assert found.jagged("kl_weights").values.tolist() == [w / 2 for w in fourth]
     assert found.jagged("cross_entropy_weights").values.tolist() == [0, 2, *[0] * 7]
     assert without_truncated(made, SamplesConfig()) is made
+
+
+def test_an_aborted_response_is_neither_cut_off_nor_at_its_end():
+    """So it is trained on with mask_truncated, and its only token is no end of a turn."""
+    reasons = np.array(["abort", "length", "abort", "abort", "abort", "abort"])
+    made = rewarded().with_columns(finish_reasons=reasons)
+    kept = without_truncated(made, SamplesConfig(mask_truncated=True)).jagged("response_mask")
+    assert [row.tolist() for row in kept] == [[1, 1], [0], [1, 1, 1], [1], [1], [1]]
+    assert describe(made)["truncated"] == pytest.approx(1 / 6)
+    scored = with_advantages(made, AlgorithmConfig())
+    assert doubts(scored) == []
+    ended = scored.with_columns(finish_reasons=np.array(["stop"] * 6))
+    assert doubts(ended) == ["4 of 6 responses are empty"]
 
 
 def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp_path):

@@ -69,7 +69,11 @@ class Actor:
     def __init__(self):
         self.updates = []
 
-    def update(self, batch, *, sizes, temperature):
+    def compute_log_probs(self, batch, *, temperature):
+        log_probs = batch.jagged("response_ids")
+        return batch.with_columns(log_probs=log_probs, entropy=log_probs)
+
+    def update(self, batch, *, sizes=(0,), temperature):
         self.updates.append((batch, sizes))
         return [[{"loss": 1.0}] * len(sizes)]
 
@@ -97,3 +101,22 @@ def test_a_mini_batch_of_which_nothing_is_left_is_no_step():
     nobody = [dict.fromkeys(count, 0) for count in counts]
     assert update(actor, weighed, nobody, algorithm, temperature=1.0, seed=[0]) == {}
     assert len(actor.updates) == 1
+
+
+def test_each_mini_batch_is_prepared_with_a_seed_of_its_own(tmp_path):
+    """Made of its number, which does not change where another mini-batch has nothing to train."""
+    (tmp_path / "own.py").write_text(PREPARED)
+    algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:good", num_mini_batches=3)
+    made = before_update().without("current_log_probs")
+    made = made.with_columns(prompt_ids=made["response_ids"])
+    weighed, counts = with_each(made, 3, [5, 7], with_loss_weights, algorithm)
+    for left_out in (None, 1):
+        actor, trained = Actor(), list(counts)
+        if left_out is not None:
+            trained[left_out] = dict.fromkeys(counts[left_out], 0)
+        update(actor, weighed, trained, algorithm, temperature=1.0, seed=[5, 7])
+        numbers = [number for number in range(3) if number != left_out]
+        for number, (trained_on, _) in zip(numbers, actor.updates, strict=True):
+            drawn = trained_on.jagged("drawn").values
+            wanted = np.random.default_rng([5, 7, 1 + number]).integers(0, 99, len(drawn))
+            np.testing.assert_array_equal(drawn, wanted)
