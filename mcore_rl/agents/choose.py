@@ -75,7 +75,7 @@ def _proved(
             for variant in variants:
                 chosen = {**variant, **options}
                 try:
-                    known = RenderersCodec(tokenizer, family, chosen)
+                    known = RenderersCodec(tokenizer, family, chosen, stop_ids)
                 except ValueError as error:
                     reasons.append(f"renderers:{family}: {str(error).splitlines()[0]}")
                     continue
