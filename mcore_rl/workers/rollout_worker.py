@@ -215,7 +215,8 @@ class RolloutWorker:
             remote = RemoteGenerator(name, address, model.timeout_s)
             self._remotes.append(remote)
             kind, stop_ids = cast(CodecKind, model.codec), stop_ids_of(model.path)
-            codec = codec_for(load_tokenizer(model.path), kind, stop_ids=stop_ids)
+            tokenizer, longest = load_tokenizer(model.path), model.max_context
+            codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=longest)
             found = FrozenModel(remote, codec, sampling_of(model), model.max_context)
             self._judge.models[name] = chat_of(found)
             if isinstance(self._agent, AgentRunner):
