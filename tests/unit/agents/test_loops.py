@@ -373,34 +373,3 @@ def test_a_loop_of_ones_own_may_give_several_samples_of_one_trajectory():
 def test_what_is_unknown_is_refused(config, told):
     with pytest.raises(ConfigError, match=told):
         run(["42"], config)
-
-
-class EndsOtherwise(Scripted):
-    """Ends each turn with a token that generation_config.json has beside the tokenizer's."""
-
-    async def submit(self, *args, **own) -> list[Completion]:
-        [said] = await super().submit(*args, **own)
-        return [replace(said, token_ids=[*said.token_ids[:-1], SECOND_END])]
-
-
-SECOND_END = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
-
-
-@pytest.mark.parametrize("codec", ["template", "auto", "renderers"])
-def test_a_turn_that_a_second_token_ends_has_it_in_no_text_and_ends_once(codec):
-    texts: list[list[str]] = []
-
-    async def reward(samples: list[Sample], final: list[str], *asked: object) -> None:
-        texts.append([*samples[0].turn_texts, *final])
-
-    policy, config = EndsOtherwise([call("6 * 7"), "42"]), replace(TOOLS, codec=codec)
-    runner = AgentRunner(
-        policy, TOKENIZER, reward, config, 4096, stops_on_error=True, stop_ids=[SECOND_END]
-    )
-    prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
-    asyncio.run(runner.run_all([prompt], SamplingParams(max_tokens=1000)))
-    assert texts == [[call("6 * 7"), "42", "42"]]
-    ends = [text_of([token]) for token in policy.prompts[1] if token in (END, SECOND_END)]
-    said = text_of(policy.prompts[1]).split(call("6 * 7"))[1]
-    assert said.startswith(("<|im_end|>\n<|im_start|>", "<|endoftext|>\n<|im_start|>"))
-    assert len(ends) == 4  # of the tools, the user, the turn and the answer of the tool
