@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -15,19 +16,31 @@ _KEEP_ALIVE_S = 600  # of a connection without requests
 _CLOSE_S = 5.0
 _BACKLOG = 2048  # connections that wait to be accepted
 HEADERS_S = 10.0  # from the first byte of a request to the end of its headers
+# Connections whose key a Guard has not accepted yet. With more of them, and at the latest with a
+# quarter of the files that the process may open, the oldest has to go.
+MAX_STRANGERS = 2048
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, with a limit on the time of headers, which it has none for.
+    """uvicorn's, with limits on the time of headers and on connections without a key.
 
-    Without one, clients that send a byte now and then hold connections as long as they like.
+    uvicorn has neither: clients that send a byte now and then would hold connections as long as
+    they like, and as many as the process may open files.
     """
 
     _limit: asyncio.TimerHandle | None = None
+    _has_shown_key = False  # in an earlier request
+    _accepted_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._limit = self.loop.call_later(HEADERS_S, self._too_late)
+        self._accepted_s = self.loop.time()
+        self._drop_oldest_stranger()
+
+    def on_response_complete(self) -> None:
+        self._has_shown_key = self._has_key()
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
@@ -40,6 +53,22 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
         super().connection_lost(exc)
+
+    def _has_key(self) -> bool:
+        state = {} if self.scope is None else self.scope.get("state", {})
+        return self._has_shown_key or state.get("holder") is not None
+
+    def _drop_oldest_stranger(self) -> None:
+        strangers = [
+            one
+            for one in self.connections
+            if isinstance(one, _Protocol) and not one._has_key() and not one.transport.is_closing()
+        ]
+        limit, (max_files, _) = MAX_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)
+        if max_files != resource.RLIM_INFINITY:
+            limit = min(limit, max_files // 4)
+        if len(strangers) > limit:
+            min(strangers, key=lambda one: one._accepted_s).transport.abort()
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
