@@ -22,7 +22,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-_Gloo: Any = distributed_c10d.ProcessGroupGloo  # which has no type stubs
+_c10d: Any = distributed_c10d  # whose groups have no type stubs
+_Gloo: Any = _c10d.ProcessGroupGloo
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # of Linux's socket options, which Python does not name
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # the program `return 0` of the packet filter
 _TRIES = 20
@@ -82,7 +83,7 @@ class GuardedGloo(_Gloo):  # type: ignore[misc]
 
 def guard_gloo() -> None:
     """Make all groups of gloo in this process `GuardedGloo`. May be called twice."""
-    distributed_c10d.ProcessGroupGloo = GuardedGloo
+    _c10d.ProcessGroupGloo = GuardedGloo
 
 
 @functools.cache

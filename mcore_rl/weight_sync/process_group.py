@@ -109,5 +109,5 @@ def _joined(
         options = nccl.Options()
         options._timeout = timeout
         return nccl(store, rank, world_size, options)
-    device = GlooDevice(hostname=store.own_address)
-    return GuardedGloo(store, rank, world_size, timeout, [device])
+    own = GlooDevice(hostname=store.own_address)
+    return GuardedGloo(store, rank, world_size, timeout, [own])

@@ -7,6 +7,7 @@ import contextlib
 import resource
 import socket
 from collections.abc import Iterator
+from typing import ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,18 +29,18 @@ class _Protocol(H11Protocol):
     they like, and as many as the process may open files.
     """
 
+    strangers: ClassVar[dict[_Protocol, None]]  # of a server: without a key, the oldest first
     _limit: asyncio.TimerHandle | None = None
-    _has_shown_key = False  # in an earlier request
-    _accepted_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._limit = self.loop.call_later(HEADERS_S, self._too_late)
-        self._accepted_s = self.loop.time()
-        self._drop_oldest_stranger()
+        self.strangers[self] = None
+        self._drop_oldest_strangers()
 
     def on_response_complete(self) -> None:
-        self._has_shown_key = self._has_key()
+        if self._has_key():
+            self.strangers.pop(self, None)
         super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -52,23 +53,22 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self.strangers.pop(self, None)
         super().connection_lost(exc)
 
     def _has_key(self) -> bool:
-        state = {} if self.scope is None else self.scope.get("state", {})
-        return self._has_shown_key or state.get("holder") is not None
+        """Whether a Guard has accepted the key of its last request."""
+        return self.scope is not None and "holder" in self.scope.get("state", {})
 
-    def _drop_oldest_stranger(self) -> None:
-        strangers = [
-            one
-            for one in self.connections
-            if isinstance(one, _Protocol) and not one._has_key() and not one.transport.is_closing()
-        ]
+    def _drop_oldest_strangers(self) -> None:
         limit, (max_files, _) = MAX_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)
         if max_files != resource.RLIM_INFINITY:
             limit = min(limit, max_files // 4)
-        if len(strangers) > limit:
-            min(strangers, key=lambda one: one._accepted_s).transport.abort()
+        while len(self.strangers) > limit:
+            oldest = next(iter(self.strangers))
+            del self.strangers[oldest]
+            if not oldest._has_key():
+                oldest.transport.abort()
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -104,7 +104,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=type("_OwnProtocol", (_Protocol,), {"strangers": {}}),
                 ws="none",
                 log_config=None,
                 access_log=False,
