@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mcore_rl.agents.codec import ChatMessage
+from mcore_rl.agents.codec import ChatMessage, ContextFullError
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.agents.session import Answer, ChatSession, ContextFullError
+from mcore_rl.agents.session import Answer, ChatSession
 from mcore_rl.config.checks import at_least
 from mcore_rl.data.sample import Sample
 

@@ -62,7 +62,8 @@ def send(address: Address, what: str, patience_s: float = 5.0) -> bytes:
 def drip(address: Address, pause_s: float, patience_s: float) -> float:
     """One byte after the other; the seconds until the listener has enough of it."""
     start = time.monotonic()
-    with contextlib.suppress(ConnectionError), socket.create_connection(address) as sock:
+    reached = contextlib.suppress(ConnectionError, TimeoutError)
+    with reached, socket.create_connection(address, patience_s) as sock:
         while time.monotonic() < start + patience_s:
             sock.sendall(b"\0")
             time.sleep(pause_s)

@@ -19,18 +19,19 @@ def codec_for(
     kind: CodecKind = "auto",
     options: Mapping[str, JsonValue] | None = None,
     stop_ids: Sequence[int] = (),
+    max_tokens: int | None = None,
 ) -> Proved:
     """The codec of a tokenizer's chat template: the first that is proved, one with tools if any.
 
     If that begins a new sample wherever a user speaks, another that can do as much and need not
     is taken. A family is known by what its renderer writes, not by the model's name. `options` are
     values of the template's own variables, such as enable_thinking; `stop_ids` are the ends of
-    turns in generation_config.json. Raises ConfigError, with the reason of each codec, where none
-    is proved.
+    turns in generation_config.json, `max_tokens` those of a context: see `Proved`. Raises
+    ConfigError, with the reason of each codec, where none is proved.
     """
     reasons: list[str] = []
     found: list[Proved] = []
-    for proved in _proved(tokenizer, kind, options or {}, stop_ids, reasons):
+    for proved in _proved(tokenizer, kind, options or {}, stop_ids, max_tokens, reasons):
         found.append(proved)
         if not proved.tool_refusal and proved.extends_users:
             break
@@ -61,6 +62,7 @@ def _proved(
     kind: CodecKind,
     options: Mapping[str, JsonValue],
     stop_ids: Sequence[int],
+    max_tokens: int | None,
     reasons: list[str],
 ) -> Iterator[Proved]:
     """Codecs that are proved; `reasons` gets those of the others.
@@ -72,12 +74,12 @@ def _proved(
         for family, variants in FAMILIES.items():
             for variant in variants:
                 try:
-                    known = RenderersCodec(tokenizer, family, options, variant)
+                    known = RenderersCodec(tokenizer, family, options, variant, stop_ids)
                 except ValueError as error:
                     reasons.append(f"renderers:{family}: {str(error).splitlines()[0]}")
                     continue
                 try:
-                    proved = Proved(known, Template(tokenizer, options))
+                    proved = Proved(known, Template(tokenizer, options), max_tokens)
                 except ConfigError as error:
                     reasons.append(str(error))
                     continue
@@ -86,7 +88,7 @@ def _proved(
     if kind != "renderers":
         try:
             codec = TemplateCodec(tokenizer, options, sorted(ends))
-            yield Proved(codec, Template(tokenizer, options))
+            yield Proved(codec, Template(tokenizer, options), max_tokens)
         except ConfigError as error:
             reasons.append(f"template: {error}")
         except REFUSALS as error:

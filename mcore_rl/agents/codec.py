@@ -103,7 +103,9 @@ class ChatCodec(Protocol):
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """A prompt, up to where the assistant's turn begins.
 
-        Raises ConfigError for tools or calls that `codec_proof.Proved` refuses.
+        Raises:
+            ConfigError: for tools or calls that `codec_proof.Proved` refuses.
+            ContextFullError: the text is far longer than the context.
         """
 
     def extend(
@@ -118,7 +120,7 @@ class ChatCodec(Protocol):
         `new_messages` are what came since: of tools, the user or the system. Where the completion
         lacks the token that ends a turn, since it was cut off, that token is the first of what
         follows. None where the template would have changed what is there already: then `render`
-        begins a new sample.
+        begins a new sample. Raises as `render`.
         """
 
     def parse(
@@ -132,6 +134,10 @@ class ChatCodec(Protocol):
         `prompt_ids` is the prompt that was sampled from: with some templates it is the prompt that
         opens the reasoning. `tools` gives the types of arguments where the format has none.
         """
+
+
+class ContextFullError(RuntimeError):
+    """There is no room for another token of the policy."""
 
 
 class ChatTokenizer(Protocol):
@@ -152,7 +158,7 @@ class ChatTokenizer(Protocol):
 
     def apply_chat_template(
         self, conversation: list[dict[str, JsonValue]], **options: Any
-    ) -> list[int]: ...
+    ) -> str: ...
 
 
 def template_ids(
@@ -162,13 +168,45 @@ def template_ids(
     options: Mapping[str, JsonValue],
     *,
     generate: bool = True,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """The whole conversation by the tokenizer's chat template, with its own variables `options`."""
-    return tokenizer.apply_chat_template(
+    """Render a conversation by the tokenizer's chat template, with its own variables `options`.
+
+    Raises as `encode`.
+    """
+    text = tokenizer.apply_chat_template(
         [message.as_dict() for message in messages],
         tools=[tool.as_dict() for tool in tools] or None,
         add_generation_prompt=generate,
-        tokenize=True,
-        return_dict=False,
+        tokenize=False,
         **options,
     )
+    return encode(tokenizer, text, max_tokens)
+
+
+def encode(tokenizer: ChatTokenizer, text: str, max_tokens: int | None = None) -> list[int]:
+    """Return the tokens of a text, without special tokens around it.
+
+    Raises:
+        ContextFullError: it is certain to have more than `max_tokens`, found out at the cost of
+            tokenising about as many.
+    """
+    if max_tokens is not None:
+        check_length(tokenizer, text, max_tokens)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def check_length(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> None:
+    """Raise ContextFullError for a text that is certain to have more than `max_tokens` tokens.
+
+    The text is tokenised in pieces until they have twice as many: a cut through a word makes a few
+    more tokens of it. A text with few characters for each token of the context is not looked at.
+    """
+    piece_chars, num_tokens = max(4 * max_tokens, 4096), 0
+    if len(text) <= piece_chars:
+        return
+    for start in range(0, len(text), piece_chars):
+        piece = text[start : start + piece_chars]
+        num_tokens += len(tokenizer.encode(piece, add_special_tokens=False))
+        if num_tokens > 2 * max_tokens:
+            raise ContextFullError(f"more than {max_tokens} of {max_tokens} tokens are used")

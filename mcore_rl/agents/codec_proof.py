@@ -21,6 +21,7 @@ from mcore_rl.agents.codec import (
     ParsedCall,
     ParsedTurn,
     ToolSpec,
+    check_length,
     template_ids,
 )
 from mcore_rl.agents.proof_conversations import PARALLEL, PLAIN, TOOLS, Conversation
@@ -47,9 +48,21 @@ class Template:
     options: Mapping[str, JsonValue]
 
     def ids(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], *, generate: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec],
+        *,
+        generate: bool = True,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        return template_ids(self.tokenizer, messages, tools, self.options, generate=generate)
+        return template_ids(
+            self.tokenizer,
+            messages,
+            tools,
+            self.options,
+            generate=generate,
+            max_tokens=max_tokens,
+        )
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -58,14 +71,19 @@ class Template:
 class Proved:
     """A codec that agrees with the chat template, held to the laws of `ChatCodec`."""
 
-    def __init__(self, codec: UnprovedCodec, template: Template) -> None:
+    def __init__(
+        self, codec: UnprovedCodec, template: Template, max_tokens: int | None = None
+    ) -> None:
         """ConfigError where it differs from the template without tools, naming the conversation.
 
         Where it differs with tools only, or with several calls in a turn only, those are refused:
         `tool_refusal` and `parallel_refusal` say why. A codec may begin a new sample wherever a
         user speaks: `extends_users` says whether it goes on from a turn without reasoning.
+
+        max_tokens: of a prompt. A text with many more is refused before all of it is tokenised.
         """
-        self._codec, self._template, self.options = codec, template, template.options
+        self._codec, self._template, self._max_tokens = codec, template, max_tokens
+        self.options = template.options
         self.name = codec.name
         for case, given in PLAIN.items():
             if found := difference(codec, template, given):
@@ -81,7 +99,7 @@ class Proved:
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         calls = max((len(message.tool_calls) for message in messages), default=0)
         self._refuse(tools, calls)
-        return self._codec.render(messages, tools)
+        return self._template.ids(messages, tools, max_tokens=self._max_tokens)
 
     def extend(
         self,
@@ -91,6 +109,9 @@ class Proved:
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
         self._refuse(tools, sum(message.role == "tool" for message in new_messages))
+        if self._max_tokens is not None:
+            text = "".join(message.content for message in new_messages)
+            check_length(self._template.tokenizer, text, self._max_tokens)
         done = [*prompt_ids, *completion_ids]
         found = self._codec.extend(prompt_ids, completion_ids, new_messages, tools)
         return found if found is not None and found[: len(done)] == done else None

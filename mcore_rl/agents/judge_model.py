@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_rl.agents.codec import ContextFullError
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.rewards.remote import Post, RemoteError
@@ -22,12 +23,16 @@ def chat_of(model: FrozenModel) -> Post:
 
     async def post(asked: Mapping[str, Any]) -> dict[str, Any]:
         """Raises RemoteError where the prompt leaves no room for a verdict."""
-        prompt = model.codec.render(messages_of(asked["messages"]))
-        room = model.max_context - len(prompt)
+        longest = model.max_context
+        try:
+            prompt = model.codec.render(messages_of(asked["messages"]))
+        except ContextFullError:
+            told = f"the judge's prompt has more tokens than its max_context={longest}"
+            raise RemoteError(told) from None
+        room = longest - len(prompt)
         if room < 1:
             raise RemoteError(
-                f"the judge's prompt has {len(prompt)} tokens, and its max_context is "
-                f"{model.max_context}"
+                f"the judge's prompt has {len(prompt)} tokens, and its max_context is {longest}"
             )
         sampling = replace(
             model.sampling,

@@ -8,9 +8,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from mcore_rl.agents.codec import ChatMessage, ParsedCall, ToolSpec
+from mcore_rl.agents.codec import ChatMessage, ContextFullError, ParsedCall, ToolSpec
 from mcore_rl.agents.environment import Environment
-from mcore_rl.agents.session import Answer, ChatSession, ContextFullError
+from mcore_rl.agents.session import Answer, ChatSession
 from mcore_rl.agents.tools.base import ToolSet
 from mcore_rl.config.checks import between
 from mcore_rl.data.sample import Sample, TrajectoryStatus

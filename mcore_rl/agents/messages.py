@@ -69,8 +69,13 @@ def _call(call: Mapping[str, Any], number: int) -> ToolCall:
     function = call.get("function", call)
     try:
         arguments = function["arguments"]
-        found = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-        return ToolCall(function["name"], found, call.get("id") or "")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments.strip() or "null")
+        if arguments is None:  # as clients write none
+            arguments = {}
+        if not isinstance(arguments, Mapping):
+            raise TypeError("arguments have to be an object")
+        return ToolCall(function["name"], dict(arguments), call.get("id") or "")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"message {number} has a tool call {call!r}: {error!r}") from error
 

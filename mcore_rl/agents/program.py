@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.loops import Agent, Served, Task
+from mcore_rl.agents.process_environment import process_environment, variable_names
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load
@@ -26,7 +27,6 @@ from mcore_rl.data.sample import Sample, TrajectoryStatus
 TASK_FILE = "MCORE_RL_TASK"  # the variable with the path of the row
 _KILL_S = 10.0  # for a killed program to be gone
 _SHOWN = 2000  # characters of the end of a program's output, in errors
-_LOOPBACK = "127.0.0.1,localhost"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class ProgramSettings:
     command: str = ""  # with its arguments, as a shell would read them; no shell runs it
     function: str = ""  # the import path of `async def f(task, base_url, api_key)`
     at_once: int = 64  # commands of a server that run at the same time; the others wait
+    variables: str = ""  # more environment variables that a command gets; commas between names
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.function):
@@ -46,6 +47,7 @@ class ProgramSettings:
         if self.function and not inspect.iscoroutinefunction(load("function", self.function)):
             raise ConfigError(f"function={self.function!r}; allowed: a function by `async def`")
         at_least("at_once", self.at_once, 1)
+        variable_names(self.variables)
         if self.command and not self.words():
             raise ConfigError(f"command={self.command!r} names no program")
         if self.command and shutil.which(self.words()[0]) is None:
@@ -114,7 +116,7 @@ class ProgramLoop:
         with output.open("wb") as told:
             process = await asyncio.create_subprocess_exec(
                 *self._settings.words(),
-                env=_environment(served, row),
+                env=self._environment(served, row),
                 stdin=DEVNULL,
                 stdout=told,
                 stderr=told,
@@ -131,6 +133,13 @@ class ProgramLoop:
             shown = output.read_text(encoding="utf-8", errors="replace")[-_SHOWN:].strip()
             raise RuntimeError(f"{self._settings.command!r} exited with {status}: {shown}")
 
+    def _environment(self, served: Served, row: Path) -> dict[str, str]:
+        return process_environment(self._settings.variables) | {
+            "OPENAI_BASE_URL": served.base_url,
+            "OPENAI_API_KEY": served.api_key,
+            TASK_FILE: str(row),
+        }
+
 
 def row_of(task: Task) -> dict[str, Any]:
     """What a program is told of its trajectory."""
@@ -142,15 +151,3 @@ def row_of(task: Task) -> dict[str, Any]:
         "trajectory": task.trajectory,
         "max_tokens": task.max_tokens,
     }
-
-
-def _environment(served: Served, row: Path) -> dict[str, str]:
-    """That of this process, with the session. No proxy is between a program and its server."""
-    found = os.environ | {
-        "OPENAI_BASE_URL": served.base_url,
-        "OPENAI_API_KEY": served.api_key,
-        TASK_FILE: str(row),
-    }
-    for name in ("NO_PROXY", "no_proxy"):
-        found[name] = ",".join(filter(None, (found.get(name, ""), _LOOPBACK)))
-    return found

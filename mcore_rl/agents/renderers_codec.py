@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from mcore_rl.agents.codec import (
@@ -58,10 +59,15 @@ class RenderersCodec:
         family: str,
         options: Mapping[str, JsonValue],
         variant: Mapping[str, JsonValue] | None = None,
+        stop_ids: Sequence[int] = (),
     ) -> None:
-        """`options` are values of the template's variables; `variant`, more for the renderer alone.
+        """Args:
+            options: Values of the template's variables.
+            variant: More values, for the renderer alone.
+            stop_ids: Tokens that end a turn beside the family's, as generation_config.json has.
 
-        Raises ValueError where the tokenizer lacks the family's tokens, or for these values.
+        Raises:
+            ValueError: The tokenizer lacks the family's tokens, or the values do not suit it.
         """
         from renderers import config_from_name, create_renderer
 
@@ -75,7 +81,9 @@ class RenderersCodec:
             )
         except AssertionError as error:  # of a token that the tokenizer does not have
             raise ValueError(str(error)) from error
-        self._stop_ids = frozenset(self._renderer.get_stop_token_ids())
+        own_ids = frozenset(self._renderer.get_stop_token_ids())
+        self._foreign_ids = frozenset(stop_ids) - own_ids  # which the renderer takes for text
+        self._stop_ids = own_ids | self._foreign_ids
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -91,6 +99,8 @@ class RenderersCodec:
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
+        if completion_ids and completion_ids[-1] in self._foreign_ids:
+            return None  # the renderer would end the turn again
         rendered = self._renderer.bridge_to_next_turn(
             list(prompt_ids),
             list(completion_ids),
@@ -109,12 +119,11 @@ class RenderersCodec:
         tools: Sequence[ToolSpec] = (),
         prompt_ids: Sequence[int] = (),
     ) -> ParsedTurn:
-        return parsed_turn(
-            self._renderer.parse_response(
-                list(completion_ids), tools=_dicts(tools) or None, prompt_ids=list(prompt_ids)
-            ),
-            tools,
+        ids = [*takewhile(lambda token: token not in self._foreign_ids, completion_ids)]
+        response = self._renderer.parse_response(
+            ids, tools=_dicts(tools) or None, prompt_ids=list(prompt_ids)
         )
+        return parsed_turn(response, tools)
 
     def _as_one_text(self, ids: list[int]) -> list[int]:
         """The same text in the tokens that the chat template gives.

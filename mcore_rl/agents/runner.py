@@ -56,14 +56,22 @@ MAX_ROLES = 64  # sessions that a program may open in a trajectory
 
 
 def check_agent(
-    config: AgentConfig, tokenizer: ChatTokenizer, models: Collection[str] = ()
+    config: AgentConfig,
+    tokenizer: ChatTokenizer,
+    models: Collection[str] = (),
+    stop_ids: Sequence[int] = (),
+    max_context: int | None = None,
 ) -> tuple[Proved, list[object]]:
     """The codec and the tools of a run; no tool is set up. `models` are the frozen ones by name.
+
+    `stop_ids`: as `data.tokenizer.stop_ids_of` the checkpoint. `max_context`: tokens that a prompt
+    may have.
 
     Raises:
         ConfigError: the chat template, a tool, the loop or its environment cannot be used.
     """
-    codec = codec_for(tokenizer, cast(CodecKind, config.codec))
+    kind = cast(CodecKind, config.codec)
+    codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=max_context)
     sources = tool_sources(config)
     if sources and codec.tool_refusal:
         raise ConfigError(f"agent.tools: the codec {codec.name} takes none: {codec.tool_refusal}")
@@ -113,21 +121,23 @@ class AgentRunner:
         *,
         stops_on_error: bool,
         models: Collection[str] = (),
+        stop_ids: Sequence[int] = (),
     ) -> None:
         """Raises ConfigError where the chat template, a tool or the loop cannot be used.
 
         Args:
             models: the names of those that will be in `self.models` when loops run.
+            stop_ids: tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
         """
         self._generator, self._reward, self._config = generator, reward, config
         self._tokenizer = tokenizer
         self.max_context, self._stops_on_error = max_context, stops_on_error
-        self.codec, self._sources = check_agent(config, tokenizer, models)
+        self.codec, self._sources = check_agent(config, tokenizer, models, stop_ids, max_context)
         self.models: dict[str, FrozenModel] = {}
         self.max_turns = config.max_turns
         self._open: dict[tuple[int, int], _Open] = {}
         self.gate = Gate()  # for requests from outside, and for trajectories that have yet to begin
-        self._endpoint = Endpoint()
+        self._endpoint = Endpoint(max_context)
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
 
     async def close(self) -> None:

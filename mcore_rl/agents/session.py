@@ -8,14 +8,16 @@ from itertools import groupby
 
 import numpy as np
 
-from mcore_rl.agents.codec import ChatCodec, ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.codec import (
+    ChatCodec,
+    ChatMessage,
+    ContextFullError,
+    ParsedTurn,
+    ToolSpec,
+)
 from mcore_rl.agents.messages import encodable_message
 from mcore_rl.agents.trajectory import Turn, VersionSpan, num_routed
 from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
-
-
-class ContextFullError(RuntimeError):
-    """There is no room for another token of the policy."""
 
 
 class GenerationError(RuntimeError):
@@ -142,8 +144,14 @@ class ChatSession:
         self._messages, self._goes_on = [], False
 
     def num_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> int:
-        """Tokens of the prompt that `ask` would make of these messages."""
-        return len(self._prompt(messages, tools))
+        """Tokens of the prompt that `ask` would make of these messages.
+
+        One more than the context has for a text that is too long to be tokenised.
+        """
+        try:
+            return len(self._prompt(messages, tools))
+        except ContextFullError:
+            return self._max_context + 1
 
     def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         messages = [*map(encodable_message, messages)]

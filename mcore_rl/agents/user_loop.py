@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage
+from mcore_rl.agents.codec import ChatMessage, ContextFullError
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.agents.session import ChatSession, ContextFullError
+from mcore_rl.agents.session import ChatSession
 from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus

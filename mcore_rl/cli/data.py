@@ -79,7 +79,8 @@ def _make_verifiers(options: argparse.Namespace) -> None:
     from mcore_rl.agents.verifiers.settings import VerifiersSettings
     from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
 
-    given = {name: getattr(options, name) for name in ("args", "folders", "interpreter")}
+    names = "args", "folders", "interpreter", "variables"
+    given = {name: getattr(options, name) for name in names}
     known = {name: value for name, value in given.items() if value is not None}
     try:
         settings = VerifiersSettings(environment=options.environment, **known)
@@ -95,6 +96,7 @@ def _add_verifiers(names: argparse._SubParsersAction[Parser]) -> None:
     add("--args", metavar="JSON|FILE.toml", help="as agent.settings.args; say here which split")
     add("--folders", metavar="DIR[:DIR]", help="as agent.settings.folders")
     add("--interpreter", metavar="FILE", help="as agent.settings.interpreter")
+    add("--variables", metavar="NAME[,NAME]", help="as agent.settings.variables")
     add("--skip", type=int, default=0, metavar="N", help="tasks left out at the start; default: 0")
     add("--limit", type=int, metavar="N", help="at most so many tasks; default: all")
     add("--output", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet")

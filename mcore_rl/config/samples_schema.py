@@ -48,5 +48,5 @@ class SamplesConfig:
     keep_by: str = "max_variance"  # best, best_and_worst, max_variance, random or an import path
     keep_by_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
     advantages_of: str = "kept"  # responses that advantages compare: kept, or all generated
-    mask_truncated: bool = False  # no loss for responses cut off at rollout.max_response_tokens
+    mask_truncated: bool = False  # no loss for trajectories whose last turn is cut off
     replay: ReplayConfig = field(default_factory=ReplayConfig)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.observability.garbage import long_lived
 
@@ -81,6 +82,30 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"model.path={str(path)!r} has a tokenizer that does not load: {error}"
         ) from error
     return tokenizer
+
+
+def stop_ids_of(path: str | Path, setting: str = "model.path") -> tuple[int, ...]:
+    """Return the tokens at which a server ends a response, beside the tokenizer's eos_token.
+
+    These are the eos_token_id of generation_config.json or, where there is no such file, of
+    config.json, as vLLM reads them (config/model.py:1812).
+
+    Raises:
+        ConfigError: it is neither a token id, a list of them, nor null.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if (file := Path(path, name)).is_file():
+            break
+    else:
+        return ()
+    given = read_json_object(file).get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ConfigError(
+            f"{setting}={str(path)!r}: {file.name} has eos_token_id={given!r}; allowed: a token "
+            "id, a list of them, or null"
+        )
+    return tuple(ids)
 
 
 def check_tokenizer_matches(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

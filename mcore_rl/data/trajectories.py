@@ -65,6 +65,13 @@ class Trajectories:
         numbers[self._order] = np.repeat(np.arange(len(self._bounds) - 1), np.diff(self._bounds))
         return numbers
 
+    @cached_property
+    def last_rows(self) -> Rows:
+        """Row of the last segment of each row's trajectory, one a row of the batch."""
+        if self.is_trivial:
+            return np.arange(len(self._batch))
+        return self._order[self._bounds[1:] - 1][self.numbers]
+
     def joined(self) -> Batch:
         """One row a trajectory.
 

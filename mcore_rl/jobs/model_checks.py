@@ -12,7 +12,12 @@ from mcore_rl.config.checks import divides
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_models import served_models
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load_tokenizer
+from mcore_rl.data.tokenizer import (
+    check_tokenizer_matches,
+    has_tokenizer,
+    load_tokenizer,
+    stop_ids_of,
+)
 from mcore_rl.jobs.placement import models_with_paths
 from mcore_rl.models.base import (
     family_of,
@@ -74,6 +79,7 @@ def check_models(config: RLConfig) -> None:
         tokenizer = load_tokenizer(model.path, config.model.chat_date)
         check_tokenizer_matches(tokenizer, field(found, "vocab_size"))
         try:
-            codec_for(tokenizer, cast(CodecKind, model.codec))
+            kind = cast(CodecKind, model.codec)
+            codec_for(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={model.path!r}: {error}") from error

@@ -35,7 +35,12 @@ from mcore_rl.data.datasets import (
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
 from mcore_rl.data.tasks.prepared import prepared
-from mcore_rl.data.tokenizer import check_tokenizer_matches, has_tokenizer, load_tokenizer
+from mcore_rl.data.tokenizer import (
+    check_tokenizer_matches,
+    has_tokenizer,
+    load_tokenizer,
+    stop_ids_of,
+)
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
@@ -163,7 +168,8 @@ def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
-        check_agent(config.agent, tokenizer, served_models(config))
+        models, stop_ids = served_models(config), stop_ids_of(config.model.path)
+        check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(
         tokenizer=tokenizer,
         train=prompts_of(train_files(config.data), config, tokenizer),

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed
 
 from mcore_rl.parallel import rendezvous
+from mcore_rl.parallel.gloo import guard_gloo
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
 
@@ -34,6 +35,7 @@ def join_world(backend: str, timeout_s: float, endpoint: RendezvousEndpoint | No
     interface = rendezvous.interface_of(store.own_address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # not what begins so
+    guard_gloo()
     c10d.init_process_group(
         backend,
         store=store,

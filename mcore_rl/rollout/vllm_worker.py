@@ -37,6 +37,7 @@ from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals
+from mcore_rl.parallel.gloo import guard_gloo
 from mcore_rl.parallel.rendezvous import interface_of
 from mcore_rl.rollout import vllm_sleep
 from mcore_rl.rollout.vllm_nodes import meet_at_our_rendezvous
@@ -117,6 +118,7 @@ def lane_arguments(
     # (v1/executor/multiproc_executor.py:143), but their gloo groups would listen where the host
     # name points (distributed/parallel_state.py:509).
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1"))
+    guard_gloo()  # in the server's process, which may be the worker's; others enter by _correct
     arguments: dict[str, Any] = {
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
         "enforce_eager": eager,
@@ -380,6 +382,7 @@ def _enter_process(name: str) -> ServerName:
 @functools.cache  # what an engine has patched is patched in a worker that it forks
 def _correct(server: ServerName) -> None:
     leave_garbage_at_exit()
+    guard_gloo()
     meet_at_our_rendezvous()
     register()
     if current_platform.is_cpu():

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 
 from mcore_rl.models.base import HFConfig
+from mcore_rl.parallel.gloo import GlooDevice, GuardedGloo
 from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.executor import Bucket, LocalWeights
@@ -108,7 +109,5 @@ def _joined(
         options = nccl.Options()
         options._timeout = timeout
         return nccl(store, rank, world_size, options)
-    settings = c10d.ProcessGroupGloo._Options()
-    settings._devices = [c10d.ProcessGroupGloo.create_device(hostname=store.own_address)]
-    settings._timeout = timeout
-    return c10d.ProcessGroupGloo(store, rank, world_size, settings)
+    own = GlooDevice(hostname=store.own_address)
+    return GuardedGloo(store, rank, world_size, timeout, [own])

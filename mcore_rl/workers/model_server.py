@@ -60,7 +60,8 @@ class ModelServer:
         from mcore_rl.agents.endpoint.server import HttpServer
 
         await self._server.start()
-        self._http = HttpServer(generate_app(self._server, self._spec.key), host)
+        app = generate_app(self._server, self._spec.key, self._spec.max_context)
+        self._http = HttpServer(app, host)
         await self._http.start()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -20,7 +20,7 @@ from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
-from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.tokenizer import load_tokenizer, stop_ids_of
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
@@ -98,6 +98,7 @@ class RolloutWorker:
                 spec.max_model_tokens,
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
+                stop_ids=stop_ids_of(spec.model_path),
             )
         self._remotes: list[RemoteGenerator] = []
         self._idle = IdleTime()
@@ -214,8 +215,10 @@ class RolloutWorker:
             model = self._spec.models[name]
             remote = RemoteGenerator(name, address, model.timeout_s)
             self._remotes.append(remote)
+            kind, stop_ids = cast(CodecKind, model.codec), stop_ids_of(model.path)
             tokenizer = load_tokenizer(model.path, self._spec.chat_date)
-            codec = codec_for(tokenizer, cast(CodecKind, model.codec))
+            longest = model.max_context
+            codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=longest)
             found = FrozenModel(remote, codec, sampling_of(model), model.max_context)
             self._judge.models[name] = chat_of(found)
             if isinstance(self._agent, AgentRunner):

@@ -122,13 +122,16 @@ def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
 
 
 def without_truncated(batch: Batch, samples: SamplesConfig) -> Batch:
-    """With mask_truncated no token of a response that was cut off has a loss, of any kind.
+    """Mask all tokens of truncated trajectories from every loss (mask_truncated).
 
-    DAPO's overlong filtering (arXiv:2503.14476, section 3.4). They count in advantages.
+    A trajectory is truncated if its last turn is: all of its samples are masked then, and none
+    for an earlier turn that was cut off. DAPO's overlong filtering (arXiv:2503.14476, section 3.4).
+    Truncated trajectories still count in the advantages of their group.
     """
     if not samples.mask_truncated:
         return batch
-    mask, is_whole = batch.jagged("response_mask"), batch.array("finish_reasons") != "length"
+    mask, last_rows = batch.jagged("response_mask"), Trajectories(batch).last_rows
+    is_whole = batch.array("finish_reasons")[last_rows] != "length"
     columns = {"response_mask": mask, "cross_entropy_mask": _cross_entropy_mask(batch)}
     of_tokens = np.repeat(is_whole, mask.lengths)
     masked = {name: c.with_values(c.values * of_tokens) for name, c in columns.items()}

@@ -108,8 +108,8 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
         assert awake["kv_cache_bytes"] > 0.9 * 2 * parallel_server.KV_CACHE_BYTES  # of each worker
         assert awake["weights_bytes"] > 0
     assert len(family) >= 4
-    # gloo's of both workers, among themselves and with trainers, and NIXL's.
-    assert len(ports) >= 6
+    # gloo's of both workers, one for all groups among themselves and one with trainers.
+    assert len(ports) >= 4
     assert {address for address, _ in ports} == {"127.0.0.1"}
     kinds = ["psm_"]  # semaphores of forked processes have no name
     # vLLM's all-reduce in shared memory is made of it, and is for the workers of one node.

@@ -13,16 +13,18 @@ Body = dict[str, Any]
 
 
 def chat_body(
-    asked: ChatRequest, replies: Sequence[ChatChoice], text_of: Callable[[Sequence[int]], str]
+    asked: ChatRequest,
+    replies: Sequence[ChatChoice],
+    bytes_of: Callable[[Sequence[int]], list[bytes]],
 ) -> Body:
-    """`text_of` token ids."""
+    """`bytes_of`: as `token_bytes`."""
     choices = []
     for index, reply in enumerate(replies):
         choice: Body = {
             "index": index,
             "message": reply.message,
             "finish_reason": reply.finish_reason,
-            "logprobs": _log_probs(reply.turn, text_of) if asked.logprobs else None,
+            "logprobs": _log_probs(reply.turn, bytes_of) if asked.logprobs else None,
         }
         if asked.return_token_ids:
             choice["token_ids"] = list(reply.turn.token_ids)
@@ -95,10 +97,14 @@ def _chunk(body: Body, kind: str, choice: Body) -> Body:
     return {**kept, "object": kind, "choices": [choice]}
 
 
-def _log_probs(turn: Turn, text_of: Callable[[Sequence[int]], str]) -> Body:
-    texts = [text_of([token]) for token in turn.token_ids]
+def _log_probs(turn: Turn, bytes_of: Callable[[Sequence[int]], list[bytes]]) -> Body:
     content = [
-        {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, log_prob in zip(texts, turn.log_probs, strict=True)
+        {
+            "token": data.decode(errors="replace"),
+            "logprob": log_prob,
+            "bytes": list(data),
+            "top_logprobs": [],
+        }
+        for data, log_prob in zip(bytes_of(turn.token_ids), turn.log_probs, strict=True)
     ]
     return {"content": content, "refusal": None}

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from mcore_rl.agents.codec import ChatCodec, ChatTokenizer
+from mcore_rl.agents.codec import ChatCodec, ChatTokenizer, ContextFullError, encode
+from mcore_rl.agents.endpoint.fields import SAMPLING
 from mcore_rl.agents.endpoint.generate import GenerateRequest
 from mcore_rl.agents.endpoint.history import History
 from mcore_rl.agents.endpoint.refusal import RefusalError
+from mcore_rl.agents.endpoint.token_bytes import token_bytes
 from mcore_rl.agents.endpoint.wire import (
     ChatChoice,
     ChatRequest,
@@ -23,7 +25,7 @@ from mcore_rl.agents.endpoint.wire import (
     tools_of,
 )
 from mcore_rl.agents.loops import Served
-from mcore_rl.agents.session import ContextFullError, GenerationError
+from mcore_rl.agents.session import GenerationError
 from mcore_rl.agents.trajectory import Turn
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
@@ -71,14 +73,17 @@ class ClientSession:
         """The choices of an answer, each a turn."""
         asked.refuse_unknown()
         self._check_stop_ids(asked.stop_token_ids)
+        if (num := len(asked.messages)) > self.limits.max_context:  # each has a token at least
+            told = f"{num} messages are more than {self.limits.max_context} tokens"
+            raise self._full(ContextFullError(told))
         tools = tools_of(asked.tools)
-        place = _rendered(lambda: self._history.place(chat_of(asked.messages), tools))
+        place = await self._rendered(lambda: self._history.place(chat_of(asked.messages), tools))
         limit = asked.max_completion_tokens or asked.max_tokens
         found = await self._sampled(place.prompt, place.parent, asked.n, limit, asked.stops())
         replies = []
         for turn, completion in found:
             parsed = self._codec.parse(turn.token_ids, tools, turn.prompt_ids)
-            may_call = asked.tool_choice != "none"
+            may_call = bool(tools) and asked.tool_choice != "none"
             reply = reply_of(turn, completion, parsed, self.text_of, may_call=may_call)
             self._history.add(place, turn, reply.said, reply.sent)
             replies.append(reply)
@@ -91,8 +96,8 @@ class ClientSession:
         self._check_stop_ids(asked.stop_token_ids)
         prompt = asked.only_prompt()
         if isinstance(prompt, str):
-            text = prompt
-            prompt = _rendered(lambda: self._tokenizer.encode(text, add_special_tokens=False))
+            text, longest = prompt, self.limits.max_context
+            prompt = await self._rendered(lambda: encode(self._tokenizer, text, longest))
         found = await self._after(prompt, asked.n, asked.max_tokens, asked.stops())
         texts = [self._text(turn, completion) for turn, completion in found]
         self.served.text = texts[-1]
@@ -103,6 +108,7 @@ class ClientSession:
         return await self.started(self.once(once, asked, lambda: self._generate(asked)))
 
     async def _generate(self, asked: GenerateRequest) -> list[Completion]:
+        asked.refuse_unknown(SAMPLING)
         given = asked.sampling_params
         self._check_stop_ids(given.stop_token_ids)
         stop = tuple(filter(None, given.stop))
@@ -129,6 +135,10 @@ class ClientSession:
         if status == "aborted":
             self._cancel()
 
+    def reach_limit(self) -> None:
+        """Note that a limit of the trajectory has refused a request: then it is truncated."""
+        self.served.is_limited = True
+
     async def close(self) -> None:
         """Returns when nothing of it runs any more."""
         self._has_ended = True
@@ -138,6 +148,9 @@ class ClientSession:
             if pending:
                 told = f"{len(pending)} requests of a session have not ended in {_CLOSE_S:g} s"
                 raise TimeoutError(told)
+
+    def bytes_of(self, token_ids: Sequence[int]) -> list[bytes]:
+        return token_bytes(self._tokenizer, token_ids)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode([*token_ids], skip_special_tokens=False)
@@ -202,6 +215,7 @@ class ClientSession:
         request_id: str = "",
     ) -> Awaitable[list[tuple[Turn, Completion]]]:
         """Turns after the longest one that the tokens of the prompt begin with."""
+        self._check_room(prompt, n)
         parent, done = "", 0
         for turn in self.served.session.turns:
             before = turn.prompt_ids + turn.token_ids
@@ -267,7 +281,7 @@ class ClientSession:
         """Raises RefusalError where nothing may be sampled."""
         self._check_goes_on()
         if self._num_turns + n > self.limits.max_turns:
-            self.served.is_limited = True
+            self.reach_limit()
             told = f"{n} more turns after {self._num_turns}; allowed: agent.max_turns="
             raise RefusalError(429, "turn_limit", f"{told}{self.limits.max_turns}")
         if self._num_running + n > self.limits.max_at_once:
@@ -277,18 +291,23 @@ class ClientSession:
         try:
             self.served.session.room(prompt)
         except ContextFullError as error:
-            self.served.is_limited = True
-            raise RefusalError(
-                400, "context_length_exceeded", str(error), param="messages"
-            ) from error
+            raise self._full(error) from error
 
+    def _full(self, error: ContextFullError) -> RefusalError:
+        self.reach_limit()
+        return RefusalError(400, "context_length_exceeded", str(error), param="messages")
 
-def _rendered(render: Callable[[], T]) -> T:
-    """Raises RefusalError where a chat template or a tokenizer raises, which may be anything."""
-    try:
-        return render()
-    except (RefusalError, ConfigError):
-        raise
-    except Exception as error:
-        told = f"this cannot be written as tokens: {type(error).__name__}: {error}"
-        raise RefusalError(400, "invalid_request", told) from error
+    async def _rendered(self, render: Callable[[], T]) -> T:
+        """What `render` makes, in a thread: long texts take seconds, and other requests go on.
+
+        Raises RefusalError where a chat template or a tokenizer raises, which may be anything.
+        """
+        try:
+            return await asyncio.to_thread(render)
+        except (RefusalError, ConfigError):
+            raise
+        except ContextFullError as error:
+            raise self._full(error) from error
+        except Exception as error:
+            told = f"this cannot be written as tokens: {type(error).__name__}: {error}"
+            raise RefusalError(400, "invalid_request", told) from error

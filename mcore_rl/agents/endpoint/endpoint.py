@@ -20,7 +20,9 @@ def new_key() -> str:
 class Endpoint:
     """Started when it is first needed. All calls are of one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_context: int) -> None:
+        """`max_context`: tokens of a conversation."""
+        self._max_context = max_context
         self._by_key: dict[bytes, ClientSession] = {}
         self._server: HttpServer | None = None
         self._lock = asyncio.Lock()
@@ -29,7 +31,7 @@ class Endpoint:
         """For clients of OpenAI's API."""
         async with self._lock:
             if self._server is None:
-                server = HttpServer(endpoint_app(self._session_of), _HOST)
+                server = HttpServer(endpoint_app(self._session_of, self._max_context), _HOST)
                 await server.start()
                 self._server = server
         return f"{self._server.url}/v1"

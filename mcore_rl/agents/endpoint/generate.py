@@ -8,43 +8,66 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Set
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.types import ASGIApp
 
-from mcore_rl.agents.endpoint.guard import Guard
+from mcore_rl.agents.endpoint.fields import (
+    BOOKKEEPING,
+    NEUTRAL,
+    OF_TEXT,
+    RequestBody,
+    refuse_unless,
+)
+from mcore_rl.agents.endpoint.guard import Guard, max_body_bytes
 from mcore_rl.agents.endpoint.http_app import new_app, unless_gone
-from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.remote import ABORT, GENERATE
 from mcore_rl.agents.session import version_spans
 from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
 
 IDEMPOTENCY = "idempotency-key"  # a header
 _DEFAULT_TOKENS = 16  # vLLM's, where a request does not say how many
+# As fields.NEUTRAL, of what a request may say where it says how its tokens are sampled.
+_NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+}
 
 
-class Sampling(BaseModel):
+class Sampling(RequestBody):
     n: int = Field(1, ge=1, le=1024)
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = 0
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
+    stop: list[str] = Field([])
+    stop_token_ids: list[int] = Field([])
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
     logprobs: int | None = None  # those of sampled tokens always come
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(RequestBody):
     token_ids: list[int] = Field(min_length=1)
     sampling_params: Sampling
     request_id: str = ""
     cache_salt: str | None = None
 
+    def refuse_unknown(self, unused: Set[str] = frozenset()) -> None:
+        """Raises RefusalError for what would change the answer and is not there.
 
-class AbortRequest(BaseModel):
+        unused: fields of the sampling that the trainer decides.
+        """
+        unused = unused | BOOKKEEPING | OF_TEXT
+        self.refuse_others({"stream": (False,)}, unused)
+        self.sampling_params.refuse_others({**NEUTRAL, **_NEUTRAL_SAMPLING}, unused)
+
+
+class AbortRequest(RequestBody):
     request_ids: list[str]
 
 
@@ -68,10 +91,9 @@ class FrozenHolder:
 
     async def generate(self, asked: GenerateRequest, once: str) -> list[Completion]:
         """With a seed an answer is the same again anyway; `once` has no part in it."""
+        asked.refuse_unknown()
         given = asked.sampling_params
-        if given.stop_token_ids:
-            told = f"stop_token_ids={given.stop_token_ids}; allowed: []"
-            raise RefusalError(400, "invalid_request", told, param="stop_token_ids")
+        refuse_unless("stop_token_ids", given.stop_token_ids, not given.stop_token_ids, ([],))
         sampling = SamplingParams(
             n=given.n,
             temperature=given.temperature,
@@ -88,11 +110,12 @@ class FrozenHolder:
         await self._generator.abort(request_id)
 
 
-def generate_app(generator: Generator, key: str) -> ASGIApp:
-    """One generator behind one key."""
+def generate_app(generator: Generator, key: str, max_context: int) -> ASGIApp:
+    """One generator behind one key; `max_context`: tokens of a prompt and its answer."""
     app, holder = new_app(), FrozenHolder(generator)
     add_generate(app)
-    return Guard(app, lambda given: holder if _is_same(given, key) else None)
+    limit = max_body_bytes(max_context)
+    return Guard(app, lambda given: holder if _is_same(given, key) else None, max_body_bytes=limit)
 
 
 def _is_same(given: str, key: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,6 +15,15 @@ from mcore_rl.agents.endpoint.refusal import ClientGoneError, RefusalError
 
 MAX_BODY_BYTES = 32 * 2**20
 BODY_S = 30.0  # for the body of a request to come
+
+
+def max_body_bytes(max_context: int) -> int:
+    """Return the bytes that a request to a model with this context may have.
+
+    64 a token are more than any conversation that fits has, and JSON of a few MB is parsed before
+    other requests wait for long.
+    """
+    return min(MAX_BODY_BYTES, 2 * 2**20 + 64 * max_context)
 
 
 class Guard:
@@ -26,9 +36,13 @@ class Guard:
         *,
         max_body_bytes: int = MAX_BODY_BYTES,
         body_s: float = BODY_S,
+        on_too_large: Callable[[Any], None] | None = None,
     ) -> None:
-        """`holder_of` a key is None where nobody has it."""
-        self._app, self._holder_of = app, holder_of
+        """`holder_of` a key is None where nobody has it.
+
+        on_too_large: called with the holder of the key where a body is refused for its size.
+        """
+        self._app, self._holder_of, self._on_too_large = app, holder_of, on_too_large
         self._max_body_bytes, self._body_s = max_body_bytes, body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,6 +58,8 @@ class Guard:
         except ClientGoneError:
             return
         except RefusalError as error:
+            if refusal is None and error.status == 413 and self._on_too_large is not None:
+                self._on_too_large(scope["state"]["holder"])
             refusal = refusal or error
         if refusal is None:
             await self._app(scope, _replayed(body, receive), send)
@@ -86,7 +102,7 @@ class Guard:
             raise RefusalError(408, "timeout", told) from error
         if size > most:
             told = f"a request may have {self._max_body_bytes} bytes"
-            raise RefusalError(413, "too_large", told, param="body")
+            raise RefusalError(413, "context_length_exceeded", told, param="body")
         return b"".join(parts)
 
 

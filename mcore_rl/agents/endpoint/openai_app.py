@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.types import ASGIApp
 
 from mcore_rl.agents.endpoint.answers import chat_body, chat_chunks, text_body, text_chunks
 from mcore_rl.agents.endpoint.client_session import ClientSession
+from mcore_rl.agents.endpoint.fields import RequestBody
 from mcore_rl.agents.endpoint.generate import IDEMPOTENCY, add_generate
-from mcore_rl.agents.endpoint.guard import Guard
+from mcore_rl.agents.endpoint.guard import Guard, max_body_bytes
 from mcore_rl.agents.endpoint.http_app import has_ended, new_app, result_of, unless_gone
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.endpoint.wire import MODEL, ChatRequest, CompletionsRequest, TextRequest
@@ -26,27 +27,32 @@ COMMENTS_S = 5.0  # between the comments of a stream that has nothing to say yet
 Body = dict[str, Any]
 
 
-class Opened(BaseModel):
+class Opened(RequestBody):
     role: str = Field(min_length=1)
 
 
-class Reward(BaseModel):
+class Reward(RequestBody):
     reward: float
-    turn_rewards: list[float] = []
-    token_rewards: list[list[float]] = []
+    turn_rewards: list[float] = Field([])
+    token_rewards: list[list[float]] = Field([])
 
 
-class Finish(BaseModel):
+class Finish(RequestBody):
     status: Literal["finished", "truncated"] = "finished"
 
 
-def endpoint_app(session_of: Callable[[str], ClientSession | None]) -> ASGIApp:
-    """`session_of` a key is None where nobody has it."""
+def endpoint_app(session_of: Callable[[str], ClientSession | None], max_context: int) -> ASGIApp:
+    """`session_of` a key is None where nobody has it; `max_context`: tokens of a conversation."""
     app = new_app()
     add_generate(app)
     _add_completions(app)
     _add_sessions(app)
-    return Guard(app, session_of)
+    return Guard(
+        app,
+        session_of,
+        max_body_bytes=max_body_bytes(max_context),
+        on_too_large=ClientSession.reach_limit,
+    )
 
 
 def _add_completions(app: FastAPI) -> None:
@@ -66,7 +72,7 @@ def _add_completions(app: FastAPI) -> None:
         client = _of(request)
 
         async def answered() -> Body:
-            return chat_body(body, await client.chat(body), client.text_of)
+            return chat_body(body, await client.chat(body), client.bytes_of)
 
         return await _answer(request, body, answered, chat_chunks)
 

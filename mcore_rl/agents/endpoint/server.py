@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
+from typing import ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,19 +17,31 @@ _KEEP_ALIVE_S = 600  # of a connection without requests
 _CLOSE_S = 5.0
 _BACKLOG = 2048  # connections that wait to be accepted
 HEADERS_S = 10.0  # from the first byte of a request to the end of its headers
+# Connections whose key a Guard has not accepted yet. With more of them, and at the latest with a
+# quarter of the files that the process may open, the oldest has to go.
+MAX_STRANGERS = 2048
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, with a limit on the time of headers, which it has none for.
+    """uvicorn's, with limits on the time of headers and on connections without a key.
 
-    Without one, clients that send a byte now and then hold connections as long as they like.
+    uvicorn has neither: clients that send a byte now and then would hold connections as long as
+    they like, and as many as the process may open files.
     """
 
+    strangers: ClassVar[dict[_Protocol, None]]  # of a server: without a key, the oldest first
     _limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._limit = self.loop.call_later(HEADERS_S, self._too_late)
+        self.strangers[self] = None
+        self._drop_oldest_strangers()
+
+    def on_response_complete(self) -> None:
+        if self._has_key():
+            self.strangers.pop(self, None)
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
@@ -39,7 +53,22 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self.strangers.pop(self, None)
         super().connection_lost(exc)
+
+    def _has_key(self) -> bool:
+        """Whether a Guard has accepted the key of its last request."""
+        return self.scope is not None and "holder" in self.scope.get("state", {})
+
+    def _drop_oldest_strangers(self) -> None:
+        limit, (max_files, _) = MAX_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)
+        if max_files != resource.RLIM_INFINITY:
+            limit = min(limit, max_files // 4)
+        while len(self.strangers) > limit:
+            oldest = next(iter(self.strangers))
+            del self.strangers[oldest]
+            if not oldest._has_key():
+                oldest.transport.abort()
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -75,7 +104,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=type("_OwnProtocol", (_Protocol,), {"strangers": {}}),
                 ws="none",
                 log_config=None,
                 access_log=False,

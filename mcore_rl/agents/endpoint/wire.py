@@ -5,36 +5,52 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from mcore_rl.agents.codec import ChatMessage, JsonValue, ParsedTurn, ToolCall, ToolSpec
+from mcore_rl.agents.endpoint.fields import BOOKKEEPING, NEUTRAL, SAMPLING, RequestBody
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.trajectory import Turn
 from mcore_rl.rollout.protocol import Completion
 
 MODEL = "policy"
+_MAX_STOPS, _MAX_TOOLS = 64, 1024
 _ROLES = {"developer": "system"}  # as OpenAI calls it since 2024
 _NO_PARAMETERS: dict[str, JsonValue] = {"type": "object", "properties": {}}
 
 
-class StreamOptions(BaseModel):
+# As fields.NEUTRAL, of chats only.
+_NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"}, {}),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+}
+
+
+class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
-class CompletionsRequest(BaseModel):
+class CompletionsRequest(RequestBody):
     """What both kinds of completions have. Temperature, seed and the like are the trainer's."""
 
-    model: str = MODEL
     n: int = Field(1, ge=1, le=128)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []  # of vLLM
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: list[int] = Field([])  # of vLLM
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False  # of vLLM
-    logit_bias: dict[str, float] | None = None
 
     def stops(self) -> tuple[str, ...]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -43,43 +59,25 @@ class CompletionsRequest(BaseModel):
 
 class ChatRequest(CompletionsRequest):
     messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    functions: list[Any] | None = None
-    modalities: list[str] | None = None
+    logprobs: bool = False
 
     def refuse_unknown(self) -> None:
         """Raises RefusalError for what would change the answer and is not there."""
-        _refuse("logit_bias", self.logit_bias, not self.logit_bias, "none")
-        _refuse("top_logprobs", self.top_logprobs, not self.top_logprobs, "0")
-        _refuse("functions", self.functions, not self.functions, "none; use tools")
-        kind = (self.response_format or {}).get("type", "text")
-        _refuse("response_format", self.response_format, kind == "text", "text")
-        choice = self.tool_choice
-        _refuse("tool_choice", choice, choice in (None, "auto", "none"), "auto, none")
-        _refuse("modalities", self.modalities, self.modalities in (None, ["text"]), "text")
+        self.refuse_others({**NEUTRAL, **_NEUTRAL_IN_CHATS}, SAMPLING | BOOKKEEPING)
 
 
 class TextRequest(CompletionsRequest):
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(16, ge=1)  # OpenAI's
-    logprobs: int | None = None
-    echo: bool = False
-    suffix: str | None = None
-    best_of: int | None = None
 
     def refuse_unknown(self) -> None:
         """Raises RefusalError for what would change the answer and is not there."""
-        _refuse("logit_bias", self.logit_bias, not self.logit_bias, "none")
-        _refuse("logprobs", self.logprobs, not self.logprobs, "0")
-        _refuse("echo", self.echo, not self.echo, "false")
-        _refuse("suffix", self.suffix, not self.suffix, "none")
-        _refuse("best_of", self.best_of, self.best_of in (None, self.n), "n")
+        own = {"logprobs": (0,), "suffix": ("",), "best_of": (self.n,)}
+        self.refuse_others({**NEUTRAL, **own}, SAMPLING | BOOKKEEPING)
 
     def only_prompt(self) -> str | list[int]:
         """Raises RefusalError unless there is exactly one."""
@@ -91,12 +89,6 @@ class TextRequest(CompletionsRequest):
             return given[0]  # type: ignore[return-value]
         told = "one prompt a request is allowed, as text or token ids, and not empty"
         raise RefusalError(400, "invalid_request", told, param="prompt")
-
-
-def _refuse(field: str, value: object, is_fine: bool, allowed: str) -> None:
-    if not is_fine:
-        told = f"{field}={value!r} is not supported here; allowed: {allowed}"
-        raise RefusalError(400, "unsupported", told, param=field)
 
 
 def chat_of(messages: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:

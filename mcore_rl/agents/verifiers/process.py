@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.agents.process_environment import process_environment
 from mcore_rl.agents.verifiers.settings import VerifiersSettings
 
 _PROGRAM = Path(__file__).parent / "bridge" / "mcore_rl_bridge.py"
@@ -23,7 +24,6 @@ _MAX_LINE_BYTES = 1 << 28
 _CLOSE_S = 20.0  # for a process that is asked to end; it ends by itself after 15
 _STACKS_S = 1.0  # for a process that hangs to say where
 _SHOWN = 3000  # characters of the end of what it said, in errors
-_LOOPBACK = "127.0.0.1,localhost"
 
 
 class BridgeError(RuntimeError):
@@ -113,7 +113,8 @@ class BridgeProcess:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
-                env=_environment(settings),
+                env=process_environment(settings.variables)
+                | {"PYTHONPATH": settings.python_path()},
                 start_new_session=True,
                 limit=_MAX_LINE_BYTES,
             )
@@ -222,12 +223,3 @@ async def _exited(process: Process) -> None:
     """Process.wait would wait for its children, too, where they have its stdout."""
     while process.returncode is None:
         await asyncio.sleep(0.02)
-
-
-def _environment(settings: VerifiersSettings) -> dict[str, str]:
-    """That of this process without its Python's. No proxy is between the program and the policy."""
-    found = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
-    found["PYTHONPATH"] = settings.python_path()
-    for name in ("NO_PROXY", "no_proxy"):
-        found[name] = ",".join(filter(None, (found.get(name, ""), _LOOPBACK)))
-    return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.agents.process_environment import variable_names
 from mcore_rl.config.checks import at_least, positive
 from mcore_rl.config.errors import ConfigError
 
@@ -19,6 +20,7 @@ class VerifiersSettings:
     args: str = ""  # verifiers' settings of it: a JSON object, or a .toml file with a table [env]
     interpreter: str = ".venv-verifiers/bin/python"  # launch/setup_env.sh verifiers makes it
     folders: str = ""  # with packages that are not installed; several have a : between them
+    variables: str = ""  # more environment variables that it gets; commas between names
     start_timeout_s: float = 180.0  # for the process to load the environment
     answer_timeout_s: float = 120.0  # that its event loop may stand still
     max_restarts: int = 3  # of a process that has ended or hangs, of each server
@@ -27,6 +29,7 @@ class VerifiersSettings:
         if not self.environment:
             raise ConfigError("environment=''; allowed: a package with an environment")
         self.parsed_args()
+        variable_names(self.variables)
         if not os.access(self.interpreter_path(), os.X_OK):
             raise ConfigError(
                 f"interpreter={self.interpreter!r} is no program; "

@@ -16,20 +16,18 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 from torch.utils import _device
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.lane import lane
 from mcore_rl.observability.garbage import long_lived
+from mcore_rl.parallel.gloo import guard_gloo
 
 _CPU = torch.device("cpu")
-_Gloo: Any = distributed_c10d.ProcessGroupGloo  # which has no type stubs
 MEGATRON_CORE = "0.16.1"  # the one version that the patches below, and the engine, were run on
 _cuda: torch.device | None = None  # what "cuda" means in the CPU lane; None: not that lane
 _modules = "torch"  # whose modules install() has put into Megatron's layers
@@ -110,7 +108,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
     _cuda = _CPU
     _patch_torch()
     _patch_torch_cuda()
-    _replace(distributed_c10d, "ProcessGroupGloo", _SharedGloo)
+    guard_gloo()
     with long_lived():
         _check_megatron()  # imports Megatron
         chosen_modules(modules)
@@ -253,27 +251,6 @@ def _replace(module: Any, name: str, replacement: Any) -> Any:
     original = getattr(module, name)
     setattr(module, name, replacement)
     return original
-
-
-@functools.cache
-def _gloo_devices() -> list[Any]:
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not names:  # nobody else belongs to its groups: parallel/store.py sets it for those who do
-        return [_Gloo.create_device(hostname="127.0.0.1")]
-    return [_Gloo.create_device(interface=name) for name in names.split(",")]
-
-
-class _SharedGloo(_Gloo):
-    """A group of gloo on the device that all groups of this process share.
-
-    By itself each group makes its own, with a thread that polls, and Megatron makes a few dozen
-    groups: seven ranks that waited took a fifth of a core.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = _Gloo._Options()
-        options._devices, options._timeout = _gloo_devices(), timeout
-        super().__init__(store, rank, size, options)
 
 
 def _use_torch_modules() -> None:

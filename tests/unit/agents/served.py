@@ -95,8 +95,12 @@ def run(
     max_context: int = 4096,
     stops: bool = True,
     reward: Any = is_42,
+    stop: tuple[str, ...] = (),
 ) -> tuple[list[Sample], Policy]:
-    """`settings` of the loop name a program in place of the one that is given."""
+    """`settings` of the loop name a program in place of the one that is given.
+
+    stop: rollout.stop.
+    """
     policy = policy or Policy(says)
     settings = settings or {"function": f"{HERE}:nothing"}
     agent = AgentConfig(loop="program", settings=settings, **(config or {}))
@@ -106,7 +110,7 @@ def run(
         if program is not None:
             runner._loop._function = program  # type: ignore[attr-defined]
         prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=ASKED)
-        sampling = SamplingParams(n=1, seed=100, max_tokens=1000, temperature=0.7)
+        sampling = SamplingParams(n=1, seed=100, max_tokens=1000, temperature=0.7, stop=stop)
         try:
             async with asyncio.timeout(50):
                 return await runner.run_all([prompt], sampling)

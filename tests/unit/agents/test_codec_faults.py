@@ -180,6 +180,41 @@ def test_the_token_that_ends_a_turn_is_context_after_a_cut(kind: str):
     assert text.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
+SECOND_ENDS = [
+    ("published/qwen2.5", "template", "<|endoftext|>"),
+    ("kimi-k2", "renderers", "[EOS]"),
+    ("kimi-k2", "template", "[EOS]"),
+    ("llama-3", "renderers", "<|begin_of_text|>"),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "end"), SECOND_ENDS)
+def test_a_second_token_that_ends_turns_is_no_text_and_ends_a_turn_once(family, kind, end):
+    """Where generation_config.json has it, servers stop at it, and the template has its own."""
+    [token] = ids(family, end)
+    codec = codec_for(tokenizer_of(family), kind, stop_ids=[token])
+    assert token in codec.stop_ids
+    prompt, said = codec.render(ASK), ids(family, "A door.")
+    assert codec.parse([*said, token], (), prompt).content == "A door."
+    assert codec.extend(prompt, [*said, token], GO_ON) is None  # begins a new sample
+    cut = codec.extend(prompt, said, GO_ON)
+    assert cut is not None and token not in cut[len(prompt) :]
+
+
+def test_a_template_codec_goes_on_only_from_a_turn_that_ends_as_the_template_ends_it():
+    codec = codec_for(tokenizer_of("chatml"), "template", stop_ids=ids("chatml", "<|endoftext|>"))
+    prompt, said = codec.render(ASK), ids("chatml", "A door.")
+    for end, goes_on in (("<|im_end|>", True), ("<|endoftext|>", False), ("<|im_start|>", True)):
+        done = [*said, *ids("chatml", end)]
+        found = codec.extend(prompt, done, GO_ON)
+        assert (found is not None) == goes_on, end
+    text = tokenizer_of("chatml").decode(found[len(prompt) :])
+    # A token that ends nothing is part of a turn that was cut off.
+    assert text.startswith("A door.<|im_start|><|im_end|>\n<|im_start|>user\nGo on.")
+    twice = ids("chatml", "A door.<|im_end|><|im_end|>")
+    assert codec.extend(prompt, twice, GO_ON) is None
+
+
 def test_reasoning_that_a_user_message_strips_begins_a_new_sample():
     codec = codec_for(tokenizer_of("qwen3"), "template")
     prompt = codec.render(ASK)

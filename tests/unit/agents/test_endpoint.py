@@ -65,7 +65,7 @@ def test_a_chat_that_resends_its_history_is_one_sample():
 
 def test_what_a_client_says_of_sampling_seeds_and_caches_is_overruled():
     own = {"temperature": 0.1, "top_p": 0.2, "seed": 7}
-    more = {"top_k": 3, "cache_salt": "mine", "min_tokens": 9, "repetition_penalty": 2.0}
+    more = {"top_k": 3, "cache_salt": "mine", "user": "me", "repetition_penalty": 2.0}
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)

@@ -317,8 +317,8 @@ def test_what_still_runs_when_a_program_ends_is_cancelled_and_not_trained(route)
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         await said(client(base_url, api_key), ASKED)
-        url = base_url.removesuffix("/v1")
-        body = {"token_ids": [1], "sampling_params": {}, "messages": ASKED}
+        url, is_chat = base_url.removesuffix("/v1"), route.endswith("completions")
+        body = {"messages": ASKED} if is_chat else {"token_ids": [1], "sampling_params": {}}
         left.append(asyncio.create_task(post(url, api_key, route, body)))
         await until(lambda: len(policy.asked) == 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,7 @@ from mcore_rl.rewards.base import RewardError
 from mcore_rl.rollout.agent_loop import Prompt
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers.loop_thread import LoopThread
+from tests.pages import ROOT
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42
 
 AGENT = """
@@ -37,8 +39,9 @@ OpenAI().chat.completions.create(model="any", messages=messages)
 """
 
 
-def run(command: str, says: list[str], **config) -> list[Sample]:
-    settings = AgentConfig(loop="program", settings={"command": command}, **config)
+def run(command: str, says: list[str], variables: str = "", **config) -> list[Sample]:
+    own = {"command": command, "variables": variables}
+    settings = AgentConfig(loop="program", settings=own, **config)
 
     async def work() -> list[Sample]:
         policy = Scripted(says)
@@ -57,9 +60,33 @@ def test_a_command_finds_its_session_and_its_row_in_the_environment(tmp_path, mo
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # is not asked
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT)
-    [sample] = run(f"{sys.executable} {agent}", ["41", "42"])
+    [sample] = run(f"{sys.executable} {agent}", ["41", "42"], variables="HTTP_PROXY")
     assert (sample.reward, sample.status, sum(sample.response_mask)) == (1.0, "finished", 6)
     assert "Not 42?" in TOKENIZER.decode(sample.response_ids)
+
+
+SECRETS = {
+    "WANDB_API_KEY": "a", "RAY_AUTH_TOKEN": "b", "HF_TOKEN": "c", "MCORE_RL_SECRET": "d",
+    "HTTPS_PROXY": "http://me:secret@proxy", "PYTHONPATH": "/x", "LD_PRELOAD": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variables", ["", "HF_TOKEN", "HF_TOKEN, HTTPS_PROXY"])
+def test_a_command_gets_no_variables_but_those_that_the_page_names(
+    variables, tmp_path, monkeypatch
+):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    told = tmp_path / "told"
+    with pytest.raises(RewardError, match="a session without a turn"):
+        run(f"sh -c 'env -0 > {told}'", [], variables=variables)
+    found = {line.partition("=")[0] for line in told.read_text().split("\0") if line}
+    found -= {"PWD", "SHLVL", "_", "OLDPWD"}  # the shell's own
+    chosen = {name.strip() for name in variables.split(",") if name}
+    assert found & SECRETS.keys() == chosen
+    page = (ROOT / "docs" / "endpoint.md").read_text()
+    assert all(f"`{name}`" in page for name in found - chosen - {"no_proxy"})
+    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "MCORE_RL_TASK", "PATH"} <= found
 
 
 def test_a_command_that_fails_is_told_with_the_end_of_what_it_said():
@@ -128,6 +155,9 @@ def assert_gone(pid: int) -> None:
         ({"command": "sh 'x"}, 'command="sh \'x": No closing quotation'),
         ({"function": "os:getcwd"}, "function='os:getcwd'; allowed: a function by `async def`"),
         ({"function": "os:nothing"}, "'os' has no function 'nothing'"),
+        ({"command": "sh", "variables": "NO_SUCH_ONE"}, "'NO_SUCH_ONE' is not set; allowed: names"),
+        ({"command": "sh", "variables": "PATH,,HOME"}, "agent.settings.variables='PATH,,HOME': ''"),
+        ({"command": "sh", "variables": "A=B"}, "'A=B' is not set; allowed: names of environment"),
         ({"comand": "sh"}, "agent.settings.comand is no setting of agent.loop='program'"),
     ],
 )
@@ -221,3 +251,52 @@ def test_a_body_that_does_not_come_or_is_too_large_is_told(serve):
             assert answer.text == "yes"
 
     serve(talk)
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        b"",
+        b"POST /x HTTP/1.1\r\nHost:",  # headers without an end
+        HEAD.replace(b"mine", b"wrong") + b"Content-Length: 900\r\n\r\nab",
+        HEAD.replace(b"Authorization", b"X-Other") + b"Transfer-Encoding: chunked\r\n\r\n",
+    ],
+    ids=["nothing", "half of the headers", "a wrong key", "no key"],
+)
+def test_connections_without_a_key_are_limited_and_cost_others_nothing(serve, opening, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 5)
+    monkeypatch.setattr(server_module, "HEADERS_S", 20.0)
+
+    async def talk(url: str) -> None:
+        port = int(url.rsplit(":", 1)[1])
+        whole = HEAD + b"Content-Length: 2\r\n\r\nok"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(whole)
+        await reader.readuntil(b"yes")
+        before, strangers = num_sockets(port), []
+        for _ in range(30):
+            strangers.append(await asyncio.open_connection("127.0.0.1", port))
+            strangers[-1][1].write(opening)
+        await asyncio.sleep(0.1)
+        assert num_sockets(port) - before <= 5
+        writer.write(whole)  # the oldest of all has shown a key
+        await reader.readuntil(b"yes")
+        assert b"yes" in await raw(url, whole, b"GET / HTTP/9\r\n\r\n")  # and who comes now
+        for _, one in [*strangers, (reader, writer)]:
+            one.close()
+
+    serve(talk)
+
+
+def num_sockets(port: int) -> int:
+    """Sockets of this process that were accepted at a port and are open."""
+    inodes = {
+        fields[9]
+        for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+        if (fields := line.split())[1].endswith(f":{port:04X}") and fields[3] == "01"
+    }
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found += str(link.readlink()).removeprefix("socket:[").removesuffix("]") in inodes
+    return found

@@ -68,7 +68,7 @@ async def serving(*servers: object, timeout_s: float = 30.0) -> AsyncIterator[Re
     async with AsyncExitStack() as stack:
         urls = []
         for server in servers:
-            http = HttpServer(generate_app(server, KEY), "127.0.0.1")  # type: ignore[arg-type]
+            http = HttpServer(generate_app(server, KEY, 4096), "127.0.0.1")  # type: ignore[arg-type]
             await http.start()
             stack.push_async_callback(http.close)
             urls.append(http.url)
@@ -237,7 +237,7 @@ class Waits:
         print("asked", flush=True)
         await asyncio.sleep(600)
 async def main():
-    server = HttpServer(generate_app(Waits(), "the key"), "127.0.0.1")
+    server = HttpServer(generate_app(Waits(), "the key", 4096), "127.0.0.1")
     await server.start()
     print(server.url, flush=True)
     await asyncio.sleep(600)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.rollout.protocol import Completion, SamplingParams
 from mcore_rl.workers import evaluation
 from tests.pages import ROOT
 from tests.unit.agents import test_loops
@@ -27,6 +28,7 @@ from tests.unit.agents.test_loops import (
     END,
     MESSAGES,
     TOKENIZER,
+    TOOLS,
     Scripted,
     call,
     is_42,
@@ -209,3 +211,34 @@ def test_sessions_of_a_trajectory_have_seeds_of_their_own():
     seeds = {session_seed(seed, session) for seed in (7, 8) for session in range(5)}
     seeds |= {turn_seed(seed, turn) for seed in (7, 8) for turn in range(1, 5)}
     assert len(seeds) == 18 and all(0 <= seed < 2**62 for seed in seeds)
+
+
+class EndsOtherwise(Scripted):
+    """Ends each turn with a token that generation_config.json has beside the tokenizer's."""
+
+    async def submit(self, *args, **own) -> list[Completion]:
+        [said] = await super().submit(*args, **own)
+        return [replace(said, token_ids=[*said.token_ids[:-1], SECOND_END])]
+
+
+SECOND_END = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
+
+
+@pytest.mark.parametrize("codec", ["template", "auto", "renderers"])
+def test_a_turn_that_a_second_token_ends_has_it_in_no_text_and_ends_once(codec):
+    texts: list[list[str]] = []
+
+    async def reward(samples: list[Sample], final: list[str], *asked: object) -> None:
+        texts.append([*samples[0].turn_texts, *final])
+
+    policy, config = EndsOtherwise([call("6 * 7"), "42"]), replace(TOOLS, codec=codec)
+    runner = AgentRunner(
+        policy, TOKENIZER, reward, config, 4096, stops_on_error=True, stop_ids=[SECOND_END]
+    )
+    prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
+    asyncio.run(runner.run_all([prompt], SamplingParams(max_tokens=1000)))
+    assert texts == [[call("6 * 7"), "42", "42"]]
+    ends = [text_of([token]) for token in policy.prompts[1] if token in (END, SECOND_END)]
+    said = text_of(policy.prompts[1]).split(call("6 * 7"))[1]
+    assert said.startswith(("<|im_end|>\n<|im_start|>", "<|endoftext|>\n<|im_start|>"))
+    assert len(ends) == 4  # of the tools, the user, the turn and the answer of the tool

@@ -217,6 +217,7 @@ def test_an_environment_is_tried_out_before_a_run(scripted):
         ({"args": "[1]"}, "agent.settings.args='[1]'; allowed: a JSON object, or a .toml file"),
         ({"args": "{"}, "agent.settings.args='{' cannot be read"),
         ({"args": "no.toml"}, "No such file"),
+        ({"variables": "NO_SUCH_ONE"}, "agent.settings.variables='NO_SUCH_ONE'"),
         ({"folders": "no/folder"}, "there is no folder 'no/folder'"),
         ({"answer_timeout_s": 0}, "agent.settings.answer_timeout_s=0.0"),
     ],
@@ -226,6 +227,22 @@ def test_settings_that_cannot_work_are_refused(scripted, own, told):
     with pytest.raises(ConfigError) as caught:
         check_agent(config, TOKENIZER)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("variables", ["", "HF_TOKEN"])
+def test_the_process_gets_few_variables_and_those_that_settings_name(
+    variables, scripted, tmp_path, monkeypatch
+):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "VIRTUAL_ENV"):
+        monkeypatch.setenv(name, "secret")
+    settings, told = scripted("good", variables=variables), tmp_path / "told"
+    program = Path(settings["interpreter"])
+    program.write_text(program.read_text().replace("exec", f"env -0 > {told}\nexec"))
+    [[sample]] = run(settings, [["one"]])
+    assert sample.status == "finished"
+    found = {line.partition("=")[0] for line in told.read_text().split("\0")}
+    assert found & {"HF_TOKEN", "WANDB_API_KEY", "VIRTUAL_ENV"} == {*filter(None, [variables])}
+    assert {"PATH", "PYTHONPATH", "NO_PROXY"} <= found
 
 
 def test_args_may_be_the_file_that_verifiers_reads(scripted, tmp_path):

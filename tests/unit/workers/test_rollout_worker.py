@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,6 +68,18 @@ def test_a_worker_does_not_wait_for_its_server_for_ever(spec: RolloutSpec):
     while not cancelled:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("more", [[5], [5, 6], []])
+def test_a_worker_ends_turns_where_the_generation_config_says(spec: RolloutSpec, more, tmp_path):
+    shutil.copytree(spec.model_path, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "generation_config.json"
+    own = json.loads(file.read_text())["eos_token_id"]
+    file.write_text(json.dumps({"eos_token_id": [own, *more]}))
+    agent = AgentConfig(loop="environment", environment="guessing")
+    worker = RolloutWorker(replace(spec, model_path=str(tmp_path), agent=agent))
+    assert isinstance(worker._agent, AgentRunner)
+    assert worker._agent.codec.stop_ids == {own, *more}
 
 
 class Server(Scripted):

@@ -9,6 +9,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.sample import Sample
 from mcore_rl.workers.policy_checks import (
     PolicyMismatchError,
     check_gaps,
@@ -272,9 +273,40 @@ def test_an_aborted_response_is_neither_cut_off_nor_at_its_end():
     assert [row.tolist() for row in kept] == [[1, 1], [0], [1, 1, 1], [1], [1], [1]]
     assert describe(made)["truncated"] == pytest.approx(1 / 6)
     scored = with_advantages(made, AlgorithmConfig())
-    assert doubts(scored) == []
+    assert doubts(scored) == {}
     ended = scored.with_columns(finish_reasons=np.array(["stop"] * 6))
-    assert doubts(ended) == ["4 of 6 responses are empty"]
+    assert [*doubts(ended).values()] == ["4 of 6 responses are empty"]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "num_trained"),
+    [
+        ({(0, 0): ["stop", "length"], (0, 1): ["stop"]}, {(0, 0): 0, (0, 1): 2}),
+        # An earlier turn that was cut off is one like others.
+        ({(0, 0): ["length", "stop"], (0, 1): ["length"]}, {(0, 0): 4, (0, 1): 0}),
+        ({(0, 0): ["stop", "stop", "length"], (1, 0): ["stop", "stop"]}, {(0, 0): 0, (1, 0): 4}),
+        # Of another trajectory of the group, and of the same number in another group.
+        (
+            {(0, 0): ["stop", "stop"], (0, 1): ["stop", "length"], (1, 1): ["stop", "stop"]},
+            {(0, 0): 4, (0, 1): 0, (1, 1): 4},
+        ),
+    ],
+)
+def test_mask_truncated_masks_all_samples_of_a_trajectory_whose_last_turn_is_cut_off(
+    reasons, num_trained
+):
+    samples = [
+        Sample([7], [1, 2], [1, 1], [0.0] * 2, [0, 0], reason, group, trajectory=t, segment=i)
+        for (group, t), of_segments in reasons.items()
+        for i, reason in enumerate(of_segments)
+    ]
+    made = Batch.of(samples[::-1])  # in any order
+    kept = without_truncated(made, SamplesConfig(mask_truncated=True))
+    found = dict.fromkeys(reasons, 0)
+    rows = zip(kept.array("group_ids"), kept.array("trajectories"), strict=True)
+    for key, mask in zip(rows, kept.jagged("response_mask"), strict=True):
+        found[tuple(map(int, key))] += int(mask.sum())
+    assert found == num_trained
 
 
 def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp_path):
