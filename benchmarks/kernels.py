@@ -10,6 +10,9 @@ Prints JSON; of every case the seconds of both sides (the quickest of runs that 
   the better of the two), divided by ours.
 - quantize: bfloat16 columns of a larger matrix to float8 in one pass, against a packed copy and a
   quantisation of that.
+- checksum: boxes of one dtype, sums only. On a GPU `ratio` is the rate of reading, divided by the
+  rate at which the best device-to-device copy reads (it writes as much again); on the CPU it is the
+  time of a CRC-32 of as many bytes, divided by ours, each on one thread.
 
 On a GPU the exit status is 1 where a case misses what is required of it (`required`).
 """
@@ -24,12 +27,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from isal import isal_zlib
 
-from mcore_rl.reshard.ops import BoxCopy, BoxQuantize, Pair, empty_quantized
+from mcore_rl.reshard.ops import BoxChecksum, BoxCopy, BoxQuantize, Pair, empty_quantized
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]  # bytes of a box
 REQUIRED_COPY = (0.8, 0.9)  # with boxes below 64 KiB, and without
 REQUIRED_QUANTIZE = 1.8
+REQUIRED_CHECKSUM = 1.0
 Case = dict[str, Any]
 
 
@@ -142,6 +147,25 @@ def quantize_case(device: str, num_bytes: int) -> Case:
     return found | {"bytes": 2 * source.numel()} | required_on(device, REQUIRED_QUANTIZE)
 
 
+def checksum_case(name: str, dtype: torch.dtype, device: str, num_bytes: int) -> Case:
+    columns = 2048
+    rows = max(1, num_bytes // columns // dtype.itemsize)
+    source = torch.randn(rows, columns, device=device).to(dtype)
+    checksum = BoxChecksum((box, dtype) for box in source.split(512))  # 2 or 4 MiB each
+    octets = source.view(-1).view(torch.uint8)
+    case = {"case": f"checksum {name}", "bytes": len(octets)}
+    if device == "cuda":
+        target = torch.empty_like(octets)
+        ours, copy = gpu_seconds(checksum.run), gpu_seconds(lambda: target.copy_(octets))
+        case |= {"device_copy_s": copy, "gb_per_s": len(octets) / ours / 1e9}
+        return {**case, "s": ours, "ratio": copy / ours, "required": REQUIRED_CHECKSUM}
+    memory = octets.numpy()
+    ours, crc32 = seconds(
+        lambda: checksum.run(1), lambda: isal_zlib.crc32(memory), device=device, rounds=20
+    )
+    return {**case, "s": ours, "crc32_s": crc32, "ratio": crc32 / ours}
+
+
 def required_on(device: str, ratio: float) -> Case:
     return {"required": ratio} if device == "cuda" else {}
 
@@ -158,6 +182,8 @@ def main() -> int:
         copy_case("mixed", [4 << 10, 2 << 20, 16 << 10, 256 << 10], given.device, num_bytes)
     )
     cases.append(quantize_case(given.device, num_bytes))
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        cases.append(checksum_case(name, dtype, given.device, num_bytes))
     name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
     found = {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
     print(json.dumps(found | {"cases": cases}, indent=1))

@@ -15,5 +15,6 @@ struct Launch {
 // Each returns when the kernel is in the stream, and throws std::runtime_error with CUDA's message.
 void run_boxes_cuda(Kind kind, const Boxes& table, const Launch& launch);
 void quantize_boxes_cuda(Kind kind, const Boxes& table, const Launch& launch);
+void checksum_boxes_cuda(Kind kind, const Boxes& table, const Launch& launch);
 
 }  // namespace mcore_rl

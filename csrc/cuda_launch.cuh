@@ -39,4 +39,15 @@ unsigned num_blocks(Kernel kernel, int threads, int device, int64_t work) {
   return static_cast<unsigned>(std::min<int64_t>(work, int64_t{processors} * resident));
 }
 
+// Launches a kernel whose warps take a tile each.
+template <typename Kernel>
+void launch_warps(Kernel kernel, int threads, const Boxes& table, const Launch& where) {
+  if (table.num_tiles == 0) return;
+  const OnDevice on_device(where.device);
+  const int64_t work = ceil_div(table.num_tiles, threads / 32);
+  const unsigned blocks = num_blocks(kernel, threads, where.device, work);
+  kernel<<<blocks, threads, 0, reinterpret_cast<cudaStream_t>(where.stream)>>>(table);
+  check_cuda(cudaGetLastError());
+}
+
 }  // namespace mcore_rl

@@ -16,5 +16,6 @@ namespace {
 
 void run_boxes_cuda(Kind, const Boxes&, const Launch&) { refuse(); }
 void quantize_boxes_cuda(Kind, const Boxes&, const Launch&) { refuse(); }
+void checksum_boxes_cuda(Kind, const Boxes&, const Launch&) { refuse(); }
 
 }  // namespace mcore_rl

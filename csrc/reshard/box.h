@@ -11,13 +11,23 @@ enum class Kind : int64_t {
   to_float32,         // bfloat16 -> float32
   quantize_float32,   // float32 -> float8 e4m3 and a scale for each block
   quantize_bfloat16,  // bfloat16 -> the same
+  checksum,              // items of 2 bytes, of which larger ones consist -> a sum for each box
+  checksum_to_bfloat16,  // float32 -> the sum of the same as bfloat16
+  checksum_to_float32,   // bfloat16 -> the sum of the same as float32
 };
+
+HOST_DEVICE bool is_checksum(Kind kind) { return kind >= Kind::checksum; }
 
 // `rows` rows of `items` items. Addresses are integers, strides are in bytes from row to row,
 // and 0 where there is one row. The scales, one float32 for each block of 128 x 128 items, are those
-// of a quantisation only.
+// of a quantisation only. The target of a checksum is one 64-bit number, to which several boxes may
+// add: each holds the items from first_item on of what is summed.
 struct Box {
-  int64_t source, target, rows, items, source_stride, target_stride, scales, scales_stride;
+  int64_t source, target, rows, items, source_stride, target_stride;
+  union {
+    int64_t scales, first_item;
+  };
+  int64_t scales_stride;
 };
 constexpr int64_t kBoxWords = sizeof(Box) / sizeof(int64_t);
 
@@ -34,6 +44,9 @@ HOST_DEVICE Sizes sizes_of(Kind kind) {
     case Kind::to_bfloat16: return {4, 2, 4096};
     case Kind::to_float32: return {2, 4, 4096};
     case Kind::quantize_float32: return {4, 1, 0};
+    case Kind::checksum: return {2, 8, 4096};
+    case Kind::checksum_to_bfloat16: return {4, 8, 4096};
+    case Kind::checksum_to_float32: return {2, 8, 4096};
     default: return {2, 1, 0};
   }
 }

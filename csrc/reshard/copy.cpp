@@ -5,9 +5,9 @@
 
 #include <cstring>
 
-#include "../parallel.h"
 #include "../portable.h"
 #include "convert.h"
+#include "run_tiles.h"
 #include "table.h"
 
 namespace mcore_rl {
@@ -44,12 +44,6 @@ void copy_bytes(char* target, const char* source, int64_t num) {
   std::memcpy(target, source, num);
 }
 
-// Tiles that a thread takes at once: 128 KiB to 128 MiB of a copy, and eight runs a thread if it
-// can be. Those of one box are copied as one.
-int64_t run_of(int64_t num_tiles, int num_threads) {
-  return std::clamp<int64_t>(num_tiles / (int64_t{8} * std::max(num_threads, 1)), 16, 16384);
-}
-
 template <typename S, typename D>
 void run_row(const Box& box, Place place, int64_t num) {
   if constexpr (sizeof(S) == sizeof(D))
@@ -59,7 +53,7 @@ void run_row(const Box& box, Place place, int64_t num) {
 }
 
 template <typename S, typename D>
-void run_tiles(const Box& box, const Tile& tile) {
+void move_tiles(const Box& box, const Tile& tile) {
   for (uint32_t offset = 0; offset < tile.length;) {
     const Place place = advance(tile.start, offset, box.items);
     const int64_t num = std::min<int64_t>(box.items - place.column, tile.length - offset);
@@ -70,16 +64,8 @@ void run_tiles(const Box& box, const Tile& tile) {
 
 template <typename S, typename D>
 void run_all(const Boxes& table, const Sizes& sizes, int num_threads) {
-  const int64_t run = run_of(table.num_tiles, num_threads);
-  parallel_for(table.num_tiles, run, num_threads, [&](int64_t begin, int64_t end) {
-    int64_t at = table.box_of_tile[begin];
-    for (int64_t tile = begin; tile < end;) {
-      while (tile >= table.first_tile[at + 1]) ++at;
-      const int64_t count = std::min(end, table.first_tile[at + 1]) - tile;
-      const int64_t number = tile - table.first_tile[at];
-      run_tiles<S, D>(table.boxes[at], tiles_of(table.boxes[at], number, count, sizes, 1));
-      tile += count;
-    }
+  run_tiles(table, num_threads, [&](const Box& box, int64_t number, int64_t count) {
+    move_tiles<S, D>(box, tiles_of(box, number, count, sizes, 1));
   });
 }
 

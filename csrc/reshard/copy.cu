@@ -107,12 +107,7 @@ __global__ void __launch_bounds__(kThreads, 3) run_kernel(Boxes table) {
 
 template <Kind kind>
 void launch(const Boxes& table, const Launch& where) {
-  if (table.num_tiles == 0) return;
-  const OnDevice on_device(where.device);
-  const int64_t work = ceil_div(table.num_tiles, kThreads / kWarp);
-  const unsigned blocks = num_blocks(run_kernel<kind>, kThreads, where.device, work);
-  run_kernel<kind><<<blocks, kThreads, 0, reinterpret_cast<cudaStream_t>(where.stream)>>>(table);
-  check_cuda(cudaGetLastError());
+  launch_warps(run_kernel<kind>, kThreads, table, where);
 }
 
 }  // namespace

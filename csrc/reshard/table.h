@@ -11,8 +11,8 @@ namespace mcore_rl {
 class Table {
  public:
   // kind: a Kind. boxes: the address of int64 [num_boxes, 8], in the order of Box's fields.
-  // Throws std::invalid_argument for a null, misaligned or out-of-range entry, for targets that
-  // overlap each other, and for sources that overlap targets.
+  // Throws std::invalid_argument for a null, misaligned or out-of-range entry and, except for
+  // checksums, for targets that overlap each other and sources that overlap targets.
   Table(int64_t kind, uintptr_t boxes, int64_t num_boxes);
 
   // On the CPU, on up to num_threads threads. Returns when all is done.
@@ -35,6 +35,11 @@ class Table {
 
 void run_boxes(Kind kind, const Boxes& table, int num_threads);      // copy.cpp
 void quantize_boxes(Kind kind, const Boxes& table, int num_threads);  // quantize.cpp
+void checksum_boxes(Kind kind, const Boxes& table, int num_threads);  // checksum.cpp
+
+// Items of a row, float32 -> bfloat16 and back; copy.cpp.
+void cast_row(const float* source, uint16_t* target, int64_t num);
+void cast_row(const uint16_t* source, float* target, int64_t num);
 
 // Throws std::invalid_argument unless the boxes can be run in any order.
 void check_overlap(Kind kind, const Box* boxes, int64_t num_boxes);  // overlap.cpp

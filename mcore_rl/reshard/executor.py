@@ -10,10 +10,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from isal import isal_zlib
 
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.buckets import ALIGNMENT, Message, Part, ReceiveSlot, Round, Step
@@ -45,7 +43,7 @@ class ReceivedSlice:
     offset: tuple[int, ...]
     data: torch.Tensor  # a view into the bucket
     source_rank: int  # training rank
-    crc32: int | None = None  # of the box at its source; None: not requested
+    checksum: int | None = None  # of the box at its source; None: not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class Bucket:
     slots: tuple[ReceiveSlot, ...]
     dtype: torch.dtype
     is_checked: IsChecked
-    checksums: dict[int, torch.Tensor]  # by training rank: of the parts of its message
+    checksums: dict[int, torch.Tensor]  # by training rank: int64, of the parts of its message
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -69,14 +67,19 @@ class Bucket:
         return itertools.chain.from_iterable(slot.message.parts for slot in self.slots)
 
     def __iter__(self) -> Iterator[ReceivedSlice]:
+        values = [
+            self.checksums[slot.message.source_rank]
+            for slot in self.slots
+            if slot.message.source_rank in self.checksums
+        ]
+        checksums = iter(torch.cat(values).tolist() if values else ())  # a GPU is read once
         for slot in self.slots:
             source = slot.message.source_rank
-            expected = iter(self.checksums[source].tolist() if source in self.checksums else ())
             memory = _memory_of(slot, self.memory)
             for part in slot.message.parts:
                 data = _view(memory, part, self.dtype)
-                crc32 = next(expected) if self.is_checked(part.target) else None
-                yield ReceivedSlice(part.target, part.target_offset, data, source, crc32)
+                checksum = next(checksums) if self.is_checked(part.target) else None
+                yield ReceivedSlice(part.target, part.target_offset, data, source, checksum)
 
 
 class Exchange:
@@ -114,8 +117,8 @@ class Exchange:
 
         `allocate_bucket` is called for the two buckets, unless there is nothing to receive: where
         another process reads them, it gives memory that both share. Boxes of the parameters that
-        `is_checked` names come with the CRC32 of what they were made from; all devices must be
-        given the same.
+        `is_checked` names come with the checksum of what they were made from; all devices must
+        be given the same.
 
         The iterator must be exhausted, on devices without a generation rank too, where it is empty.
         Peers of a device that stops early run into their timeouts.
@@ -164,8 +167,8 @@ class Exchange:
                 data = outbox.room(message.num_bytes)
                 checksums = self._pack(message, data, weights, bucket.is_checked)
                 transfers.append(Transfer(peer, data, message.bucket, is_send=True))
-                if checksums:
-                    data = torch.tensor(checksums, device=data.device).view(torch.uint8)
+                if checksums is not None:
+                    data = checksums.view(torch.uint8)
                     transfers.append(Transfer(peer, data, message.bucket, True, is_checksums=True))
             for transfer, pending in zip(transfers, self._transport.start(transfers), strict=True):
                 if transfer.is_send:
@@ -175,7 +178,8 @@ class Exchange:
         for slot in current.own:
             memory = _memory_of(slot, bucket.memory)
             checksums = self._pack(slot.message, memory, weights, bucket.is_checked)
-            bucket.checksums[slot.message.source_rank] = torch.tensor(checksums)
+            if checksums is not None:
+                bucket.checksums[slot.message.source_rank] = checksums
         return arriving
 
     def _receive(self, step: Step, bucket: Bucket) -> list[Transfer]:
@@ -198,20 +202,33 @@ class Exchange:
         memory: torch.Tensor,
         weights: LocalWeights,
         is_checked: IsChecked,
-    ) -> list[int]:
-        """Cast and copy the parts of a message, one behind the other; checksums of the sources."""
+    ) -> torch.Tensor | None:
+        """Cast and copy the parts of a message, one behind the other.
+
+        Returns:
+            The checksums of the sources, int64 on their device; None if no part is checked.
+        """
         self._pack_stored(message, memory, weights)
-        checksums: list[int] = []
+        checksums: list[torch.Tensor] = []
+        stored: list[tuple[torch.Tensor, torch.dtype]] = []  # boxes for one launch
         for name, group in itertools.groupby(message.parts, key=lambda part: part.source):
             parts = list(group)
+            is_formed = name in weights.formed
             checked = [part for part in parts if is_checked(part.target)]
-            if name in weights.formed:
-                tensor = weights.formed[name]()
-                ops.copy_boxes((_box(tensor, p), _view(memory, p, self._dtype)) for p in parts)
-            elif checked:
-                tensor = weights.stored[name]
-            checksums += [crc32_of(_box(tensor, p), _dtype_of(p, self._dtype)) for p in checked]
-        return checksums
+            if not is_formed and not checked:
+                continue
+            tensor = weights.formed[name]() if is_formed else weights.stored[name]
+            boxes = [(_box(tensor, part), _dtype_of(part, self._dtype)) for part in checked]
+            if not is_formed:
+                stored += boxes
+                continue
+            ops.copy_boxes((_box(tensor, p), _view(memory, p, self._dtype)) for p in parts)
+            if boxes:  # while the tensor is there, and in the order of the parts
+                checksums += [ops.compute_checksums(some) for some in (stored, boxes) if some]
+                stored = []
+        if stored:
+            checksums.append(ops.compute_checksums(stored))
+        return torch.cat(checksums) if checksums else None
 
     def _pack_stored(self, message: Message, memory: torch.Tensor, weights: LocalWeights) -> None:
         parts = [part for part in message.parts if part.source not in weights.formed]
@@ -232,13 +249,6 @@ def _arrived(bucket: Bucket, arriving: list[Pending]) -> Iterator[Bucket]:
         pending.wait()
     if bucket.memory.numel():
         yield bucket
-
-
-def crc32_of(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Of the elements in `dtype`, row by row; in memory besides, a copy of them."""
-    flat = tensor.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8)
-    memory: Any = flat.cpu().numpy()
-    return isal_zlib.crc32(memory)
 
 
 class _Outbox:

@@ -1,4 +1,4 @@
-"""Copies, casts and float8 quantisation of many boxes at once, on the CPU or a GPU.
+"""Copies, casts, float8 quantisation and checksums of many boxes at once, on the CPU or a GPU.
 
 All boxes of a bucket go in one launch for each pair of dtypes, however large or small they are:
 csrc/reshard/ splits their bytes into equal tiles. Each operation has a reference in plain
@@ -21,6 +21,8 @@ from mcore_rl import _csrc
 BLOCK = 128  # rows and columns that share a scale
 _CASTS = {(torch.float32, torch.bfloat16): 1, (torch.bfloat16, torch.float32): 2}
 _QUANTIZATIONS = {torch.float32: 3, torch.bfloat16: 4}  # the Kind of csrc/reshard/box.h
+_CHECKSUM = 5
+_CAST_CHECKSUMS = {(torch.float32, torch.bfloat16): 6, (torch.bfloat16, torch.float32): 7}
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # source, target
 Row = tuple[int, ...]  # a Box of csrc/reshard/box.h
@@ -156,6 +158,49 @@ class BoxQuantize:
                 )
 
 
+class BoxChecksum:
+    """Checksums of boxes: 64 bits each, the same on every device, of the values in row-major order.
+
+    A checksum depends on the bits of every item and on its place in the box, not on strides.
+    csrc/reshard/checksum.h defines it. A change of one item of 2 or 4 bytes always changes it, any
+    other with a chance of about 1 - 2**-48.
+
+    Args:
+        boxes: (tensor, dtype) on one device, of any strides. The checksum is that of the tensor
+            cast to the dtype: its own, or float32 and bfloat16 either way, as in BoxCopy.
+
+    Raises:
+        ValueError: dtypes or devices do not fit.
+    """
+
+    def __init__(self, boxes: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
+        self._boxes = list(boxes)
+        device = _device_of(tensor for tensor, _ in self._boxes)
+        self._values = torch.empty(len(self._boxes), dtype=torch.int64, device=device)
+        rows: dict[int, list[Row]] = {}
+        for number, (tensor, dtype) in enumerate(self._boxes):
+            kind = _checksum_kind(number, tensor, dtype)
+            value = self._values.data_ptr() + number * self._values.itemsize
+            rows.setdefault(kind, []).extend(_checksum_rows(kind, tensor, value))
+        self._tables = [_Table(kind, boxes, device, waits=False) for kind, boxes in rows.items()]
+
+    def run(self, num_threads: int | None = None) -> torch.Tensor:
+        """Compute: on the CPU now, on a GPU in the current stream, that in which it was made.
+
+        Returns:
+            [num boxes] int64 on the device, overwritten by the next run.
+        """
+        self._values.zero_()
+        for table in self._tables:
+            table.run(num_threads)
+        return self._values
+
+
+def compute_checksums(boxes: Iterable[tuple[torch.Tensor, torch.dtype]]) -> torch.Tensor:
+    """The checksum of each box; see BoxChecksum. Does not wait for a GPU."""
+    return BoxChecksum(boxes).run()
+
+
 def copy_boxes(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
     """Copy each source into its target; see BoxCopy."""
     BoxCopy(pairs).run(num_threads)
@@ -201,13 +246,17 @@ def empty_quantized(source: torch.Tensor) -> Quantized:
 class _Table:
     """The boxes of one launch; on a GPU, with a copy of them there."""
 
-    def __init__(self, kind: int, rows: Sequence[Row] | Words, device: torch.device) -> None:
+    def __init__(
+        self, kind: int, rows: Sequence[Row] | Words, device: torch.device, waits: bool = True
+    ) -> None:
+        """waits: until every stream finds it on the GPU. Else only the current stream does."""
         words = np.asarray(rows, dtype=np.int64).reshape(-1, 8)
         self._table = _csrc.Table(kind, words.ctypes.data, len(words))
         self._device = device
         if device.type == "cuda":
             host = torch.frombuffer(bytearray(self._table.words()), dtype=torch.int64)
-            self._words = host.to(device)  # waits, so that every stream finds it there
+            host = host if waits else host.pin_memory()
+            self._words = host.to(device, non_blocking=not waits)
 
     def run(self, num_threads: int | None) -> None:
         if self._device.type == "cpu":
@@ -294,6 +343,26 @@ def _collapse(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], ..
     if len(dims) == 1:
         dims.insert(0, (1, 0, 0))
     return tuple(map(list, zip(*dims, strict=True)))
+
+
+def _checksum_kind(number: int, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    kind = _CAST_CHECKSUMS.get((tensor.dtype, dtype))
+    if kind is None and (tensor.dtype != dtype or dtype.itemsize % 2):
+        raise ValueError(
+            f"box {number}: checksum of {tensor.dtype} as {dtype}; "
+            "allowed: the same dtype, of at least 2 bytes, or float32 and bfloat16"
+        )
+    return _CHECKSUM if kind is None else kind
+
+
+def _checksum_rows(kind: int, tensor: torch.Tensor, value: int) -> Iterator[Row]:
+    """Those of `_rows`; each with the number of its first item, and the address of the checksum."""
+    item_bytes = 2 if kind == _CHECKSUM else tensor.element_size()
+    first_item = 0
+    for start, _, rows, row_bytes, stride, _, _, _ in _rows(tensor, tensor):
+        items = row_bytes // item_bytes
+        yield start, value, rows, items, stride, 0, first_item, 0
+        first_item += rows * items
 
 
 def _quantization(number: int, source: torch.Tensor, into: Quantized) -> tuple[int, Row]:

@@ -35,7 +35,8 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.platforms import current_platform
 
-from mcore_rl.reshard.executor import ReceivedSlice, crc32_of
+from mcore_rl.reshard import ops
+from mcore_rl.reshard.executor import ReceivedSlice
 from mcore_rl.weight_sync.worker_layout import WorkerLayout
 
 
@@ -120,11 +121,15 @@ class ShardWriter:
     def __init__(self, model: Any, generation_rank: int) -> None:
         self._model, self._rank = model, generation_rank
         self._modules = dict(model.named_modules())
+        # Checked pieces in their places: without checksums so far, and with them.
+        self._written: list[tuple[ReceivedSlice, torch.Tensor]] = []
+        self._summed: list[tuple[list[ReceivedSlice], torch.Tensor]] = []
 
     def write(self, pieces: Iterable[ReceivedSlice]) -> None:
         """All pieces of a bucket: of a module that has begun, of those that they complete, others.
 
-        So one module has begun and is not complete, at any time.
+        So one module has begun and is not complete, at any time. Raises ValueError when the values
+        in a parameter are not the trainer's.
         """
         by_module: dict[str, list[ReceivedSlice]] = {}
         for piece in pieces:
@@ -132,6 +137,8 @@ class ShardWriter:
         for prefix in sorted(by_module, key=lambda prefix: self._turn(prefix, by_module[prefix])):
             for piece in by_module[prefix]:
                 self._place(piece)
+        self._compute_checksums()
+        self._check()
 
     def _turn(self, prefix: str, pieces: list[ReceivedSlice]) -> tuple[bool, int]:
         """Whether a module has yet to begin, and how many elements it will lack."""
@@ -160,23 +167,35 @@ class ShardWriter:
                 f"{piece.offset} of {parameter.dtype} {tuple(parameter.shape)}"
             )
         box.copy_(piece.data)
-        self._check(piece, box)
+        if piece.checksum is not None:
+            self._written.append((piece, box))
         if is_counted:
             info.load_numel += box.numel()
             if info.load_numel >= get_layer_size(layer) and not is_deferred_attention_layer(layer):
+                self._compute_checksums()  # before vLLM changes or frees the parameters
                 _layerwise_process(layer, info)
 
-    def _check(self, piece: ReceivedSlice, box: torch.Tensor) -> None:
-        """Compares the values in the parameter with the trainer's."""
-        if piece.crc32 is None:
+    def _compute_checksums(self) -> None:
+        if self._written:
+            checksums = ops.compute_checksums((box, box.dtype) for _, box in self._written)
+            self._summed.append(([piece for piece, _ in self._written], checksums))
+            self._written = []
+
+    def _check(self) -> None:
+        """Compare the values in parameters with the trainer's. A GPU is read once."""
+        if not self._summed:
             return
-        found = crc32_of(box, box.dtype)
-        if found != piece.crc32:
-            raise ValueError(
-                f"{piece.target}, box at {piece.offset} of {tuple(box.shape)} from training rank "
-                f"{piece.source_rank}: the checksum on generation rank {self._rank} is "
-                f"{found:08x}, and was {piece.crc32:08x}"
-            )
+        values = torch.cat([checksums for _, checksums in self._summed]).tolist()
+        pieces = [piece for some, _ in self._summed for piece in some]
+        self._summed = []
+        for piece, value in zip(pieces, values, strict=True):
+            if piece.checksum is not None and value != piece.checksum:
+                received, expected = (f"{n % (1 << 64):016x}" for n in (value, piece.checksum))
+                raise ValueError(
+                    f"{piece.target}, box at {piece.offset} of {tuple(piece.data.shape)} from "
+                    f"training rank {piece.source_rank}: the checksum on generation rank "
+                    f"{self._rank} is {received}, and was {expected}"
+                )
 
     def finish(self) -> None:
         """Raises ValueError when a module did not get all of its parameters."""

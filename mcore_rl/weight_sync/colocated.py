@@ -241,7 +241,8 @@ def _described(piece: ReceivedSlice, memory: torch.Tensor) -> list[Any]:
     start = piece.data.data_ptr() - memory.data_ptr()
     dtype = str(piece.data.dtype).removeprefix("torch.")
     sizes = list(piece.data.shape)
-    return [piece.target, list(piece.offset), sizes, dtype, start, piece.source_rank, piece.crc32]
+    origin = [piece.source_rank, piece.checksum]
+    return [piece.target, list(piece.offset), sizes, dtype, start, *origin]
 
 
 def receive_shards(
@@ -317,10 +318,10 @@ def _map(
 
 
 def _piece(entry: list[Any], memory: torch.Tensor) -> ReceivedSlice:
-    target, offset, sizes, name, start, source_rank, crc32 = entry
+    target, offset, sizes, name, start, source_rank, checksum = entry
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StreamError(f"{target}: unknown dtype {name!r}")
     end = start + math.prod(sizes) * dtype.itemsize
     data = memory[start:end].view(dtype).view(sizes)
-    return ReceivedSlice(target, tuple(offset), data, source_rank, crc32)
+    return ReceivedSlice(target, tuple(offset), data, source_rank, checksum)

@@ -140,13 +140,13 @@ class _NixlMessages:
     def _offer(self, peer: int, bucket: int, parts: Sequence[Transfer]) -> None:
         """Tell the receiver of a message where it can be read, and the checksums in it."""
         [data] = (part.data for part in parts if not part.is_checksums)
-        crc32s = [part.data.view(torch.int64).tolist() for part in parts if part.is_checksums]
+        checksums = [part.data.view(torch.int64).tolist() for part in parts if part.is_checksums]
         notice = {
             **asdict(self._update),
             "bucket": bucket,
             "address": data.data_ptr(),
             "device": max(data.get_device(), 0),
-            "crc32s": crc32s[0] if crc32s else [],
+            "checksums": checksums[0] if checksums else [],
         }
         _finish_work_on(data.device)
         self._agent.send_notif(str(peer), json.dumps(notice).encode())
@@ -158,7 +158,7 @@ class _NixlMessages:
             return
         notice = self._notice(peer, bucket)
         if transfer.is_checksums:
-            data.copy_(torch.tensor(notice["crc32s"], dtype=torch.int64).view(torch.uint8))
+            data.copy_(torch.tensor(notice["checksums"], dtype=torch.int64).view(torch.uint8))
         elif not transfer.is_send:
             self._read(peer, bucket, data, notice)
 

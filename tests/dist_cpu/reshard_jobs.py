@@ -23,8 +23,9 @@ from mcore_rl.parallel.stages import split_into_chunks
 from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Exchange, LocalWeights, crc32_of
+from mcore_rl.reshard.executor import Exchange, LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
+from mcore_rl.reshard.ops import compute_checksums
 from mcore_rl.reshard.placement import Devices
 from mcore_rl.reshard.planner import Plan, Side, TransferRequirements
 from mcore_rl.reshard.rules import Shard, Weight
@@ -89,7 +90,8 @@ def sync(
         found = filled(served, rank, lambda block: torch.tensor(torch.nan))
     for bucket in exchange.run(weights, memory.allocate, lambda name: True):
         for box in bucket:
-            assert box.crc32 == crc32_of(box.data, box.data.dtype), box
+            [checksum] = compute_checksums([(box.data, box.data.dtype)]).tolist()
+            assert box.checksum == checksum, box
             at = zip(box.offset, box.data.shape, strict=True)
             target = found[box.target]
             if box.data.dtype != target.dtype and not target.isfinite().any():

@@ -10,13 +10,20 @@ import argparse
 import measure
 import torch
 
-from mcore_rl.reshard.ops import BoxQuantize, Quantized, copy_boxes, empty_quantized
+from mcore_rl.reshard.ops import (
+    BoxQuantize,
+    Quantized,
+    compute_checksums,
+    copy_boxes,
+    empty_quantized,
+)
 
 DTYPES = [
     (torch.uint8, torch.uint8),
     (torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.float32),
 ]
+CHECKSUMS = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), *DTYPES[1:]]
 
 
 def check(arguments: argparse.Namespace) -> measure.Result:
@@ -43,6 +50,15 @@ def check(arguments: argparse.Namespace) -> measure.Result:
             results.append(into.values.cpu().view(torch.uint8))
         assert torch.equal(*results), shape
         num_boxes += 1
+    for source_dtype, dtype in CHECKSUMS:
+        weight = torch.arange(33 * 9001).remainder(251).to(source_dtype).view(33, 9001)
+        results = []
+        for place in (torch.device("cpu"), device):
+            moved = weight.to(place)
+            views = (moved[0, 0], moved[:7, 1:6], moved[:, :4096], moved[1:3, 1:], moved.t()[:5])
+            results.append(compute_checksums((view, dtype) for view in views).cpu())
+        assert torch.equal(*results), (source_dtype, dtype)
+        num_boxes += len(views)
     measure.synchronize()
     return {"boxes": num_boxes}
 

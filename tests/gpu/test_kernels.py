@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from mcore_rl import _csrc
-from mcore_rl.reshard.ops import BoxCopy, BoxQuantize, Quantized, copy_boxes, empty_quantized
+from mcore_rl.reshard.ops import (
+    BoxChecksum,
+    BoxCopy,
+    BoxQuantize,
+    Quantized,
+    compute_checksums,
+    copy_boxes,
+    empty_quantized,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -159,3 +167,65 @@ def test_a_block_with_an_infinity_is_marked() -> None:
     assert into.scales.isnan().tolist() == [[False, False], [True, False]]
     with pytest.raises(ValueError, match="weight 0 has NaN, infinity"):
         quantize.check()
+
+
+CHECKSUMS = [*((d, d) for d in (torch.bfloat16, torch.float32, torch.int64)), *KINDS[-2:]]
+
+
+@pytest.mark.parametrize("dtypes", CHECKSUMS, ids=str)
+@pytest.mark.parametrize(("offset", "gap"), [(0, 0), (0, 16), (1, 0), (2, 3), (4, 4), (8, 8)])
+def test_checksums_are_those_of_the_cpu(
+    dtypes: tuple[torch.dtype, torch.dtype], offset: int, gap: int
+) -> None:
+    items = sum(rows * (columns + gap) for rows, columns in SHAPES) + 64
+    memory = random_bits(items, dtypes[0], 5)
+    checksums = []
+    for source in (memory, memory.cuda()):
+        views = views_of(source, offset, gap)
+        views += [views[5].t(), views[6].view(33, 13, 10)[:, 1::2, ::3] if not gap else views[6]]
+        checksum = BoxChecksum((view, dtypes[1]) for view in views)
+        checksums += [checksum.run().tolist(), checksum.run().tolist()]  # each begins at zero
+    assert checksums == checksums[:1] * 4
+
+
+def test_checksums_of_thousands_of_boxes_and_one_large_one() -> None:
+    rng = np.random.default_rng(0)
+    sizes = [int(n) for n in rng.integers(0, 9000, 20_000)] + [150_000_003]
+    starts = np.cumsum([0, *sizes]).tolist()
+    source = torch.randint(-(1 << 15), 1 << 15, (starts[-1],), dtype=torch.int16)
+    checksums = [
+        compute_checksums(
+            (memory[a : a + n], memory.dtype) for a, n in zip(starts[:-1], sizes, strict=True)
+        ).cpu()
+        for memory in (source, source.cuda())
+    ]
+    assert torch.equal(*checksums)
+
+
+def test_every_bit_that_flips_changes_the_checksum() -> None:
+    source = random_bits(64, torch.bfloat16, 1).cuda()
+    box = source.view(4, 16)[:, 1:14]
+    checksum = BoxChecksum([(box, box.dtype)])
+    before, seen = checksum.run().item(), set()
+    for bit in range(16):
+        for row, column in np.ndindex(4, 13):
+            flipped = 1 << bit if bit < 15 else -(1 << 15)
+            box.view(torch.int16)[row, column] ^= flipped
+            seen.add(checksum.run().item())
+            box.view(torch.int16)[row, column] ^= flipped
+    assert before not in seen
+    assert len(seen) == 16 * 4 * 13
+    assert checksum.run().item() == before
+
+
+def test_checksums_are_computed_in_the_current_stream() -> None:
+    stream, source = torch.cuda.Stream(), torch.zeros(1 << 24, device="cuda")
+    expected = compute_checksums([(torch.full((1 << 24,), 3.0), torch.float32)])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        source.fill_(3.0)
+        checksums = compute_checksums([(source, torch.float32)])
+        assert not stream.query()  # the host has not waited
+        source.zero_()
+    assert checksums.cpu().tolist() == expected.tolist()

@@ -129,8 +129,8 @@ def test_kernels_compile_for_gpus_without_spills_and_load_without_any(
     for architecture in architectures:
         assert result.stdout.count(f"for 'sm_{architecture}'") >= 5, result.stdout
     kernels = [found for found in KERNEL.findall(result.stdout) if "kernel" in found[0]]
-    # Copies and casts, quantisations.
-    assert len(kernels) == len(architectures) * (3 + 2)
+    # Copies and casts, quantisations, checksums.
+    assert len(kernels) == len(architectures) * (3 + 2 + 3)
     assert {frame for _, frame, _ in kernels} == {"0"}
     assert {spills for _, _, spills in kernels} == {"0 bytes spill stores, 0 bytes spill loads"}
 
@@ -177,4 +177,4 @@ def test_the_benchmark_of_the_page_compares_every_kernel():
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout)["cases"]
     assert all(case["s"] > 0 for case in cases)
-    assert {case["case"].split()[0] for case in cases} == {"copy", "quantize"}
+    assert {case["case"].split()[0] for case in cases} == {"copy", "quantize", "checksum"}

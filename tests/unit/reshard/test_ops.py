@@ -382,8 +382,8 @@ FINE = (64, 4096, 2, 8, 32, 32, 0, 0)  # addresses are not read before it runs
         (3, {}, "scales=0; allowed: the address of memory"),
         (3, {6: 8194}, "scales=8194; allowed: a multiple"),
         (3, {2: 300, 3: 300, 4: 1200, 5: 300, 6: 1 << 20, 7: 8}, "scales_stride=8; allowed: at"),
-        (5, {}, "kind=5; allowed: 0 to 4"),
-        (-1, {}, "kind=-1; allowed: 0 to 4"),
+        (8, {}, "kind=8; allowed: 0 to 7"),
+        (-1, {}, "kind=-1; allowed: 0 to 7"),
     ],
 )
 def test_entries_that_cannot_be(kind: int, changes: dict[int, int], message: str) -> None:

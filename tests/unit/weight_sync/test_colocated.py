@@ -18,7 +18,8 @@ import torch
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.buckets import Message, Part, ReceiveSlot
-from mcore_rl.reshard.executor import Bucket, crc32_of
+from mcore_rl.reshard.executor import Bucket
+from mcore_rl.reshard.ops import compute_checksums
 from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.shared_memory import (
@@ -49,7 +50,7 @@ def buckets(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
             part = Part("s", (0, 0), f"w{rank}", (index, 0), (3, 4), dtype.itemsize, 0)
             message = Message(index, rank, 0, (part,), part.num_bytes)
             slots.append(ReceiveSlot(message, start))
-            checksums[rank] = torch.tensor([crc32_of(source, dtype)])
+            checksums[rank] = compute_checksums([(source, dtype)])
         bucket = used, tuple(slots), torch.bfloat16, lambda name: True, checksums
         yield Bucket(index, *bucket)
 
@@ -100,7 +101,7 @@ def received(
 ) -> list[list[tuple[Any, ...]]]:
     with contextlib.closing(receive_shards(endpoint, update, CPU)) as arriving:
         return [
-            [(p.target, p.offset, p.data.clone(), p.source_rank, p.crc32) for p in pieces]
+            [(p.target, p.offset, p.data.clone(), p.source_rank, p.checksum) for p in pieces]
             for pieces in arriving
         ]
 
@@ -113,12 +114,12 @@ def test_every_box_arrives_in_its_dtype_with_its_checksum(count):
     assert sending.outcome() is None
     assert len(found) == count
     for index, pieces in enumerate(found):
-        for rank, (target, offset, data, source_rank, crc32) in enumerate(pieces):
+        for rank, (target, offset, data, source_rank, checksum) in enumerate(pieces):
             wanted = matrix(index).to((torch.float32, torch.bfloat16)[rank])
             assert (target, offset, source_rank) == (f"w{rank}", (index, 0), rank)
             assert data.dtype == wanted.dtype
             assert torch.equal(data, wanted)
-            assert crc32 == crc32_of(wanted, wanted.dtype)
+            assert [checksum] == compute_checksums([(wanted, wanted.dtype)]).tolist()
     assert sending.mapped | in_shared_memory() <= before
 
 
