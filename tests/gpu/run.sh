@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Shows on a machine with a GPU, in minutes, what of the GPU lane works and how fast it is.
-# Needs Python 3.12 with torch for CUDA, transformers, pybind11 and pytest, and nvcc: no network, and
+# Needs Python 3.12 with torch for CUDA, transformers, pybind11, psutil and pytest, and nvcc: no network, and
 # of the packages of this project only wheels of megatron-core, lapx, isal and dill.
 #
 #   bash tests/gpu/run.sh --wheels FOLDER            all checks that fit into 12 minutes
