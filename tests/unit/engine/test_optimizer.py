@@ -82,13 +82,16 @@ def test_a_wsd_decay_may_begin_right_after_warm_up():
     assert rates(settings, 12, 12) == pytest.approx(TABLE["linear"][:12])
 
 
-def test_cpu_offloaded_adam_is_refused_where_there_is_no_gpu(monkeypatch):
+def test_cpu_offloaded_adam_is_refused_without_a_gpu_or_transformer_engine(monkeypatch):
     settings = OptimizerConfig(cpu_offload=True, distributed=True)
     monkeypatch.setattr(optimizer, "device_name", lambda: "cpu")
     with pytest.raises(ConfigError, match=r"optimizer\.cpu_offload=true: without a GPU"):
         check(settings, 10)
     check(settings, 0)  # an engine for inference has no optimizer
     monkeypatch.setattr(optimizer, "device_name", lambda: "cuda")
+    with pytest.raises(ConfigError, match=r"cpu_offload=true needs transformer-engine 2\.1"):
+        check(settings, 10)
+    monkeypatch.setattr(optimizer.importlib.util, "find_spec", lambda name: name)
     check(settings, 10)
 
 
