@@ -259,6 +259,7 @@ class MegatronEngine(BaseEngine):
 
             unwrap(self.wrapped)
         self.chunks, self.wrapped, self.optimizer, self.schedule = [], [], None, None
+        self._mirrors.clear()
 
     def memory_report(self) -> MemoryReport:
         from mcore_rl.engine.megatron.offload import memory_report
