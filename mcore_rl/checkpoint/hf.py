@@ -27,6 +27,23 @@ _DERIVED = ".rotary_emb.inv_freq"
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFConfig:
+    """Read the config.json of a checkpoint whose weights `CheckpointReader` can read.
+
+    `setting` is the key of the path, for messages.
+
+    Raises:
+        ConfigError: as `read_config`, or weights are quantised in another way than float8 blocks.
+    """
+    config = read_config(path, setting)
+    if (quantization := config.get("quantization_config")) is not None:
+        try:
+            fp8.check_quantization_config(quantization)
+        except ConfigError as error:
+            raise ConfigError(f"{setting}={str(path)!r}: {error}") from None
+    return config
+
+
 class CheckpointReader:
     """The tensors of a checkpoint folder as the model has them; keeps no file open.
 
@@ -44,9 +61,7 @@ class CheckpointReader:
     def __init__(self, path: str | Path, setting: str = "model.path") -> None:
         self.path = Path(path)
         if (self.path / "config.json").is_file():
-            found = read_config(self.path, setting).get("quantization_config")
-            if found is not None:
-                fp8.check_quantization_config(found)
+            read_checkpoint_config(self.path, setting)
         located = _located(self.path, setting)
         self._file_of = {n: file for n, file in located.items() if not n.endswith(_DERIVED)}
         self._scaled = self._pairs()
