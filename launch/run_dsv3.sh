@@ -2,8 +2,9 @@
 # GRPO of DeepSeek-V3 671B on 32 nodes of 8 H100.
 #
 #   sbatch launch/run_dsv3.sh model.path=FOLDER data.train_file=FILE data.test_file=FILE [KEY=VALUE ...]
-#   bash launch/run_dsv3.sh --dry-run model.path=FOLDER ...     the commands and the plan; starts nothing
+#   bash launch/run_dsv3.sh --dry-run model.path=FOLDER     the commands and the plan; starts nothing
 #
+# FOLDER is the checkpoint as it is published. The plan needs its config.json alone, and no data.
 # A server spans 4 nodes (rollout.nodes_per_server). docs/cluster.md has the first run step by step.
 # Partition, account and time are your cluster's:
 # sbatch --partition=... --account=... --time=... launch/run_dsv3.sh ...

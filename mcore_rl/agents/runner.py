@@ -27,7 +27,7 @@ from mcore_rl.agents.program import ProgramLoop
 from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
 from mcore_rl.agents.time_limit import TimeLimit
-from mcore_rl.agents.tool_sources import tool_sources
+from mcore_rl.agents.tool_sources import end_sources, tool_sources, try_mcp_servers
 from mcore_rl.agents.tools.base import ToolSet
 from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, pay, samples_of
 from mcore_rl.agents.user_loop import UserLoop
@@ -92,8 +92,9 @@ def try_out(config: AgentConfig, fields: Mapping[str, Any]) -> None:
     """What takes a loop seconds to check, with the columns of a row: once before a run.
 
     Raises:
-        ConfigError: the loop cannot work.
+        ConfigError: the loop cannot work, or a server of agent.mcp_servers.
     """
+    asyncio.run(try_mcp_servers(config))
     if check := getattr(LOOPS[config.loop], "try_out", None):
         check(LOOPS.settings(config.loop, config.settings), config.max_turns, fields)
 
@@ -141,9 +142,10 @@ class AgentRunner:
         self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
 
     async def close(self) -> None:
-        """Ends what the loop has started, and the HTTP server of programs."""
+        """Ends what the loop has started, MCP servers, and the HTTP server of programs."""
         if close := getattr(self._loop, "close", None):
             await close()
+        await end_sources(self._sources)
         await self._endpoint.close()
 
     def hold(self, reason: str) -> None:

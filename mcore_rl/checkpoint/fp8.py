@@ -66,6 +66,15 @@ def quantization_config(names: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def is_block_format(found: Any) -> bool:
+    """Whether a config.json's quantization_config is of this format."""
+    try:
+        check_quantization_config(found)
+    except ConfigError:
+        return False
+    return True
+
+
 def check_quantization_config(found: Any) -> None:
     """Raise ConfigError unless a config.json's quantization_config is of this format."""
     allowed = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}

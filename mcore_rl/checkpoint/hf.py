@@ -29,6 +29,23 @@ _ROWS_AT_ONCE = 4096  # of a head that is compared with the embedding
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFConfig:
+    """Read the config.json of a checkpoint whose weights `CheckpointReader` can read.
+
+    `setting` is the key of the path, for messages.
+
+    Raises:
+        ConfigError: as `read_config`, or weights are quantised in another way than float8 blocks.
+    """
+    config = read_config(path, setting)
+    if (quantization := config.get("quantization_config")) is not None:
+        try:
+            fp8.check_quantization_config(quantization)
+        except ConfigError as error:
+            raise ConfigError(f"{setting}={str(path)!r}: {error}") from None
+    return config
+
+
 class CheckpointReader:
     """The tensors of a checkpoint folder as the model has them; keeps no file open.
 
@@ -47,9 +64,7 @@ class CheckpointReader:
     def __init__(self, path: str | Path, setting: str = "model.path") -> None:
         self.path = Path(path)
         has_config = (self.path / "config.json").is_file()
-        config: HFConfig = read_config(self.path, setting) if has_config else {}
-        if (quantization := config.get("quantization_config")) is not None:
-            fp8.check_quantization_config(quantization)
+        config: HFConfig = read_checkpoint_config(self.path, setting) if has_config else {}
         located = _located(self.path, setting)
         self._file_of = {n: file for n, file in located.items() if not n.endswith(_DERIVED)}
         is_tied = config.get("tie_word_embeddings") and _EMBEDDING in self._file_of

@@ -25,7 +25,10 @@ _TASKS = {
 }
 _TASK_EXAMPLES = [f"{name} --output {name} --seed 7" for name in _TASKS]
 _VERIFIERS = "verifiers"
-_VERIFIERS_EXAMPLE = f"{_VERIFIERS} --environment sums-v1 --limit 1000 --output tasks.parquet"
+_VERIFIERS_EXAMPLE = (
+    f"{_VERIFIERS} --environment sums-v1 --folders tests/e2e/verifiers_environments "
+    "--output tasks.parquet"
+)
 
 
 def main(arguments: list[str]) -> None:

@@ -24,7 +24,8 @@ class AgentConfig:
     # @tool, or as a file.yaml of function schemas.
     tools: list[str] = field(default_factory=list)
     search_file: str = ""  # JSONL with a column text, for the tool search
-    mcp_servers: list[str] = field(default_factory=list)  # URLs, or commands; their tools come, too
+    # Servers whose tools are offered, too: URLs, or commands, started once by each worker.
+    mcp_servers: list[str] = field(default_factory=list)
     sandbox: dict[str, Any] = field(default_factory=dict)  # of the tool python: docs/sandbox.md
     # Of loop=environment: code, countdown, guessing, openenv, or the import path of a class.
     environment: str = ""

@@ -85,8 +85,8 @@ def resolve_model(config: ModelConfig) -> None:
     iso_date("model.chat_date", config.chat_date)
 
 
-def resolve(config: RLConfig) -> None:
-    """Check every setting that needs no file."""
+def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
+    """Check every setting that needs no file; without `needs_data` sources of data may be unset."""
     one_of("task.name", config.task.name, TASKS)
     resolve_model(config.model)
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
@@ -113,7 +113,7 @@ def resolve(config: RLConfig) -> None:
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")
     _resolve_data(config.data)
-    _resolve_files(config)
+    _resolve_files(config, needs_data)
     resolve_engine("actor", config.actor)
     replay, share = config.actor.moe.router_replay, config.algorithm.samples.replay.share
     if replay == "rollout" and share:
@@ -223,7 +223,7 @@ def _resolve_data(config: DataConfig) -> None:
         )
 
 
-def _resolve_files(config: RLConfig) -> None:
+def _resolve_files(config: RLConfig, needs_data: bool) -> None:
     data = config.data
     made_by_task = {"model.path": config.model.path}
     made_by_task["data.train_file"] = data.train_file or ", ".join(data.train_files)
@@ -235,7 +235,8 @@ def _resolve_files(config: RLConfig) -> None:
             raise ConfigError(
                 f"{key}={value!r}: task.name={config.task.name!r} makes its own; allowed: ''"
             )
-        if not config.task.name and not value and key not in test:
+        is_needed = key not in test and (needs_data or key == "model.path")
+        if not config.task.name and not value and is_needed:
             raise ConfigError(f"{key}='' names nothing; it is needed when task.name is empty")
 
 

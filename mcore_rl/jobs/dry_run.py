@@ -19,9 +19,9 @@ from mcore_rl.jobs.output import inspect_run_dir
 from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
     Inputs,
-    check_inputs,
-    check_without_weights,
+    check_existing_inputs,
     has_weights,
+    unset_data,
 )
 from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
@@ -38,16 +38,16 @@ def dry_run(
 ) -> None:
     """Check all that a run checks before its start, then print what it would start.
 
-    A folder model.path with a config.json alone will do; what was not checked then is said. With
-    `gpus_per_node` it tells of a cluster of such nodes, whatever this machine has; without, of this
-    machine. `num_nodes` is how many of them there would be.
+    A folder model.path with a config.json alone will do, and settings of data may be missing; what
+    was not checked then is said. With `gpus_per_node` it tells of a cluster of such nodes, whatever
+    this machine has; without, of this machine. `num_nodes` is how many of them there would be.
 
     Raises:
         ConfigError: the run would be refused, for the same reason. A folder with something in it
             is no such reason here: a line tells of it.
     """
     console = console or get_stdout_console()
-    resolve(config)
+    resolve(config, needs_data=False)
     device = "cuda" if gpus_per_node else lane()
     config = for_lane(config, device)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
@@ -57,14 +57,14 @@ def dry_run(
     ):
         checkpoint = checkpoint_to_resume(config, folder)
         prepared = prepare(config, Path(scratch), checkpoint)
-        complete = has_weights(prepared)
-        inputs = check_inputs(prepared) if complete else check_without_weights(prepared)
+        inputs = check_existing_inputs(prepared)
+        lines = _inputs(config, prepared, inputs)
         model = read_config(prepared.model.path)
         found = roles(prepared, model)
         on_nodes: list[str] = []
         if gpus_per_node:
             on_nodes = _on_nodes(prepared, model, gpus_per_node, num_nodes)
-    say(console, *_inputs(config, inputs, complete))
+    say(console, *lines)
     for role in found:
         show(role, console)
     _show_turns(turns(prepared, model, found), console)
@@ -76,11 +76,14 @@ def say(console: Console, *lines: str) -> None:
         show_line(line, console)
 
 
-def _inputs(config: RLConfig, inputs: Inputs | None, complete: bool) -> list[str]:
+def _inputs(config: RLConfig, prepared: RLConfig, inputs: Inputs | None) -> list[str]:
     name = f"task {config.task.name}" if config.task.name else config.model.path
     lines = [f"model: {name}"]
-    if not complete:
+    if not has_weights(prepared):
         lines[0] += "; not checked: weights, since the folder holds none"
+    if unset := unset_data(prepared):
+        verb = "is" if len(unset) == 1 else "are"
+        return [*lines, f"data: not checked: {' and '.join(unset)} {verb} not set"]
     if inputs is None:
         return [*lines, "data: not checked but for the files: the model folder has no tokenizer"]
     data = f"data: {len(inputs.train)} prompts to train, {_held_out(inputs)} held out"

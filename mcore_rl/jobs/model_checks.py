@@ -7,7 +7,7 @@ from typing import cast
 import torch
 
 from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.checks import divides
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_models import served_models
@@ -35,7 +35,7 @@ def check_model_layouts(config: RLConfig) -> None:
     """All that depends on each config.json alone; raises ConfigError for the first fault."""
     for name, model in models_with_paths(config).items():
         key, servers = f"models.{name}", model.servers
-        found = read_config(model.path, f"{key}.path")
+        found = read_checkpoint_config(model.path, f"{key}.path")
         if value_head_of(found):
             raise ConfigError(
                 f"{key}.path={model.path!r} is of {found['architectures']}; allowed: a language "
@@ -71,8 +71,6 @@ def check_models(config: RLConfig) -> None:
         key, found = f"models.{name}", read_config(model.path)
         if served_models(config)[name].path:
             reader = CheckpointReader(model.path, f"{key}.path")
-            if reader.is_quantized or found.get("quantization_config"):
-                raise ConfigError(f"{key}.path={model.path!r} is quantised; allowed: plain weights")
             reader.check(logical_tensors(model_weights(found, padded_vocab_size(found, 1))))
         if not has_tokenizer(model.path):
             raise ConfigError(f"{key}.path={model.path!r} has no tokenizer")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.checks import one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_rollout_model
@@ -84,34 +84,48 @@ class Inputs:
 def check_inputs(config: RLConfig) -> Inputs:
     """Load the data and check model, layouts and names; raises ConfigError for the first fault."""
     _check_choices(config)
+    _check_weights(config)
+    return _read_data(config)
+
+
+def _check_weights(config: RLConfig) -> None:
     check_model(config)
     check_scorers(config)
     check_models(config)
-    return _read_data(config)
 
 
 def check_model(config: RLConfig) -> None:
     """Check the weights of the model, and layouts for it."""
-    reader = _opened(config)
     check_layouts(config)
+    reader = CheckpointReader(config.model.path)
     hf_config = reader.config()  # layers for prediction that the weights lack are left out
     resolve_model_engine("actor", config.actor, model_sizes(hf_config))
     weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
     reader.check(logical_tensors(weights))
 
 
-def check_without_weights(config: RLConfig) -> Inputs | None:
-    """The same for a model folder without weights.
+def check_existing_inputs(config: RLConfig) -> Inputs | None:
+    """Check what is there already, for a plan: weights, tokenizer and data may be missing.
 
-    Returns None where there is no tokenizer either: then no row of the data is looked at.
+    Returns None without a tokenizer or with an unset source of data: then files are only opened.
     """
     _check_choices(config)
-    check_layouts(config)
-    if has_tokenizer(config.model.path):
+    if has_weights(config):
+        _check_weights(config)
+    else:
+        check_layouts(config)
+    has_files = has_weights(config) or has_tokenizer(config.model.path)
+    if has_files and not unset_data(config):
         return _read_data(config)
     for setting, name in _data_files(config).items():
-        open_rows(name, setting)
+        if name:
+            open_rows(name, setting)
     return None
+
+
+def unset_data(config: RLConfig) -> list[str]:
+    """Settings of data that a run needs and that name nothing."""
+    return [setting for setting, name in _data_files(config).items() if not name]
 
 
 def has_weights(config: RLConfig) -> bool:
@@ -240,22 +254,10 @@ def _refuse_fewer(setting: str, source: str, num_rows: int, drawn: int) -> None:
         raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
 
 
-def _opened(config: RLConfig) -> CheckpointReader:
-    """The weights of the model; quantised ones are refused."""
-    found = read_config(config.model.path)
-    family_of(found)
-    reader = CheckpointReader(config.model.path)
-    if reader.is_quantized or found.get("quantization_config"):
-        _refuse_quantised(config)
-    return reader
-
-
 def check_layouts(config: RLConfig) -> HFConfig:
     """Check all that depends on config.json alone; returns its contents."""
-    found = read_config(config.model.path)
+    found = read_checkpoint_config(config.model.path)
     family = family_of(found)
-    if found.get("quantization_config"):
-        _refuse_quantised(config)
     sizes = model_sizes(found)
     resolve_model_layout("actor.layout", config.actor.layout, sizes)
     resolve_model_engine("actor", config.actor, sizes)
@@ -282,20 +284,12 @@ def check_layouts(config: RLConfig) -> HFConfig:
 def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
     path = critic.model_path
-    starts_from = read_config(path, "critic.model_path") if path else actor
+    starts_from = read_checkpoint_config(path, "critic.model_path") if path else actor
     sizes = model_sizes(value_config(starts_from))
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
     one_of("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
-
-
-def _refuse_quantised(config: RLConfig) -> NoReturn:
-    raise ConfigError(
-        f"model.path={config.model.path!r} is quantised, and its servers would be sent "
-        "bfloat16; allowed: float32 or bfloat16. To convert it: mcore-rl convert hf-to-mcore, "
-        "then mcore-rl convert mcore-to-hf --dtype bfloat16"
-    )
 
 
 def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:

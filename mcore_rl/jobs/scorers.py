@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS, teachers_of
 from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
@@ -37,8 +37,6 @@ def check_scorers(config: RLConfig) -> None:
     """Weights, tokenizers and the teacher of each prompt, too."""
     for role, path in frozen_paths(config).items():
         found, reader = _config_of(config, role, path), CheckpointReader(path, _setting(role))
-        if reader.is_quantized:
-            raise ConfigError(f"{_setting(role)}={path!r} is quantised; allowed: plain weights")
         reader.check(logical_tensors(model_weights(found, padded_vocab_size(found, 1))))
         _check_tokenizer(config, role, path)
     _check_teacher_column(config)
@@ -46,7 +44,7 @@ def check_scorers(config: RLConfig) -> None:
 
 def _config_of(config: RLConfig, role: str, path: str) -> HFConfig:
     setting = _setting(role)
-    found = read_config(path, setting)
+    found = read_checkpoint_config(path, setting)
     kind = value_head_of(found)
     if role == "reward_model":
         if kind != SEQUENCE:
@@ -95,7 +93,7 @@ def _check_teacher_column(config: RLConfig) -> None:
     if not config.teacher.column:
         return
     names, column = teachers_of(config.teacher), Column(config.teacher.column, "teacher.column")
-    for name in config.data.train_files or [config.data.train_file]:
+    for name in filter(None, config.data.train_files or [config.data.train_file]):
         for row in open_rows(name, "data.train_file"):
             if (found := column.text(row)) not in names:
                 raise column.refusal(row, found, f"one of: {', '.join(names)}")

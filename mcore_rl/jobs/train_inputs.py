@@ -11,7 +11,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.inputs import check_needs, needs_of
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPE_OF_LANE
 from mcore_rl.config.resolve_engine import (
@@ -39,7 +39,6 @@ from mcore_rl.models.base import (
     field,
     model_sizes,
     padded_vocab_size,
-    read_config,
 )
 from mcore_rl.models.heads import model_weights, value_config, value_head_of
 from mcore_rl.observability.trackers import check_trackers
@@ -128,14 +127,9 @@ def _check_functions(config: TrainConfig) -> None:
 
 def _check_model(config: TrainConfig) -> HFConfig:
     """config.json, when the settings fit it and the weights are those of it."""
-    found = read_config(config.model.path)
+    found = read_checkpoint_config(config.model.path)
     family_of(found)
     _check_kind(config, found)
-    if found.get("quantization_config"):
-        raise ConfigError(
-            f"model.path={config.model.path!r} is quantised; allowed: float32 or bfloat16. To "
-            "convert it: mcore-rl convert hf-to-mcore, then mcore-rl convert mcore-to-hf"
-        )
     resolve_model_layout("engine.layout", config.engine.layout, model_sizes(found))
     reader = CheckpointReader(config.model.path)
     held = reader.config()  # layers for prediction that the weights lack are left out

@@ -144,7 +144,7 @@ class VLLMServer:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        from mcore_rl.rollout import vllm_routing, vllm_worker
+        from mcore_rl.rollout import vllm_float8, vllm_routing, vllm_worker
 
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.engine_arguments()
@@ -169,6 +169,7 @@ class VLLMServer:
             **vllm_worker.lane_arguments(self._config, name, self._max_model_tokens, self._eager),
             **vllm_worker.sleep_arguments(self._can_sleep),
             **vllm_routing.arguments(self._records_experts),
+            **vllm_float8.float8_arguments(self._model_path, ep=self._config.ep),
             **nodes,
         ).create_engine_config(headless=headless)
         vllm_worker.check_heads(config.model_config)

@@ -40,6 +40,7 @@ from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.gloo import guard_gloo
 from mcore_rl.parallel.rendezvous import interface_of
 from mcore_rl.rollout import vllm_sleep
+from mcore_rl.rollout.vllm_float8 import register_loader
 from mcore_rl.rollout.vllm_nodes import meet_at_our_rendezvous
 from mcore_rl.rollout.vllm_trace import TraceTaker
 from mcore_rl.rollout.vllm_weights import make_reloadable, repack_output_heads
@@ -395,5 +396,6 @@ def register() -> None:
     module = "mcore_rl.rollout.vllm_transfer"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
     vllm_sleep.install()
+    register_loader()
     if current_platform.is_cpu():
         _route_local_experts()

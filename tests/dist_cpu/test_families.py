@@ -259,6 +259,24 @@ def test_rules_name_each_tensor_of_a_checkpoint_with_a_prediction_layer(with_mtp
     assert torch.equal(read.layers[0].eh_proj.weight, tensor)
 
 
+@pytest.mark.parametrize("layout", [Layout(), CASES["deepseek_v3"].layout], ids=str)
+def test_the_published_deepseek_in_float8_blocks_is_the_model_of_the_dequantised_weights(
+    layout, tmp_path_factory
+):
+    """Scores, training and an export without blocks, with its prediction layer."""
+    path, plain = tiny_families.save_published_deepseek(tmp_path_factory.mktemp("float8"))
+    batch = tiny_models.make_batch(num_samples=7)
+    [found, *_], [wanted, *_] = (parity(folder, layout, batch) for folder in (path, plain))
+    assert found["steps"] == wanted["steps"]
+    original = load_file(plain / "model.safetensors")
+    assert found["exported"].keys() == original.keys()
+    for key, tensor in original.items():
+        assert torch.equal(found["exported"][key], tensor), key
+    for key, tensors in found.items():
+        if key in ("log_probs", "entropy"):
+            assert all(map(torch.equal, tensors, wanted[key])), key
+
+
 @pytest.mark.parametrize("name", WITH_MTP)
 def test_prediction_layers_are_named_as_mbridge_names_them(runs, name):
     [names] = names_by_mbridge(runs.checkpoints[name])

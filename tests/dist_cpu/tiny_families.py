@@ -6,6 +6,7 @@ A new family adds its config here, with the second layout to test it at, and not
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from mcore_rl.checkpoint import fp8
 from mcore_rl.config.schema import Layout
 
 TP2 = Layout(tp=2)
@@ -112,16 +114,18 @@ def save_served(model: Any, path: Path) -> Path:
     return path
 
 
-def save_with_mtp(name: str, folder: Path) -> Path:
+def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     """A checkpoint with one layer of multi-token prediction, as published models have it.
+
+    Of `config`, or of the case.
 
     transformers writes none. The layer behind the last one becomes the prediction layer's decoder
     layer, which is what it is in published checkpoints, and what stands around it is added.
     """
-    config = cases()[name].config
+    config = config or cases()[name].config
     num_layers = config.num_hidden_layers
     config.num_hidden_layers = num_layers + 1
-    path = save(tiny_models.build_from(config), folder / f"{name}-mtp")
+    path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
     tensors = load_file(path / "model.safetensors")
     extra, hidden = f"model.layers.{num_layers}.", config.hidden_size
     for norm in ("enorm", "hnorm", "shared_head.norm"):
@@ -134,6 +138,30 @@ def save_with_mtp(name: str, folder: Path) -> Path:
     fields |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
     (path / "config.json").write_text(json.dumps(fields))
     return path
+
+
+def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Path]:
+    """DeepSeek-V3 in the form it is published in: float8 blocks, and a prediction layer.
+
+    Returns its folder and one of a plain checkpoint with the same weights: the products of the
+    blocks as bfloat16 has them, in files of float32.
+    """
+    plain = save_with_mtp("deepseek_v3", folder, config)
+    path = Path(shutil.copytree(plain, folder / "published"))
+    tensors, blocks = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        if not fp8.is_block_quantized(name, tuple(tensor.shape)):
+            blocks[name] = tensor
+            continue
+        pair = fp8.quantize_blocks(tensor)
+        blocks |= {name: pair[0], name + fp8.SCALE_SUFFIX: pair[1]}
+        tensors[name] = fp8.dequantize_blocks(*pair, torch.bfloat16).float()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(blocks, path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((path / "config.json").read_text())
+    fields["quantization_config"] = fp8.quantization_config(tensors)
+    (path / "config.json").write_text(json.dumps(fields))
+    return path, plain
 
 
 def with_prediction_layer(path: Path) -> Any:

@@ -32,6 +32,12 @@ def fail() -> str:
 
 
 @server.tool()
+def process() -> int:
+    """The process that answers."""
+    return os.getpid()
+
+
+@server.tool()
 def end() -> str:
     """Ends the server."""
     os._exit(3)

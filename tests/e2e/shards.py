@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,9 @@ class Trainer:
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
-        self.config = json.loads((paths[0] / "config.json").read_text())
-        training, _ = reshard_jobs.sides(self.config, Layout(), GenerationLayout())
         readers = [CheckpointReader(path) for path in paths]
+        self.config = readers[0].config()
+        training, _ = reshard_jobs.sides(self.config, Layout(), GenerationLayout())
         held = [reshard_jobs.filled(training, 0, reader.read) for reader in readers]
         # Its own padding of the vocabulary is not to reach anybody: it is NaN.
         self.weights = [LocalWeights(found) for found in held]

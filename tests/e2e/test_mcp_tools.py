@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shlex
 import socket
 import subprocess
@@ -12,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.runner import AgentRunner, try_out
 from mcore_rl.agents.tools.base import ToolError, ToolSet, tool
 from mcore_rl.agents.tools.mcp_tools import McpTools
 from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.rollout.agent_loop import Prompt
 from mcore_rl.rollout.protocol import SamplingParams
 from tests.e2e.processes import command_line, free_port
@@ -68,7 +70,8 @@ def test_tools_of_a_server(how, url):
             return found
 
     found = asyncio.run(run())
-    assert found["names"] == ["far_add", "far_wait", "far_fail", "far_end", "add"]
+    names = ["far_add", "far_wait", "far_fail", "far_process", "far_end", "add"]
+    assert found["names"] == names
     assert found["schema"]["description"] == "Adds two numbers."
     assert found["schema"]["parameters"]["required"] == ["a", "b"]
     assert (found["add"].text, found["add"].is_error) == ("7", False)
@@ -103,22 +106,99 @@ def test_a_server_that_dies_costs_a_call():
     assert servers() == []
 
 
-@pytest.mark.parametrize(
-    ("server", "message"),
-    [
-        (["/missing/server"], "/missing/server.*No such file"),
-        ([sys.executable, "-c", "raise SystemExit(1)"], "raise SystemExit"),
-        ([sys.executable, "-c", "import time; time.sleep(60)"], "no answer in|imed out"),
-        ("http://127.0.0.1:9/mcp", "127.0.0.1:9"),
-    ],
-)
-def test_a_server_that_does_not_answer(server, message):
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+DEAD: list[tuple[object, str]] = [
+    (["/missing/server"], "/missing/server.*No such file"),
+    (
+        python("import sys; sys.exit('no key: set UNITS_KEY')"),
+        r"Connection closed; its stderr: no key: set UNITS_KEY$",
+    ),
+    (python("import missing_package"), "its stderr: .*No module named 'missing_package'$"),
+    (
+        python("import sys, time; print('loading', file=sys.stderr); time.sleep(60)"),
+        "no answer in 2 s; its stderr: loading$",
+    ),
+    ("http://127.0.0.1:9/mcp", "127.0.0.1:9"),
+]
+
+
+@pytest.mark.parametrize(("server", "message"), DEAD)
+def test_a_server_that_does_not_answer_is_told_with_its_stderr(server, message):
     async def run() -> None:
         async with ToolSet([McpTools(server, timeout_s=2)]):
             pass
 
     with pytest.raises(ToolError, match=message):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(("server", "message"), DEAD)
+def test_a_server_that_does_not_answer_is_refused_before_a_run(server, message):
+    given = server if isinstance(server, str) else shlex.join(server)
+    config = AgentConfig("tools", mcp_servers=[given], tool_timeout_s=2)
+    with pytest.raises(ConfigError, match=f"agent.mcp_servers: the MCP server .*{message}"):
+        try_out(config, {})
+
+
+@pytest.mark.parametrize(("server", "message"), [("'", "No closing quotation"), (" ", "a command")])
+def test_a_command_that_is_none_is_refused_with_its_place(server, message):
+    config = AgentConfig("tools", mcp_servers=["http://127.0.0.1:9/mcp", server])
+    with pytest.raises(ConfigError, match=rf"agent.mcp_servers\[1\]=.*{message}"):
+        try_out(config, {})
+
+
+def test_servers_that_answer_are_tried_together_and_left_before_a_run(url):
+    two = AgentConfig("tools", mcp_servers=[shlex.join(STDIO)], tool_timeout_s=120)
+    try_out(two, {})
+    assert servers() == []
+    two.mcp_servers.append(url)
+    with pytest.raises(ConfigError, match="two tools have the name 'add'"):
+        try_out(two, {})
+    assert servers() == []
+
+
+def test_trajectories_share_a_server_which_is_started_again_when_it_has_ended(capfd):
+    config = AgentConfig("tools", mcp_servers=[shlex.join(STDIO)], tool_timeout_s=120)
+    prompt = Prompt([], 0, messages=MESSAGES)
+
+    async def work() -> tuple[list[str], list[int]]:
+        says = [called("process")] * 6 + ["42"] * 6
+        policy = Scripted([*says, called("end"), called("process"), "42"])
+        runner = AgentRunner(policy, TOKENIZER, is_42, config, 4096, stops_on_error=True)
+        told, running = [], []
+        try:
+            samples = await runner.run_all([prompt], SamplingParams(n=6, max_tokens=1000))
+            running.append(len(servers()))
+            told += [text_of(sample.response_ids) for sample in samples]
+            [sample] = await runner.run_all([prompt], SamplingParams(n=1, max_tokens=1000))
+            running.append(len(servers()))
+            told.append(text_of(sample.response_ids))
+        finally:
+            await runner.close()
+        return told, running
+
+    told, running = asyncio.run(work())
+    answers = [re.findall(r"<tool_response>\n(.*)\n</tool_response>", text) for text in told]
+    first = {process for [process] in answers[:6]}
+    assert len(first) == 1
+    assert answers[6][0].startswith("Error: ") and answers[6][1] not in first
+    assert running == [1, 1] and servers() == []
+    assert "mcp_server.py', 'stdio'] has ended" in capfd.readouterr().out
+
+
+def test_the_example_server_answers_the_policy():
+    example = Path(__file__).parents[2] / "examples/mcp_server.py"
+    command = shlex.join([sys.executable, str(example)])
+    config = AgentConfig("tools", mcp_servers=[command], tool_timeout_s=120)
+    try_out(config, {})
+    miles = called("convert", value=26.2, source="mile", target="kilometre")
+    [sample], policy = run([miles + called("units"), "42"], config)
+    told = text_of(policy.prompts[1][len(policy.prompts[0]) :])
+    assert "<tool_response>\n42.16" in told and "kilometre" in told
+    assert "Convert a length to another unit." in text_of(sample.prompt_ids)
 
 
 def called(name: str, **arguments: object) -> str:
@@ -137,9 +217,7 @@ def test_servers_that_the_settings_name_are_those_of_a_trajectory(how, url):
 
 
 @pytest.mark.parametrize("how", ["stdio", "http"])
-def test_a_trajectory_that_is_cancelled_in_a_call_leaves_no_server_and_others_go_on(
-    how, url, tmp_path
-):
+def test_a_trajectory_that_is_cancelled_in_a_call_leaves_its_server_to_others(how, url, tmp_path):
     server, file = shlex.join(STDIO) if how == "stdio" else url, tmp_path / "waits"
     config = AgentConfig("tools", mcp_servers=[server], tool_timeout_s=120)
     sampling, prompt = SamplingParams(n=1, max_tokens=1000), Prompt([], 0, messages=MESSAGES)
@@ -155,9 +233,11 @@ def test_a_trajectory_that_is_cancelled_in_a_call_leaves_no_server_and_others_go
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert servers() == []
+        assert len(servers()) == (how == "stdio")
         [sample] = await runner.run_all([prompt], sampling)
         assert (sample.reward, sample.status) == (1.0, "finished")
+        assert len(servers()) == (how == "stdio")
+        await runner.close()
 
     asyncio.run(cut_short())
     assert servers() == []

@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,6 +30,7 @@ from mcore_rl.rollout.protocol import SamplingParams
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_resume import ONE_RANK
 from tests.e2e.verifiers_environment import FOLDERS, interpreter
+from tests.pages import ROOT, commands
 from tests.unit.agents.served import Policy
 from tests.unit.agents.test_loops import TOKENIZER, text_of
 from tests.unit.agents.test_verifiers import played_through_a_kill
@@ -57,6 +63,22 @@ def test_tasks_are_rows_with_their_prompts(settings, tasks, tmp_path):
     wrong = VerifiersSettings(**settings, args='{"taskset": {"num_task": 40}}')
     with pytest.raises(ConfigError, match=r"cannot load its environment: .*num_task"):
         make_verifiers(wrong, TaskRange(), tmp_path / "tasks.parquet")
+
+
+def test_the_commands_of_the_page_make_rows(settings, tmp_path):
+    """As printed, in a folder with what they name."""
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    environment = Path(settings["interpreter"]).parents[1]
+    (tmp_path / ".venv-verifiers").symlink_to(environment)
+    page = ROOT / "docs/agents.md"
+    printed = [c.text for c in commands(page) if c.text.startswith("mcore-rl data verifiers")]
+    for text in printed:
+        _, *arguments = shlex.split(text)
+        command = [sys.executable, "-m", "mcore_rl.cli.main", *arguments]
+        path = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=tmp_path, env=path, check=True)
+    sizes = {name: pq.read_table(tmp_path / f"{name}.parquet") for name in ("train", "test")}
+    assert {name: len(table) for name, table in sizes.items()} == {"train": 512, "test": 128}
 
 
 def called(a: int, b: int) -> str:

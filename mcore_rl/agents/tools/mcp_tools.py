@@ -1,21 +1,25 @@
-"""Tools of a server of the Model Context Protocol, by stdio or streamable HTTP."""
+"""Tools of servers of the Model Context Protocol, by stdio or streamable HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from mcore_rl.agents.tools.base import NAME, Tool, ToolError
 
 _MAX_TOOLS = 128
+_STDERR_CHARS = 2000  # of a server's stderr: its end
+_STDERR_S = 1.0  # for the rest of it, after the server has ended
 
 
-class McpTools:
-    """The tools that one server has, for a ToolSet; one connection a trajectory.
+class McpServer:
+    """Tools of one server, shared by all trajectories of an event loop.
 
-    A server by stdio is started with the trajectory and ends with it.
+    The first `setup` starts the server or connects to it. One that has ended is started again by
+    the next `setup` or call. `shutdown` ends it.
     """
 
     def __init__(
@@ -27,63 +31,97 @@ class McpTools:
         start, and of each call.
         """
         self._server, self._prefix, self._timeout_s = server, prefix, timeout_s
-        self._stack = AsyncExitStack()
-        self._client: Any = None
+        self._client: Any = None  # while it is connected
+        self._starting: asyncio.Task[None] | None = None
+        self._owner: asyncio.Task[None] | None = None  # which enters and leaves the client
+        self._stop = asyncio.Event()
+        self._stderr = _Stderr()
         self.tools: list[Tool] = []
 
+    def __str__(self) -> str:
+        return f"the MCP server {self._server!r}"
+
     async def setup(self) -> None:
-        """Connects and asks for the tools.
+        """Start or connect to the server, unless that is done, and list its tools.
 
         Raises:
             ToolError: the server cannot be reached, does not answer in time, or has no tool, or
-                more than 128.
+                more than 128. With the end of its stderr.
         """
-        from mcp import Client, StdioServerParameters  # 0.8 s
+        if self._client is not None:
+            return
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)  # other trajectories wait for it, too
 
-        target: Any = self._server
-        if not isinstance(self._server, str):
-            command, *arguments = self._server
-            target = StdioServerParameters(command=command, args=arguments)
-        client = Client(target, read_timeout_seconds=self._timeout_s)
+    async def shutdown(self) -> None:
+        """End the connection, and a server that was started for it."""
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        self._client = None
+        self._stop.set()
+        if self._owner is not None:
+            await asyncio.wait([self._owner])
+
+    async def _start(self) -> None:
+        self._stop.set()
+        if self._owner is not None:
+            await asyncio.wait([self._owner])  # of a server that has ended
+        self._stop, self._stderr = asyncio.Event(), _Stderr()
+        connected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._owner = owner = asyncio.create_task(self._own(connected))
         try:
             async with asyncio.timeout(self._timeout_s):
-                self._client = await self._stack.enter_async_context(client)
-                found = await self._listed()
-        except Exception as error:
-            await self._stack.aclose()
-            reason = f"no answer in {self._timeout_s:g} s" if _is_late(error) else _told(error)
-            raise ToolError(f"the MCP server {self._server!r}: {reason}") from error
-        if not 0 < len(found) <= _MAX_TOOLS:
-            await self._stack.aclose()
-            raise ToolError(
-                f"the MCP server {self._server!r} has {len(found)} tools; allowed: 1 to "
-                f"{_MAX_TOOLS}"
-            )
-        self.tools = [self._tool(one) for one in found]
+                client, listed = await connected
+            if not 0 < len(listed) <= _MAX_TOOLS:
+                raise ToolError(f"it has {len(listed)} tools; allowed: 1 to {_MAX_TOOLS}")
+            self.tools = [self._make_tool(tool) for tool in listed]
+            self._client = client
+        except BaseException as error:
+            owner.cancel()
+            await asyncio.wait([owner])
+            if not isinstance(error, Exception):
+                raise
+            is_late = isinstance(error, TimeoutError)
+            reason = f"no answer in {self._timeout_s:g} s" if is_late else _describe(error)
+            raise ToolError(f"{self}: {reason}{self._said()}") from error
 
-    async def close(self) -> None:
-        await self._stack.aclose()
+    async def _own(self, connected: asyncio.Future[Any]) -> None:
+        """Hold the client open: it has to be entered and left by one task."""
+        from mcp import Client, StdioServerParameters, stdio_client  # 0.8 s
 
-    async def _listed(self) -> list[Any]:
-        found: list[Any] = []
-        cursor = None
-        while len(found) <= _MAX_TOOLS:
-            page = await self._client.list_tools(cursor=cursor)
-            found += page.tools
-            cursor = page.next_cursor
-            if not cursor:
-                break
-        return found
+        try:
+            async with self._stderr.opened() as stderr:
+                target: Any = self._server
+                if not isinstance(self._server, str):
+                    command, *arguments = self._server
+                    parameters = StdioServerParameters(command=command, args=arguments)
+                    target = stdio_client(parameters, errlog=stderr)
+                async with Client(target, read_timeout_seconds=self._timeout_s) as client:
+                    connected.set_result((client, await _list_tools(client)))
+                    await self._stop.wait()
+        except Exception as error:  # noqa: BLE001 (of a server that is not ours)
+            if not connected.done():
+                connected.set_exception(error)
 
-    def _tool(self, found: Any) -> Tool:
-        name = f"{self._prefix}{found.name}"
+    def _make_tool(self, listed: Any) -> Tool:
+        name = f"{self._prefix}{listed.name}"
         if not NAME.fullmatch(name):
-            raise ToolError(f"the MCP server {self._server!r} has a tool called {name!r}")
+            raise ToolError(f"it has a tool called {name!r}; allowed: {NAME.pattern}")
 
         async def call(**arguments: Any) -> str:
-            result = await self._client.call_tool(
-                found.name, arguments, read_timeout_seconds=self._timeout_s
-            )
+            await self.setup()
+            client = self._client
+            try:
+                result = await client.call_tool(
+                    listed.name, arguments, read_timeout_seconds=self._timeout_s
+                )
+            except Exception as error:
+                if _is_closed(error) and client is self._client:
+                    self._client = None
+                    print(f"{self} has ended{self._said()}")
+                raise
             texts = [
                 block.text if block.type == "text" else f"[{block.type}]"
                 for block in result.content
@@ -92,14 +130,70 @@ class McpTools:
                 raise ToolError("\n".join(texts))
             return "\n".join(texts)
 
-        return Tool(name, found.description or name, found.input_schema, call, self._timeout_s)
+        return Tool(name, listed.description or name, listed.input_schema, call, self._timeout_s)
+
+    def _said(self) -> str:
+        text = " ".join(self._stderr.text.split())
+        return f"; its stderr: {text}" if text else ""
 
 
-def _is_late(error: Exception) -> bool:
-    return isinstance(error, TimeoutError)
+class McpTools(McpServer):
+    """Tools of one server for a single trajectory, with a connection of its own."""
+
+    async def close(self) -> None:
+        await self.shutdown()
 
 
-def _told(error: BaseException) -> str:
+class _Stderr(asyncio.Protocol):
+    """The end of what a server writes to its stderr."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._is_complete = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.text = (self.text + data.decode(errors="replace"))[-_STDERR_CHARS:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_complete.set()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Any]:
+        """A file for the stderr of a process; in the end what it has written is read."""
+        reading, writing = os.pipe()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: self, os.fdopen(reading, "rb"))
+        try:
+            with os.fdopen(writing, "w") as file:
+                yield file
+        finally:
+            with suppress(TimeoutError):  # a process that the server has left keeps it open
+                async with asyncio.timeout(_STDERR_S):
+                    await self._is_complete.wait()
+            transport.close()
+
+
+async def _list_tools(client: Any) -> list[Any]:
+    tools: list[Any] = []
+    cursor = None
+    while len(tools) <= _MAX_TOOLS:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            break
+    return tools
+
+
+def _is_closed(error: Exception) -> bool:
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
+
+    return isinstance(error, MCPError) and error.error.code == CONNECTION_CLOSED
+
+
+def _describe(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    text = " ".join(str(error).split())[:200]
+    return text if isinstance(error, ToolError) else f"{type(error).__name__}: {text}"

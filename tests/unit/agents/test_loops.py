@@ -97,7 +97,14 @@ def run(
         max_tokens=own.get("max_tokens", 1000),
         experts_from=own.get("experts_from"),
     )
-    return asyncio.run(runner.run_all([prompt], sampling)), policy
+
+    async def run_and_close() -> list[Sample]:
+        try:
+            return await runner.run_all([prompt], sampling)
+        finally:
+            await runner.close()
+
+    return asyncio.run(run_and_close()), policy
 
 
 def text_of(ids: Sequence[int]) -> str:

@@ -278,6 +278,34 @@ def test_a_path_that_does_not_exist_is_refused_by_its_own_key(
         )
 
 
+@pytest.mark.parametrize(
+    ("left_out", "unset"),
+    [
+        (["data.train_file"], "data.train_file is"),
+        (["data.train_file", "data.test_file"], "data.train_file is"),
+        (["data.train_file", "warm_start.train_file"], "data.train_file and warm_start.train_f"),
+    ],
+)
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_plan_needs_no_data_and_names_what_is_not_set(
+    place, monkeypatch, capfd, left_out, unset, is_complete
+):
+    """The weights and the files that are there are checked all the same."""
+    if not is_complete:
+        (place / "model" / "model.safetensors").unlink()
+    settings = [word for word in SETTINGS if word.partition("=")[0] not in left_out]
+    status, out, err = dry_run(monkeypatch, capfd, *settings)
+    assert (status, err) == (0, "")
+    assert f"data: not checked: {unset}" in out and "actor: 2 ranks" in out
+    if "data.test_file" not in left_out:
+        status, _, err = dry_run(monkeypatch, capfd, *settings, "data.test_file=no.parquet")
+        assert (status, "data.test_file='no.parquet' does not exist" in err) == (2, True), err
+    if is_complete:
+        (place / "model" / "model.safetensors").write_bytes(b"no")
+        status, _, err = dry_run(monkeypatch, capfd, *settings)
+        assert (status, "model/model.safetensors" in err) == (2, True), err
+
+
 def test_weights_that_are_there_are_checked(place, monkeypatch, capfd):
     (place / "model" / "model.safetensors").write_bytes(b"no")
     status, _, err = dry_run(monkeypatch, capfd, *SETTINGS)
@@ -288,7 +316,6 @@ def test_weights_that_are_there_are_checked(place, monkeypatch, capfd):
 def found(model: str, **settings: object) -> dict[str, Role]:
     config = RLConfig(model=ModelConfig(dtype="bfloat16"), **settings)  # type: ignore[arg-type]
     loaded = json.loads((PUBLISHED / f"{model}.json").read_text())
-    loaded.pop("quantization_config", None)
     return {role.name: role for role in roles(config, loaded)}
 
 

@@ -49,9 +49,7 @@ def config_of(layout: Layout, recompute: RecomputeConfig, **engine: object) -> R
 
 
 def model_of(name: str) -> dict[str, object]:
-    config = json.loads((PUBLISHED / f"{name}.json").read_text())
-    config.pop("quantization_config", None)
-    return config
+    return json.loads((PUBLISHED / f"{name}.json").read_text())
 
 
 FULL, NONE = RecomputeConfig("full"), RecomputeConfig()

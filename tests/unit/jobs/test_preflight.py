@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from mcore_rl.checkpoint.fp8 import quantization_config, quantize_blocks
+from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, ModelConfig, RewardConfig, RLConfig
 from mcore_rl.data.tasks import tiny_model
@@ -20,29 +18,29 @@ from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.workers.expert_records import ExpertLayers
 from tests.unit.agents.families import tokenizer_of
 
-WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
-
-@pytest.mark.parametrize("is_named", [True, False])
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_model_in_float8_is_refused_with_the_way_out(tmp_path: Path, is_named, is_there):
-    """By its config or by its tensors; with neither, the next error is another one."""
-    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
-    if is_named:
-        config["quantization_config"] = quantization_config([])
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weight = torch.ones(4, 4)
-    quantized, scales = quantize_blocks(weight)
-    float8 = {WEIGHT: quantized, f"{WEIGHT}_scale_inv": scales}
-    save_file(float8 if is_there else {WEIGHT: weight}, tmp_path / "model.safetensors")
-    message = (
-        r"is quantised, .* mcore-rl convert hf-to-mcore, then mcore-rl convert mcore-to-hf "
-        "--dtype bfloat16"
+@pytest.mark.parametrize(
+    "setting", ["model.path", "critic.model_path", "reward_model.model_path", "models.user.path"]
+)
+def test_another_quantisation_than_float8_blocks_is_refused_by_its_path(tmp_path: Path, setting):
+    """From config.json alone, as in a dry run."""
+    source = Path(__file__).parents[1] / "models" / "published" / "DeepSeek-V3.json"
+    made = json.loads(source.read_text())
+    for name, method in (("float8", "fp8"), ("other", "awq")):
+        made["quantization_config"]["quant_method"] = method
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(made))
+    paths = {"model.path": str(tmp_path / "float8"), setting: str(tmp_path / "other")}
+    if setting == "reward_model.model_path":
+        made["architectures"] = ["DeepseekV3ForSequenceClassification"]
+        (tmp_path / "other" / "config.json").write_text(json.dumps(made))
+    config = compose_config(
+        RLConfig,
+        ["recipe=dsv3_671b", "algorithm.advantage=gae", *(f"{k}={v}" for k, v in paths.items())],
     )
-    with pytest.raises(
-        ConfigError, match=message if is_named or is_there else "has no 'hidden_size'"
-    ):
-        check_inputs(RLConfig(model=ModelConfig(path=str(tmp_path))))
+    told = rf"^{setting}='{tmp_path}/other': .*quant_method='awq' is not supported; allowed: 'fp8'"
+    with pytest.raises(ConfigError, match=told):
+        check_layouts(config)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,6 @@ def published(folder: Path, name: str, **changes: object) -> RLConfig:
     """With replay of what servers have recorded."""
     source = Path(__file__).parents[1] / "models" / "published" / f"{name}.json"
     made = json.loads(source.read_text()) | changes
-    made.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(made))
     config = RLConfig(model=ModelConfig(path=str(folder), dtype="bfloat16"))
     config.actor.moe.router_replay = "rollout"

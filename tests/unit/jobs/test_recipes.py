@@ -61,10 +61,8 @@ def composed(name: str, *overrides: str) -> RLConfig:
 
 
 def model_of(name: str) -> HFConfig:
-    """The published config.json; DeepSeek-V3 as conversion to bfloat16 leaves it."""
-    config = json.loads((PUBLISHED / f"{RECIPES[name].published}.json").read_text())
-    config.pop("quantization_config", None)
-    return config
+    """The published config.json."""
+    return json.loads((PUBLISHED / f"{RECIPES[name].published}.json").read_text())
 
 
 @cache
@@ -174,15 +172,6 @@ def test_a_recipe_is_dry_run_on_its_published_config(name, place, monkeypatch, c
     assert f"\n{world} GPUs: {world} for actor, rollout, by turns\n" in out
     assert len(re.findall(r"^ node \d+: actor .*; rollout server", out, re.M)) == world // 8
     assert re.search(r"\nweight sync \(colocated\), each step: [1-9][\d,.]* GB between GPUs", out)
-
-
-def test_the_published_deepseek_is_told_how_to_become_bfloat16(place, monkeypatch, capfd):
-    published = (PUBLISHED / "DeepSeek-V3.json").read_text()
-    (place / "model" / "config.json").write_text(published)
-    files = ["model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet"]
-    status, out, err = dry_run(monkeypatch, capfd, "recipe=dsv3_671b", *files)
-    assert (status, out) == (2, "")
-    assert "is quantised" in err and "mcore-rl convert mcore-to-hf --dtype bfloat16" in err
 
 
 @each_recipe

@@ -1,0 +1,94 @@
+"""A vLLM server on DeepSeek-V3 as it is published: float8 blocks, a prediction layer.
+
+Run as a program, `python test_float8_server.py FOLDER`, it prints the scores of a server with two
+workers, which a process that has joined other ranks cannot start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import shards
+import tiny_families
+import tiny_models
+
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.protocol import TokenScores
+from mcore_rl.rollout.vllm_server import VLLMServer
+from tests.e2e import reference
+from tests.e2e.hosting import hosting
+
+pytestmark = pytest.mark.server
+
+TOKENS = [1, *range(5, 60)]
+
+
+def server_of(folder: Path, tp: int) -> VLLMServer:
+    rollout = RolloutConfig(tp=tp, ep=tp > 1, max_num_seqs=8, kv_cache_bytes=32 << 20)
+    return VLLMServer(str(folder), "float32", 256, rollout, seed=0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    """Published, the same in plain float32, and other weights in plain float32."""
+    config = tiny_families.served_config("deepseek_v3")
+    both = tiny_families.save_published_deepseek(tmp_path_factory.mktemp("first"), config)
+    config, folder = tiny_families.served_config("deepseek_v3"), tmp_path_factory.mktemp("other")
+    other = tiny_families.save_served(tiny_models.build_from(config, seed=1), folder)
+    return [*both, other]
+
+
+def check(scores: TokenScores, folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    reference.check(scores, model, TOKENS[:1])
+
+
+def test_a_server_starts_with_the_dequantised_weights_and_takes_shards_and_folders(folders):
+    published, plain, other = folders
+    assert "quantization_config" in json.loads((published / "config.json").read_text())
+    server = server_of(published, tp=1)
+    with hosting(), asyncio.Runner() as runner:
+        run = runner.run
+        run(server.start())
+        try:
+            check(run(server.score(TOKENS)), plain)
+            trainer = shards.Trainer([published, other])
+            transport = run(trainer.connect(server))
+            for number, folder in ((1, other), (0, plain)):
+                assert run(shards.take_shards(server, trainer, number, transport)) == [None, None]
+                check(run(server.score(TOKENS)), folder)
+            for folder in (plain, published):
+                run(server.load_checkpoint(str(folder), server.weight_version + 1))
+                check(run(server.score(TOKENS)), plain)
+        finally:
+            run(server.close())
+
+
+@pytest.mark.nightly
+def test_two_workers_with_half_of_the_experts_each_have_the_dequantised_weights(folders):
+    command = [sys.executable, __file__, str(folders[0])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    check(TokenScores(**json.loads(done.stdout.splitlines()[-1])), folders[1])
+
+
+async def print_scores(folder: Path) -> None:
+    server = server_of(folder, tp=2)
+    await server.start()
+    print(json.dumps(asdict(await server.score(TOKENS))))
+    await server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(print_scores(Path(sys.argv[1])))
