@@ -53,7 +53,7 @@ class ProcessGroupTransport(ExchangeTransport):
         try:
             store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
             self._store = store
-            _meet(store, rank, spec.world_size)
+            store.barrier("here")  # ends when the rendezvous is told of a death
             mesh_s = timeout_s if device.type == "cuda" else min(_MESH_S, timeout_s)
             self._group = _joined(store, rank, spec.world_size, device, mesh_s)
             self._transport = GroupTransport(self._group, timeout_s, device)
@@ -92,12 +92,6 @@ class ProcessGroupTransport(ExchangeTransport):
             raise StreamError(f"{update}, rank {self._rank}: {error}") from error
         for peer, tensor in enumerate(found):
             update.agree_with(peer, json.loads(bytes(tensor.tolist())))
-
-
-def _meet(store: RendezvousStore, rank: int, world_size: int) -> None:
-    """Returns when all are there; this wait ends when the rendezvous is told of a death."""
-    store.set(f"here-{rank}", b"")
-    store.wait([f"here-{peer}" for peer in range(world_size)])
 
 
 def _joined(

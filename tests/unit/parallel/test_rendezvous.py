@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
@@ -25,9 +26,10 @@ from mcore_rl.parallel.rendezvous import (
     address_of,
     interface_of,
 )
-from mcore_rl.parallel.rendezvous_client import RendezvousClient
+from mcore_rl.parallel.rendezvous_client import RendezvousClient, end_waits
 from mcore_rl.parallel.store import RendezvousStore
 from tests import attacks
+from tests.operations import count_operations
 
 c10d: Any = torch.distributed
 
@@ -303,3 +305,96 @@ def test_a_server_leaves_no_thread():
     server.close()
     server.close()
     assert {*threading.enumerate()} <= before
+
+
+def connect(stores: list[RendezvousStore], _: int) -> None:
+    """Ranks have done so."""
+
+
+def meet(stores: list[RendezvousStore], rank: int) -> None:
+    stores[rank].barrier("here")
+
+
+def gather(stores: list[RendezvousStore], rank: int) -> None:
+    values = stores[rank].all_gather("site", f"of {rank}")
+    assert values == [f"of {rank}".encode() for rank in range(len(stores))]
+
+
+def come_late(stores: list[RendezvousStore], rank: int) -> None:
+    with pytest.raises(c10d.DistStoreError, match="for nobody's; all ranks are connected"):
+        stores[rank].wait(["nobody's"], timedelta(seconds=0.5))
+
+
+def operations_of_server(use: Callable[[list[RendezvousStore], int], None], num_ranks: int) -> int:
+    with (
+        count_operations("rendezvous") as operations,
+        RendezvousServer("127.0.0.1") as server,
+        ThreadPoolExecutor(num_ranks) as threads,
+    ):
+        ranks = range(num_ranks)
+        stores = [RendezvousStore(server.endpoint, rank, num_ranks, 60.0) for rank in ranks]
+        list(threads.map(partial(use, stores), ranks))
+        for store_of_rank in stores:
+            store_of_rank.close()
+    return operations.num
+
+
+@pytest.mark.parametrize(
+    ("use", "most"), [(connect, 1.15), (meet, 1.15), (gather, 1.15), (come_late, 1.4)]
+)
+def test_what_the_server_does_is_linear_in_the_ranks(use, most):
+    few, many = (operations_of_server(use, num_ranks) / num_ranks for num_ranks in (32, 256))
+    assert many / few < most
+
+
+def test_a_key_that_comes_is_looked_up_once_for_each_that_waits():
+    """Of process groups, in which C++ waits for a key of every rank."""
+
+    def operations(num_ranks: int) -> int:
+        def wait_for_all(stores: list[RendezvousStore], rank: int) -> None:
+            keys = [f"key-{peer}" for peer in range(num_ranks)]
+            if rank < num_ranks - 1:
+                stores[rank].add("entered", 1)
+                stores[rank].multi_get(keys)
+                return
+            while stores[rank].add("entered", 0) < num_ranks - 1:
+                time.sleep(0.01)
+            time.sleep(0.1)  # until those have been read
+            for key in keys:
+                stores[rank].set(key, b"")
+
+        return operations_of_server(wait_for_all, num_ranks)
+
+    assert operations(192) / operations(64) < 3**2 * 1.2
+
+
+def test_keys_that_are_deleted_while_others_are_waited_for_are_waited_for_again(server, rank_0):
+    rank_1 = RendezvousStore(server.endpoint, 1, 2, 20.0)
+    rank_0.set("x", "old")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(rank_1.multi_get, ["x", "y"])
+        time.sleep(0.1)
+        rank_0.delete_key("x")
+        rank_0.set("y", "2")
+        time.sleep(0.05)
+        assert not waiting.done()
+        rank_0.set("x", "new")
+        assert waiting.result(20) == [b"new", b"2"]
+
+
+def test_a_barrier_names_the_ranks_that_are_connected_and_do_not_come(server):
+    stores = [RendezvousStore(server.endpoint, rank, 3, 0.3) for rank in range(3)]
+    with pytest.raises(c10d.DistStoreError, match="for here; all ranks are connected; missing: "):
+        stores[0].barrier("here")
+    with pytest.raises(c10d.DistStoreError, match=r"missing: here-1$"):
+        stores[2].barrier("here")
+    stores[1].barrier("here")
+
+
+def test_a_barrier_ends_when_a_rank_is_known_to_be_dead(server, rank_0):
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(rank_0.barrier, "here")
+        time.sleep(0.05)
+        end_waits(server.endpoint, "rank 1 has died", 5.0)
+        with pytest.raises(c10d.DistStoreError, match="rank 1 has died"):
+            waiting.result(20)
