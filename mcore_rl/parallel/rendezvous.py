@@ -77,6 +77,25 @@ def interface_of(address: str) -> str:
     raise ConfigError(f"{address} is not an address of this machine")
 
 
+def use_interface_of(address: str) -> None:
+    """Have gloo and NCCL of this process use the interface with an address of this machine.
+
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the user's are left as they are. Call it before the
+    first group of the process: NCCL reads its variable once.
+    """
+    interface = interface_of(address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # not what begins so
+
+
+def use_interface_towards(host: str, port: int) -> None:
+    """As `use_interface_of`, with the address by which this machine reaches another one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))  # sends nothing
+        use_interface_of(sock.getsockname()[0])
+
+
 def address_of(interface: str) -> str:
     """The IPv4 address of an interface of this machine; "" is that of the default route.
 

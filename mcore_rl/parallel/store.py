@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,9 +31,7 @@ def join_world(backend: str, timeout_s: float, endpoint: RendezvousEndpoint | No
     rank, world_size = map(int, rendezvous.of_rank("RANK", "WORLD_SIZE"))
     endpoint = endpoint or RendezvousEndpoint.from_environment()
     store = RendezvousStore(endpoint, rank, world_size, timeout_s)
-    interface = rendezvous.interface_of(store.own_address)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # not what begins so
+    rendezvous.use_interface_of(store.own_address)
     guard_gloo()
     c10d.init_process_group(
         backend,

@@ -17,7 +17,7 @@ import torch.distributed
 
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.gloo import GlooDevice, GuardedGloo
-from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint
+from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint, use_interface_of
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.executor import Bucket, LocalWeights
 from mcore_rl.reshard.transport import Group, GroupTransport, Transport
@@ -53,6 +53,7 @@ class ProcessGroupTransport(ExchangeTransport):
         try:
             store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
             self._store = store
+            use_interface_of(store.own_address)
             store.barrier("here")  # ends when the rendezvous is told of a death
             mesh_s = timeout_s if device.type == "cuda" else min(_MESH_S, timeout_s)
             self._group = _joined(store, rank, spec.world_size, device, mesh_s)

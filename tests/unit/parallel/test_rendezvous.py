@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -25,9 +26,11 @@ from mcore_rl.parallel.rendezvous import (
     RendezvousServer,
     address_of,
     interface_of,
+    use_interface_towards,
 )
 from mcore_rl.parallel.rendezvous_client import RendezvousClient, end_waits
 from mcore_rl.parallel.store import RendezvousStore
+from mcore_rl.rollout.vllm_nodes import ServerNodes
 from tests import attacks
 from tests.operations import count_operations
 
@@ -162,6 +165,38 @@ def test_the_address_of_an_interface_is_the_one_that_it_is_found_by():
     assert address_of(interface_of(outward)) == outward
     with pytest.raises(ConfigError, match=r"^interface 'typo' has no IPv4 address; allowed: .*lo"):
         address_of("typo")
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def serve_over_several_nodes(server: RendezvousServer) -> None:
+    ServerNodes(1, 0, 1, 5.0).engine_arguments()
+
+
+def serve_on_one_node(server: RendezvousServer) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of the workers' own groups, by lane_arguments
+    use_interface_towards(*address(server))
+
+
+def train(server: RendezvousServer) -> None:
+    with pytest.raises(RuntimeError):  # as the other rank does not come
+        store.join_world("gloo", 0.1)
+
+
+@pytest.mark.parametrize("use", [serve_over_several_nodes, serve_on_one_node, train])
+def test_nccl_uses_the_interface_of_the_rendezvous_unless_the_user_names_one(
+    server, monkeypatch, use
+):
+    interface = interface_of(server.endpoint.host)
+    for named in ({}, {"NCCL_SOCKET_IFNAME": "ib0"}):
+        with monkeypatch.context() as patch:
+            world = {"RANK": "0", "WORLD_SIZE": "2", **server.endpoint.environment()}
+            own = {name: value for name, value in os.environ.items() if name not in INTERFACES}
+            patch.setattr("os.environ", own | world | named)
+            use(server)
+            expected = named.get("NCCL_SOCKET_IFNAME", f"={interface}")
+            assert os.environ["NCCL_SOCKET_IFNAME"] == expected
 
 
 def test_without_a_default_route_an_interface_has_to_be_named():

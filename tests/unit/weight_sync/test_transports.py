@@ -5,6 +5,7 @@ Real servers take versions by each of them in e2e/test_parallel_server.py.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from functools import partial
@@ -108,6 +109,14 @@ def test_all_that_listens_for_a_route_is_on_the_address_that_was_chosen(checkpoi
     assert route.rendezvous.endpoint.port in {port for _, port in found}
     assert len(found) > len(route.ends)
     assert {address for address, _ in found} == {"127.0.0.1"}
+
+
+def test_the_group_of_the_weights_uses_the_interface_of_its_rendezvous(checkpoint, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # put back in the end
+        monkeypatch.delenv(name)
+    routes.Route(checkpoint, "process_group")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
