@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ray.exceptions import RayError, RayTaskError
@@ -193,31 +196,36 @@ def outlived(
     limit = limit or max((call._limit for call in calls), key=lambda limit: limit.seconds)
     deadline, blamed_at = time.monotonic() + limit.seconds, 0.0
     deaths: dict[int, WorkerError] = {}
-    while any(call._waiting for call in calls):
-        wait_for_any(calls, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
-        kinds = _failed_kinds(calls, mortal)
+    mortal, places = {*mortal}, {call: place for place, call in enumerate(calls)}
+    replies, waiting = Replies(calls), {call for call in calls if call._waiting}
+    failed = [call for call in calls if call._failures]
+    kinds = _failed_kinds(failed, mortal)
+    while waiting:
+        answered = replies.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+        waiting.difference_update([call for call in answered if not call._waiting])
+        failed += [call for call in answered if call._failures]
+        kinds |= _failed_kinds(failed, mortal)
         blamed_at = blamed_at or (time.monotonic() if kinds else 0.0)
-        is_over = time.monotonic() > blamed_at + _grace_s(calls)
         if kinds - {FailureKind.DIED, FailureKind.BLAMED}:
             gathered(calls, limit)
-        if kinds == {FailureKind.BLAMED} and is_over:
+        if kinds == {FailureKind.BLAMED} and time.monotonic() > blamed_at + _grace_s(calls):
             raise _ended_by_failure(calls)
-        if found := _new_deaths(calls, deaths):
+        if found := _new_deaths({places[call]: call for call in failed}, deaths):
             deaths |= found
             if on_death is not None:
                 on_death()
+        failed = []
         if time.monotonic() >= deadline:
             deaths |= _given_up(calls, mortal, deaths, limit)
             deadline = time.monotonic() + NODE_GRACE_S
-    kinds = _failed_kinds(calls, mortal)
     if kinds == {FailureKind.BLAMED} or not kinds <= {FailureKind.DIED, FailureKind.BLAMED}:
         raise _ended_by_failure(calls)
-    return deaths | _new_deaths(calls, deaths)
+    return deaths | _new_deaths(dict(enumerate(calls)), deaths)
 
 
-def _new_deaths(calls: Sequence[PendingCall], known: Collection[int]) -> dict[int, WorkerError]:
+def _new_deaths(calls: Mapping[int, PendingCall], known: Collection[int]) -> dict[int, WorkerError]:
     """By place; their groups end."""
-    found = {place: call.death() for place, call in enumerate(calls) if place not in known}
+    found = {place: call.death() for place, call in calls.items() if place not in known}
     return {place: error for place, error in found.items() if error is not None}
 
 
@@ -235,16 +243,39 @@ def _given_up(
     return dict.fromkeys(late, error)
 
 
-def wait_for_any(calls: Sequence[PendingCall], seconds: float) -> None:
-    """Until a rank of one of them has answered; at most so long."""
-    waiting = [future for call in calls for future in call._waiting]
-    if waiting:
-        wait(waiting, seconds, FIRST_COMPLETED)
+class Replies:
+    """The replies of many calls as they come. A wait looks at those that are new, not at all calls.
+
+    One thread at a time may use it.
+    """
+
+    def __init__(self, calls: Iterable[PendingCall] = ()) -> None:
+        self._answered: SimpleQueue[tuple[PendingCall, Future[Reply]]] = SimpleQueue()
+        self._watched: weakref.WeakSet[PendingCall] = weakref.WeakSet()
+        self.watch(calls)
+
+    def watch(self, calls: Iterable[PendingCall]) -> None:
+        """Wait for these from now on, too; those that are watched already are left as they are."""
         for call in calls:
-            for future in [future for future in call._waiting if future.done()]:
-                call._take(future)
-    else:
-        time.sleep(seconds)
+            if call not in self._watched:
+                self._watched.add(call)
+                for future in [*call._waiting]:
+                    future.add_done_callback(partial(self._put, call))
+
+    def _put(self, call: PendingCall, future: Future[Reply]) -> None:
+        self._answered.put((call, future))
+
+    def wait(self, seconds: float) -> list[PendingCall]:
+        """Wait until a rank has answered, at most so long; return the calls with new replies."""
+        deadline, answered = time.monotonic() + seconds, list[PendingCall]()
+        with contextlib.suppress(Empty):
+            while True:
+                left_s = 0.0 if answered else max(0.0, deadline - time.monotonic())
+                call, future = self._answered.get(timeout=left_s)
+                if future in call._waiting:  # nobody has looked at it in another way
+                    call._take(future)
+                    answered.append(call)
+        return answered
 
 
 def _failed_kinds(

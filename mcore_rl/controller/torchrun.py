@@ -33,7 +33,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.stack_timer import StackTimer
 from mcore_rl.parallel.local_endpoint import ask, told
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.rendezvous import RendezvousServer, interface_of
+from mcore_rl.parallel.rendezvous import RendezvousServer, use_interface_towards
 from mcore_rl.parallel.store import join_world
 
 c10d: Any = dist
@@ -215,7 +215,7 @@ class TorchrunGroup:
 def _joined(backend: str, timeout_s: float) -> Iterator[None]:
     """In torch's default group; inside, ranks that come later can still join."""
     if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-        _use_interface_of_master()
+        use_interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         c10d.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield
         return
@@ -228,15 +228,6 @@ def _joined(backend: str, timeout_s: float) -> Iterator[None]:
     with told(server.endpoint, launch):
         join_world(backend, timeout_s, server.endpoint)
         yield
-
-
-def _use_interface_of_master() -> None:
-    """gloo and NCCL listen where the address is by which this machine reaches MASTER_ADDR."""
-    with socket.socket(type=socket.SOCK_DGRAM) as sock:
-        sock.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-        interface = interface_of(sock.getsockname()[0])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _packed(value: Any) -> Any:

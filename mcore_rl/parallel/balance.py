@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 Parts = list[list[int]]  # indices of the items, each part in ascending order
 
@@ -78,33 +79,49 @@ def balanced_partition(costs: Sequence[float], num_parts: int) -> Parts:
     if num_parts == 1:
         return [list(range(len(costs)))]
     # (-difference, order of making, split): the order makes ties deterministic.
-    splits = [(-cost, index, [(cost, [index])]) for index, cost in enumerate(costs)]
+    splits = [(-cost, index, [(-cost, -1, [index])]) for index, cost in enumerate(costs)]
     heapq.heapify(splits)
     made = len(costs)
     while len(splits) > 1:
         first, second = heapq.heappop(splits)[2], heapq.heappop(splits)[2]
         joined = _join(first, second, num_parts)
-        lightest = joined[-1][0] if len(joined) == num_parts else 0
-        heapq.heappush(splits, (lightest - joined[0][0], made, joined))
+        lightest = -joined[-1][0] if len(joined) == num_parts else 0
+        heapq.heappush(splits, (lightest + joined[0][0], made, joined))
         made += 1
-    parts = sorted(sorted(items) for _, items in splits[0][2])
+    parts = sorted(sorted(items) for *_, items in splits[0][2])
     return parts + [[] for _ in range(num_parts - len(parts))]
 
 
-# The parts of a split that are not empty, by falling cost, with their items.
-_Split = list[tuple[float, list[int]]]
+# The parts of a split that are not empty, by falling cost: minus their cost, minus the number of
+# their items, and these. Of equally heavy parts, the one with more items counts as heavier.
+_Split = list[tuple[float, int, list[int]]]
+_weight = itemgetter(0, 1)
 
 
 def _join(first: _Split, second: _Split, num_parts: int) -> _Split:
+    """Both as one, which is the larger of them: each part of the smaller is put in its place.
+
+    So items are moved as often as the logarithm of the parts, whatever the number of parts is. Of
+    equal parts, those of the first come first.
+    """
     shared = max(0, len(first) + len(second) - num_parts)
-    joined = first[: len(first) - shared] + second[: len(second) - shared]
     heavy, light = first[len(first) - shared :], second[len(second) - shared :]
-    for (cost, items), (other_cost, other_items) in zip(heavy, reversed(light), strict=True):
+    del first[len(first) - shared :], second[len(second) - shared :]
+    if len(first) >= len(second):
+        joined = first
+        for part in second:
+            joined.insert(bisect_right(joined, _weight(part), key=_weight), part)
+    else:
+        joined = second
+        for part in reversed(first):
+            joined.insert(bisect_left(joined, _weight(part), key=_weight), part)
+    for (cost, num, items), (other_cost, other_num, other_items) in zip(
+        heavy, reversed(light), strict=True
+    ):
         small, large = sorted((items, other_items), key=len)
         large.extend(small)
-        joined.append((cost + other_cost, large))
-    # Of equally heavy parts, the one with more items counts as heavier.
-    joined.sort(key=lambda part: (part[0], len(part[1])), reverse=True)
+        part = (cost + other_cost, num + other_num, large)
+        joined.insert(bisect_right(joined, _weight(part), key=_weight), part)
     return joined
 
 

@@ -27,6 +27,7 @@ _Gloo: Any = _c10d.ProcessGroupGloo
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # of Linux's socket options, which Python does not name
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # the program `return 0` of the packet filter
 _TRIES = 20
+_making = threading.Lock()  # of devices, which are told from each other by what has begun to listen
 Socket = tuple[int, int]  # a file descriptor, and the inode of what it is
 
 
@@ -97,9 +98,10 @@ def _shared_devices(pid: int, interfaces: str) -> list[GlooDevice]:
 def _create(make: Callable[[], Any]) -> tuple[Any, int]:
     """Make a device and return it with the file descriptor at which it listens."""
     for _ in range(_TRIES):
-        before = _listening()
-        device = make()
-        new = _listening() - before
+        with _making:
+            before = _listening()
+            device = make()
+            new = _listening() - before
         if len(new) == 1:  # else another thread has begun to listen or stopped meanwhile
             return device, new.pop()[0]
     raise RuntimeError(f"gloo listens at none or several of the new sockets {new}")

@@ -85,10 +85,7 @@ class Mesh:
         The axes must be in one mesh; pp alone is the same on both. Groups and the ranks in
         them are in ascending order.
         """
-        mesh = next((m for m in (DENSE_AXES, EXPERT_AXES) if axes and set(axes) <= set(m)), None)
-        if mesh is None:
-            raise TypeError(f"axes {axes} are not all in one of {DENSE_AXES} and {EXPERT_AXES}")
-        fixed = _names([axis for axis in mesh if axis not in axes])
+        fixed = _names([axis for axis in _mesh_of(axes) if axis not in axes])
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinate in enumerate(self._coordinates):
             found.setdefault(tuple(getattr(coordinate, n) for n in fixed), []).append(rank)
@@ -96,8 +93,16 @@ class Mesh:
 
     def group_of(self, world_rank: int, *axes: str) -> list[int]:
         """The group of these axes that the rank is in."""
+        mesh, stride = _mesh_of(axes), 1
         self.coordinate(world_rank)
-        return next(group for group in self.groups(*axes) if world_rank in group)
+        first, ranks = world_rank, [0]
+        for axis in mesh:  # fastest first, so ranks stay in ascending order
+            size = self.sizes[axis]
+            if axis in axes:
+                first -= world_rank // stride % size * stride
+                ranks = [index * stride + rank for index in range(size) for rank in ranks]
+            stride *= size
+        return [first + rank for rank in ranks]
 
     def _locate(self, rank: int) -> Coordinate:
         dense = self._digits(rank, DENSE_AXES)
@@ -107,6 +112,13 @@ class Mesh:
     def _digits(self, rank: int, axes: Sequence[str]) -> dict[str, int]:
         sizes = [self.sizes[axis] for axis in axes]
         return {axis: rank // prod(sizes[:place]) % sizes[place] for place, axis in enumerate(axes)}
+
+
+def _mesh_of(axes: Sequence[str]) -> tuple[str, ...]:
+    for mesh in (DENSE_AXES, EXPERT_AXES):
+        if axes and set(axes) <= set(mesh):
+            return mesh
+    raise TypeError(f"axes {axes} are not all in one of {DENSE_AXES} and {EXPERT_AXES}")
 
 
 def _names(axes: Sequence[str]) -> list[str]:

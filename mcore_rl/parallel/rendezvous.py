@@ -31,6 +31,7 @@ OK, LATE, BAD = b"ok", b"late", b"bad"
 ENDED = "waits-ended"  # the key that is there when a rank is known not to come, or to be gone
 MAX_FRAME_BYTES = 16 << 20
 _MAX_STRANGERS = 128  # connections that have not proved the token yet
+_EXPIRE_S = 0.05  # deadlines that are so near to each other are looked for together
 _IDLE_S = 3600.0  # select takes no more than an int of milliseconds
 _HOST, _PORT, _TOKEN = "RENDEZVOUS_HOST", "RENDEZVOUS_PORT", "RENDEZVOUS_TOKEN"
 
@@ -74,6 +75,25 @@ def interface_of(address: str) -> str:
         if address in (one.address.partition("%")[0] for one in found):
             return str(name)
     raise ConfigError(f"{address} is not an address of this machine")
+
+
+def use_interface_of(address: str) -> None:
+    """Have gloo and NCCL of this process use the interface with an address of this machine.
+
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the user's are left as they are. Call it before the
+    first group of the process: NCCL reads its variable once.
+    """
+    interface = interface_of(address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # not what begins so
+
+
+def use_interface_towards(host: str, port: int) -> None:
+    """As `use_interface_of`, with the address by which this machine reaches another one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))  # sends nothing
+        use_interface_of(sock.getsockname()[0])
 
 
 def address_of(interface: str) -> str:
@@ -128,6 +148,7 @@ class _Peer:
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
     wanted: tuple[bytes, ...] = ()  # the keys that it waits for
+    num_present: int = 0  # of these keys, from the first: not looked up again at each new key
     is_get: bool = False  # and wants the values of
 
 
@@ -152,7 +173,8 @@ class RendezvousServer:
         host, port = self._listener.getsockname()[:2]
         self.endpoint = RendezvousEndpoint(host, port, secrets.token_hex(32))
         self._values: dict[bytes, bytes] = {}
-        self._peers: dict[int, _Peer] = {}  # by file descriptor, the oldest first
+        self._peers: dict[int, _Peer] = {}  # by file descriptor
+        self._strangers: dict[_Peer, None] = {}  # peers with a challenge, the oldest first
         self._waiting: dict[bytes, list[_Peer]] = {}  # by a missing key
         self._ranks_seen: set[int] = set()
         self._why_ended = b""  # empty while ranks may wait for each other
@@ -210,9 +232,8 @@ class RendezvousServer:
             open_one.close()
 
     def _accept(self) -> None:
-        strangers = [peer for peer in self._peers.values() if peer.challenge is not None]
-        if len(strangers) >= _MAX_STRANGERS:
-            self._drop(strangers[0])
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop(next(iter(self._strangers)))
         try:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
@@ -222,12 +243,14 @@ class RendezvousServer:
             return
         challenge = Challenge(self.endpoint.token)
         peer = self._peers[sock.fileno()] = _Peer(sock, challenge, math.inf)
+        self._strangers[peer] = None
         self._selector.register(sock, selectors.EVENT_READ, peer)
         self._set_deadline(peer, handshake.TIMEOUT_S)
         self._send(peer, challenge.nonce)
 
     def _drop(self, peer: _Peer) -> None:
         if self._peers.pop(peer.sock.fileno(), None) is not None:
+            self._strangers.pop(peer, None)
             self._selector.unregister(peer.sock)
             peer.sock.close()
             peer.wanted = ()
@@ -238,19 +261,18 @@ class RendezvousServer:
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for peer in list(self._peers.values()):
-            if peer.deadline <= now:
-                if peer.challenge is not None:
-                    self._drop(peer)
-                else:
-                    self._answer_late(peer)
-        self._next_deadline = min((p.deadline for p in self._peers.values()), default=math.inf)
-
-    def _answer_late(self, peer: _Peer) -> None:
-        missing = [key for key in peer.wanted if key not in self._values]
-        peer.wanted, peer.deadline = (), math.inf
-        here = {other.rank for other in self._peers.values() if other.rank is not None}
-        self._send(peer, frame(LATE, _joined(self._ranks_seen), _joined(here), *missing))
+        late = [peer for peer in self._peers.values() if peer.deadline <= now]
+        connected = {peer.rank for peer in self._peers.values() if peer.rank is not None}
+        ranks = (_joined(self._ranks_seen), _joined(connected)) if late else ()
+        for peer in late:
+            if peer.challenge is not None:
+                self._drop(peer)
+            else:
+                missing = [key for key in peer.wanted if key not in self._values]
+                peer.wanted, peer.deadline = (), math.inf
+                self._send(peer, frame(LATE, *ranks, *missing))
+        nearest = min((peer.deadline for peer in self._peers.values()), default=math.inf)
+        self._next_deadline = max(nearest, now + _EXPIRE_S)
 
     def _move(self, peer: _Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -276,6 +298,7 @@ class RendezvousServer:
         is_right, reply = challenge.verdict(bytes(peer.inbox[: handshake.ANSWER_BYTES]))
         del peer.inbox[: handshake.ANSWER_BYTES]
         peer.challenge, peer.deadline = None, math.inf
+        del self._strangers[peer]
         self._send(peer, reply)
         if not is_right:
             self._drop(peer)
@@ -316,7 +339,8 @@ class RendezvousServer:
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
         for peer in self._waiting.pop(key, ()):
-            if key in peer.wanted:  # it has not given up, or gone
+            # Else it has given up, or gone.
+            if peer.wanted and peer.wanted[peer.num_present] == key:
                 self._answer_when_there(peer)
 
     def _set(self, peer: _Peer, *keys_and_values: bytes) -> None:
@@ -330,7 +354,7 @@ class RendezvousServer:
 
     def _wait(self, peer: _Peer, timeout_s: bytes, *keys: bytes, is_get: bool = False) -> None:
         self._set_deadline(peer, *struct.unpack(">d", timeout_s))
-        peer.wanted, peer.is_get = keys, is_get
+        peer.wanted, peer.num_present, peer.is_get = keys, 0, is_get
         self._answer_when_there(peer)
         if peer.wanted and self._why_ended:
             self._refuse(peer)
@@ -347,10 +371,12 @@ class RendezvousServer:
         self._send(peer, frame(BAD, self._why_ended))
 
     def _answer_when_there(self, peer: _Peer) -> None:
-        for key in peer.wanted:
-            if key not in self._values:
-                self._waiting.setdefault(key, []).append(peer)
-                return
+        for start in (peer.num_present, 0):  # from the first again: keys may have been deleted
+            for index in range(start, len(peer.wanted)):
+                if peer.wanted[index] not in self._values:
+                    peer.num_present = index
+                    self._waiting.setdefault(peer.wanted[index], []).append(peer)
+                    return
         values = [self._values[key] for key in peer.wanted] if peer.is_get else []
         peer.wanted, peer.deadline = (), math.inf
         self._send(peer, frame(OK, *values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,9 +31,7 @@ def join_world(backend: str, timeout_s: float, endpoint: RendezvousEndpoint | No
     rank, world_size = map(int, rendezvous.of_rank("RANK", "WORLD_SIZE"))
     endpoint = endpoint or RendezvousEndpoint.from_environment()
     store = RendezvousStore(endpoint, rank, world_size, timeout_s)
-    interface = rendezvous.interface_of(store.own_address)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # not what begins so
+    rendezvous.use_interface_of(store.own_address)
     guard_gloo()
     c10d.init_process_group(
         backend,
@@ -92,6 +89,35 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._call_for(b"wait", keys, self.timeout if timeout is None else timeout)
 
+    def barrier(self, name: str) -> None:
+        """Wait until every rank has called this; a name serves once.
+
+        Raises:
+            DistStoreError: ranks are missing, which it names, or the server was told of a death.
+        """
+        self.all_gather(name, b"")
+
+    def all_gather(self, name: str, value: str | bytes) -> list[bytes]:
+        """Return the values of all ranks, by rank; a name serves once.
+
+        The rank that comes last joins the values into the one that all others wait for: so the
+        server's work is linear in the ranks. Waits of each for each would make it quadratic.
+
+        Raises:
+            DistStoreError: as `barrier`.
+        """
+        keys = [f"{name}-{rank}" for rank in range(self._world_size)]
+        self.set(keys[self._rank], value)
+        if self.add(f"{name}-arrived", 1) == self._world_size:
+            values = self.multi_get(keys)
+            self.set(name, rendezvous.frame(*values) if any(values) else b"")
+        try:
+            joined = self.get(name)
+        except c10d.DistStoreError as error:
+            missing = self._missing(keys)
+            raise c10d.DistStoreError(f"{error}; missing: {', '.join(missing)}") from error
+        return rendezvous.fields_of(joined[4:]) if joined else [b""] * self._world_size
+
     def add(self, key: str, amount: int) -> int:
         return int(self._call(b"add", key.encode(), b"%d" % amount)[0])
 
@@ -116,6 +142,13 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
         return True
 
     deleteKey, getNumKeys = delete_key, num_keys
+
+    def _missing(self, keys: Sequence[str]) -> Sequence[str]:
+        try:
+            self._client.wait_for(b"wait", keys, 0.0)
+        except (LateError, LostError) as error:
+            return getattr(error, "keys", ()) or ["unknown"]
+        return ()
 
     def _call_for(self, operation: bytes, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         with _torchs_errors():

@@ -95,6 +95,12 @@ class Round:
         return tuple(sorted((*self.own, *received), key=lambda slot: slot.offset))
 
 
+def peers_of(rounds: Sequence[Round]) -> list[int]:
+    """The other devices that a device exchanges messages with in these rounds, ascending."""
+    steps = [step for round_ in rounds for step in round_.steps]
+    return sorted({end[0] for step in steps for end in (step.send, step.receive) if end})
+
+
 class Streams:
     """The streams of all generation ranks of a plan, cut into buckets."""
 

@@ -43,6 +43,7 @@ class TrainingRanks:
         self.experts_per_rank = max(1, num_experts // mesh.sizes["ep"])
         self._chunk_of_layer = {n: chunk for chunk in chunks for n in chunk.layers}
         self._holders = cache(self._find_holders)
+        self._ranks_at = cache(self._group_ranks)
 
     @property
     def world_size(self) -> int:
@@ -74,12 +75,19 @@ class TrainingRanks:
 
     def _find_holders(self, axis: str | None, pp_rank: int, ep_rank: int | None) -> Holders:
         found: dict[int, list[int]] = {}
+        for rank in self._ranks_at()[pp_rank, ep_rank]:
+            shard = 0 if axis is None else getattr(self.mesh.coordinate(rank), f"{axis}_rank")
+            found.setdefault(shard, []).append(rank)
+        return tuple(tuple(found[shard]) for shard in sorted(found))
+
+    def _group_ranks(self) -> dict[tuple[int, int | None], list[int]]:
+        """Ranks by pp_rank and ep_rank; with None for that, those of a stage."""
+        found: dict[tuple[int, int | None], list[int]] = {}
         for rank in range(self.world_size):
             at = self.mesh.coordinate(rank)
-            if at.pp_rank == pp_rank and ep_rank in (None, at.ep_rank):
-                shard = 0 if axis is None else getattr(at, f"{axis}_rank")
-                found.setdefault(shard, []).append(rank)
-        return tuple(tuple(found[shard]) for shard in sorted(found))
+            for ep_rank in (None, at.ep_rank):
+                found.setdefault((at.pp_rank, ep_rank), []).append(rank)
+        return found
 
 
 def _has(chunk: Chunk, stage: Stage | None) -> bool:
@@ -127,6 +135,7 @@ class GenerationRanks:
         self._stage_of_layer = _stages(num_layers, layout.pp)
         self._first_experts = _first_experts(num_experts, layout.ep)
         self._holders = cache(self._find_holders)
+        self._ranks_at = cache(self._group_ranks)
 
     @property
     def world_size(self) -> int:
@@ -154,19 +163,20 @@ class GenerationRanks:
 
     def _find_holders(self, axis: str | None, stage: int, expert_rank: int | None) -> Holders:
         layout, found = self.layout, dict[int, list[int]]()
-        for rank in range(layout.world_size):
-            tp_rank, pp_rank = rank % layout.tp, rank // layout.tp % layout.pp
-            engine = rank // (layout.tp * layout.pp)
-            if pp_rank != stage:
-                continue
-            if (
-                expert_rank is not None
-                and (engine * layout.tp + tp_rank) % layout.ep != expert_rank
-            ):
-                continue
-            is_split = axis == "tp" or (axis == "etp" and layout.ep == 1)
-            found.setdefault(tp_rank if is_split else 0, []).append(rank)
+        is_split = axis == "tp" or (axis == "etp" and layout.ep == 1)
+        for rank in self._ranks_at()[stage, expert_rank]:
+            found.setdefault(rank % layout.tp if is_split else 0, []).append(rank)
         return tuple(tuple(found[shard]) for shard in sorted(found))
+
+    def _group_ranks(self) -> dict[tuple[int, int | None], list[int]]:
+        """Ranks by stage and expert rank; with None for that, those of a stage."""
+        layout, found = self.layout, dict[tuple[int, int | None], list[int]]()
+        for rank in range(layout.world_size):
+            tp_rank, stage = rank % layout.tp, rank // layout.tp % layout.pp
+            engine = rank // (layout.tp * layout.pp)
+            for expert_rank in (None, (engine * layout.tp + tp_rank) % layout.ep):
+                found.setdefault((stage, expert_rank), []).append(rank)
+        return found
 
 
 def _stages(num_layers: int, pp: int) -> list[int]:

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed
 
 from mcore_rl.config.errors import PeerError
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, interface_of
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, use_interface_of
 from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
 from mcore_rl.parallel.store import RendezvousStore
 
@@ -58,7 +58,7 @@ class ServerNodes:
         """
         address = self._store.own_address
         os.environ["VLLM_HOST_IP"] = address
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+        use_interface_of(address)
         key = f"rendezvous of the workers of server {self.server}"
         if self.is_first:
             self._rendezvous = RendezvousServer(address)

@@ -38,7 +38,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.gloo import guard_gloo
-from mcore_rl.parallel.rendezvous import interface_of
+from mcore_rl.parallel.rendezvous import interface_of, use_interface_towards
 from mcore_rl.rollout import vllm_sleep
 from mcore_rl.rollout.vllm_float8 import register_loader
 from mcore_rl.rollout.vllm_nodes import meet_at_our_rendezvous
@@ -119,6 +119,10 @@ def lane_arguments(
     # (v1/executor/multiproc_executor.py:143), but their gloo groups would listen where the host
     # name points (distributed/parallel_state.py:509).
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1"))
+    # NCCL reads its variable once, so the group of the weights, which may be over several machines,
+    # has the interface of the workers' own groups.
+    if host := os.environ.get("RENDEZVOUS_HOST"):
+        use_interface_towards(host, int(os.environ["RENDEZVOUS_PORT"]))
     guard_gloo()  # in the server's process, which may be the worker's; others enter by _correct
     arguments: dict[str, Any] = {
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",

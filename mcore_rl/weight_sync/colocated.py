@@ -64,14 +64,13 @@ def shared_memory_end(
     guest = rank - spec.num_training
     try:
         store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
-        store.set(f"site-{rank}", json.dumps([site_of(device), socket.gethostname()]))
-        found = store.multi_get([f"site-{peer}" for peer in range(spec.world_size)])
+        sites = store.all_gather("sites", json.dumps([site_of(device), socket.gethostname()]))
         if guest >= 0:
             told = json.loads(store.get(f"host-of-{guest}"))
             store.close()
             return _Guest(ShardEndpoint(**told), device)
-        sites = sites_of([tuple(json.loads(one)) for one in found], spec.num_training)
-        plan = plan_transfer(spec, model, dtype.itemsize, sites)
+        placed = sites_of([tuple(json.loads(site)) for site in sites], spec.num_training)
+        plan = plan_transfer(spec, model, dtype.itemsize, placed)
         sender = None
         if rank in plan.devices.generation:
             guest = plan.devices.generation.index(rank)

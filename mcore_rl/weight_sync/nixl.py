@@ -3,8 +3,10 @@
 NIXL uses the fastest link that the machines have: InfiniBand, RoCE, shared memory or TCP, with GPU
 memory too. A sender packs a message and notifies its receiver, which reads it; NIXL notifies the
 sender when that is done. Version and format of the update and checksums travel in the notification.
-Each rank finds at a rendezvous how to reach the others. NIXL does not authenticate: use it only in
-a network that can be trusted, as NCCL does.
+Each rank finds at a rendezvous how to reach those that it exchanges messages with by the plan, and
+connects to these alone. A rank that refuses an update tells them, and each tells those that it
+exchanges with: so all learn of it that would wait. NIXL does not authenticate: use it only in a
+network that can be trusted, as NCCL does.
 
 NIXL's progress thread is off: it polls without a pause, which takes a core of each rank all the
 time (nixl 1.5.1). So messages move on only while their rank is in a call of this file; over TCP
@@ -29,6 +31,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, interface_of
 from mcore_rl.parallel.store import RendezvousStore
+from mcore_rl.reshard.buckets import peers_of
 from mcore_rl.reshard.transport import Pending, Transfer, Transport
 from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.spec import TransferSpec
@@ -51,7 +54,7 @@ class NixlTransport(ExchangeTransport):
         rank: int,
         device: torch.device,
     ) -> None:
-        """Returns when all ranks have published how to reach them."""
+        """Returns when all ranks of its messages have published how to reach them."""
         super().__init__(spec, model, rank, device)
         api = nixl_api()
         self._timeout_s = spec.settings.timeout_s
@@ -62,7 +65,7 @@ class NixlTransport(ExchangeTransport):
             self._agent = api.nixl_agent(str(rank), how)
             self._staging = torch.empty(2 * self._half, dtype=torch.uint8, device=device)
             self._registered = self._agent.register_memory(self._staging)
-            self._peers = [peer for peer in range(spec.world_size) if peer != rank]
+            self._peers = peers_of(self._rounds)
             self._meet(keys)
             keys.close()
         except RuntimeError as error:
@@ -72,8 +75,8 @@ class NixlTransport(ExchangeTransport):
 
     def _meet(self, keys: RendezvousStore) -> None:
         keys.set(f"agent-{self._rank}", self._agent.get_agent_metadata())
-        for peer in self._peers:
-            self._agent.add_remote_agent(keys.get(f"agent-{peer}"))
+        for metadata in keys.multi_get([f"agent-{peer}" for peer in self._peers]):
+            self._agent.add_remote_agent(metadata)
 
     def close(self) -> None:
         self._agent.deregister_memory(self._registered)
@@ -170,6 +173,7 @@ class _NixlMessages:
         while key not in self._notices:
             self._take_notices()
             if refusal := self._notices.get((version, *_REFUSAL)):
+                self._refuse(refusal["reason"])
                 raise StreamError(f"a rank of the transport refused: {refusal['reason']}")
             if time.monotonic() > deadline:
                 others = {version for version, name, _ in self._notices if name == peer}
@@ -197,15 +201,18 @@ class _NixlMessages:
                 self._notices[notice["version"], *about] = notice
 
     def _agree(self, peer: int, notice: dict[str, Any]) -> None:
-        """Raises StreamError for another update than ours; others, who would wait, are told."""
+        """Raises StreamError for another update than ours; peers, who would wait, are told."""
         try:
             self._update.agree_with(peer, notice)
         except StreamError as error:
-            refusal = {"version": self._update.version, "reason": str(error)}
-            for other in self._peers:
-                self._agent.send_notif(str(other), json.dumps(refusal).encode())
-            self.progress(_REFUSING_S)
+            self._refuse(str(error))
             raise
+
+    def _refuse(self, reason: str) -> None:
+        refusal = json.dumps({"version": self._update.version, "reason": reason}).encode()
+        for peer in self._peers:
+            self._agent.send_notif(str(peer), refusal)
+        self.progress(_REFUSING_S)
 
     def _read(self, peer: int, bucket: int, data: torch.Tensor, notice: dict[str, Any]) -> None:
         remote = [(notice["address"], data.numel(), notice["device"])]

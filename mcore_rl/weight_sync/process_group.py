@@ -17,7 +17,7 @@ import torch.distributed
 
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.gloo import GlooDevice, GuardedGloo
-from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint
+from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint, use_interface_of
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.executor import Bucket, LocalWeights
 from mcore_rl.reshard.transport import Group, GroupTransport, Transport
@@ -53,7 +53,8 @@ class ProcessGroupTransport(ExchangeTransport):
         try:
             store = RendezvousStore(endpoint, rank, spec.world_size, timeout_s)
             self._store = store
-            _meet(store, rank, spec.world_size)
+            use_interface_of(store.own_address)
+            store.barrier("here")  # ends when the rendezvous is told of a death
             mesh_s = timeout_s if device.type == "cuda" else min(_MESH_S, timeout_s)
             self._group = _joined(store, rank, spec.world_size, device, mesh_s)
             self._transport = GroupTransport(self._group, timeout_s, device)
@@ -92,12 +93,6 @@ class ProcessGroupTransport(ExchangeTransport):
             raise StreamError(f"{update}, rank {self._rank}: {error}") from error
         for peer, tensor in enumerate(found):
             update.agree_with(peer, json.loads(bytes(tensor.tolist())))
-
-
-def _meet(store: RendezvousStore, rank: int, world_size: int) -> None:
-    """Returns when all are there; this wait ends when the rendezvous is told of a death."""
-    store.set(f"here-{rank}", b"")
-    store.wait([f"here-{peer}" for peer in range(world_size)])
 
 
 def _joined(

@@ -16,6 +16,7 @@ ones need no fewer than new_per_step, and are counted as that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -141,7 +142,8 @@ class Admission(Generic[T]):
 
     def num_to_draw(self) -> int:
         """New groups that the queue lacks for `begin`."""
-        return max(self.num_to_begin() - len(self._issued()), 0)
+        num = self.num_to_begin()
+        return max(num - len(self._issued()), 0) if num else 0
 
     def _issued(self) -> list[SampleGroup[T]]:
         groups = self._queue.groups(GroupState.ISSUED)
@@ -149,7 +151,8 @@ class Admission(Generic[T]):
 
     def begin(self) -> list[SampleGroup[T]]:
         """Issued groups, as many as may be, by id: they are generating from now on."""
-        chosen = self._issued()[: self.num_to_begin()]
+        num = self.num_to_begin()
+        chosen = self._issued()[:num] if num else []
         self._queue.begin([group.group_id for group in chosen], self.version)
         return chosen
 
@@ -170,26 +173,30 @@ class Admission(Generic[T]):
         if not 0 <= needed <= most:
             raise LedgerError(f"step {step} cannot select {needed} groups; allowed: 0 to {most}")
         lacking = max(needed - self._queue.num_groups(GroupState.TRAINING), 0)
-        chosen = self._queue.groups(GroupState.REWARDED)[:lacking]
-        if len(chosen) < lacking or not self._leaves_time(chosen):
+        if self._queue.num_groups(GroupState.REWARDED) < lacking or not self._leaves_time(lacking):
             return None
+        chosen = self._queue.groups(GroupState.REWARDED)[:lacking]
         self._queue.select([group.group_id for group in chosen], step)
         return self._queue.groups(GroupState.TRAINING)
 
-    def _leaves_time(self, chosen: list[SampleGroup[T]]) -> bool:
+    def _leaves_time(self, num_chosen: int) -> bool:
         """Whether the steps to come can train what this one leaves, before it is too old.
 
-        As in scheduling by the earliest deadline: n steps train no more than n batches, of
-        new_per_step. Those begun beyond the batches may be late. False only if waiting can help.
+        It chooses the oldest groups that are rewarded. As in scheduling by the earliest deadline: n
+        steps train no more than n batches, of new_per_step. Those begun beyond the batches may be
+        late. False only if waiting can help. It counts by version, whatever the number of groups.
         """
-        pacing, ids = self._pacing, {group.group_id for group in chosen}
-        waiting = self._queue.groups(*WAITING)
-        left = [group.age(self.version) for group in waiting if group.group_id not in ids]
+        pacing = self._pacing
+        chosen: Counter[int] = Counter()
+        for version, num in sorted(self._queue.num_by_version(GroupState.REWARDED).items()):
+            chosen[version] = min(num, num_chosen - chosen.total())
+        left = self._queue.num_by_version(*WAITING)
+        left.subtract(chosen)
         for num_steps in range(pacing.staleness + 1):
-            least = pacing.staleness - num_steps  # an age with so many steps after this one
+            newest = self.version - pacing.staleness + num_steps  # with so many steps after this
             room = num_steps * pacing.num_new + pacing.num_extra
-            is_late = sum(age >= least for age in left) > room
-            if is_late and any(group.age(self.version) < least for group in chosen):
+            is_late = sum(num for version, num in left.items() if version <= newest) > room
+            if is_late and any(num and version > newest for version, num in chosen.items()):
                 return False
         return True
 

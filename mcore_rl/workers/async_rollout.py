@@ -232,9 +232,12 @@ class AsyncRollout:
         self.queue.lost(again)
         self.queue.begin(again, self.admission.version)
         for batch in found:
-            ids = batch.array("group_ids")
-            for group_id in np.unique(ids).tolist():
-                self._came(group_id, batch.take(np.flatnonzero(ids == group_id).tolist()))
+            ids, inverse = np.unique(batch.array("group_ids"), return_inverse=True)
+            rows: list[list[int]] = [[] for _ in ids]
+            for row, place in enumerate(inverse.tolist()):
+                rows[place].append(row)
+            for group_id, its_rows in zip(ids.tolist(), rows, strict=True):
+                self._came(group_id, batch.take(its_rows))
         return any(len(batch) for batch in found)
 
     def _came(self, group_id: int, batch: Batch) -> None:
@@ -242,9 +245,7 @@ class AsyncRollout:
         oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
         oldest = oldest if (versions >= 0).any() else -1
         if config.teacher.column:
-            running = self.queue.groups(GroupState.GENERATING)
-            [row] = [group.row for group in running if group.group_id == group_id]
-            asked = self._prompts.again({group_id: row})
+            asked = self._prompts.again({group_id: self.queue.row_of(group_id)})
             batch = with_teacher_names(batch, asked, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
         if self._passes(batch):

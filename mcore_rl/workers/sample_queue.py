@@ -17,8 +17,9 @@ thread, or for several that share a lock.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -88,6 +89,31 @@ class Taken(Generic[T]):
     columns: Mapping[str, T]  # those asked for
 
 
+class _ByState(Generic[T]):
+    """Index of groups by state, so that nobody has to look at all of them for each that comes.
+
+    A group is removed before its state, oldest version or number of samples changes.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[GroupState, dict[int, SampleGroup[T]]] = {s: {} for s in GroupState}
+        self.num_samples: Counter[GroupState] = Counter()
+        self.versions: dict[GroupState, Counter[int]] = {s: Counter() for s in GroupState}
+
+    def add(self, group: SampleGroup[T]) -> None:
+        self.groups[group.state][group.group_id] = group
+        self.num_samples[group.state] += group.num_samples
+        self.versions[group.state][group.oldest_version] += 1
+
+    def remove(self, group: SampleGroup[T]) -> None:
+        del self.groups[group.state][group.group_id]
+        self.num_samples[group.state] -= group.num_samples
+        versions = self.versions[group.state]
+        versions[group.oldest_version] -= 1
+        if not versions[group.oldest_version]:
+            del versions[group.oldest_version]
+
+
 class SampleQueue(Generic[T]):
     """The groups of a run; a state of a checkpoint. Every method may raise LedgerError."""
 
@@ -95,6 +121,7 @@ class SampleQueue(Generic[T]):
         """`group_size` is the number of samples that a group is expected to have."""
         self._group_size = group_size
         self._groups: dict[int, SampleGroup[T]] = {}
+        self._by_state = _ByState[T]()
         self._next_id = 0  # ids below have been issued
         self.last_trained = 0  # the newest partition that is trained
         self.groups_total: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
@@ -105,14 +132,22 @@ class SampleQueue(Generic[T]):
 
     def groups(self, *states: GroupState) -> list[SampleGroup[T]]:
         """Those in one of these states, in streaming order."""
-        found = [group for group in self._groups.values() if group.state in states]
+        found = [group for state in states for group in self._by_state.groups[state].values()]
         return sorted(found, key=lambda group: (group.oldest_version, group.group_id))
 
     def num_groups(self, *states: GroupState) -> int:
-        return sum(group.state in states for group in self._groups.values())
+        return sum(len(self._by_state.groups[state]) for state in states)
 
     def num_samples(self, *states: GroupState) -> int:
-        return sum(g.num_samples for g in self._groups.values() if g.state in states)
+        return sum(self._by_state.num_samples[state] for state in states)
+
+    def num_by_version(self, *states: GroupState) -> Counter[int]:
+        """How many groups there are of each oldest version."""
+        return sum((self._by_state.versions[state] for state in states), Counter[int]())
+
+    def row_of(self, group_id: int) -> int:
+        """The row of the data set that a group is of."""
+        return self._get(group_id).row
 
     def issue(self, group_ids: Sequence[int], rows: Sequence[int]) -> None:
         """New groups. Their ids are higher than any before, so that none is issued twice."""
@@ -124,15 +159,17 @@ class SampleQueue(Generic[T]):
                 )
             group = SampleGroup[T](group_id, row, self._group_size)
             self._groups[group_id] = group
+            self._by_state.add(group)
             self._next_id = group_id + 1
             self._count("issued", group)
 
     def begin(self, group_ids: Sequence[int], version: int) -> None:
         """Servers with weights of `version` are about to generate these."""
-        for group in self._moved(group_ids, GroupState.GENERATING):
-            self._count("begun", group)
-            group.attempt = self.groups_total["begun"]
-            group.begun_version = group.oldest_version = int(version)
+        with self._moved(group_ids, GroupState.GENERATING) as groups:
+            for group in groups:
+                self._count("begun", group)
+                group.attempt = self.groups_total["begun"]
+                group.begun_version = group.oldest_version = int(version)
 
     def finish(
         self, group_id: int, oldest_version: int, num_samples: int, columns: Mapping[str, T]
@@ -148,13 +185,14 @@ class SampleQueue(Generic[T]):
                 f"group {group_id} has tokens of version {oldest_version}; allowed: from {begun}, "
                 "the version that it was begun with"
             )
-        (group,) = self._moved([group_id], GroupState.GENERATED)
-        if oldest_version != -1:
-            group.oldest_version = int(oldest_version)
-        group.num_samples, group.columns = int(num_samples), dict(columns)
+        with self._moved([group_id], GroupState.GENERATED) as (group,):
+            if oldest_version != -1:
+                group.oldest_version = int(oldest_version)
+            group.num_samples, group.columns = int(num_samples), dict(columns)
 
     def mark_rewarded(self, group_ids: Sequence[int]) -> None:
-        self._moved(group_ids, GroupState.REWARDED)
+        with self._moved(group_ids, GroupState.REWARDED):
+            pass
 
     def take(self, consumer: str, *needs: str, limit: int | None = None) -> list[Taken[T]]:
         """Groups that have all columns in `needs`, up to `limit`, in streaming order.
@@ -190,22 +228,25 @@ class SampleQueue(Generic[T]):
     def select(self, group_ids: Sequence[int], partition: int) -> None:
         """These are trained in step `partition`, the one after the last that is trained."""
         self._check_partition(partition)
-        for group in self._moved(group_ids, GroupState.TRAINING):
-            group.partition = partition
+        with self._moved(group_ids, GroupState.TRAINING) as groups:
+            for group in groups:
+                group.partition = partition
 
     def mark_trained(self, partition: int) -> None:
         """The step has been trained on all groups that were selected for it."""
         self._check_partition(partition)
         chosen = [group.group_id for group in self.groups(GroupState.TRAINING)]
-        for group in self._moved(chosen, GroupState.TRAINED):
-            self._count("trained", group)
+        with self._moved(chosen, GroupState.TRAINED) as groups:
+            for group in groups:
+                self._count("trained", group)
         self.last_trained = partition
 
     def drop(self, group_ids: Sequence[int]) -> None:
         """These are not trained: the ledger lets go of them."""
-        for group in self._moved(group_ids, GroupState.DROPPED):
-            self._count("dropped", group)
-            self._let_go(group)
+        with self._moved(group_ids, GroupState.DROPPED) as groups:
+            for group in groups:
+                self._count("dropped", group)
+                self._let_go(group)
 
     def lost(self, group_ids: Sequence[int]) -> None:
         """What held their samples, or generated them, is dead: they are to be begun again."""
@@ -224,6 +265,7 @@ class SampleQueue(Generic[T]):
             )
         for group in self.groups(GroupState.TRAINED):
             if group.partition <= partition:
+                self._by_state.remove(group)
                 self._let_go(group)
 
     def metrics(self) -> dict[str, float]:
@@ -253,21 +295,29 @@ class SampleQueue(Generic[T]):
         self._groups = {
             number: SampleGroup(number, row, self._group_size) for number, row in pending
         }
+        self._by_state = _ByState[T]()
+        for group in self._groups.values():
+            self._by_state.add(group)
 
     def _back_to_issued(self, group_ids: Sequence[int], reason: str) -> None:
-        for group in self._moved(group_ids, GroupState.ISSUED):
-            self._count(reason, group)
-            group.begun_version = group.oldest_version = -1
-            group.num_samples, group.partition = self._group_size, 0
-            group.columns, group.taken_by = {}, set()
+        with self._moved(group_ids, GroupState.ISSUED) as groups:
+            for group in groups:
+                self._count(reason, group)
+                group.begun_version = group.oldest_version = -1
+                group.num_samples, group.partition = self._group_size, 0
+                group.columns, group.taken_by = {}, set()
 
     def _let_go(self, group: SampleGroup[T]) -> None:
         """Of its columns too, for whoever still has the group."""
         del self._groups[group.group_id]
         group.columns = {}
 
-    def _moved(self, group_ids: Iterable[int], to: GroupState) -> list[SampleGroup[T]]:
-        """These groups in their new state, all of them or, with an error, none."""
+    @contextlib.contextmanager
+    def _moved(self, group_ids: Iterable[int], to: GroupState) -> Iterator[list[SampleGroup[T]]]:
+        """Put these groups into a new state, all of them or, with an error, none.
+
+        Inside, what the index goes by may be changed.
+        """
         groups = [self._get(group_id) for group_id in dict.fromkeys(group_ids)]
         for group in groups:
             if to not in ALLOWED[group.state]:
@@ -277,8 +327,12 @@ class SampleQueue(Generic[T]):
                     f"allowed: {allowed}"
                 )
         for group in groups:
+            self._by_state.remove(group)
             group.state = to
-        return groups
+        yield groups
+        for group in groups:
+            if group.group_id in self._groups:
+                self._by_state.add(group)
 
     def _get(self, group_id: int) -> SampleGroup[T]:
         try:

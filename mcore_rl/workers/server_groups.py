@@ -19,10 +19,10 @@ from mcore_rl.config.schema import TimeoutsConfig
 from mcore_rl.controller.pending import (
     Limit,
     PendingCall,
+    Replies,
     WorkerError,
     gathered,
     outlived,
-    wait_for_any,
 )
 from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
@@ -79,6 +79,7 @@ class ServerGroups(ABC):
         self.version = 0  # of the weights that a server needs to serve
         self.membership = 0  # another number whenever other servers are up
         self._servers: dict[int, Server] = {}
+        self._replies = Replies()  # to calls that were waited for
         try:
             for number in range(num_servers):
                 self._servers[number] = Server(number, start(number))
@@ -339,9 +340,14 @@ class ServerGroups(ABC):
         """Whether there were any that have not ended; looks once."""
         calls = [call for server in self._servers.values() for call in server.starting]
         if calls:
-            wait_for_any(calls, LOOK_S)
+            self._wait_for_reply(calls, LOOK_S)
             self._tend()
         return bool(calls)
+
+    def _wait_for_reply(self, calls: Sequence[PendingCall], seconds: float) -> None:
+        """Until a rank of one of these answers, or of others that have been waited for."""
+        self._replies.watch(calls)
+        self._replies.wait(seconds)
 
     def _answered(self, server: Server, call: PendingCall) -> bool:
         """Whether a call has succeeded; not if its server has died of it.

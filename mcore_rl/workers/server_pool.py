@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_rl.controller.object_columns import store
 from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
-from mcore_rl.controller.pending import WorkerError, wait_for_any
+from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.silence import Silent, report
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.rollout.protocol import SamplingParams
@@ -211,7 +211,7 @@ class ServerPool(ServerGroups):
         """Until a server answers or has started."""
         servers = self._servers.values()
         calls = [call for s in servers for call in (*s.collecting.values(), *s.starting)]
-        wait_for_any([call for call in calls if not call.has_ended()], seconds)
+        self._wait_for_reply(calls, seconds)
 
     def _check_waited(self, seconds: float) -> None:
         """Raises WorkerError where servers run, and no group ends."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +18,8 @@ from mcore_rl.parallel.stages import Chunk
 from mcore_rl.reshard.boxes import LogicalTensor, rows
 from mcore_rl.reshard.layout import TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
+
+EXPORT_BUCKET_BYTES = 128 << 20  # of parameters that are sent together
 
 
 class WeightPlacement:
@@ -136,37 +142,123 @@ def export_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream whole Hugging Face tensors (on the CPU) out of world rank 0, in rule order.
 
-    Each shard is sent once, from the lowest rank that has it. Other ranks yield nothing but must
-    exhaust the iterator. In memory at a time: the logical tensors of one parameter.
+    Each shard is sent once, from the lowest rank that has it. Ranks send their shards of a bucket
+    of parameters as one message, all at the same time. Other ranks than 0 yield nothing but must
+    exhaust the iterator. In memory at a time: the tensors of a bucket, or of one parameter.
     """
     tensors = [local_tensors(chunk) for chunk in chunks]
     like = next(iter(tensors[0].values()))
-    for weight in weights:
+    if like.device.type == "cuda":  # NCCL makes the group's communicator when all ranks take part
+        dist.all_reduce(torch.zeros(1, device=like.device))
+
+    def local(weight: Weight) -> torch.Tensor:
         chunk = placement.chunk(weight)
-        if weight.replica or chunk is None:
+        assert chunk is not None
+        name = placement.local_name(weight)
+        return computed(chunks[chunk.vpp_rank], name, tensors[chunk.vpp_rank][name])
+
+    for bucket in _export_buckets(weights, placement, like.dtype):
+        own = [shard for shard in bucket if shard.owner == world_rank]
+        if world_rank != 0:
+            _send([local(shard.weight) for shard in own], like.device)
             continue
-        dtype = torch.float32 if weight.float32 else like.dtype
-        whole: dict[str, torch.Tensor] = {}
-        for owner, shard in placement.owners(weight):
-            if world_rank == owner:
-                name = placement.local_name(weight)
-                local = computed(chunks[chunk.vpp_rank], name, tensors[chunk.vpp_rank][name])
-                if owner != 0:
-                    dist.send(local.contiguous(), dst=0)
-            if world_rank != 0:
-                continue
-            if owner != 0:
-                shape = weight.rule.local_shape(shard)
-                local = torch.empty(shape, dtype=dtype, device=like.device)
-                dist.recv(local, src=owner)
-            for block in weight.rule.blocks(shard):
-                target = _whole(whole, block.tensor, local.dtype)
-                target[block.box.slices].copy_(local[block.local_slices])
-        for tensor in weight.rule.tensors:
-            if tensor.name in whole:
-                yield tensor.name, whole[tensor.name]
-                # Tensors that share memory cannot be written to one file.
-                yield from ((name, whole[tensor.name].clone()) for name in tensor.also)
+        received = _receive(bucket, like.device)
+        for weight, shards in groupby(bucket, key=attrgetter("weight")):
+            whole: dict[str, torch.Tensor] = {}
+            for shard in shards:
+                data = received[shard] if shard.owner else local(weight)
+                for block in weight.rule.blocks(shard.shard):
+                    target = _whole(whole, block.tensor, data.dtype)
+                    target[block.box.slices].copy_(data[block.local_slices])
+            for tensor in weight.rule.tensors:
+                if tensor.name in whole:
+                    yield tensor.name, whole[tensor.name]
+                    # Tensors that share memory cannot be written to one file.
+                    yield from ((name, whole[tensor.name].clone()) for name in tensor.also)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _ExportShard:
+    """A shard of a parameter, and the rank that sends it."""
+
+    weight: Weight
+    owner: int
+    shard: Shard
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _export_buckets(
+    weights: Sequence[Weight], placement: WeightPlacement, dtype: torch.dtype
+) -> Iterator[list[_ExportShard]]:
+    """All shards that are exported, in rule order: equal on all ranks, whole parameters each."""
+    bucket: list[_ExportShard] = []
+    num_bytes = 0
+    for weight in weights:
+        if weight.replica or placement.chunk(weight) is None:
+            continue
+        of_weight = torch.float32 if weight.float32 else dtype
+        shards = [
+            _ExportShard(weight, owner, shard, weight.rule.local_shape(shard), of_weight)
+            for owner, shard in placement.owners(weight)
+        ]
+        size = sum(shard.num_bytes for shard in shards)
+        if bucket and num_bytes + size > EXPORT_BUCKET_BYTES:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket += shards
+        num_bytes += size
+    yield bucket
+
+
+def _send(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """To rank 0, as one message."""
+    if not tensors:
+        return
+    places, num_bytes = _places([tensor.nbytes for tensor in tensors])
+    message = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    for tensor, place in zip(tensors, places, strict=True):
+        message[place].view(tensor.dtype).copy_(tensor.reshape(-1))
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, message, 0)]):
+        work.wait()
+
+
+def _receive(
+    bucket: Sequence[_ExportShard], device: torch.device
+) -> dict[_ExportShard, torch.Tensor]:
+    """The shards of other ranks, on the CPU; these send at the same time."""
+    by_owner: dict[int, list[_ExportShard]] = {}
+    for shard in bucket:
+        if shard.owner:
+            by_owner.setdefault(shard.owner, []).append(shard)
+    places = {
+        owner: _places([shard.num_bytes for shard in shards]) for owner, shards in by_owner.items()
+    }
+    messages = {
+        owner: torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        for owner, (_, num_bytes) in places.items()
+    }
+    receives = [dist.P2POp(dist.irecv, message, owner) for owner, message in messages.items()]
+    for work in dist.batch_isend_irecv(receives) if receives else ():
+        work.wait()
+    found: dict[_ExportShard, torch.Tensor] = {}
+    for owner, shards in by_owner.items():
+        message = messages.pop(owner).cpu()
+        for shard, place in zip(shards, places[owner][0], strict=True):
+            found[shard] = message[place].view(shard.dtype).view(shard.shape)
+    return found
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[slice], int]:
+    """Where tensors of these bytes are in a message, at multiples of 16, and its bytes."""
+    starts = list(accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)], starts[
+        -1
+    ]
 
 
 def _whole(

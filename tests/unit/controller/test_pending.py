@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Timer
+from threading import Thread, Timer
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,13 @@ from mcore_rl.controller.pending import (
     GRACE_S,
     Limit,
     PendingCall,
+    Replies,
     WorkerError,
     gathered,
     outlived,
 )
 from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply
+from tests.operations import growth
 
 LIMIT = Limit(10.0, "timeouts.call_s")
 
@@ -264,3 +267,53 @@ def test_who_blames_a_server_that_lives_ends_the_run(monkeypatch):
     trainer.answer.set_result(failure(FailureKind.BLAMED, "rank 1 is gone"))
     with pytest.raises(WorkerError, match=r"actor.update: rank 0 raised \w+: rank 1 is gone"):
         outlived([sent(Sent(), group), sent(trainer, Group("actor"))], [group])
+
+
+def answer_in_turn(calls: list[Sent], reply: Reply) -> Thread:
+    """Each a little after the one before, so that each ends a wait."""
+
+    def answer() -> None:
+        for call in calls:
+            time.sleep(0.002)
+            call.answer.set_result(reply)
+
+    thread = Thread(target=answer)
+    thread.start()
+    return thread
+
+
+ANSWERS = {
+    "values": Reply(1),
+    "deaths": failure(FailureKind.DIED, "killed"),
+    "blame after a death": failure(FailureKind.BLAMED, "rank 0 is gone"),
+}
+
+
+@pytest.mark.parametrize("answers", ANSWERS)
+def test_waiting_for_many_calls_takes_work_linear_in_them(answers):
+    def wait_for(num_calls: int) -> None:
+        references, groups = ([make() for _ in range(num_calls)] for make in (Sent, Group))
+        calls = [sent(*both) for both in zip(references, groups, strict=True)]
+        if answers == "blame after a death":
+            references[0].answer.set_result(failure(FailureKind.DIED, "killed"))
+        left = [reference for reference in references if not reference.answer.done()]
+        thread = answer_in_turn(left, ANSWERS[answers])
+        deaths = outlived(calls, groups)
+        thread.join()
+        assert len(deaths) == {"values": 0, "deaths": num_calls}.get(answers, 1)
+
+    assert growth(wait_for, 16, 128) < 1.5
+
+
+def test_replies_that_come_before_a_wait_or_twice_are_each_taken_once():
+    references = [Sent() for _ in range(3)]
+    calls = [sent(reference, Group()) for reference in references]
+    references[0].answer.set_result(Reply(0))
+    replies = Replies(calls)
+    replies.watch(calls)
+    assert replies.wait(10.0) == [calls[0]] and calls[0].result() == {0: 0}
+    for index in (2, 1):
+        references[index].answer.set_result(Reply(index))
+    assert calls[1].has_ended()
+    assert replies.wait(10.0) == [calls[2]]
+    assert replies.wait(0.01) == []

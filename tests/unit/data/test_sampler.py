@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sampler import IndexSampler, MixtureSampler
+from tests.operations import count_operations
 
 sizes = {
     "num_rows": st.integers(1, 20),
@@ -116,3 +117,26 @@ def test_the_state_of_another_mixture_is_refused(sizes, weights, seed, named):
     state = MixtureSampler([9, 5], [1, 2], 2, seed=0).state_dict()
     with pytest.raises(ConfigError, match=named):
         MixtureSampler(sizes, weights, 2, seed).load_state_dict(state)
+
+
+def equal_weights(num: int) -> list[float]:
+    return [1.0] * num
+
+
+def falling_weights(num: int) -> list[float]:
+    return [1 / (index + 1) for index in range(num)]
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+@pytest.mark.parametrize("weights_of", [equal_weights, falling_weights])
+def test_a_draw_does_not_loop_over_the_files(weights_of, is_restored):
+    def operations(num_files: int) -> int:
+        weights = weights_of(num_files)
+        sampler = MixtureSampler([64] * num_files, weights, 16, seed=0)
+        if is_restored:
+            sampler.load_state_dict(sampler.state_dict())
+        with count_operations() as counted:
+            sampler.take(32)
+        return counted.num
+
+    assert operations(512) < operations(8) * 1.2

@@ -16,6 +16,7 @@ from mcore_rl.parallel.balance import (
     partition_within,
     sequence_cost,
 )
+from tests.operations import growth
 
 COSTS = st.lists(st.integers(1, 100), min_size=1, max_size=40)
 
@@ -58,6 +59,44 @@ def test_ten_thousand_items_are_dealt_within_a_second():
     loads = loads_of(balanced_partition(costs, 64), costs)
     assert time.process_time() - start < 1.0
     assert max(loads) / min(loads) < 1.000001
+
+
+def equal_costs(num: int) -> list[float]:
+    return [1.0] * num
+
+
+def random_costs(num: int) -> list[float]:
+    rng = random.Random(0)
+    return [rng.lognormvariate(6, 1) for _ in range(num)]
+
+
+def rising_costs(num: int) -> list[float]:
+    return [float(index) for index in range(num)]
+
+
+def costs_with_a_giant(num: int) -> list[float]:
+    """Its split is joined with every other item."""
+    return [1e9, *random_costs(num - 1)]
+
+
+@pytest.mark.parametrize("costs_of", [equal_costs, random_costs, rising_costs, costs_with_a_giant])
+def test_a_split_takes_work_near_linear_in_the_parts(costs_of):
+    """Costs are compared in Python, where it is counted."""
+
+    class Cost(float):
+        def __lt__(self, other: float) -> bool:
+            return float(self) < float(other)
+
+        def __neg__(self) -> Cost:
+            return Cost(-float(self))
+
+        def __add__(self, other: float) -> Cost:
+            return Cost(float(self) + float(other))
+
+    def split(num_parts: int) -> None:
+        balanced_partition([Cost(cost) for cost in costs_of(4 * num_parts)], num_parts)
+
+    assert growth(split, 32, 512) < 3
 
 
 def test_equal_rows_are_dealt_in_equal_numbers():

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -146,3 +147,10 @@ def test_all_groups_that_torch_makes_are_guarded(monkeypatch):
             dist.all_reduce(tensor, group=group)
     finally:
         dist.destroy_process_group()
+
+
+def test_threads_make_devices_at_the_same_time():
+    """As ranks do that are threads of one process, which have all met at the same moment."""
+    with ThreadPoolExecutor(8) as threads:
+        devices = list(threads.map(lambda _: GlooDevice(hostname="127.0.0.1"), range(160)))
+    assert len({device._fd for device in devices}) == len(devices)

@@ -10,6 +10,7 @@ from megatron.core.parallel_state import RankGenerator
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.parallel.mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from tests.operations import growth
 
 ORDER = "tp-cp-ep-dp-pp"
 SIZES = (1, 2, 3, 4)
@@ -125,3 +126,21 @@ def test_wrong_axis_coordinate_or_rank_is_refused():
         mesh.groups("tp", "ep")
     with pytest.raises(TypeError, match="are not all in one"):
         mesh.groups()
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("tp", "pp"), ("ep",), ("etp", "edp", "pp")])
+def test_the_group_of_a_rank_is_among_the_groups(axes):
+    for layout in layouts()[::7]:
+        mesh = Mesh(layout)
+        for group in mesh.groups(*axes):
+            assert all(mesh.group_of(rank, *axes) == group for rank in group)
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("pp",), ("cp", "tp"), ("ep",)])
+def test_groups_of_all_ranks_take_work_linear_in_the_ranks(axes):
+    def find_all(num_ranks: int) -> None:
+        mesh = Mesh(Layout(tp=2, cp=2, pp=2, dp=num_ranks // 8, ep=2))
+        for rank in range(num_ranks):
+            mesh.group_of(rank, *axes)
+
+    assert growth(find_all, 32, 256) < 1.2

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
@@ -24,10 +26,13 @@ from mcore_rl.parallel.rendezvous import (
     RendezvousServer,
     address_of,
     interface_of,
+    use_interface_towards,
 )
-from mcore_rl.parallel.rendezvous_client import RendezvousClient
+from mcore_rl.parallel.rendezvous_client import RendezvousClient, end_waits
 from mcore_rl.parallel.store import RendezvousStore
+from mcore_rl.rollout.vllm_nodes import ServerNodes
 from tests import attacks
+from tests.operations import count_operations
 
 c10d: Any = torch.distributed
 
@@ -160,6 +165,38 @@ def test_the_address_of_an_interface_is_the_one_that_it_is_found_by():
     assert address_of(interface_of(outward)) == outward
     with pytest.raises(ConfigError, match=r"^interface 'typo' has no IPv4 address; allowed: .*lo"):
         address_of("typo")
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def serve_over_several_nodes(server: RendezvousServer) -> None:
+    ServerNodes(1, 0, 1, 5.0).engine_arguments()
+
+
+def serve_on_one_node(server: RendezvousServer) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of the workers' own groups, by lane_arguments
+    use_interface_towards(*address(server))
+
+
+def train(server: RendezvousServer) -> None:
+    with pytest.raises(RuntimeError):  # as the other rank does not come
+        store.join_world("gloo", 0.1)
+
+
+@pytest.mark.parametrize("use", [serve_over_several_nodes, serve_on_one_node, train])
+def test_nccl_uses_the_interface_of_the_rendezvous_unless_the_user_names_one(
+    server, monkeypatch, use
+):
+    interface = interface_of(server.endpoint.host)
+    for named in ({}, {"NCCL_SOCKET_IFNAME": "ib0"}):
+        with monkeypatch.context() as patch:
+            world = {"RANK": "0", "WORLD_SIZE": "2", **server.endpoint.environment()}
+            own = {name: value for name, value in os.environ.items() if name not in INTERFACES}
+            patch.setattr("os.environ", own | world | named)
+            use(server)
+            expected = named.get("NCCL_SOCKET_IFNAME", f"={interface}")
+            assert os.environ["NCCL_SOCKET_IFNAME"] == expected
 
 
 def test_without_a_default_route_an_interface_has_to_be_named():
@@ -303,3 +340,96 @@ def test_a_server_leaves_no_thread():
     server.close()
     server.close()
     assert {*threading.enumerate()} <= before
+
+
+def connect(stores: list[RendezvousStore], _: int) -> None:
+    """Ranks have done so."""
+
+
+def meet(stores: list[RendezvousStore], rank: int) -> None:
+    stores[rank].barrier("here")
+
+
+def gather(stores: list[RendezvousStore], rank: int) -> None:
+    values = stores[rank].all_gather("site", f"of {rank}")
+    assert values == [f"of {rank}".encode() for rank in range(len(stores))]
+
+
+def come_late(stores: list[RendezvousStore], rank: int) -> None:
+    with pytest.raises(c10d.DistStoreError, match="for nobody's; all ranks are connected"):
+        stores[rank].wait(["nobody's"], timedelta(seconds=0.5))
+
+
+def operations_of_server(use: Callable[[list[RendezvousStore], int], None], num_ranks: int) -> int:
+    with (
+        count_operations("rendezvous") as operations,
+        RendezvousServer("127.0.0.1") as server,
+        ThreadPoolExecutor(num_ranks) as threads,
+    ):
+        ranks = range(num_ranks)
+        stores = [RendezvousStore(server.endpoint, rank, num_ranks, 60.0) for rank in ranks]
+        list(threads.map(partial(use, stores), ranks))
+        for store_of_rank in stores:
+            store_of_rank.close()
+    return operations.num
+
+
+@pytest.mark.parametrize(
+    ("use", "most"), [(connect, 1.15), (meet, 1.15), (gather, 1.15), (come_late, 1.4)]
+)
+def test_what_the_server_does_is_linear_in_the_ranks(use, most):
+    few, many = (operations_of_server(use, num_ranks) / num_ranks for num_ranks in (32, 256))
+    assert many / few < most
+
+
+def test_a_key_that_comes_is_looked_up_once_for_each_that_waits():
+    """Of process groups, in which C++ waits for a key of every rank."""
+
+    def operations(num_ranks: int) -> int:
+        def wait_for_all(stores: list[RendezvousStore], rank: int) -> None:
+            keys = [f"key-{peer}" for peer in range(num_ranks)]
+            if rank < num_ranks - 1:
+                stores[rank].add("entered", 1)
+                stores[rank].multi_get(keys)
+                return
+            while stores[rank].add("entered", 0) < num_ranks - 1:
+                time.sleep(0.01)
+            time.sleep(0.1)  # until those have been read
+            for key in keys:
+                stores[rank].set(key, b"")
+
+        return operations_of_server(wait_for_all, num_ranks)
+
+    assert operations(192) / operations(64) < 3**2 * 1.2
+
+
+def test_keys_that_are_deleted_while_others_are_waited_for_are_waited_for_again(server, rank_0):
+    rank_1 = RendezvousStore(server.endpoint, 1, 2, 20.0)
+    rank_0.set("x", "old")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(rank_1.multi_get, ["x", "y"])
+        time.sleep(0.1)
+        rank_0.delete_key("x")
+        rank_0.set("y", "2")
+        time.sleep(0.05)
+        assert not waiting.done()
+        rank_0.set("x", "new")
+        assert waiting.result(20) == [b"new", b"2"]
+
+
+def test_a_barrier_names_the_ranks_that_are_connected_and_do_not_come(server):
+    stores = [RendezvousStore(server.endpoint, rank, 3, 0.3) for rank in range(3)]
+    with pytest.raises(c10d.DistStoreError, match="for here; all ranks are connected; missing: "):
+        stores[0].barrier("here")
+    with pytest.raises(c10d.DistStoreError, match=r"missing: here-1$"):
+        stores[2].barrier("here")
+    stores[1].barrier("here")
+
+
+def test_a_barrier_ends_when_a_rank_is_known_to_be_dead(server, rank_0):
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(rank_0.barrier, "here")
+        time.sleep(0.05)
+        end_waits(server.endpoint, "rank 1 has died", 5.0)
+        with pytest.raises(c10d.DistStoreError, match="rank 1 has died"):
+            waiting.result(20)

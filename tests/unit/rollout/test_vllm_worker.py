@@ -65,6 +65,18 @@ def test_the_arguments_of_a_lane_are_vllms(monkeypatch, is_cpu):
     assert given["enforce_eager"] is is_cpu
 
 
+@pytest.mark.parametrize(("named", "expected"), [("", "=lo"), ("ib0", "ib0")])
+def test_nccl_of_a_server_uses_the_interface_of_its_rank(monkeypatch, named, expected):
+    from mcore_rl.rollout.vllm_worker import ServerName
+
+    environment = {"RENDEZVOUS_HOST": "127.0.0.1", "RENDEZVOUS_PORT": "9"}
+    environment |= {"NCCL_SOCKET_IFNAME": named} if named else {}
+    monkeypatch.setattr("os.environ", environment)
+    config_of(ServerName.new())
+    assert environment["NCCL_SOCKET_IFNAME"] == expected
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+
+
 def test_a_single_worker_has_a_thread_on_each_of_its_cores(monkeypatch):
     from mcore_rl.rollout import vllm_worker
 

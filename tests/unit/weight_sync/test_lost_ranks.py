@@ -40,7 +40,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_when_its_death_is_known():
 
         def meet(rank: int) -> None:
             store = RendezvousStore(server.endpoint, rank, 3, LONG_S)
-            process_group._meet(store, rank, 3)
+            store.barrier("here")
 
         begun = time.monotonic()
         early = threads.submit(meet, 0)

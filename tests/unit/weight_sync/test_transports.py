@@ -5,6 +5,7 @@ Real servers take versions by each of them in e2e/test_parallel_server.py.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from functools import partial
@@ -23,6 +24,7 @@ from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer
 from mcore_rl.weight_sync.transport import WeightUpdate
 from tests.nightly import all_but
 
@@ -109,6 +111,14 @@ def test_all_that_listens_for_a_route_is_on_the_address_that_was_chosen(checkpoi
     assert {address for address, _ in found} == {"127.0.0.1"}
 
 
+def test_the_group_of_the_weights_uses_the_interface_of_its_rendezvous(checkpoint, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # put back in the end
+        monkeypatch.delenv(name)
+    routes.Route(checkpoint, "process_group")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_have_nothing_to_move_take_no_core(checkpoint, transport):
     route = routes.Route(checkpoint, transport)
@@ -175,3 +185,48 @@ def test_over_nixl_a_rank_that_is_at_another_version_is_named(checkpoint):
         routes.together(calls)
     with pytest.raises(StreamError, match=r"version 4, bucket 0: rank [01] .* is at version 5"):
         route.receive(4, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "server"),
+    [
+        (Layout(tp=2), GenerationLayout(tp=2)),
+        (Layout(pp=2), GenerationLayout(pp=2)),
+        (Layout(dp=2, ep=2), GenerationLayout(tp=2, ep=2)),
+        (Layout(dp=4), GenerationLayout(dp=2)),
+    ],
+    ids=["tp2", "pp2", "ep2", "dp4"],
+)
+def test_over_nixl_ranks_connect_to_those_that_they_exchange_messages_with(
+    checkpoint, monkeypatch, layout, server
+):
+    from mcore_rl.weight_sync.nixl import nixl_api
+
+    agent = nixl_api().nixl_agent
+    connect, connected = agent.add_remote_agent, []
+
+    def add_remote_agent(self, metadata):
+        peer = connect(self, metadata)
+        connected.append((int(self.name), int(peer)))
+        return peer
+
+    monkeypatch.setattr(agent, "add_remote_agent", add_remote_agent)
+    route = routes.Route(checkpoint, "nixl", training=layout, generation=server)
+    spec = TransferSpec(layout, 0, server, "float32", route.settings)
+    sent = plan_transfer(spec, route.reader.config(), 4).pairs()
+    pairs = {(source, spec.num_training + target) for source, target, _ in sent}
+    assert sorted(connected) == sorted(pairs | {(target, source) for source, target in pairs})
+    check(route, route.sync((1, 2)))
+
+
+def test_over_nixl_a_refusal_reaches_ranks_through_those_that_they_exchange_with(checkpoint):
+    """One of the senders knows a newer format."""
+    two = {"training": Layout(tp=2), "generation": GenerationLayout(dp=2)}
+    route = routes.Route(checkpoint, "nixl", timeout_s=60.0, **two)
+    begun = time.monotonic()
+    calls = [partial(route.send, 3, 0), partial(route.send, 3, 1, routes.newer(3))]
+    calls += [partial(route.receive, 3, rank) for rank in range(2)]
+    for end in routes.ended(calls):
+        with pytest.raises(StreamError, match="format 'delta'; known: 'dense'"):
+            end.result()
+    assert time.monotonic() - begun < 60.0

@@ -6,6 +6,7 @@ import pytest
 
 from mcore_rl.workers.admission import Admission, Pacing
 from mcore_rl.workers.sample_queue import GroupState, LedgerError, SampleQueue
+from tests.operations import growth
 
 
 def paced(**settings) -> Pacing:
@@ -311,3 +312,19 @@ def test_groups_that_end_in_order_are_never_abandoned(staleness):
             rewarded(queue, running.pop(0))
         assert trained(queue, admission, step) == []
     assert queue.groups_total["abandoned"] == 0 and queue.groups_total["begun"] == 100
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("settings", [{}, {"depth": 8}, {"max_samples": 10**6}])
+def test_a_step_takes_work_near_linear_in_its_groups(staleness, settings):
+    """It asks after each group that comes what may begin, and whether it has enough."""
+
+    def run_step(num_groups: int) -> None:
+        queue, admission = of(paced(groups_per_step=num_groups, staleness=staleness, **settings))
+        running = begun(queue, admission)
+        while (chosen := selected(admission, 1)) is None:
+            rewarded(queue, running.pop(0))
+            running += begun(queue, admission)
+        assert len(chosen) == num_groups
+
+    assert growth(run_step, 16, 256) < 1.3

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoints, read_checkpoint
 from mcore_rl.workers.sample_queue import ALLOWED, GroupState, LedgerError, SampleQueue
+from tests.operations import growth
 
 
 class Samples:
@@ -245,3 +248,60 @@ def test_a_checkpoint_has_counters_and_what_has_not_ended(tmp_path: Path):
     empty = queue_of(0).state_dict()
     resumed.load_state_dict(empty)
     assert len(resumed) == 0 and resumed.groups_total["issued"] == 0
+
+
+def count(queue: SampleQueue[object], _: int) -> None:
+    queue.metrics()
+
+
+def begin_and_lose(queue: SampleQueue[object], group_id: int) -> None:
+    queue.begin([group_id], 0)
+    queue.lost([group_id])
+
+
+def drop(queue: SampleQueue[object], group_id: int) -> None:
+    queue.drop([group_id])
+
+
+def finish(queue: SampleQueue[object], group_id: int) -> None:
+    queue.begin([group_id], 0)
+    queue.finish(group_id, 0, 2, {})
+    queue.mark_rewarded([group_id])
+    assert queue.num_by_version(GroupState.REWARDED) == {0: group_id + 1}
+    assert queue.row_of(group_id) == 100 + group_id
+
+
+@pytest.mark.parametrize("use", [count, begin_and_lose, drop, finish])
+def test_what_is_done_for_each_group_does_not_look_at_the_others(use):
+    def use_all(num_groups: int) -> None:
+        queue = queue_of(num_groups)
+        for group_id in range(num_groups):
+            use(queue, group_id)
+            queue.num_groups(*KEPT)
+            queue.num_samples(*KEPT)
+
+    assert growth(use_all, 16, 256) < 1.2
+
+
+def test_the_counts_are_those_of_the_groups_after_any_moves():
+    """Moves that are allowed, by chance, also back and with another number of samples."""
+    queue, rng = queue_of(30), np.random.default_rng(0)
+    for _ in range(400):
+        group_id, to = int(rng.integers(30)), KEPT[rng.integers(5)]
+        version, num = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+        with contextlib.suppress(LedgerError):
+            if to is GroupState.GENERATED:
+                queue.finish(group_id, version, num, {})
+            elif to is GroupState.GENERATING:
+                queue.begin([group_id], version)
+            elif to is GroupState.TRAINING:
+                queue.select([group_id], queue.last_trained + 1)
+            else:
+                (queue.lost if to is GroupState.ISSUED else queue.mark_rewarded)([group_id])
+        for state in KEPT:
+            groups = queue.groups(state)
+            assert all(group.state is state for group in groups)
+            assert queue.num_samples(state) == sum(group.num_samples for group in groups)
+            versions = [group.oldest_version for group in groups]
+            assert queue.num_by_version(state) == Counter(versions)
+    assert sum(queue.num_groups(state) for state in KEPT) == 30

@@ -1,0 +1,48 @@
+"""Counts of the work that code does, which are the same on every machine."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+
+class Operations:
+    """Bytecode instructions so far. What C functions do inside is not counted."""
+
+    num = 0
+
+
+@contextlib.contextmanager
+def count_operations(thread: str = "") -> Iterator[Operations]:
+    """Count instructions of this thread, or of those named `thread` that start meanwhile."""
+    operations = Operations()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if thread and threading.current_thread().name != thread:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        operations.num += event == "opcode"
+        return trace
+
+    install = threading.settrace if thread else sys.settrace
+    before = threading.gettrace() if thread else sys.gettrace()
+    install(trace)
+    try:
+        yield operations
+    finally:
+        install(before)  # type: ignore[arg-type]  # None is how it is taken off again
+
+
+def growth(run: Callable[[int], None], small: int, large: int) -> float:
+    """By how much more than the size operations grow: 1.0 is linear, `large / small` quadratic."""
+
+    def per_item(size: int) -> float:
+        with count_operations() as operations:
+            run(size)
+        return operations.num / size
+
+    return per_item(large) / per_item(small)
