@@ -119,7 +119,9 @@ def gap_mask(batch: Batch, version: int | None = None) -> Jagged:
 
 def _is_compared(batch: Batch, version: int | None) -> Array:
     """[samples]: whether the gaps are of it: not replayed, and no token older than `version`."""
-    is_replayed = batch.array("replayed") != 0 if "replayed" in batch else np.zeros(len(batch), bool)
+    is_replayed = (
+        batch.array("replayed") != 0 if "replayed" in batch else np.zeros(len(batch), bool)
+    )
     if version is None:
         return ~is_replayed
     return ~is_replayed & (per_sample(batch).array("oldest_versions") == version)  # none is newer
