@@ -36,6 +36,8 @@ def reason_for_pass(config: RLConfig) -> str:
     has_critic = "values" in needs_of(advantage)  # which learns before the actor is checked
     # Gaps and entropies are of responses, too, that no update has.
     has_more = bool(samples.keep_responses) and samples.advantages_of == "generated"
+    entropy_target, share = algorithm.entropy_target, algorithm.top_entropy_share
+    teacher_loss = algorithm.distillation.loss
     settings: list[tuple[str, object, bool]] = [
         ("algorithm.log_prob_pass", algorithm.log_prob_pass, algorithm.log_prob_pass == "always"),
         ("algorithm.num_mini_batches", algorithm.num_mini_batches, algorithm.num_mini_batches > 1),
@@ -46,10 +48,10 @@ def reason_for_pass(config: RLConfig) -> str:
         ("algorithm.advantage", algorithm.advantage, is_read_by_advantage or has_critic),
         ("algorithm.kl_in", algorithm.kl_in, algorithm.kl_in == "reward"),
         ("algorithm.kl_target", algorithm.kl_target, algorithm.kl_target is not None),
-        ("algorithm.entropy_target", algorithm.entropy_target, algorithm.entropy_target is not None),
-        ("algorithm.top_entropy_share", algorithm.top_entropy_share, algorithm.top_entropy_share < 1),
-        ("algorithm.distillation.loss", algorithm.distillation.loss, algorithm.distillation.loss != "off"),
+        ("algorithm.entropy_target", entropy_target, entropy_target is not None),
+        ("algorithm.top_entropy_share", share, share < 1),
+        ("algorithm.distillation.loss", teacher_loss, teacher_loss != "off"),
         ("algorithm.samples.advantages_of", samples.advantages_of, has_more),
         ("actor.moe.router_replay", replay, replay == "record"),
-    ]  # fmt: skip
+    ]
     return next((f"{name}={value!r}" for name, value, is_needed in settings if is_needed), "")
