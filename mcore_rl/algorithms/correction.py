@@ -10,6 +10,8 @@ its bounds of k1 are for the server's probability divided by the trainer's, each
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from mcore_rl.algorithms.correction_rules import (
@@ -54,8 +56,10 @@ def corrected(batch: Batch, config: CorrectionConfig) -> tuple[Batch, dict[str, 
 
     Reads log_probs, rollout_log_probs and response_mask, and advantages for negative_sequence_k1.
     """
+    if not (config.has_weights or config.reject):
+        return batch, {}
     ratios = Ratios.of(batch)
-    if not (config.has_weights or config.reject) or not len(ratios.rows):
+    if not len(ratios.rows):
         return batch, {}
     weights, metrics = importance_weights(ratios, config)
     kept = np.ones(len(weights), bool)
@@ -119,6 +123,12 @@ def importance_weights(ratios: Ratios, config: CorrectionConfig) -> tuple[Floats
         each = weights if config.level == "token" else ratios.means(weights)[ratios.counts > 0]
         weights = weights / each.mean()
     return weights, metrics
+
+
+def gaps_beyond(gaps: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
+    """Return the names of gaps that are larger than the bounds of these names."""
+    # A gap that is not a number is no agreement either.
+    return [name for name, gap in gaps.items() if not gap <= bounds[name]]
 
 
 def check_rules(config: CorrectionConfig) -> None:

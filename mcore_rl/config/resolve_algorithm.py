@@ -13,6 +13,7 @@ KL_IN = ("loss", "reward")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_METHODS = ("truncate", "mask")
 IF_SHORT = ("train", "stop")
+LOG_PROB_PASS = ("auto", "always")
 ADVANTAGES_OF = ("kept", "generated")
 # Advantages that compare the responses to one prompt.
 OF_GROUPS = (
@@ -37,6 +38,7 @@ def resolve_algorithm(config: AlgorithmConfig, staleness: int = 0) -> None:
     fewest = 2 if config.advantage in OF_GROUPS else 1
     at_least("algorithm.group_size", config.group_size, fewest)
     at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
+    one_of("algorithm.log_prob_pass", config.log_prob_pass, LOG_PROB_PASS)
     at_least("algorithm.kl_coef", config.kl_coef, 0)
     at_least("algorithm.entropy_coef", config.entropy_coef, 0)
     at_least("algorithm.cross_entropy_coef", config.cross_entropy_coef, 0)

@@ -323,6 +323,10 @@ class AlgorithmConfig:
     kl_horizon: int = 10000  # samples in which kl_target changes the weight by up to a fifth
     kl_estimator: str = "k3"  # estimator of the KL from one sample
     kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    # The pass that computes the trainer's log-probs before the update: always, or auto (none where
+    # a trainer step has one optimizer step, whose forward pass gives the same numbers, and no
+    # setting needs them earlier: docs/algorithms.md).
+    log_prob_pass: str = "auto"
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
 

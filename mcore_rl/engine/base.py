@@ -51,6 +51,15 @@ class MemoryReport:
     on_device_bytes: int  # what of these three is on the engine's device, and not away
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredStep:
+    """An optimizer step, and what the weights before it gave the response tokens."""
+
+    scores: Batch | None  # "log_probs" and "entropy"; None where infer_batch returns None
+    gaps: Metrics  # max_logprob_gap and mean_logprob_gap; the same on every rank
+    metrics: Metrics  # as train_batch; empty where no step was taken
+
+
 class PendingSave(Protocol):
     """A checkpoint that is being written beside what the engine does."""
 
@@ -155,6 +164,27 @@ class BaseEngine(ABC):
 
         They, and those of the load of experts ("moe/..."), come from the last pipeline stage; the
         others return "grad_norm", "lr" and "num_skipped_steps" only.
+        """
+
+    @abstractmethod
+    def train_batch_with_scores(
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        *,
+        temperature: float = 1.0,
+        bounds: Mapping[str, float],
+    ) -> ScoredStep:
+        """Take the step of train_batch, and return the scores that infer_batch would have given.
+
+        They are those of the forward pass of the step: the loss function gets the log-probs,
+        without a gradient, as the column "log_probs", which the batch does not have.
+
+        Gaps are of these log-probs and the column rollout_log_probs, at tokens of all ranks where
+        the column gap_mask is not 0: the largest and the mean absolute difference, in nats; none
+        without such a token. They are looked at between the backward pass and the optimizer: where
+        one is not within `bounds`, no rank takes the step, and weights, optimizer state and
+        schedule stay as they were, bit for bit.
         """
 
     @abstractmethod

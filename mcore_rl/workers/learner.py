@@ -10,11 +10,12 @@ from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.data.batch import Samples
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.workers import policy_checks, scoring, steps, updates
+from mcore_rl.workers.log_prob_pass import needs_pass
 from mcore_rl.workers.near_data import near
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.samples import LEFT_OUT, num_groups
 from mcore_rl.workers.step_warnings import StepWarnings
-from mcore_rl.workers.training_batch import Findings, training_batch
+from mcore_rl.workers.training_batch import SCORED, Findings, score_metrics, training_batch
 from mcore_rl.workers.turns import Turns
 
 
@@ -55,8 +56,8 @@ class Learner:
             if len(batch) and algorithm.kl_coef:
                 batch = self.turns.with_reference_log_probs(batch, temperature)
             self.turns.begin_training()
-            if len(batch):
-                batch = steps.with_log_probs(batch, self.turns.actor, algorithm, temperature)
+            if len(batch) and needs_pass(config):
+                batch = self._with_log_probs(batch)
         with clock("update"):
             if len(batch):
                 metrics |= self._update(batch, step)
@@ -100,10 +101,13 @@ class Learner:
                 batch = steps.with_values(batch, critic)
                 batch, trained, findings = self._training_batch(batch, now, step)
                 metrics |= updates.update_critic(critic, batch, config, seed=seed)
-        self.tables.of_step(step, batch)
+        if has_scores := "log_probs" in batch:
+            self.tables.of_step(step, batch)
         for kind, doubt in findings.doubts.items():
             self.warnings.add(kind, step, doubt)
         metrics |= findings.gaps | findings.metrics
+        if not has_scores:
+            return metrics | self._update_with_scores(batch, trained, findings, now, step)
         if step > config.critic.warmup_steps:
             metrics |= updates.update(
                 self.turns.actor,
@@ -115,6 +119,35 @@ class Learner:
             )
         return metrics
 
+    def _with_log_probs(self, batch: Samples) -> Samples:
+        config = self.config
+        temperature = config.rollout.temperature
+        return steps.with_log_probs(batch, self.turns.actor, config.algorithm, temperature)
+
+    def _update_with_scores(
+        self,
+        batch: Samples,
+        trained: Samples,
+        findings: Findings,
+        now: AlgorithmConfig,
+        step: int,
+    ) -> dict[str, float]:
+        """Update the actor on a batch without log-probs, which the update gives; metrics."""
+        config, actor = self.config, self.turns.actor
+        trainer, [counts] = config.trainer, findings.counts
+        scores, gaps, metrics = updates.update_with_scores(
+            actor,
+            trained,
+            counts,
+            now,
+            temperature=config.rollout.temperature,
+            bounds=policy_checks.gap_bounds(trainer),
+        )
+        policy_checks.check_gaps(gaps, trainer, step)
+        batch = batch.union(scores)
+        self.tables.of_step(step, batch)
+        return near(actor, score_metrics, batch, now, trainer, step, reads=SCORED) | metrics
+
     def _training_batch(
         self, batch: Samples, now: AlgorithmConfig, step: int
     ) -> tuple[Samples, Samples, Findings]:
@@ -124,5 +157,8 @@ class Learner:
             self.turns.actor, training_batch, batch, now, trainer, step, seed
         )
         policy_checks.check_gaps(found.gaps, trainer, step)
+        if "log_probs" not in batch and not any(any(count.values()) for count in found.counts):
+            # No optimizer step is taken, which would have given the log-probs.
+            return self._training_batch(self._with_log_probs(batch), now, step)
         batch = batch.union(judged)
         return batch, steps.chosen_responses(batch, now.samples, seed).union(weighed), found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
 from mcore_rl.checkpoint.peft import FOLDER, Factors, write_adapters
 from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import WeightSyncConfig
-from mcore_rl.controller.dispatch import ANY_COLUMNS, Dispatch, register
+from mcore_rl.controller.call_parts import CallPart, Results
+from mcore_rl.controller.dispatch import ANY_COLUMNS, Dispatch, DispatchMode, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import scored_batch
 from mcore_rl.engine.base import (
@@ -35,6 +36,17 @@ from mcore_rl.workers.expert_records import EXPERTS, part_of, with_own_experts
 # Columns that a pass over samples reads, and those that it may add.
 _SCORED = ("prompt_ids", "response_ids")
 _SCORES = ("log_probs", "entropy", "sum_pi_squared", "routed_experts", "top_ids", "top_log_probs")
+
+
+def _joined_scores(parts: Sequence[CallPart], results: Results) -> tuple[Any, Metrics, Metrics]:
+    """Join the scores of (scores, gaps, metrics); every rank reports the numbers of all of them."""
+    found = {rank: result and result[0] for rank, result in results.items()}
+    assert parts[0].output_rank is not None  # each part has one
+    _, gaps, metrics = results[parts[0].output_rank]
+    return Dispatch.MEGATRON_COMPUTE.gather(parts, found), gaps, metrics
+
+
+_SCORED_STEP = DispatchMode(Dispatch.MEGATRON_COMPUTE.scatter, _joined_scores)
 
 
 class ModelWorker:
@@ -148,6 +160,21 @@ class ModelWorker:
             found.append(step)
             start += size
         return found
+
+    @register(dispatch_mode=_SCORED_STEP, writes=("log_probs", "entropy"))
+    def update_with_scores(
+        self, batch: Batch, *, temperature: float, bounds: Mapping[str, float]
+    ) -> tuple[Batch | None, Metrics, Metrics]:
+        """The optimizer step of all rows, whose log-probs and entropies it returns; gaps; metrics.
+
+        See BaseEngine.train_batch_with_scores.
+        """
+        if self._loss_function is None:
+            raise RuntimeError("update on a model without a loss function")
+        step = self._engine.train_batch_with_scores(
+            self._with_experts(batch), self._loss_function, temperature=temperature, bounds=bounds
+        )
+        return step.scores, step.gaps, step.metrics
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(

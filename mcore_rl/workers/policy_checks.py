@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mcore_rl.algorithms.correction import mismatch
+from mcore_rl.algorithms.correction import gaps_beyond, mismatch
 from mcore_rl.config.schema import CorrectionConfig, TrainerConfig
-from mcore_rl.data.batch import NO_VERSION, Array, Batch, Samples
+from mcore_rl.data.batch import NO_VERSION, Array, Batch, Jagged, Samples
 from mcore_rl.workers.near_data import B, per_sample
 
 
@@ -103,14 +103,28 @@ def gaps_and_mismatch(
     do not count. Where samples are of several versions, the gaps are those of samples of the policy
     itself, of `version`: others differ from it by what it has learned since, too.
     """
-    batch = split_replayed(batch)[0]
-    if config.use_rollout_log_probs or not len(batch):
+    fresh = split_replayed(batch)[0]
+    if config.use_rollout_log_probs or not len(fresh):
         return {}, {}
-    compared = batch
-    if version is not None:  # no token is newer
-        is_current = per_sample(batch).array("oldest_versions") == version
-        compared = batch.take(np.flatnonzero(is_current).tolist())
-    return logprob_gaps(compared), mismatch(batch)
+    compared = batch.take(np.flatnonzero(_is_compared(batch, version)).tolist())
+    return logprob_gaps(compared), mismatch(fresh)
+
+
+def gap_mask(batch: Batch, version: int | None = None) -> Jagged:
+    """Return 1 at the response tokens that the gaps of `gaps_and_mismatch` are of, else 0."""
+    mask = batch.jagged("response_mask")
+    is_compared = np.repeat(_is_compared(batch, version), mask.lengths)
+    return mask.with_values(((mask.values != 0) & is_compared).astype(np.int8))
+
+
+def _is_compared(batch: Batch, version: int | None) -> Array:
+    """[samples]: whether the gaps are of it: not replayed, and no token older than `version`."""
+    is_replayed = (
+        batch.array("replayed") != 0 if "replayed" in batch else np.zeros(len(batch), bool)
+    )
+    if version is None:
+        return ~is_replayed
+    return ~is_replayed & (per_sample(batch).array("oldest_versions") == version)  # none is newer
 
 
 def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> None:
@@ -119,7 +133,7 @@ def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> N
     Raises:
         PolicyMismatchError: one is beyond its bound.
     """
-    for name in beyond(gaps, bounds):
+    for name in gaps_beyond(gaps, gap_bounds(bounds)):
         raise PolicyMismatchError(
             f"step {step}: {name} of trainer and rollout is {gaps[name]:.3g} nats; allowed: "
             f"trainer.{name}={getattr(bounds, name):g}. The weights or the settings of one are "
@@ -127,7 +141,6 @@ def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> N
         )
 
 
-def beyond(gaps: Mapping[str, float], bounds: TrainerConfig) -> list[str]:
-    """Those of trainer.max_logprob_gap and mean_logprob_gap that are not kept."""
-    # A gap that is not a number is no agreement either.
-    return [name for name, gap in gaps.items() if not gap <= getattr(bounds, name)]
+def gap_bounds(trainer: TrainerConfig) -> dict[str, float]:
+    """Return the largest gaps that a step may have, by the names that logprob_gaps gives them."""
+    return {name: getattr(trainer, name) for name in ("max_logprob_gap", "mean_logprob_gap")}

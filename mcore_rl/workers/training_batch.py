@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl.algorithms.correction import gaps_beyond
 from mcore_rl.algorithms.distillation import distillation_metrics
 from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.workers import steps
-from mcore_rl.workers.policy_checks import beyond, gaps_and_mismatch
+from mcore_rl.workers.policy_checks import gap_bounds, gap_mask, gaps_and_mismatch
 from mcore_rl.workers.update_metrics import TokenCounts
 
 
@@ -36,15 +37,23 @@ def training_batch(
     second is of those samples that are trained on, after algorithm.samples.keep_responses: their
     masks and corrections, and the weights of each mini-batch's losses. Both are empty for gaps
     beyond the trainer's bounds: then log-probs say nothing.
+
+    Without log_probs, which then come with the update (log_prob_pass.py), nothing is compared here:
+    the second batch has the column gap_mask, of the tokens that the update compares.
     """
-    version = step - 1 if trainer.staleness else None  # of the policy, where others may be, too
-    gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
-    if beyond(gaps, trainer):
+    gaps, metrics = dict[str, float](), dict[str, float]()
+    version = _compared_version(trainer, step)
+    if "log_probs" in batch:
+        gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
+    if gaps_beyond(gaps, gap_bounds(trainer)):
         return Batch({}), Batch({}), Findings(gaps, metrics, {}, [])
     rewarded = with_token_rewards(batch, algorithm)
     judged = steps.with_advantages(rewarded, algorithm)
     chosen = steps.chosen_responses(judged, algorithm.samples, seed)
-    whole = steps.without_truncated(chosen, algorithm.samples)
+    whole = chosen
+    if "log_probs" not in batch:
+        whole = chosen.with_columns(gap_mask=gap_mask(chosen, version))
+    whole = steps.without_truncated(whole, algorithm.samples)
     corrected, left_out = steps.with_correction(whole, algorithm)
     num = algorithm.num_mini_batches
     weighed, counts = steps.with_each(corrected, num, seed, steps.with_loss_weights, algorithm)
@@ -54,6 +63,28 @@ def training_batch(
         _new(weighed, chosen),
         Findings(gaps, metrics, steps.doubts(judged), counts),
     )
+
+
+# What score_metrics reads.
+SCORED = (
+    "response_mask", "log_probs", "rollout_log_probs", "entropy", "weight_versions", "replayed",
+)  # fmt: skip
+
+
+def score_metrics(
+    batch: Batch, algorithm: AlgorithmConfig, trainer: TrainerConfig, step: int
+) -> dict[str, float]:
+    """Return the metrics of log-probs and entropy that came with the update, as training_batch
+    gives them of those that were there before it.
+    """
+    version = _compared_version(trainer, step)
+    gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
+    return gaps | metrics | steps.compute_policy_entropy(batch)
+
+
+def _compared_version(trainer: TrainerConfig, step: int) -> int | None:
+    """Return the version of the policy, where samples may be of others, too."""
+    return step - 1 if trainer.staleness else None
 
 
 def _new(batch: Batch, before: Batch) -> Batch:

@@ -48,6 +48,26 @@ def update(
     return {f"actor/{name}": v for name, v in _of_steps(batch, of_each).items()}
 
 
+def update_with_scores(
+    actor: Group,
+    batch: Samples,
+    counts: TokenCounts,
+    algorithm: AlgorithmConfig,
+    *,
+    temperature: float,
+    bounds: Mapping[str, float],
+) -> tuple[Samples, dict[str, float], dict[str, float]]:
+    """Take the one optimizer step of a batch that has no log-probs yet (log_prob_pass.py).
+
+    Returns its log_probs and entropy, the gaps of trainer and servers, and the metrics, as
+    `update`. No step was taken where a gap is beyond its bound; the caller has to check.
+    """
+    read = read_by_loss(along_tokens(batch), algorithm.loss)
+    scores, gaps, found = actor.update_with_scores(read, temperature=temperature, bounds=bounds)
+    metrics = _of_steps(batch, [(found, counts, [*range(len(batch))])])
+    return scores, gaps, {f"actor/{name}": value for name, value in metrics.items()}
+
+
 def _prepared_update(
     actor: Group,
     part: Samples,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.algorithms.correction import gaps_beyond
 from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
@@ -24,6 +25,7 @@ from mcore_rl.engine.base import (
     Metrics,
     PendingSave,
     Place,
+    ScoredStep,
 )
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.host_mirror import HostMirror
@@ -159,6 +161,40 @@ class MegatronEngine(BaseEngine):
         results = self.forward_backward_batch(
             batch, loss_function, forward_only=False, temperature=temperature
         )
+        return self._take_step(results)
+
+    def train_batch_with_scores(
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        *,
+        temperature: float = 1.0,
+        bounds: Mapping[str, float],
+    ) -> ScoredStep:
+        from mcore_rl.engine.megatron import step
+        from mcore_rl.engine.megatron.moe import expert_biases
+
+        self._require("gradients", "parameters", "optimizer state")
+        self.optimizer_zero_grad()
+        micros = self._micro_batches(batch, training=True)
+        biases = [(bias, bias.clone()) for bias in expert_biases(self.chunks)]
+        with self._routing(batch, scoring=False, forward_only=False) as routing:
+            results = self._run(
+                micros, loss_function, routing, temperature, forward_only=False, with_scores=True
+            )
+        found = step.pop_scores(results)
+        names = found[0] if found else ()
+        columns = {name: step.in_batch_order(batch, micros, found, name) for name in names}
+        scores = Batch({**columns}) if self._has_head else None
+        gaps = step.logprob_gaps(micros, found, self.device)
+        if not gaps_beyond(gaps, bounds):
+            return ScoredStep(scores, gaps, self._take_step(results))
+        for bias, before in biases:
+            bias.copy_(before)
+        return ScoredStep(scores, gaps, {})
+
+    def _take_step(self, results: list[Result]) -> Metrics:
+        """Take the optimizer step of the gradients that are there; return train_batch's metrics."""
         lr = self.lr_scheduler_step()
         steps = {"grad_norm": self.optimizer_step(), "lr": lr, **self._skips.metrics}
         if self._skips.num:  # Megatron's training loop leaves the schedule where it was, too
@@ -357,6 +393,7 @@ class MegatronEngine(BaseEngine):
         temperature: float,
         *,
         forward_only: bool,
+        with_scores: bool = False,
     ) -> list[Result]:
         from mcore_rl.engine.megatron import step
 
@@ -366,9 +403,10 @@ class MegatronEngine(BaseEngine):
             make_loss = step.inference(self._head(temperature, training=False))
         else:
             counts = step.count_tokens(micros, self.device)
-            head = self._head(temperature, training=True, needs=needs_of(loss_function))
+            needs = needs_of(loss_function) | ({"entropy"} if with_scores else set())
+            head = self._head(temperature, training=True, needs=needs)
             coef = self.spec.engine.mtp_loss_coef
-            make_loss = step.training(head, loss_function, counts, coef)
+            make_loss = step.training(head, loss_function, counts, coef, with_scores=with_scores)
         return step.run_micro_batches(
             self.wrapped, micros, make_loss, routing.around, forward_only=forward_only
         )

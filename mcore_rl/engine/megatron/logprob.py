@@ -236,34 +236,43 @@ class _TokenScores(torch.autograd.Function):
         top.reduce(shard.group)
         entropy = sums.entropy() if with_entropy else torch.zeros_like(sums.top)
         ctx.save_for_backward(hidden, head, local, sums.top, sums.total, entropy)
-        ctx.settings = (rows, temperature, tile, with_entropy)
+        ctx.settings = (rows, temperature, tile)
+        ctx.set_materialize_grads(False)  # an entropy that no loss reads has no gradient
         top_log_probs = sums.log_prob(top.logits)
         squares = sums.squares / sums.total.square()
-        ctx.mark_non_differentiable(squares, top_log_probs, top.ids)
+        no_gradient = squares, top_log_probs, top.ids
+        ctx.mark_non_differentiable(*no_gradient, *(() if with_entropy else (entropy,)))
         return sums.log_prob(sums.chosen), entropy, squares, top_log_probs, top.ids
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor, *_: torch.Tensor
+        ctx: Any,
+        grad_log_probs: torch.Tensor | None,
+        grad_entropy: torch.Tensor | None,
+        *_: torch.Tensor | None,
     ) -> Any:
         """With z = logits / T: d log p_t / dz_j = [j = t] - p_j; dH / dz_j = -p_j (log p_j + H).
 
-        With several targets a token, the sum over them.
+        With several targets a token, the sum over them. None is a gradient of zeros.
         """
         hidden, head, local, top, total, entropy = ctx.saved_tensors
-        rows, temperature, tile, with_entropy = ctx.settings
+        rows, temperature, tile = ctx.settings
         for_hidden, for_head = ctx.needs_input_grad[:2]  # a head may be frozen
-        grad_log_probs, grad_entropy = grad_log_probs / temperature, grad_entropy / temperature
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(local, dtype=top.dtype)
+        grad_log_probs = grad_log_probs / temperature
         # p is exp(z - top) / total: what is one number a token goes into the factors of exp.
-        of_log_probs, of_entropy = grad_log_probs.sum(1) / total, grad_entropy / total
-        entropy = entropy - total.log()
+        of_log_probs, of_entropy = grad_log_probs.sum(1) / total, None
+        if grad_entropy is not None:
+            of_entropy = grad_entropy / temperature / total
+            entropy = entropy - total.log()
         grad_hidden = torch.zeros_like(hidden, dtype=top.dtype) if for_hidden else None
         grad_head = torch.zeros_like(head) if for_head else None
         for block in _slices(rows, tile.ids):
             grad_block = torch.zeros_like(head[block], dtype=top.dtype)
             for part in _slices(len(local), tile.tokens):
                 grad = _logits(hidden[part], head[block], temperature).sub_(top[part, None])
-                if with_entropy:
+                if of_entropy is not None:
                     exp = grad.exp()
                     grad.add_(entropy[part, None]).mul_(of_entropy[part, None])
                     grad.add_(of_log_probs[part, None]).mul_(exp).neg_()

@@ -211,6 +211,13 @@ def routers(chunk: Any) -> Iterator[tuple[int, PackedRouter]]:
             yield layer.layer_number - 1, router
 
 
+def expert_biases(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the selection biases of all routers, which the end of a backward pass changes."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    found = [getattr(module, "expert_bias", None) for module in modules]
+    return [bias for bias in found if bias is not None]
+
+
 def clear_load(chunks: Sequence[Any]) -> None:
     """Forget the loads that were counted so far."""
     for chunk in chunks:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from mcore_rl.parallel.balance import (
 
 Result = dict[str, torch.Tensor]
 # What Megatron calls on the last stage's output: (loss to differentiate, token count, result).
+SCORES = "scores/"  # how the names of scores begin in a result with other numbers
 LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Result]]
 # What surrounds the forward call of a chunk for a micro-batch.
 Around = Callable[[Any, MicroBatch], AbstractContextManager[None]]
@@ -162,7 +164,12 @@ def count_tokens(micros: list[MicroBatch], device: torch.device) -> TokenCounts:
 
 
 def training(
-    head: Head, loss_function: LossFunction, counts: TokenCounts, mtp_loss_coef: float = 0.0
+    head: Head,
+    loss_function: LossFunction,
+    counts: TokenCounts,
+    mtp_loss_coef: float = 0.0,
+    *,
+    with_scores: bool = False,
 ) -> Callable[[Any, MicroBatch], LossClosure]:
     """The sum of weights * loss over the response tokens and streams; parts of means of metrics.
 
@@ -174,8 +181,11 @@ def training(
     Megatron divides gradients by the number of tokens of all ranks and micro-batches, which is what
     its router losses need. Our weights already contain every mean, so the loss is multiplied by
     that number first.
+
+    `with_scores` results also have the scores, for pop_scores, and the loss function gets the
+    log-probs as the column log_probs.
     """
-    return partial(_loss_closure, head, loss_function, counts, mtp_loss_coef)
+    return partial(_loss_closure, head, loss_function, counts, mtp_loss_coef, with_scores)
 
 
 def _score_closure(head: Head, chunk: Any, micro: MicroBatch) -> LossClosure:
@@ -192,13 +202,19 @@ def _loss_closure(
     loss_function: LossFunction,
     counts: TokenCounts,
     mtp_loss_coef: float,
+    with_scores: bool,
     chunk: Any,
     micro: MicroBatch,
 ) -> LossClosure:
     def close(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
         output, *predictions = output.chunk(1 + len(micro.ahead))
         scores = head(chunk, output, micro)
-        losses, metrics = loss_function(loss_inputs(scores, micro))
+        detached = {name: values.detach() for name, values in scores.items()}
+        inputs = loss_inputs(scores, micro)
+        if with_scores:
+            old = {"log_probs": detached["log_probs"]}
+            inputs = replace(inputs, columns={**inputs.columns, **old})
+        losses, metrics = loss_function(inputs)
         streams = losses if isinstance(losses, Mapping) else {LOSS_WEIGHTS: losses}
         sums = {name: (loss * micro.columns[name]).sum() for name, loss in streams.items()}
         total = torch.stack([*sums.values()]).sum()
@@ -214,10 +230,47 @@ def _loss_closure(
             mtp_loss = prediction_loss(head, chunk, predictions, micro)
             result["mtp_loss"] = mtp_loss.detach()
             total = total + mtp_loss_coef * mtp_loss
+        if with_scores:
+            result |= {f"{SCORES}{name}": detached[name] for name in ("log_probs", "entropy")}
         tokens = torch.tensor(micro.num_tokens, dtype=torch.int, device=output.device)
         return total * counts.total, tokens, result
 
     return close
+
+
+def pop_scores(results: Sequence[Result]) -> list[Result]:
+    """Take the scores out of results of training; return them by micro-batch."""
+    names = [name for name in results[0] if name.startswith(SCORES)] if results else []
+    return [{n.removeprefix(SCORES): result.pop(n) for n in names} for result in results]
+
+
+def logprob_gaps(
+    micros: Sequence[MicroBatch], scores: Sequence[Result], device: torch.device
+) -> dict[str, float]:
+    """Return the gaps of BaseEngine.train_batch_with_scores, of all ranks; all ranks take part.
+
+    Ranks that have the same tokens count them as often as each other, so the mean is right.
+    """
+    largest, total, count = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
+    for micro, found in zip(micros, scores, strict=False):  # no scores but on the last stage
+        mask = micro.columns["gap_mask"] != 0
+        gaps = (found["log_probs"] - micro.columns["rollout_log_probs"]).abs()
+        gaps = torch.where(mask, gaps, 0).double()
+        total += gaps.sum()
+        count += mask.sum()
+        largest = torch.maximum(largest, gaps.max() if len(gaps) else gaps.sum())
+    sums = torch.stack([total, count])
+    dist.all_reduce(sums)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    whole, num = sums.tolist()
+    if not num:
+        return {}
+    mean = whole / num
+    # What is not a number spreads in a sum; of a maximum over ranks it may get lost.
+    return {
+        "max_logprob_gap": mean if math.isnan(mean) else float(largest),
+        "mean_logprob_gap": mean,
+    }
 
 
 def whole_column(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,7 @@ def measured(setup: Setup, settings: WorkloadSettings) -> ModelledRun:
 def _config(setup: Setup, settings: WorkloadSettings) -> RLConfig:
     config = RLConfig()
     config.model.path = config.data.train_file = config.data.test_file = "modelled"
+    config.algorithm.log_prob_pass = "always"  # so that loops differ in the order of work only
     config.placement.rollout = "shared" if setup.is_shared else "own"
     config.trainer.mode, config.trainer.num_steps = setup.mode, settings.num_steps
     if setup.mode == "fully_async":

@@ -89,6 +89,32 @@ def test_roles_layouts_and_data_are_told(place, monkeypatch, capfd):
         assert line in out, out
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ((), "from the forward pass of the update (algorithm.log_prob_pass='auto')"),
+        (
+            ("algorithm.log_prob_pass=always",),
+            "in a pass before the update (algorithm.log_prob_pass='always')",
+        ),
+        (
+            ("algorithm.num_mini_batches=2",),
+            "in a pass before the update (algorithm.num_mini_batches=2)",
+        ),
+        (
+            ("algorithm.correction.use_rollout_log_probs=true",),
+            "none, those of the servers stand for them",
+        ),
+    ],
+)
+def test_it_tells_when_the_log_probs_of_the_trainer_are_computed(
+    place, monkeypatch, capfd, settings, line
+):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *settings)
+    assert (status, err) == (0, "")
+    assert f"log-probs of the trainer: {line}\n" in out
+
+
 def test_a_mixture_of_files_is_read_and_what_is_left_out_is_told(place, monkeypatch, capfd):
     rows = pq.read_table("train.parquet").to_pylist()
     chat = rows[0]["messages"]

@@ -30,7 +30,7 @@ from mcore_rl.data.datasets import PromptDataset, PromptRow, load_prompts
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.engine.base import MemoryReport
+from mcore_rl.engine.base import MemoryReport, ScoredStep
 from mcore_rl.jobs.loop import Loop
 from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
 from mcore_rl.rollout.protocol import Completion, SamplingParams
@@ -131,6 +131,12 @@ class Engine:
         assert lengths.tolist() == batch.jagged("advantages").lengths.tolist()
         self._ray.num_trained += len(batch)
         return {f"metric_{number}": 0.5 * number for number in range(12)}
+
+    def train_batch_with_scores(self, batch, loss_function, *, temperature, bounds):
+        assert "log_probs" not in batch and bounds["mean_logprob_gap"] == 1e-4
+        scores = self.infer_batch(batch).select("log_probs", "entropy")
+        metrics = self.train_batch(batch, loss_function, temperature=temperature)
+        return ScoredStep(scores, {"mean_logprob_gap": 0.0}, metrics)
 
     def to(self, place, **_): ...
 
@@ -274,6 +280,23 @@ def test_a_step_of_the_quickstart_moves_few_bytes_a_sample_in_few_calls(ray, tas
 def test_more_mini_batches_take_no_other_call(ray, task, tmp_path):
     steps_of(ray, task, tmp_path, "algorithm.num_mini_batches=4")
     assert (ray.calls["update"], ray.calls["apply"]) == (2, 2)
+
+
+@pytest.mark.parametrize(("axis", "num_trained"), [("tp", 2 * 256), ("dp", 256)])
+def test_a_step_that_gives_its_own_log_probs_has_a_call_less_for_each_rank(
+    ray, task, tmp_path, axis, num_trained
+):
+    """A third call of rank 0 makes the metrics of what the step gave."""
+    layout = ["actor.layout.tp=1", "actor.layout.ep=1", f"actor.layout.{axis}=2"]
+    metrics = steps_of(ray, task, tmp_path, "algorithm.num_mini_batches=1", *layout)
+    assert ray.num_trained == num_trained
+    assert sum(ray.num_bytes.values()) / 256 <= 176, ray.num_bytes
+    assert ray.calls == {
+        "begin": 1, "collect": 1, "apply": 3, "update_with_scores": 2,
+        "sleep": 1, "wake": 2, "to": 2 * 2, "send_weights": 2, "receive_weights": 1,
+    }  # fmt: skip
+    assert metrics["actor/metric_1"] == 0.5 and metrics["actor/entropy"] == -1.0
+    assert metrics["max_logprob_gap"] == 0.0 and metrics["mismatch/effective_sample_size"] == 1.0
 
 
 def test_responses_that_advantages_compare_and_no_update_has_take_no_other_call(

@@ -37,6 +37,7 @@ from mcore_rl.workers.policy_checks import PolicyMismatchError
 from mcore_rl.workers.sample_queue import GroupState
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
+from tests.fakes import ScoringUpdates
 from tests.unit.trainers import test_one_step_off
 from tests.unit.trainers.modelled_servers import Servers
 from tests.unit.trainers.test_one_step_off import log_probs_of
@@ -45,7 +46,7 @@ from tests.unit.workers.test_checkpointer import Actor
 NUM_STEPS, PER_STEP = 6, 4
 
 
-class Policy(Actor):
+class Policy(ScoringUpdates, Actor):
     """An actor whose weights are a number: how often it was updated."""
 
     def __init__(self, servers: Servers):

@@ -27,6 +27,7 @@ from mcore_rl.workers.evaluation import Evaluation
 from mcore_rl.workers.policy_checks import PolicyMismatchError
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
+from tests.fakes import ScoringUpdates
 from tests.unit.workers.answering import Answering
 from tests.unit.workers.test_checkpointer import Actor
 
@@ -34,7 +35,7 @@ LIMIT_S = 20.0  # of every wait: a loop that does not overlap fails, and does no
 NUM_STEPS = 5
 
 
-class Policy(Actor):
+class Policy(ScoringUpdates, Actor):
     """An actor whose weights are a number: how often it was updated. Writes it as its engine does.
 
     An update waits until the servers have been asked for the next samples, if they wait for it.

@@ -28,11 +28,12 @@ from mcore_rl.workers.policy_checks import PolicyMismatchError
 from mcore_rl.workers.replay import ReplayBuffer
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.turns import Turns
+from tests.fakes import ScoringUpdates
 
 REPORTED: dict[str, float] = {}  # metrics of the last step
 
 
-class Model:
+class Model(ScoringUpdates):
     """A worker group whose model gives every token the same log-prob; keeps what it is asked."""
 
     def __init__(self, log_prob: float):
@@ -173,6 +174,67 @@ def test_a_policy_that_is_not_the_servers_stops_the_run_before_any_update(tmp_pa
     with pytest.raises(PolicyMismatchError, match="step 1: max_logprob_gap of trainer and rollout"):
         one_step_of(tmp_path, settings, models)
     assert [model.updates for model in models.values()] == [[]] * len(models)
+
+
+SAME_WITHOUT_PASS = {
+    "plain": ({}, {}),
+    "reference and entropy": (dict(kl_coef=0.1, entropy_coef=0.1, loss="decoupled_ppo"), {}),
+    "truncated": (
+        dict(samples=SamplesConfig(mask_truncated=True)),
+        {"finish_reasons": np.array(["stop", "length", "stop", "stop", "length", "stop"])},
+    ),
+    "nothing trained": (
+        dict(samples=SamplesConfig(mask_truncated=True)),
+        {"finish_reasons": np.array(["length"] * 6)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAME_WITHOUT_PASS)
+def test_a_step_that_gives_its_own_log_probs_is_one_with_a_pass_of_them(tmp_path, case):
+    """The metrics, what the update gets, and the table of samples."""
+    settings, columns = SAME_WITHOUT_PASS[case]
+    found = {}
+    for when in ("always", "auto"):
+        REPORTED.clear()
+        actor, tables = Model(-1.0625), Tables()
+        models = {"actor": actor, "reference": Model(-3.5)}
+        made = answered().with_columns(**columns)
+        given = settings | {"log_prob_pass": when}
+        one_step_of(tmp_path / when, given, models, made=made, tables=tables)
+        metrics = {name: v for name, v in REPORTED.items() if name in OF_SAMPLES}
+        found[when] = metrics, actor, tables.batches
+    (metrics, actor, shown), (others, without, same_shown) = found["always"], found["auto"]
+    assert others == metrics and metrics["max_logprob_gap"] == pytest.approx(0.0625)
+    assert len(without.updates) == len(actor.updates) == (case != "nothing trained")
+    for before, after in zip(actor.updates, without.updates, strict=True):
+        assert {*after.names} == {*before.names, "gap_mask"}
+        _same_columns(before, after)
+    [before], [after] = shown, same_shown
+    assert {*after.names} == {*before.names}
+    _same_columns(before, after)
+
+
+OF_SAMPLES = (
+    "max_logprob_gap", "mean_logprob_gap", "mismatch/kl", "mismatch/k3_kl",
+    "mismatch/effective_sample_size_sequences", "actor/entropy", "actor/loss",
+)  # fmt: skip
+
+
+class Tables:
+    """Keep the samples of each step."""
+
+    def __init__(self):
+        self.batches: list[Batch] = []
+
+    def of_step(self, step, batch):
+        self.batches.append(batch)
+
+
+def _same_columns(before: Batch, after: Batch) -> None:
+    for name in before.names:
+        pair = (getattr(batch[name], "values", batch[name]) for batch in (before, after))
+        np.testing.assert_array_equal(*pair, err_msg=name)
 
 
 def test_tokens_that_the_policy_did_not_choose_have_no_weight(one_step):

@@ -15,7 +15,7 @@ from mcore_rl.workers.policy_checks import (
     gaps_and_mismatch,
     logprob_gaps,
 )
-from mcore_rl.workers.training_batch import training_batch
+from mcore_rl.workers.training_batch import score_metrics, training_batch
 
 SEED = [3, 1]
 
@@ -112,3 +112,29 @@ def test_with_staleness_only_samples_of_the_policy_itself_are_held_to_the_bounds
     assert gaps[0, 5] == logprob_gaps(batch)
     assert gaps[1, 5] == logprob_gaps(batch.take(range(3)))
     assert gaps[1, 4] == logprob_gaps(batch.take(range(3, 12)))
+
+
+@pytest.mark.parametrize("replayed", [[], [3, 4, 5]])
+@pytest.mark.parametrize(("staleness", "step"), [(0, 5), (1, 5), (1, 4)])
+def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(staleness, step, replayed):
+    """Those of the gaps that are made of log-probs before the update, of truncated samples, too."""
+    batch = scored()
+    ids = batch.jagged("response_ids")
+    versions = np.full(len(ids.values), 4)
+    versions[ids.offsets[4] :] = 3
+    is_replayed = np.zeros(12, np.int8)
+    is_replayed[replayed] = 1
+    batch = batch.with_columns(weight_versions=ids.with_values(versions), replayed=is_replayed)
+    bounds = dict.fromkeys(("max_logprob_gap", "mean_logprob_gap"), 9.0)
+    trainer = TrainerConfig(staleness=staleness, **bounds)
+    algorithm = AlgorithmConfig(samples=SamplesConfig(mask_truncated=True))
+    with_pass = training_batch(batch, algorithm, trainer, step, SEED)
+    before = batch.without("log_probs", "entropy")
+    advantages, weighed, told = training_batch(before, algorithm, trainer, step, SEED)
+    assert told.gaps == told.metrics == {} and told.counts == with_pass[2].counts
+    assert {*weighed.names} == {*with_pass[1].names, "gap_mask"}
+    compared = batch.with_columns(response_mask=weighed["gap_mask"])
+    assert logprob_gaps(compared) == with_pass[2].gaps != {}
+    whole = batch.union(advantages)
+    found = score_metrics(whole, algorithm, trainer, step)
+    assert found == with_pass[2].gaps | with_pass[2].metrics
