@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from mcore_rl.config.checks import at_least, between, one_of, positive
+from mcore_rl.config.checks import at_least, between, check_values, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import (
     DTYPE_OF_LANE,
@@ -96,6 +96,7 @@ class EvalConfig:
 
 def resolve_eval(config: EvalConfig) -> None:
     """Check every setting that needs no file."""
+    check_values(config)
     one_of("model.dtype", config.model.dtype, (*DTYPES, "auto"))
     one_of("resume", config.resume, ("never", "auto"))
     between("seed", config.seed, 0, MAX_SEED)

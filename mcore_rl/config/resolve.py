@@ -12,7 +12,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mcore_rl.config.agent_schema import resolve_agent
-from mcore_rl.config.checks import at_least, between, check_cores, divides, one_of, positive
+from mcore_rl.config.checks import (
+    at_least,
+    between,
+    check_cores,
+    check_values,
+    divides,
+    one_of,
+    positive,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_algorithm import resolve_algorithm, with_level
 from mcore_rl.config.resolve_distillation import MAX_WEIGHT, resolve_frozen
@@ -73,6 +81,7 @@ class RewardTerm:
 
 def resolve(config: RLConfig) -> None:
     """Check every setting that needs no file."""
+    check_values(config)
     one_of("task.name", config.task.name, TASKS)
     one_of("model.dtype", config.model.dtype, (*DTYPES, "auto"))
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
