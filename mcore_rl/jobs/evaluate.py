@@ -12,11 +12,10 @@ from typing import Any
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.eval_schema import EvalConfig, as_run, resolve_eval
 from mcore_rl.config.resolve import reward_terms
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.pending import WorkerError, gathered
+from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
@@ -117,7 +116,7 @@ def _sampled(
     num_devices = config.rollout.num_servers * config.rollout.tp
     with (
         session(inputs.run, num_devices, scratch),
-        summarize_failure(logs / "error.txt", ConfigError, WorkerError, RunFailed),
+        summarize_failure(logs / "error.txt"),
         _serving(inputs, logs) as pool,
     ):
         write_json(folder / STARTED, settings_of(config, inputs.run))

@@ -261,6 +261,7 @@ class RunOutput:
         from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
 
         rows = held_out_rows(self.results["evaluation"])
+        self._sinks.check_place()
         self._sinks.close()
         name, before, after = rows[0]
         plot_reward_curve(
@@ -300,6 +301,7 @@ class TrainOutput(RunOutput):
         return bool(row["step"] <= step)
 
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
+        self._sinks.check_place()
         self._sinks.close()
         if found := self.results.get("evaluation"):
             print_before_after("Held out", held_out_rows(found))

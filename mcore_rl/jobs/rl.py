@@ -13,11 +13,10 @@ from pathlib import Path
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
-from mcore_rl.controller.pending import WorkerError, gathered
+from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
@@ -49,12 +48,12 @@ from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.trainers import offline
-from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
+from mcore_rl.workers.checkpointer import Checkpointer, how_to_go_on
 from mcore_rl.workers.evaluation import Evaluation, held_out
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.near_data import near
 from mcore_rl.workers.objectives import SupervisedObjective
-from mcore_rl.workers.policy_checks import PolicyMismatchError, logprob_gaps
+from mcore_rl.workers.policy_checks import logprob_gaps
 from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.sample_tables import SampleTables
@@ -93,7 +92,7 @@ def run(config: RLConfig) -> None:
             room.check_room(prepared, claim.folder, found.step if found else 0)
         with (
             session(prepared, num_devices(pool_plans(prepared)), scratch),
-            _told(log_dir(claim.folder) / "error.txt"),
+            summarize_failure(log_dir(claim.folder) / "error.txt"),
             Pools(prepared, resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as kept,
         ):
@@ -126,12 +125,6 @@ def _stop_signals(config: RLConfig) -> Iterator[StopSignals]:
         return
     with stop_signals(how_to_go_on(config)) as stop:
         yield stop
-
-
-def _told(trace_file: Path) -> AbstractContextManager[None]:
-    """What stops a run that has started, bad input that shows late too."""
-    kinds = ConfigError, WorkerError, PolicyMismatchError, NotSavedError, ExportError
-    return summarize_failure(trace_file, *kinds)
 
 
 def _warm_start(

@@ -23,7 +23,6 @@ from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.dispatch import Group
-from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
@@ -47,7 +46,7 @@ from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.trainers import offline
-from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
+from mcore_rl.workers.checkpointer import Checkpointer, how_to_go_on
 from mcore_rl.workers.held_out import HeldOut
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.objectives import (
@@ -101,9 +100,7 @@ def run(config: TrainConfig) -> None:
             return
         logs = log_dir(claim.folder)
         with (
-            summarize_failure(
-                logs / "error.txt", ConfigError, WorkerError, NotSavedError, RuntimeError
-            ),
+            summarize_failure(logs / "error.txt"),
             _groups(config, scratch, logs) as make,
         ):
             output = TrainOutput(claim.folder, config, found)
@@ -264,7 +261,7 @@ def _torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
 def _serve(config: TrainConfig) -> None:
     """What ranks above 0 of torchrun's do."""
     trace = log_dir(Path(config.output_dir)) / f"rank-{torchrun.rank()}.txt"
-    with summarize_failure(trace, ConfigError, RuntimeError, OSError):
+    with summarize_failure(trace):
         _torchrun_ranks(config).serve()
 
 
