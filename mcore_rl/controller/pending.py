@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply, WorkerInfo
+from mcore_rl.controller.run_scope import wait_if_ray_died
 from mcore_rl.controller.silence import Silent, report
 
 GRACE_S = 2.0  # after a first failure: time for the rank that caused it to be heard too
@@ -121,6 +122,7 @@ class PendingCall:
                 failure=Failure(FailureKind.RAISED, type(cause).__name__, str(cause), str(error))
             )
         except RayError as error:
+            wait_if_ray_died()
             reply = Reply(failure=Failure(FailureKind.DIED, type(error).__name__, _why(error)))
         if reply.failure is None:
             self._values[rank] = reply.value

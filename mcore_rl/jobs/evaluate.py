@@ -16,7 +16,6 @@ from mcore_rl.config.eval_schema import EvalConfig, as_run, resolve_eval
 from mcore_rl.config.resolve import reward_terms
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.pending import gathered
-from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
@@ -27,7 +26,15 @@ from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
 from mcore_rl.jobs.eval_resume import SAMPLES, check_content, done_before, settings_of
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.output import STARTED, SUMMARY, exclusive_run_dir, log_dir, write_json
+from mcore_rl.jobs.output import (
+    STARTED,
+    SUMMARY,
+    TRACES,
+    exclusive_run_dir,
+    job_scope,
+    log_dir,
+    write_json,
+)
 from mcore_rl.jobs.placement import Pools, places
 from mcore_rl.jobs.preflight import check_model, prompts_of
 from mcore_rl.jobs.rl import server_pool
@@ -73,7 +80,7 @@ def run(config: EvalConfig) -> None:
     resolve_eval(config)
     with (
         exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
-        run_scope(claim.folder, logs=log_dir(claim.folder) / "ray", locks=[claim.lock]) as scratch,
+        job_scope(claim.folder, claim.lock) as scratch,
         PeakMemory() as memory,
     ):
         with waiting("checking the inputs"):
@@ -116,7 +123,7 @@ def _sampled(
     num_devices = config.rollout.num_servers * config.rollout.tp
     with (
         session(inputs.run, num_devices, scratch),
-        summarize_failure(logs / "error.txt"),
+        summarize_failure(logs / TRACES),
         _serving(inputs, logs) as pool,
     ):
         write_json(folder / STARTED, settings_of(config, inputs.run))

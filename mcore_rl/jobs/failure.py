@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mcore_rl.controller.run_scope import wait_if_ray_died
 from mcore_rl.controller.stop_signals import RunStopped
 
 
@@ -19,22 +20,31 @@ def summarize_failure(trace_file: Path, *untouched: type[Exception]) -> Iterator
     """Turn an error into RunFailed, one line; write its traces, remote ones included, to a file.
 
     Every error but those `untouched`: a defect of ours ends a run that has started as a dead rank
-    does.
+    does. Of a RunFailed, which has its line, the traces are written as far as that is possible.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, (RunFailed, RunStopped, *untouched)):
+        if isinstance(error, (RunStopped, *untouched)):
             raise
-        reason = _summarize(error)
-        try:
-            trace_file.parent.mkdir(parents=True, exist_ok=True)
-            aside = trace_file.with_name(f".{trace_file.name}.partial")
-            aside.write_text("".join(traceback.format_exception(error)))
-            aside.replace(trace_file)
-        except OSError as full:
-            raise RunFailed(f"{reason} (no disk space for the traceback: {full})") from error
-        raise RunFailed(f"{reason} (traceback: {trace_file})") from error
+        wait_if_ray_died()
+        full = _write_traces(trace_file, error)
+        if isinstance(error, RunFailed):
+            raise
+        told = f"no disk space for the traceback: {full}" if full else f"traceback: {trace_file}"
+        raise RunFailed(f"{_summarize(error)} ({told})") from error
+
+
+def _write_traces(trace_file: Path, error: Exception) -> OSError | None:
+    """Return why the file cannot be written; None where it is there."""
+    try:
+        trace_file.parent.mkdir(parents=True, exist_ok=True)
+        aside = trace_file.with_name(f".{trace_file.name}.partial")
+        aside.write_text("".join(traceback.format_exception(error)))
+        aside.replace(trace_file)
+    except OSError as full:
+        return full
+    return None
 
 
 def _summarize(error: Exception) -> str:

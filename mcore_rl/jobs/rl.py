@@ -17,7 +17,6 @@ from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.pending import gathered
-from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
@@ -29,7 +28,15 @@ from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.loop import Loop
 from mcore_rl.jobs.model_servers import model_servers
-from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
+from mcore_rl.jobs.output import (
+    CHECKPOINT,
+    TRACES,
+    OutputError,
+    RunOutput,
+    exclusive_run_dir,
+    job_scope,
+    log_dir,
+)
 from mcore_rl.jobs.placement import (
     Pools,
     frozen_engines,
@@ -76,7 +83,7 @@ def run(config: RLConfig) -> None:
     config = for_lane(config, lane())
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
-        run_scope(claim.folder, logs=log_dir(claim.folder) / "ray", locks=[claim.lock]) as scratch,
+        job_scope(claim.folder, claim.lock) as scratch,
         _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
@@ -92,7 +99,7 @@ def run(config: RLConfig) -> None:
             room.check_room(prepared, claim.folder, found.step if found else 0)
         with (
             session(prepared, num_devices(pool_plans(prepared)), scratch),
-            summarize_failure(log_dir(claim.folder) / "error.txt"),
+            summarize_failure(log_dir(claim.folder) / TRACES),
             Pools(prepared, resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as kept,
         ):

@@ -24,7 +24,6 @@ from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainCo
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.pool import ResourcePool, ray_session
-from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
@@ -32,7 +31,15 @@ from mcore_rl.engine.base import EngineSpec, backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.output import CHECKPOINT, OutputError, TrainOutput, exclusive_run_dir, log_dir
+from mcore_rl.jobs.output import (
+    CHECKPOINT,
+    TRACES,
+    OutputError,
+    TrainOutput,
+    exclusive_run_dir,
+    job_scope,
+    log_dir,
+)
 from mcore_rl.jobs.placement import places
 from mcore_rl.jobs.resume import checkpoint_read_by_nodes, ended_after
 from mcore_rl.jobs.train_inputs import (
@@ -100,7 +107,7 @@ def run(config: TrainConfig) -> None:
             return
         logs = log_dir(claim.folder)
         with (
-            summarize_failure(logs / "error.txt"),
+            summarize_failure(logs / TRACES),
             _groups(config, scratch, logs) as make,
         ):
             output = TrainOutput(claim.folder, config, found)
@@ -279,7 +286,7 @@ def _scope(folder: Path, lock: int) -> Iterator[Path | None]:
     if torchrun.is_launched():
         yield None
         return
-    with run_scope(folder, logs=log_dir(folder) / "ray", locks=[lock]) as scratch:
+    with job_scope(folder, lock) as scratch:
         yield scratch
 
 

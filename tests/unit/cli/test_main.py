@@ -3,6 +3,7 @@
 import signal
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -157,7 +158,14 @@ def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path, error, line)
 
 
 def test_other_errors_pass_untouched(tmp_path):
-    for error in (RunStopped("saved"), ConfigError("seed"), RunFailed("told")):
+    for error in (RunStopped("saved"), ConfigError("seed")):
         with pytest.raises(type(error)), summarize_failure(tmp_path / "x", ConfigError):
             raise error
     assert not (tmp_path / "x").exists()
+
+
+def test_an_end_that_has_its_line_keeps_it_and_its_traces_are_written_if_they_can(tmp_path):
+    for file in (tmp_path / "error.txt", Path("/proc/error.txt")):
+        with pytest.raises(RunFailed, match=r"^step 3: no space$"), summarize_failure(file):
+            raise RunFailed("step 3: no space") from OSError(28, "No space left")
+    assert "No space left" in (tmp_path / "error.txt").read_text()
