@@ -21,6 +21,8 @@ from mcore_rl.controller import reaper
 MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
 _TWICE_S = 1.0  # a terminal that hangs up tells its session's leader and its processes
 _TOLD_S = 30.0  # for the reaper to tell of a death of Ray's; it takes a moment
+_GONE_S, _ONE_MOMENT_S = 0.5, 5.0
+_looked_at = -_ONE_MOMENT_S
 _NOTED: dict[str, int] = {}  # Ray's processes that are to live
 _LONGEST_TEMP_DIR = 24  # Ray adds about 80 characters; a socket's path may have 107
 
@@ -123,11 +125,20 @@ def noted_ray(scratch: Path, pids: Mapping[str, int]) -> Iterator[None]:
 def wait_if_ray_died() -> None:
     """Wait for the reaper to end this process, if a process of its Ray has died.
 
-    Whatever fails then is a consequence, and no rank is to blame.
+    Whatever fails then is a consequence, and no rank is to blame. A process that dies closes its
+    connections before it is gone, so it is looked for a moment; once for failures of one moment.
     """
-    alive = reaper.processes()
-    if any(pid not in alive for pid in _NOTED.values()):
-        time.sleep(_TOLD_S)
+    global _looked_at
+    until = time.monotonic() + _GONE_S
+    while _NOTED:
+        alive = reaper.processes()
+        if any(pid not in alive for pid in _NOTED.values()):
+            time.sleep(_TOLD_S)
+            return
+        if time.monotonic() > until or time.monotonic() - _looked_at < _ONE_MOMENT_S:
+            break
+        time.sleep(_GONE_S / 10)
+    _looked_at = time.monotonic()
 
 
 @contextlib.contextmanager
