@@ -71,7 +71,7 @@ def test_a_worker_does_not_wait_for_its_server_for_ever(spec: RolloutSpec):
 class Server(Scripted):
     """Serves, and takes a version of the weights unless it has a failure to raise."""
 
-    is_dead = False
+    is_dead, death_reason = False, ""
 
     def __init__(self, *says: str) -> None:
         super().__init__(says)
