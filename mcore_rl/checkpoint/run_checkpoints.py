@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, check_checkpoint
 from mcore_rl.checkpoint.manifest import ReadSums, check_files, manifest_of, sums_read_here
 from mcore_rl.checkpoint.raw_file import name_folder, size_and_checksum
+from mcore_rl.config.checks import shorten
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.data.batch import Array
@@ -34,6 +35,14 @@ from mcore_rl.data.tasks.prepared import prepared
 ACTOR, CRITIC = "actor", "critic"
 MADE_IN = "made_in"  # in `state`, where it is not the folder of the run itself
 _STATE, _ARRAYS, _MANIFEST = "state.json", "state.safetensors", "manifest.json"
+_FIELDS: dict[str, Any] = {
+    "weight_version": int,
+    "settings": dict,
+    "results": dict,
+    "parts": dict,
+    "best": dict | None,
+}
+_KINDS = {int: "a whole number", dict: "an object", dict | None: "an object or null"}
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -49,6 +58,23 @@ class RunCheckpoint:
     def run(self) -> Path:
         """The output folder of the run that has written it."""
         return self.path.parents[1]
+
+    def check_fields(self) -> None:
+        """Check that `state` has all that a run goes on from, each of its kind.
+
+        Raises:
+            ConfigError: a field is missing, or of another kind.
+        """
+        for name, kind in _FIELDS.items():
+            if not isinstance(self.state.get(name), kind):
+                found = shorten(self.state[name]) if name in self.state else "missing"
+                raise ConfigError(
+                    f"{self.path / _STATE}: {name} is {found}; allowed: {_KINDS[kind]}, as a run "
+                    "writes it"
+                )
+        best = self.state.get("best")
+        if best and (lacks := sorted({"metric", "step", "value"} - best.keys())):
+            raise ConfigError(f"{self.path / _STATE}: best lacks {', '.join(lacks)}")
 
     @property
     def model(self) -> Path:
@@ -96,6 +122,7 @@ def read_checkpoint(path: Path, read_sums: ReadSums = sums_read_here) -> RunChec
     listed = read_json_object(path / _MANIFEST)
     check_files(path, listed, besides=(_MANIFEST, ACTOR, CRITIC))
     state = read_json_object(path / _STATE)
+    _check_step(path, state)
     if (path / _ARRAYS).exists():
         _put_back(state, path / _ARRAYS)
     for engine in (ACTOR, CRITIC):
@@ -104,6 +131,17 @@ def read_checkpoint(path: Path, read_sums: ReadSums = sums_read_here) -> RunChec
         elif (path / engine).exists():
             raise ConfigError(f"{path / engine} does not belong to it")
     return RunCheckpoint(path, state["step"], state)
+
+
+def _check_step(path: Path, state: Mapping[str, Any]) -> None:
+    """Check that the state is of the step that its folder is named by."""
+    step, named = state.get("step"), _NAME.fullmatch(path.name)
+    expected = int(named[1]) if named else step
+    if type(step) is not int or step != expected or step < 0:
+        raise ConfigError(
+            f"{path / _STATE}: step is {shorten(step)}; allowed: "
+            f"{expected if named else 'a whole number'}, as its folder is called"
+        )
 
 
 def _check_engine(folder: Path, sums: Sequence[object], read_sums: ReadSums) -> None:

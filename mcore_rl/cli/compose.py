@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mcore_rl.cli import recipes
 from mcore_rl.cli.options import closest
 from mcore_rl.cli.other_names import find_our_settings
+from mcore_rl.config.checks import shorten
 from mcore_rl.config.describe import Setting, groups
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
@@ -41,6 +43,7 @@ _LISTS = {
     "list[float]": "1,2.5",
     "list[int]": "1,8",
 }  # entries of a list that is empty by default
+_KEY = re.compile(r"[A-Za-z_][\w.]{0,99}")  # what stands before the colon of a setting
 _FEW = 12  # names that are listed in one message
 
 # The time of day in a setting: ${now:%H%M}. One config sees one time.
@@ -51,8 +54,11 @@ OmegaConf.register_new_resolver(
 
 def _start_s(path: str) -> float:
     """What a model's start may take: the default, and 5 s for each GB that every server reads."""
-    files = Path(path).glob("*.safetensors") if path else ()
-    return TimeoutsConfig.start_s + sum(f.stat().st_size for f in files if f.is_file()) * 5 // 10**9
+    try:
+        files = [f for f in Path(path).glob("*.safetensors") if f.is_file()] if path else []
+        return TimeoutsConfig.start_s + sum(f.stat().st_size for f in files) * 5 // 10**9
+    except (OSError, ValueError):  # the check of model.path says what is wrong with it
+        return TimeoutsConfig.start_s
 
 
 # What timeouts.start_s is unless a recipe or an override sets it: ${start_s:FOLDER}.
@@ -170,7 +176,7 @@ def _refused(setting: Setting, value: object, where: str = "") -> ConfigError:
     allowed = _KINDS.get(kind, kind) + (", null" if empty else "")
     if isinstance(setting.default, list):
         allowed = f"a list such as [{','.join(setting.default) or _LISTS[setting.kind]}]"
-    return ConfigError(f"{where}{setting.key}={value!r}; allowed: {allowed}")
+    return ConfigError(f"{where}{setting.key}={shorten(value, 200)}; allowed: {allowed}")
 
 
 def _checked(config: DictConfig, where: str = "") -> object:
@@ -262,6 +268,9 @@ def _load(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"{path} cannot be read: {reason}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is a list; allowed: settings, one a line as key: value")
+    if not all(isinstance(key, str) and _KEY.fullmatch(key) for key in found):
+        # Not one of them is shown: it may be any file, and its contents a secret.
+        raise ConfigError(f"{path} is no recipe; allowed: settings, one a line as key: value")
     return found
 
 

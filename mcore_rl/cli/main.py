@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -95,6 +96,10 @@ def _run(name: str, arguments: list[str]) -> int:
         return _say(name, str(error), 1)
     except RunStopped as error:
         return _say(name, str(error), STOPPED)
+    except OSError as error:
+        if error.filename is None or error.strerror is None:  # no file of the user's: a defect
+            raise
+        return _say(name, f"{os.fsdecode(error.filename)!r}: {error.strerror}", 2)
     except KeyboardInterrupt as error:
         return _say(name, str(error) or "interrupted", 128 + signal.SIGINT)
     except SystemExit as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mcore_rl
 from mcore_rl.cli.options import closest, wrap_descriptions
+from mcore_rl.config.checks import check_path
 from mcore_rl.config.errors import ConfigError
 
 RECIPES = Path(mcore_rl.__file__).parent / "configs" / "recipe"
@@ -63,6 +64,7 @@ def find(recipe: str, where: str, folder: Path) -> Path:
         ConfigError: there is no such recipe or file; the message begins with `where`.
     """
     allowed = f"{', '.join(names())}, or the path of a YAML file"
+    check_path(where, recipe)
     if "/" not in recipe and not recipe.endswith(_SUFFIXES):
         if recipe in names():
             return RECIPES / f"{recipe}.yaml"

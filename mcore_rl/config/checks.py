@@ -3,12 +3,74 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+
+MAX_INT = 2**53  # what JSON and float64 hold, and int64 holds a multiple of
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # of Linux: NAME_MAX, PATH_MAX without its NUL
+_IS_PATH = re.compile(r"(^|[._])(resume|(dir|path|file)s?(\.\w+)?|sets\.\w+)$")
+
+
+def check_values(config: Any) -> None:
+    """Check each setting for what no value can be: a huge number, a text or path with NUL.
+
+    Raises:
+        ConfigError: a number beyond 2**53, a text with NUL, or a path that Linux finds too long.
+    """
+    for key, value in _walk("", config):
+        if isinstance(value, int) and abs(value) > MAX_INT:
+            raise ConfigError(f"{key}={value}; allowed: -2**53 to 2**53")
+        if not isinstance(value, str):
+            continue
+        if "\0" in value:
+            raise ConfigError(f"{key}={shorten(value)}; allowed: text without NUL characters")
+        if _IS_PATH.search(key):
+            check_path(key, value)
+
+
+def _walk(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Each value inside a config, with its full key."""
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _walk(f"{key}.{name}" if key else str(name), entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _walk(key, entry)
+    else:
+        yield key, value
+
+
+def check_path(key: str, path: str) -> None:
+    """Raise ConfigError for what Linux takes for no path: too long, or half a surrogate pair."""
+    try:
+        size, longest = (max(map(len, map(os.fsencode, p))) for p in ([path], path.split("/")))
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{key}={shorten(path)}; allowed: text that UTF-8 can write") from error
+    if longest > _MAX_NAME_BYTES or size > _MAX_PATH_BYTES:
+        raise ConfigError(
+            f"{key}={shorten(path)} is too long: {size} bytes, {longest} in one name; allowed: up "
+            f"to {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} in one name"
+        )
+
+
+def shorten(value: object, most: int = 80) -> str:
+    """The repr of a value, cut in its middle where it is long: what a file holds fills no screen.
+
+    >>> shorten("a" * 200, 20)
+    "'aaaaaaaa...aaaaaa'"
+    """
+    text = repr(value)
+    kept = (most - 3) // 2
+    return text if len(text) <= most else f"{text[: kept + 1]}...{text[-kept + 1 :]}"
 
 
 def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
@@ -45,7 +107,11 @@ def _finite(value: float) -> str:
 
 
 def exists(key: str, path: str | Path) -> None:
-    if not Path(path).exists():
+    try:
+        is_there = Path(path).exists()
+    except OSError as error:  # a folder on the way that is closed to this user
+        raise ConfigError(f"{key}={shorten(str(path))} cannot be read: {error.strerror}") from error
+    if not is_there:
         raise ConfigError(f"{key}={str(path)!r} does not exist")
 
 

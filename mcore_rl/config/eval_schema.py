@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from mcore_rl.config.checks import at_least, between, iso_date, one_of, positive
+from mcore_rl.config.checks import at_least, between, check_values, iso_date, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import (
     DTYPE_OF_LANE,
@@ -99,6 +99,7 @@ class EvalConfig:
 
 def resolve_eval(config: EvalConfig) -> None:
     """Check every setting that needs no file."""
+    check_values(config)
     one_of("model.dtype", config.model.dtype, (*DTYPES, "auto"))
     if config.model.chat_date:
         iso_date("model.chat_date", config.model.chat_date)

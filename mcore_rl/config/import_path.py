@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import zlib
@@ -43,6 +44,23 @@ def load(setting: str, path: str) -> Callable[..., Any]:
         )
     function: Callable[..., Any] = found
     return function
+
+
+def load_own(setting: str, path: str) -> Callable[..., Any]:
+    """Load a function that was written for a setting: none of Python's own, such as os:system.
+
+    Raises:
+        ConfigError: as `load`, or the function comes with Python.
+    """
+    found = load(setting, path)
+    home = getattr(found, "__module__", None) or "builtins"
+    is_written = inspect.isroutine(found) or inspect.isclass(found)
+    if is_written and home.partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{setting}={path!r} is Python's own {home}.{found.__name__}; allowed: a function that "
+            "was written for this setting"
+        )
+    return found
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

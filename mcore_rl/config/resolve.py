@@ -16,6 +16,7 @@ from mcore_rl.config.checks import (
     at_least,
     between,
     check_cores,
+    check_values,
     divides,
     iso_date,
     one_of,
@@ -87,6 +88,7 @@ def resolve_model(config: ModelConfig) -> None:
 
 def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     """Check every setting that needs no file; without `needs_data` sources of data may be unset."""
+    check_values(config)
     one_of("task.name", config.task.name, TASKS)
     resolve_model(config.model)
     one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from mcore_rl.config.checks import at_least, between, one_of, positive
+from mcore_rl.config.checks import at_least, between, check_values, one_of, positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import MAX_SEED, resolve_checkpoint, resolve_model
 from mcore_rl.config.resolve_engine import resolve_engine
@@ -25,6 +25,7 @@ from mcore_rl.config.train_schema import (
 
 def resolve_train(config: TrainConfig) -> None:
     """Check every setting that needs no file."""
+    check_values(config)
     resolve_model(config.model)
     between("seed", config.seed, 0, MAX_SEED)
     if not config.output_dir:

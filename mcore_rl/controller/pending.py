@@ -18,7 +18,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply, WorkerInfo
-from mcore_rl.controller.silence import Silent, report
+from mcore_rl.controller.run_scope import wait_if_ray_died
+from mcore_rl.controller.silence import Silent, find_stopped, report
 
 GRACE_S = 2.0  # after a first failure: time for the rank that caused it to be heard too
 NODE_GRACE_S = 12.0  # the same where ranks are on several nodes: Ray takes so long to miss one
@@ -124,6 +125,7 @@ class PendingCall:
                 failure=Failure(FailureKind.RAISED, type(cause).__name__, str(cause), str(error))
             )
         except RayError as error:
+            wait_if_ray_died()
             reply = Reply(failure=Failure(FailureKind.DIED, type(error).__name__, _why(error)))
         if reply.failure is None:
             self._values[rank] = reply.value
@@ -186,9 +188,9 @@ def outlived(
     """Waits for calls on several groups together; a `mortal` one may die of it, or meanwhile.
 
     Then it ends, `on_death` is called, and the calls of others may fail, as long as they blame a
-    peer. After a death a mortal group that does not answer in time ends too: others may wait for
-    it. It returns when all have ended: the deaths, by the places of their calls. Without any, all
-    have succeeded.
+    peer. A mortal group that does not answer in time counts as dead if a process of it is stopped
+    by a signal, and after a death in any case: others may wait for it. It returns when all have
+    ended: the deaths, by the places of their calls. Without any, all have succeeded.
 
     Raises:
         ConfigError, WorkerError: as `gathered`, for anything else that fails.
@@ -216,7 +218,10 @@ def outlived(
                 on_death()
         failed = []
         if time.monotonic() >= deadline:
+            is_first = not deaths
             deaths |= _given_up(calls, mortal, deaths, limit)
+            if is_first and on_death is not None:
+                on_death()
             deadline = time.monotonic() + NODE_GRACE_S
     if kinds == {FailureKind.BLAMED} or not kinds <= {FailureKind.DIED, FailureKind.BLAMED}:
         raise _ended_by_failure(calls)
@@ -235,9 +240,14 @@ def _given_up(
     deaths: Collection[int],
     limit: Limit,
 ) -> dict[int, WorkerError]:
-    """Ends the mortal groups that have not answered; raises where that is not to be done."""
+    """Ends the mortal groups that have not answered; raises where that is not to be done.
+
+    Without a death only those of which a process is stopped: others may wait for somebody else.
+    """
     late = [p for p, c in enumerate(calls) if c._waiting and c._group in mortal and p not in deaths]
-    if not deaths or not late:
+    if not deaths:
+        late = [place for place in late if find_stopped(_silent([calls[place]]))]
+    if not late:
         raise _ended_by_limit(calls, limit)
     error = _ended_by_limit([calls[place] for place in late], limit)
     return dict.fromkeys(late, error)
@@ -320,15 +330,18 @@ def _ended_by_failure(calls: Sequence[PendingCall]) -> Exception:
 
 def _ended_by_limit(calls: Sequence[PendingCall], limit: Limit) -> WorkerError:
     late = [call for call in calls if call._waiting]
-    silent = [
-        Silent(call._label, rank, call._group.worker_infos.get(rank))
-        for call in late
-        for rank in call._waiting.values()
-    ]
-    error = WorkerError(report(silent, str(limit)))
+    error = WorkerError(report(_silent(late), str(limit)))
     for call in late:
         call._end(error)
     return error
+
+
+def _silent(calls: Sequence[PendingCall]) -> list[Silent]:
+    return [
+        Silent(call._label, rank, call._group.worker_infos.get(rank))
+        for call in calls
+        for rank in call._waiting.values()
+    ]
 
 
 def _why(error: RayError) -> str:

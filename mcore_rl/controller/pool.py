@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
-from ray._private import ray_constants, utils
+from ray._private import ray_constants, utils, worker
 from ray._private.node import Node
 from ray.util.placement_group import (
     PlacementGroup,
@@ -29,10 +29,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.idle_nodes import tell_of_idle_nodes
 from mcore_rl.controller.node import RAY_CONFIG
-from mcore_rl.controller.reaper import RAY_DIR
-from mcore_rl.controller.run_scope import environment, own_sigterm, run_scope
+from mcore_rl.controller.reaper import GCS, RAY_DIR, RAYLET, command_line, processes
+from mcore_rl.controller.run_scope import environment, noted_ray, own_sigterm, run_scope
 
 NAMESPACE = "mcore_rl"  # of what Ray finds by name
+# Of the raylet's children, by what is in their command lines at their start, and later.
+_AGENTS = {
+    b"dashboard/agent.py": "dashboard agent",
+    b"ray::DashboardAgent": "dashboard agent",
+    b"runtime_env/agent": "runtime env agent",
+    b"ray::RuntimeEnvAgent": "runtime env agent",
+}
 
 
 @contextlib.contextmanager
@@ -142,9 +149,22 @@ def _start(scratch: Path, **settings: Any) -> Iterator[None]:
                 _system_config=RAY_CONFIG,
                 **settings,
             )
-        yield
+        with noted_ray(scratch, _own_processes()):
+            yield
     finally:
         ray.shutdown()
+
+
+def _own_processes() -> dict[str, int]:
+    """The pids of this session's GCS, its raylet and that one's agents."""
+    own = worker._global_node.all_processes
+    gcs, raylet = (own[kind][0].process.pid for kind in ("gcs_server", "raylet"))
+    found = {GCS: gcs, RAYLET: raylet}
+    for pid, (parent, _) in processes().items():
+        if parent == raylet:
+            command = command_line(pid)
+            found |= {name: pid for words, name in _AGENTS.items() if words in command}
+    return found
 
 
 @contextlib.contextmanager

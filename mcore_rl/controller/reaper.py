@@ -13,9 +13,14 @@ A batch system may kill the reaper as well. So the scratch folder holds a lock, 
 both, and a note of what to look for; the next one to start on the machine sweeps folders that
 nobody has locked (`sweep_abandoned`).
 
-Runs as a script (`python -I -S reaper.py DRIVER_PID MARKER SCRATCH LOGS [FOLDER...]`, LOGS empty
-where Ray's are not wanted) with the standard library only, in a separate session, so that a
-signal to the driver's process group does not reach it. Linux only.
+A driver that is killed cannot say so, and one whose Ray has died is ended by Ray's C++ code, at
+once or after a minute, without a word. The reaper then writes the file of traces and the one line
+on stderr (`Reaper.tell`). It watches Ray's own processes while `RAY_NOTE` names them.
+
+Runs as a script (`python -I -S reaper.py DRIVER_PID MARKER SCRATCH LOGS TRACE_FILE COMMAND
+[FOLDER...]`; LOGS is empty where Ray's are not wanted, TRACE_FILE where nothing is to be said)
+with the standard library only, in a separate session, so that a signal to the driver's process
+group does not reach it. Linux only.
 """
 
 from __future__ import annotations
@@ -29,9 +34,10 @@ import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 POLL_S = 0.5
 LOOKS = 3  # polls in which a new shared-memory file may be claimed: it is mapped after it is made
@@ -44,6 +50,12 @@ RAY_DIR = "r"  # of Ray in the scratch folder: short, because sockets are in it
 IN_CREATE = 0x100  # <sys/inotify.h>
 PREFIX = "mcr_"  # of scratch folders
 LOCK, NOTE = "lock", "note.json"  # in them
+RAY_NOTE = "ray.json"  # in them, as long as Ray is to live: the pids of its processes, by name
+TOLD = b"told"  # on stdout: why the run ends is said, and the driver is to go
+GO_S = 10.0  # for the driver to go then
+SETTLE_S = 0.3  # after a death, for others that it causes, and for Ray's logs
+GCS, RAYLET = "GCS", "raylet"
+_LOG_LINES = 20  # of each log, in the file of traces
 UNLOCKED_S = 60.0  # a folder without a lock may be one that is being made
 
 SharedMemory = dict[str, int]  # name -> inode
@@ -54,9 +66,9 @@ def processes() -> Processes:
     found: Processes = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                # "pid (command) state parent ..."; the command may contain blanks and brackets
-                fields = file.read().rpartition(")")[2].split()
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                # "pid (command) state parent ..."; the command may contain any bytes
+                fields = file.read().rpartition(b")")[2].decode().split()
                 if fields[0] not in "ZX":
                     found[int(name)] = (int(fields[1]), fields[19])
     return found
@@ -91,8 +103,8 @@ def mapped_by(pids: set[int]) -> set[int]:
     """
     inodes: set[int] = set()
     for pid in pids:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
-            inodes |= {int(line.split(None, 5)[4]) for line in file if f" {SHM}/" in line}
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+            inodes |= {int(line.split(None, 5)[4]) for line in file if f" {SHM}/".encode() in line}
     return inodes
 
 
@@ -128,13 +140,17 @@ def carries(pid: int, marker: bytes) -> bool:
         return False
 
 
-def is_tracker(pid: int) -> bool:
-    """Whether it is a resource tracker of Python's, which ends with those that it tracks for."""
+def command_line(pid: int) -> bytes:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"multiprocessing.resource_tracker" in file.read()
+            return file.read()
     except OSError:
-        return False
+        return b""
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether it is a resource tracker of Python's, which ends with those that it tracks for."""
+    return b"multiprocessing.resource_tracker" in command_line(pid)
 
 
 def remove_partials(folder: str) -> None:
@@ -161,6 +177,15 @@ def keep_logs(scratch: str, folder: str) -> None:
     for logs in glob.glob(os.path.join(glob.escape(scratch), RAY_DIR, "session_2*", "logs")):
         with contextlib.suppress(OSError):  # shutil.Error is one, after all files were tried
             shutil.copytree(logs, folder, symlinks=True, dirs_exist_ok=True)
+
+
+def last_lines(scratch: str, name: str) -> list[str]:
+    """Read the end of a log of Ray's session; [] where there is none."""
+    lines: list[str] = []
+    for file in glob.glob(os.path.join(glob.escape(scratch), RAY_DIR, "session_2*", "logs", name)):
+        with contextlib.suppress(OSError), open(file, errors="replace") as log:
+            lines += log.read().splitlines()
+    return lines[-_LOG_LINES:]
 
 
 def locked(scratch: str) -> int:
@@ -220,11 +245,73 @@ def _sweep_noted(scratch: str) -> None:
                 os.unlink(path)
 
 
+class RayProcesses:
+    """Ray's own processes. A run cannot go on when one of them has died."""
+
+    def __init__(self, scratch: str) -> None:
+        self.scratch = scratch
+        self.names: dict[int, str] = {}  # by pid
+        self.ends: dict[int, int] = {}  # pid by a descriptor that can be read when it has died
+        self.gone: list[int] = []  # pids that were no longer there when they were to be watched
+
+    def read_note(self) -> dict[str, int]:
+        """Return the processes that are to live, by name: none before Ray is up and at its end."""
+        try:
+            with open(os.path.join(self.scratch, RAY_NOTE)) as file:
+                return {str(name): int(pid) for name, pid in json.load(file).items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def observe(self) -> None:
+        """Watch the processes of the note."""
+        for name, pid in self.read_note().items():
+            self._watch(pid, name)
+
+    def _watch(self, pid: int, name: str) -> None:
+        if pid in self.names:
+            return
+        self.names[pid] = name
+        try:
+            self.ends[os.pidfd_open(pid)] = pid
+        except OSError:
+            self.gone.append(pid)
+
+    def list_dead(self) -> list[int]:
+        """Return the pids of those that have died while they were to live."""
+        if not self.read_note():
+            return []
+        ready = select.select([*self.ends], [], [], 0)[0] if self.ends else []
+        return [*self.gone, *(self.ends[descriptor] for descriptor in ready)]
+
+    def find_causes(self) -> list[int]:
+        """Return the pids of those that have not died of the death of another.
+
+        An agent's death ends its raylet, which logs that, and with the raylet all agents end.
+        """
+        dead = self.list_dead()
+        said = " ".join(last_lines(self.scratch, "raylet.err")).replace("_", " ")
+        by_log = [pid for pid in dead if f"agent name = {self.names[pid]}" in said]
+        servers = [pid for pid in dead if self.names[pid] in (GCS, RAYLET)]
+        return by_log or servers or dead
+
+    def describe(self, pids: Sequence[int]) -> list[str]:
+        return [f"Ray's {self.names[pid]} (process {pid})" for pid in pids]
+
+
 class Reaper:
     def __init__(
-        self, driver: int, marker: str, scratch: str, folders: list[str], logs: str = ""
+        self,
+        driver: int,
+        marker: str,
+        scratch: str,
+        folders: list[str],
+        logs: str = "",
+        trace_file: str = "",
+        command: str = "mcore-rl",
     ) -> None:
         self.driver = driver
+        self.trace_file, self.command = trace_file, command
+        self.ray = RayProcesses(scratch)
         self.marker = marker.encode()
         self.scratch = scratch
         self.folders = folders  # of the run, which may contain unfinished files
@@ -302,10 +389,11 @@ class Reaper:
         for folder in self.folders:
             remove_partials(folder)
 
-    def watch(self, words: int = 0) -> None:
-        """Returns when the driver has sent a word, or immediately when it is gone.
+    def watch(self, words: int = 0) -> bool:
+        """Return whether the driver has sent a word: it ends by itself, and says why.
 
-        `words` is the descriptor that they come by.
+        Else when it is gone, or a process of its Ray that is to live. `words` is the descriptor
+        that the word comes by.
 
         A process that was started since the last look has the marker in its environment.
         """
@@ -315,22 +403,113 @@ class Reaper:
             while self.driver_lives():
                 start = time.monotonic()
                 self.observe(is_poll=not news)
+                if self.trace_file:
+                    self.ray.observe()
+                    if self.ray.gone and self.ray.list_dead():
+                        break
                 # A tenth of a core at most, where others make files all the time.
                 pause = max(MAPPED_S, 9 * (time.monotonic() - start))
-                ready = select.select([*ends, *made], [], [], POLL_S)[0]
+                watched = [*ends, *self.ray.ends]
+                ready = select.select([*watched, *made], [], [], POLL_S)[0]
                 news = [descriptor for descriptor in ready if descriptor in made]
-                if len(news) < len(ready) or (news and select.select(ends, [], [], pause)[0]):
+                if news and len(news) == len(ready):
+                    ready = select.select(watched, [], [], pause)[0]
+                if words in ready:
+                    return bool(os.read(words, 8))
+                if self.ray.ends.keys() & set(ready):
+                    if self.ray.list_dead():
+                        break
+                    self.ray = RayProcesses(self.scratch)  # the driver ends it
+                elif ends[1] in ready:
                     break
                 for descriptor in news:
                     os.read(descriptor, 1 << 16)  # what they tell is found in the folder
+        return bool(select.select([words], [], [], 0)[0] and os.read(words, 8))
+
+    def tell(self) -> None:
+        """Say on one line, and in the file of traces, what has died; then let the driver go."""
+        what = self.describe_end()
+        where = self._write(what)
+        if sys.stderr.isatty():  # the line of a progress bar may be unfinished, and its cursor gone
+            print("\x1b[?25h", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a terminal that has hung up
+            print(f"{self.command}: {what}{where}", file=sys.stderr, flush=True)
+        if self.driver_lives():
+            with contextlib.suppress(OSError):
+                os.write(1, TOLD)
+            with contextlib.suppress(ProcessLookupError):
+                if not select.select([os.pidfd_open(self.driver)], [], [], GO_S)[0]:
+                    os.kill(self.driver, signal.SIGKILL)
+
+    def describe_end(self) -> str:
+        """Say what has died first: the driver, or processes of its Ray.
+
+        The kernel kills GCS and raylet with the driver that has started them, and a moment before
+        it is seen to be gone: when all three are, nobody can tell which was the first.
+        """
+        driver = f"the driver (process {self.driver})"
+        crashed = "was killed or has crashed"
+        if not self.driver_lives() and not self.ray.list_dead():
+            return f"{driver} has died: it {crashed}{_describe_cluster()}"
+        time.sleep(SETTLE_S)
+        causes = self.ray.find_causes()
+        if not causes:  # the driver ends its Ray, and has been killed in that
+            return f"{driver} has died: it {crashed}"
+        names = self.ray.describe(causes)
+        if {GCS, RAYLET} <= {self.ray.names[pid] for pid in causes}:
+            time.sleep(SETTLE_S)
+            if not self.driver_lives():
+                return f"{driver}, {' and '.join(names)} have died: killed or crashed"
+        have, they = ("has", "it") if len(names) == 1 else ("have", "them")
+        return f"{' and '.join(names)} {have} died, and the run with {they}"
+
+    def _write(self, what: str) -> str:
+        """Write the file of traces, with the ends of Ray's logs; return where it is, in brackets.
+
+        What the driver has written on its way out stays in front.
+        """
+        text, earlier = [what], ""
+        for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err"):
+            if lines := last_lines(self.scratch, name):
+                text += ["", f"The end of {name}:", *lines]
+        aside = os.path.join(os.path.dirname(self.trace_file), ".error.partial")
+        try:
+            began = os.stat(os.path.join(self.scratch, LOCK)).st_mtime
+            if os.stat(self.trace_file).st_mtime >= began:
+                with open(self.trace_file) as file:
+                    earlier = f"{file.read()}\n\n"
+        except OSError:
+            pass
+        try:
+            with open(aside, "w") as file:
+                file.write("\n".join([f"{earlier}{text[0]}", *text[1:], ""]))
+            os.replace(aside, self.trace_file)
+        except OSError as error:
+            return f" (nothing more can be written: {error.strerror})"
+        return f" ({'traceback' if earlier else 'more'}: {self.trace_file})"
+
+
+def _describe_cluster() -> str:
+    """Whether the cluster that the driver has joined answers: without it Ray ends the driver."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except OSError as error:
+        return f"; Ray at RAY_ADDRESS={address} does not answer ({error.strerror or error})"
+    return ""
 
 
 def main() -> None:
     # A batch system tells every process of a job, and some of them stop the driver alone.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    reaper = Reaper(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[5:], sys.argv[4])
-    reaper.watch()
+    driver, marker, scratch, logs, trace_file, command, *folders = sys.argv[1:]
+    reaper = Reaper(int(driver), marker, scratch, folders, logs, trace_file, command)
+    if not reaper.watch() and trace_file:
+        reaper.tell()
     reaper.sweep()
 
 

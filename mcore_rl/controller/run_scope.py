@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -11,19 +12,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from mcore_rl.controller import reaper
 
 MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
 _TWICE_S = 1.0  # a terminal that hangs up tells its session's leader and its processes
+_TOLD_S = 30.0  # for the reaper to tell of a death of Ray's; it takes a moment
+_GONE_S, _ONE_MOMENT_S = 0.5, 5.0
+_looked_at = -_ONE_MOMENT_S
+_NOTED: dict[str, int] = {}  # Ray's processes that are to live
 _LONGEST_TEMP_DIR = 24  # Ray adds about 80 characters; a socket's path may have 107
 
 
 @contextlib.contextmanager
 def run_scope(
-    *folders: Path, logs: Path | None = None, locks: Sequence[int] = ()
+    *folders: Path,
+    logs: Path | None = None,
+    locks: Sequence[int] = (),
+    trace_file: Path | None = None,
 ) -> Iterator[Path]:
     """Yields a scratch folder with a short path, the TMPDIR of every process started meanwhile.
 
@@ -32,6 +41,10 @@ def run_scope(
     run, whatever is called `.<name>.partial`. Until then `locks`, descriptors of locked files, stay
     locked. What Ray has logged in the scratch folder becomes the folder `logs`. What an earlier
     scope has left because its reaper was killed, too, is removed first.
+
+    With a `trace_file` a death that this process cannot tell of itself, of its own or of its Ray
+    (`noted_ray`), is told on one line of stderr and in that file. Then the exit status is 1, or
+    that of the signal which has killed it.
 
     SIGTERM raises SystemExit(143) in the main thread, and SIGHUP SystemExit(129), unless it is
     ignored, as under nohup.
@@ -43,7 +56,7 @@ def run_scope(
     with (
         _signals_exit(),
         _locked(scratch) as lock,
-        _reaper(f"{MARKER}={session}", scratch, folders, logs, [*locks, lock]),
+        _reaper(f"{MARKER}={session}", scratch, folders, logs, [*locks, lock], trace_file),
         environment(**{MARKER: session, "TMPDIR": str(scratch)}),
     ):
         yield scratch
@@ -51,17 +64,25 @@ def run_scope(
 
 @contextlib.contextmanager
 def _reaper(
-    marker: str, scratch: Path, folders: tuple[Path, ...], logs: Path | None, locks: Sequence[int]
+    marker: str,
+    scratch: Path,
+    folders: tuple[Path, ...],
+    logs: Path | None,
+    locks: Sequence[int],
+    trace_file: Path | None,
 ) -> Iterator[None]:
+    places = [str(path.absolute()) if path else "" for path in (logs, trace_file)]
     swept = [str(folder.resolve()) for folder in folders]
-    kept = str(logs.absolute()) if logs else ""
-    places = [str(scratch.resolve()), kept, *swept]
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), marker]
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), marker, *places],
+        [*command, str(scratch.resolve()), *places, _command(), *swept],
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         start_new_session=True,
         pass_fds=locks,
     )
+    told = threading.Thread(target=_go_when_told, args=(process.stdout,), daemon=True)
+    told.start()
     try:
         yield
     finally:
@@ -70,6 +91,54 @@ def _reaper(
             process.stdin.write(b"end")  # so a word ends the session, not the end of the file
             process.stdin.close()
         process.wait()
+        told.join()
+
+
+def _command() -> str:
+    """What messages of this process begin with."""
+    words = [word for word in sys.argv[1:2] if word.isalpha()]
+    return " ".join(["mcore-rl", *words])
+
+
+def _go_when_told(reaper_says: IO[bytes]) -> None:
+    """End this process when the reaper has told why: Ray has died, and waits for it never end."""
+    with reaper_says:
+        if reaper_says.read(len(reaper.TOLD)) == reaper.TOLD:
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def noted_ray(scratch: Path, pids: Mapping[str, int]) -> Iterator[None]:
+    """Inside, Ray's processes are to live: the reaper watches them, by name."""
+    note = scratch / reaper.RAY_NOTE
+    aside = note.with_name(f".{note.name}.partial")
+    aside.write_text(json.dumps(pids))
+    aside.replace(note)
+    _NOTED.update(pids)
+    try:
+        yield
+    finally:
+        _NOTED.clear()
+        note.unlink(missing_ok=True)
+
+
+def wait_if_ray_died() -> None:
+    """Wait for the reaper to end this process, if a process of its Ray has died.
+
+    Whatever fails then is a consequence, and no rank is to blame. A process that dies closes its
+    connections before it is gone, so it is looked for a moment; once for failures of one moment.
+    """
+    global _looked_at
+    until = time.monotonic() + _GONE_S
+    while _NOTED:
+        alive = reaper.processes()
+        if any(pid not in alive for pid in _NOTED.values()):
+            time.sleep(_TOLD_S)
+            return
+        if time.monotonic() > until or time.monotonic() - _looked_at < _ONE_MOMENT_S:
+            break
+        time.sleep(_GONE_S / 10)
+    _looked_at = time.monotonic()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.controller.rank_actor import WorkerInfo
-from mcore_rl.observability.stacks import Look, in_full, in_short, look_at
+from mcore_rl.observability.stacks import HELD_UP, Look, in_full, in_short, look_at
 
 _LOOK_S = 60.0  # how long the looks may take, on all nodes together
 _MOST_NAMED = 4  # ranks whose state is in the first line
@@ -57,6 +57,16 @@ def report(silent: Sequence[Silent], limit: str) -> str:
         if rank.info in looks
     ]
     return "\n\n".join([line, *stacks])
+
+
+def find_stopped(silent: Sequence[Silent]) -> list[Silent]:
+    """Return the ranks whose process, or one that it has started, is stopped by a signal or gone.
+
+    What the others wait for is no riddle then.
+    """
+    looks = _looks([rank.info for rank in silent if rank.info is not None])
+    states = {info: {look.state for look in found} for info, found in looks.items()}
+    return [rank for rank in silent if rank.info and states.get(rank.info, set()) & HELD_UP]
 
 
 def _doing(rank: Silent, looks: dict[WorkerInfo, list[Look]]) -> str:

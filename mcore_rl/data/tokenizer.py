@@ -11,6 +11,7 @@ from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
+from mcore_rl.data.template_limits import limit_chat_templates
 from mcore_rl.observability.garbage import long_lived
 
 if TYPE_CHECKING:
@@ -73,13 +74,18 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"model.path={str(path)!r} has no tokenizer; it needs one of: {', '.join(_FILES)}"
         )
+    limit_chat_templates()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # other files raise anything, panics of Rust too
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"model.path={str(path)!r} has a tokenizer that does not load: {error}"
+            f"model.path={str(path)!r} has a tokenizer that does not load: {reason[:300]}; "
+            "allowed: the files of a Hugging Face tokenizer"
         ) from error
     return tokenizer
 

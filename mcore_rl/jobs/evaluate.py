@@ -12,12 +12,10 @@ from typing import Any
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.eval_schema import EvalConfig, as_run, resolve_eval
 from mcore_rl.config.resolve import reward_terms
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.pending import WorkerError, gathered
-from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
@@ -31,8 +29,10 @@ from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
     STARTED,
     SUMMARY,
+    TRACES,
     exclusive_run_dir,
     inspect_run_dir,
+    job_scope,
     log_dir,
     write_json,
 )
@@ -86,7 +86,7 @@ def run(config: EvalConfig) -> None:
     resolve_eval(config)
     with (
         exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
-        run_scope(claim.folder, logs=log_dir(claim.folder) / "ray", locks=[claim.lock]) as scratch,
+        job_scope(claim.folder, claim.lock) as scratch,
         PeakMemory() as memory,
     ):
         with waiting("checking the inputs"):
@@ -129,7 +129,7 @@ def _sampled(
     num_devices = config.rollout.num_servers * config.rollout.tp
     with (
         session(inputs.run, num_devices, scratch),
-        summarize_failure(logs / "error.txt", ConfigError, WorkerError, RunFailed),
+        summarize_failure(logs / TRACES),
         _serving(inputs, logs) as pool,
     ):
         write_json(folder / STARTED, settings_of(config, inputs.run, inputs.digests))

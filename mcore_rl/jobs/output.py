@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, steps_in
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.data.sample_tables import go_on_after
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.next_commands import CHECKPOINT, list_next_commands
@@ -35,6 +36,7 @@ from mcore_rl.observability.versions import versions
 STARTED = "config.json"  # the first thing that a run writes, when it has been checked
 # Says who has the folder. After a SIGKILL the scope of the run removes it, by this name.
 _LOCK = ".lock.partial"
+TRACES = "error.txt"  # in the folder of logs: why the run has failed
 LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
 ATTEMPT = "MCORE_RL_ATTEMPT"  # which start of the run this is, where a launch script counts them
 _BEFORE_STARTED = {LOGS, "task"}  # what may be there before it, of a run that was killed
@@ -119,6 +121,12 @@ def inspect_run_dir(
         if not folder.is_dir():
             raise
         return folder, [f"the run will be refused: {error}"]
+
+
+def job_scope(folder: Path, lock: int) -> AbstractContextManager[Path]:
+    """The run scope of a job in a folder: what nobody else can tell of its end is in error.txt."""
+    logs = log_dir(folder)
+    return run_scope(folder, logs=logs / "ray", locks=[lock], trace_file=logs / TRACES)
 
 
 def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -> None:
@@ -283,6 +291,7 @@ class RunOutput:
         from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
 
         rows = held_out_rows(self.results.get("evaluation", {}))
+        self._sinks.check_place()
         self._sinks.close()
         name, before, after = rows[0] if rows else ("", None, None)
         plot_reward_curve(
@@ -326,6 +335,7 @@ class TrainOutput(RunOutput):
         return bool(row["step"] <= step)
 
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
+        self._sinks.check_place()
         self._sinks.close()
         if rows := held_out_rows(self.results.get("evaluation", {})):
             print_before_after("Held out", rows)

@@ -68,6 +68,7 @@ def checkpoint_to_resume(
                 f"{steps_in(own)[-1]}; allowed: 'auto', or another output_dir"
             )
     if found is not None:
+        found.check_fields()
         _check_settings(config, found)
     return found
 

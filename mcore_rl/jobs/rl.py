@@ -13,12 +13,10 @@ from pathlib import Path
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
-from mcore_rl.controller.pending import WorkerError, gathered
-from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
@@ -30,7 +28,15 @@ from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.loop import Loop
 from mcore_rl.jobs.model_servers import model_servers
-from mcore_rl.jobs.output import CHECKPOINT, OutputError, RunOutput, exclusive_run_dir, log_dir
+from mcore_rl.jobs.output import (
+    CHECKPOINT,
+    TRACES,
+    OutputError,
+    RunOutput,
+    exclusive_run_dir,
+    job_scope,
+    log_dir,
+)
 from mcore_rl.jobs.placement import (
     Pools,
     frozen_engines,
@@ -56,12 +62,12 @@ from mcore_rl.observability.console import show_line, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.trainers import offline
-from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
+from mcore_rl.workers.checkpointer import Checkpointer, how_to_go_on
 from mcore_rl.workers.evaluation import Evaluation, held_out
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.near_data import near
 from mcore_rl.workers.objectives import SupervisedObjective
-from mcore_rl.workers.policy_checks import PolicyMismatchError, logprob_gaps
+from mcore_rl.workers.policy_checks import logprob_gaps
 from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.sample_tables import SampleTables
@@ -84,7 +90,7 @@ def run(config: RLConfig) -> None:
     config = for_lane(config, lane())
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
-        run_scope(claim.folder, logs=log_dir(claim.folder) / "ray", locks=[claim.lock]) as scratch,
+        job_scope(claim.folder, claim.lock) as scratch,
         _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
@@ -101,7 +107,7 @@ def run(config: RLConfig) -> None:
             room.check_room(prepared, claim.folder, found.step if found else 0)
         with (
             session(prepared, num_devices(pool_plans(prepared)), scratch),
-            _told(log_dir(claim.folder) / "error.txt"),
+            summarize_failure(log_dir(claim.folder) / TRACES),
             Pools(prepared, resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as kept,
         ):
@@ -136,12 +142,6 @@ def _stop_signals(config: RLConfig) -> Iterator[StopSignals]:
         return
     with stop_signals(how_to_go_on(config)) as stop:
         yield stop
-
-
-def _told(trace_file: Path) -> AbstractContextManager[None]:
-    """What stops a run that has started, bad input that shows late too."""
-    kinds = ConfigError, WorkerError, PolicyMismatchError, NotSavedError, ExportError
-    return summarize_failure(trace_file, *kinds)
 
 
 def _warm_start(

@@ -23,9 +23,7 @@ from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.dispatch import Group
-from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
-from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
@@ -33,7 +31,15 @@ from mcore_rl.engine.base import EngineSpec, backend_of
 from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.output import CHECKPOINT, OutputError, TrainOutput, exclusive_run_dir, log_dir
+from mcore_rl.jobs.output import (
+    CHECKPOINT,
+    TRACES,
+    OutputError,
+    TrainOutput,
+    exclusive_run_dir,
+    job_scope,
+    log_dir,
+)
 from mcore_rl.jobs.placement import places
 from mcore_rl.jobs.resume import check_data, checkpoint_read_by_nodes, ended_after
 from mcore_rl.jobs.train_inputs import (
@@ -47,7 +53,7 @@ from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.trainers import offline
-from mcore_rl.workers.checkpointer import Checkpointer, NotSavedError, how_to_go_on
+from mcore_rl.workers.checkpointer import Checkpointer, how_to_go_on
 from mcore_rl.workers.held_out import HeldOut
 from mcore_rl.workers.model_worker import ModelWorker
 from mcore_rl.workers.objectives import (
@@ -103,9 +109,7 @@ def run(config: TrainConfig) -> None:
             return
         logs = log_dir(claim.folder)
         with (
-            summarize_failure(
-                logs / "error.txt", ConfigError, WorkerError, NotSavedError, RuntimeError
-            ),
+            summarize_failure(logs / TRACES),
             _groups(config, scratch, logs) as make,
         ):
             output = TrainOutput(claim.folder, config, found)
@@ -268,7 +272,7 @@ def _torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
 def _serve(config: TrainConfig) -> None:
     """What ranks above 0 of torchrun's do."""
     trace = log_dir(Path(config.output_dir)) / f"rank-{torchrun.rank()}.txt"
-    with summarize_failure(trace, ConfigError, RuntimeError, OSError):
+    with summarize_failure(trace):
         _torchrun_ranks(config).serve()
 
 
@@ -286,7 +290,7 @@ def _scope(folder: Path, lock: int) -> Iterator[Path | None]:
     if torchrun.is_launched():
         yield None
         return
-    with run_scope(folder, logs=log_dir(folder) / "ray", locks=[lock]) as scratch:
+    with job_scope(folder, lock) as scratch:
         yield scratch
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.json_file import parse_json_object
 from mcore_rl.observability.trackers import (
     TRAINING,
     Row,
@@ -45,8 +48,7 @@ class MetricsSinks:
         aside = file.with_name(f".{file.name}.partial")
         aside.write_bytes(b"".join(map(_line, earlier)))
         aside.replace(file)
-        # Unbuffered: a line reaches the file in one write, never in pieces.
-        self._jsonl = file.open("ab", buffering=0)
+        self._file, self._jsonl = file, file.open("ab", buffering=0)
         self._trackers = open_trackers(trackers, run)
         for row in earlier:
             self._track(row)
@@ -58,13 +60,39 @@ class MetricsSinks:
         the phase, but for those of training.
 
         A value that is not finite becomes null in the JSON line, which has no way to write it.
+
+        Raises:
+            OSError: the disk takes no whole row, and the file ends with the row before; or it is
+                no longer where it was made: somebody has deleted or replaced the folder.
         """
         wall_time_s = time.time()
         prefix = "" if phase == TRAINING else f"{phase}/"
         row: dict[str, Any] = {"phase": phase, "step": step, "wall_time_s": wall_time_s}
         row |= {f"{prefix}{name}": _json_number(value) for name, value in metrics.items()}
-        self._jsonl.write(_line(row))
+        self.check_place()
+        self._append(_line(row))
         self._track(row)
+
+    def check_place(self) -> None:
+        """Raise FileNotFoundError when the file has been deleted, moved or replaced."""
+        opened = os.fstat(self._jsonl.fileno())
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = self._file.stat()
+            if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino):
+                return
+        reason = "it was deleted, moved or replaced while the run wrote it"
+        raise FileNotFoundError(errno.ENOENT, reason, str(self._file))
+
+    def _append(self, line: bytes) -> None:
+        """Append a whole line or nothing: a full disk takes the beginning of one."""
+        end = os.fstat(self._jsonl.fileno()).st_size
+        try:
+            written = self._jsonl.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
+        except OSError:
+            self._jsonl.truncate(end)
+            raise
 
     def _track(self, row: Row) -> None:
         self._tell(lambda tracker: tracker.log(row))
@@ -91,9 +119,13 @@ class MetricsSinks:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, up to one that a fault of the disk has cut short."""
+    """Read the rows of a metrics.jsonl, up to one that a fault of the disk has cut short.
+
+    Raises ConfigError for one that is no JSON object.
+    """
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    whole = [line for line in lines if line.endswith(b"\n")]
+    return [parse_json_object(line, f"{file}, row {row}") for row, line in enumerate(whole)]
 
 
 def _line(row: Row) -> bytes:

@@ -26,6 +26,7 @@ _PY_SPY_S = 20.0  # how long py-spy may take for a process
 _ANSWER_S = 5.0  # how long a process may take to write its own stacks
 _MOST_CHILDREN = 8  # processes of a process that are looked at
 _GONE, _STOPPED, _WAITING = "gone", "stopped by a signal", "waiting"
+HELD_UP = frozenset({_GONE, _STOPPED})  # states that end by themselves never
 _STATES = {
     psutil.STATUS_ZOMBIE: _GONE,
     psutil.STATUS_DEAD: _GONE,

@@ -107,6 +107,10 @@ class GenerationServer(Generator, Protocol):
         """Whether its processes have died without having been closed; it stays so."""
 
     @property
+    def death_reason(self) -> str:
+        """Why its processes were ended, where it was not they that died; else ""."""
+
+    @property
     def awaits_update(self) -> bool:
         """Whether requests wait, since an update in flight has failed, until one succeeds."""
 

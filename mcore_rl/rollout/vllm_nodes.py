@@ -26,6 +26,7 @@ from mcore_rl.config.errors import PeerError
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, use_interface_of
 from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
 from mcore_rl.parallel.store import RendezvousStore
+from mcore_rl.rollout.stopped_processes import StoppedProcesses
 
 if TYPE_CHECKING:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -100,6 +101,7 @@ class HeadlessWorkers:
         """`server` is the whole one, as its first node has it."""
         self._server = server
         self._executor: MultiprocExecutor | None = None
+        self._stop_watch: StoppedProcesses | None = None
 
     async def start(self) -> None:
         """Returns when the engine has met them."""
@@ -116,10 +118,13 @@ class HeadlessWorkers:
             executor = await asyncio.get_running_loop().run_in_executor(fresh, launch)
         # The engine would wait for a worker that has died: so the rank dies, and the run is told.
         executor.register_failure_callback(lambda: os._exit(1))
+        self._stop_watch = StoppedProcesses([worker.proc.pid for worker in executor.workers])
         self._executor = executor
 
     def close(self) -> None:
         executor, self._executor = self._executor, None
+        if self._stop_watch is not None:
+            self._stop_watch.close()
         if executor is not None:
             executor.shutdown()
 

@@ -34,6 +34,7 @@ from mcore_rl.rollout.protocol import (
     SleepTag,
     TokenScores,
 )
+from mcore_rl.rollout.stopped_processes import StoppedProcesses
 from mcore_rl.rollout.traffic import Traffic
 from mcore_rl.rollout.vllm_requests import (
     completion_of,
@@ -93,6 +94,7 @@ class VLLMServer:
         self._nodes, self._records_experts = nodes, records_experts
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
+        self._stop_watch: StoppedProcesses | None = None
         self._request_ids = itertools.count()
         self._running: dict[str, str] = {}  # our names of running requests, and vLLM's
         self._version = self._num_updates = 0
@@ -106,6 +108,10 @@ class VLLMServer:
     @property
     def is_dead(self) -> bool:
         return self._engine is not None and self._engine.errored
+
+    @property
+    def death_reason(self) -> str:
+        return "" if self._stop_watch is None else self._stop_watch.reason
 
     @property
     def awaits_update(self) -> bool:
@@ -194,6 +200,10 @@ class VLLMServer:
             except RuntimeError as error:
                 raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
         print(f"vLLM's model runner: {self.model_runner}", file=sys.stderr)
+        core: Any = self._serving.engine_core
+        self._stop_watch = StoppedProcesses(
+            [p.pid for p in core.resources.engine_manager.processes]
+        )
         await self._serving.update_weight_version(str(self._version))
         await self._serving.get_supported_tasks()  # kept: later requests do not wait for it
 
@@ -392,6 +402,8 @@ class VLLMServer:
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         self._traffic.close()
+        if self._stop_watch is not None:
+            self._stop_watch.close()
         if engine is None or self._name is None:
             return
         from mcore_rl.rollout import vllm_worker

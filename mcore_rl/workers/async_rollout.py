@@ -201,7 +201,8 @@ class AsyncRollout:
             came(self._num_ready)
             if not (running := self.queue.num_groups(GroupState.GENERATING)):
                 return self._too_few(step, wanted)
-            if self._take_in(self._rollout.collect(POLL_S, self._at_least(wanted))):
+            came_in = self._take_in(self._rollout.collect(POLL_S, self._at_least(wanted)))
+            if came_in or self._rollout.servers.has_joining:  # one is started again
                 last = time.monotonic()
             elif time.monotonic() - last > limit:
                 raise WorkerError(

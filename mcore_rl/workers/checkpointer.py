@@ -103,7 +103,15 @@ class Checkpointer:
                 critic.load_checkpoint(str(checkpoint.path / CRITIC))
         self._turns.serve(version=checkpoint.state["weight_version"])
         for name, part in self._parts.items():
-            part.load_state_dict(checkpoint.state["parts"][name])
+            try:
+                part.load_state_dict(checkpoint.state["parts"][name])
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"{checkpoint.path}: the state of {name} is not what this version writes: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         self._restore_best(checkpoint)
         self._last, self.next_step = checkpoint.step, checkpoint.step + 1
         if checkpoint.made_in != self._output_dir:

@@ -129,9 +129,11 @@ class RolloutWorker:
         except Exception as error:
             if not self._server.is_dead:
                 raise
-            raise DiedError(f"vLLM's engine has died ({error})") from error
+            reason = self._server.death_reason or error
+            raise DiedError(f"vLLM's engine has died ({reason})") from error
         if self._server.is_dead:
-            raise DiedError("vLLM's engine has died")
+            reason = self._server.death_reason
+            raise DiedError(f"vLLM's engine has died{reason and f' ({reason})'}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def prepare(self) -> None:

@@ -350,12 +350,16 @@ class ServerGroups(ABC):
         self._replies.wait(seconds)
 
     def _answered(self, server: Server, call: PendingCall) -> bool:
-        """Whether a call has succeeded; not if its server has died of it.
+        """Whether a call has succeeded; not if its server has died of it, or is silent too long.
 
         Raises:
             ConfigError, WorkerError: as `PendingCall.result`, for other failures.
         """
-        if not call.has_ended():
+        try:
+            if not call.has_ended():
+                return False
+        except WorkerError as silence:  # its limit is over
+            self._lost(server, silence)
             return False
         if (error := call.death()) is not None:
             self._lost(server, error)

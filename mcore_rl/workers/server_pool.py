@@ -15,7 +15,7 @@ from typing import Any
 from mcore_rl.controller.object_columns import store
 from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
 from mcore_rl.controller.pending import WorkerError
-from mcore_rl.controller.silence import Silent, report
+from mcore_rl.controller.silence import Silent, find_stopped, report
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.workers.routing import Asked, asked_together, prompts_of, route, tokens_by_server
@@ -214,16 +214,26 @@ class ServerPool(ServerGroups):
         self._wait_for_reply(calls, seconds)
 
     def _check_waited(self, seconds: float) -> None:
-        """Raises WorkerError where servers run, and no group ends."""
+        """Raises WorkerError where servers run, and no group ends.
+
+        Those of which a process is stopped are started again.
+        """
         self._waited_s = self._waited_s + seconds if seconds else 0.0
         if self._waited_s < self._call_limit.seconds:
             return
-        silent = [
-            Silent(f"{server.group.name}.collect", rank, info)
+        silent = {
+            Silent(f"{server.group.name}.collect", rank, info): server
             for server in self._serving
             for rank, info in server.group.worker_infos.items()
-        ]
-        told = report(silent, str(self._call_limit)) if silent else "no server is up"
+        }
+        stopped = find_stopped([*silent])
+        for server in {silent[rank] for rank in stopped}:
+            ranks = [rank for rank in stopped if silent[rank] is server]
+            self._lost(server, WorkerError(report(ranks, str(self._call_limit))))
+        if stopped:
+            self._waited_s = 0.0
+            return
+        told = report([*silent], str(self._call_limit)) if silent else "no server is up"
         raise WorkerError(f"no group has come back: {told}")
 
 

@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.data.tokenizer import has_tokenizer, read_tokenizer
@@ -31,7 +32,7 @@ from mcore_rl.jobs.parity.compare import (
     first_different,
 )
 from mcore_rl.jobs.parity.settings import CONTINUATION, HF, VLLM, ParityPlan, Request, checked
-from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
+from mcore_rl.jobs.ranks import run_in_process, run_on_ranks
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.versions import versions
 
@@ -166,7 +167,7 @@ def run(request: Request) -> ParityReport:
     """
     plan = checked(request)
     trace_file = Path(tempfile.gettempdir(), f"mcore_rl_verify_{os.getpid()}.txt")
-    with run_scope() as scratch, summarize_failure(trace_file, ProcessFailed):
+    with run_scope() as scratch, summarize_failure(trace_file, ConfigError):
         processes = _Processes(plan, scratch)
         sequences, gaps = _score(plan, processes)
         missed = {pair: gap for pair, gap in gaps.items() if not _passes(gap, plan)}

@@ -216,3 +216,23 @@ def test_two_files_of_one_name_are_two_modules(registry, own):
 def test_an_import_path_that_leads_nowhere_is_one_clear_error(registry, own, path, message):
     with pytest.raises(ConfigError, match=rf"room.choice='{path}'.*{message}"):
         registry.bound(path, {})
+
+
+@pytest.mark.parametrize(
+    "path", ["os:system", "posix:system", "builtins:eval", "subprocess:run", "math:sqrt"]
+)
+def test_a_function_of_python_is_none_of_a_setting(path):
+    """It would be called with what a run has, once that has begun."""
+    for registry in (LOSSES, ADVANTAGES):
+        told = (
+            rf"^{registry.setting}='{path}' is Python's own \w+\.\w+; allowed: a function that was"
+        )
+        with pytest.raises(ConfigError, match=told):
+            registry.bound(path, {})
+
+
+def test_nor_is_one_that_a_file_of_ones_own_has_imported(tmp_path):
+    (tmp_path / "mine.py").write_text("from os import system\ndef loss(inputs): ...\n")
+    with pytest.raises(ConfigError, match=r"is Python's own posix\.system"):
+        LOSSES.bound(f"{tmp_path / 'mine.py'}:system", {})
+    assert LOSSES.bound(f"{tmp_path / 'mine.py'}:loss", {}) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,3 +249,19 @@ def test_the_list_of_an_engine_and_all_beside_its_tensors_are_on_the_disk_too(
         filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc
     )
     assert '"use_fsync": True' in source
+
+
+@pytest.mark.parametrize("step", [5, -3, "3", True, 3.0, None, 10**30])
+def test_a_step_that_is_not_that_of_its_folder_is_refused(checkpoints: RunCheckpoints, step):
+    path = saved(checkpoints, 3)
+    state = json.loads((path / STATE).read_text()) | {"step": step}
+    (path / STATE).write_text(json.dumps(state))
+    (path / "manifest.json").write_text(json.dumps(manifest_of([path / STATE])))
+    told = f"{path}/state.json: step is {step!r}; allowed: 3, as its folder is called"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        read_checkpoint(path)
+
+
+def test_a_folder_of_another_name_may_have_any_step(checkpoints: RunCheckpoints):
+    path = saved(checkpoints, 3)
+    assert read_checkpoint(path.rename(path.with_name("best"))).step == 3

@@ -161,6 +161,44 @@ def test_a_recipe_that_there_is_not_is_named(tmp_path, monkeypatch, given, messa
         compose_config(RLConfig, [f"recipe={given}"])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root:x:0:0:root:/root:/bin/bash\nme:x:1:1::/home/me:/bin/sh\n",
+        "127.0.0.1 localhost\n",
+        "SECRET_KEY=abc\nOTHER=def\n",
+        "-----BEGIN KEY-----: x\nroot: y\n",
+        "a b c: 1\n",
+        "7: 1\n",
+        "A" * 200 + ": 1\n",
+    ],
+)
+def test_a_file_that_is_no_recipe_is_not_shown(tmp_path, text):
+    given = recipe(tmp_path, text)
+    with pytest.raises(ConfigError) as raised:
+        compose_config(RLConfig, [given])
+    path = given.partition("=")[2]
+    told = f"{path} is no recipe; allowed: settings, one a line as key: value"
+    assert str(raised.value) == told
+
+
+def test_a_long_value_of_a_recipe_is_cut(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"seed='xxx.*\.\.\..*x'; allowed: a whole number"
+    ) as raised:
+        compose_config(RLConfig, [recipe(tmp_path, f"seed: {'x' * 10_000}")])
+    assert len(str(raised.value)) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["/" + "a" * 300, "b" * 300 + ".yaml", "/a" * 3000])
+def test_a_recipe_and_a_model_with_too_long_a_path_are_one_line(path):
+    with pytest.raises(ConfigError, match=r"^recipe='.* is too long: \d+ bytes"):
+        compose_config(RLConfig, [f"recipe={path}"])
+    config = compose_config(RLConfig, ["task.name=last_digit", f"model.path={path}"])
+    with pytest.raises(ConfigError, match=r"^model.path='.* is too long: \d+ bytes"):
+        resolve(config)
+
+
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["C"])).map(str.strip)
 
 

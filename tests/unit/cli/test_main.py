@@ -3,12 +3,14 @@
 import signal
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from mcore_rl.cli import rl
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.stop_signals import RunStopped
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 
 
@@ -96,6 +98,26 @@ def test_a_path_that_does_not_exist_is_said_not_to(monkeypatch, capsys, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "/closed/x"), "'/closed/x': Permission denied"),
+        (NotADirectoryError(20, "Not a directory", "a/b"), "'a/b': Not a directory"),
+        (OSError(40, "Too many levels of symbolic links", "loop"), "'loop': Too many levels"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, line):
+    def refuse(arguments):
+        raise error
+
+    monkeypatch.setattr(rl, "main", refuse)
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl"])
+    assert main() == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"mcore-rl rl: {line}") and printed.count("\n") == 1
+
+
 def test_a_defect_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(rl, "main", lambda arguments: 1 / 0)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl"])
@@ -112,18 +134,38 @@ def test_usage_names_every_command(monkeypatch, capsys, argument, status):
     assert not (printed.out if status else printed.err)
 
 
-def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("step 3\n\nTraceback of a rank"), "step 3"),
+        (ConfigError("rank 1: seed is odd"), "rank 1: seed is odd"),
+        (KeyError("reward"), "KeyError: 'reward'"),
+        (FileNotFoundError(2, "No such file", "out/x"), r"FileNotFoundError: .*'out/x'"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path, error, line):
+    """Whatever it is: a run that has started ends with a line."""
     trace_file = tmp_path / "logs" / "error.txt"
     with (
-        pytest.raises(RunFailed, match=rf"^step 3 \(traceback: {trace_file}\)$"),
-        summarize_failure(trace_file, RuntimeError),
+        pytest.raises(RunFailed, match=rf"^{line} \(traceback: {trace_file}\)$"),
+        summarize_failure(trace_file),
     ):
-        raise RuntimeError("step 3\n\nTraceback of a rank")
-    assert "Traceback of a rank" in trace_file.read_text()
+        raise error
+    assert str(error) in trace_file.read_text()
     assert [path.name for path in trace_file.parent.iterdir()] == ["error.txt"]
 
 
 def test_other_errors_pass_untouched(tmp_path):
-    with pytest.raises(OSError, match="no space"), summarize_failure(tmp_path / "x", RuntimeError):
-        raise OSError("no space")
+    for error in (RunStopped("saved"), ConfigError("seed")):
+        with pytest.raises(type(error)), summarize_failure(tmp_path / "x", ConfigError):
+            raise error
     assert not (tmp_path / "x").exists()
+
+
+def test_an_end_that_has_its_line_keeps_it_and_its_traces_are_written_if_they_can(tmp_path):
+    for file in (tmp_path / "error.txt", Path("/proc/error.txt")):
+        with pytest.raises(RunFailed, match=r"^step 3: no space$"), summarize_failure(file):
+            raise RunFailed("step 3: no space") from OSError(28, "No space left")
+    assert "No space left" in (tmp_path / "error.txt").read_text()

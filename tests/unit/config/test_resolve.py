@@ -438,3 +438,37 @@ def test_every_setting_has_a_default():
 )
 def test_replay_needs_the_probabilities_of_old_samples(setting):
     resolve(config(algorithm__samples__replay__share=0.5, **setting))
+
+
+HUGE = 10**23
+CANNOT_BE = {
+    "trainer__num_steps": (HUGE, f"trainer.num_steps={HUGE}; allowed: -2**53 to 2**53"),
+    "rollout__max_num_seqs": (HUGE, f"rollout.max_num_seqs={HUGE}; allowed: -2**53 to 2**53"),
+    "seed": (-HUGE, f"seed=-{HUGE}; allowed: -2**53 to 2**53"),
+    "algorithm__loss_settings": ({"a": HUGE}, f"algorithm.loss_settings.a={HUGE}; allowed: -2**53"),
+    "output_dir": ("a" * 300, "aaaa' is too long: 300 bytes, 300 in one name; allowed: up to 4095"),
+    "model__path": ("/a" * 2100, "/a/a' is too long: 4200 bytes, 1 in one name"),
+    "data__train_files": (["x", "é" * 128], "éé' is too long: 256 bytes, 256 in one name"),
+    "data__test_files": ({"mine": "a" * 256}, "aaaa' is too long: 256 bytes"),
+    "teacher__models": (
+        {"a": {"path": "b" * 258}},
+        "bbbb' is too long: 258 bytes, 258 in",
+    ),
+    "resume": ("\ud800", r"resume='\ud800'; allowed: text that UTF-8 can write"),
+    "data__prompt_column": ("a\0b", r"='a\x00b'; allowed: text without NUL characters"),
+    "agent__settings": ({"command": "a\0"}, r"agent.settings.command='a\x00'; allowed: text"),
+}
+
+
+@pytest.mark.parametrize("key", CANNOT_BE)
+def test_what_no_setting_can_be_is_refused_by_name_in_one_short_line(key):
+    value, words = CANNOT_BE[key]
+    with pytest.raises(ConfigError) as raised:
+        resolve(config(**{key: value}))
+    line = str(raised.value)
+    assert line.startswith(key.replace("__", ".")) and words in line
+    assert len(line) < 250 and "\n" not in line
+
+
+def test_a_path_may_be_as_long_as_linux_takes_one():
+    resolve(config(output_dir="/".join(["a" * 255] * 15)))

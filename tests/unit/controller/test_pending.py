@@ -317,3 +317,30 @@ def test_replies_that_come_before_a_wait_or_twice_are_each_taken_once():
     assert calls[1].has_ended()
     assert replies.wait(10.0) == [calls[2]]
     assert replies.wait(0.01) == []
+
+
+def test_without_a_death_one_that_is_stopped_counts_as_dead(monkeypatch: pytest.MonkeyPatch):
+    """The other server and the trainer only wait for it."""
+    stopped, waits, trainer = Sent(), Sent(), Sent()
+    first, second = Killed("rollout-0", stopped, trainer), Group("rollout-1")
+    monkeypatch.setattr(
+        pending, "find_stopped", lambda silent: [s for s in silent if "rollout-0" in s.call]
+    )
+
+    def end_waits() -> None:
+        waits.answer.set_result(failure(FailureKind.BLAMED, "a server has died"))
+
+    calls = [sent(stopped, first), sent(waits, second), sent(trainer, Group("actor"))]
+    deaths = outlived(calls, [first, second], Limit(0.1, "weight_sync.timeout_s"), end_waits)
+    assert list(deaths) == [0] and first.ended and not second.ended
+    assert "rollout-0.update: rank 0 has not answered in 0.1 s" in str(deaths[0])
+
+
+def test_a_trainer_that_is_stopped_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        pending, "find_stopped", lambda silent: [s for s in silent if "actor" in s.call]
+    )
+    server, trainer = Group("rollout-0"), Group("actor")
+    calls = [sent(Sent(), server), sent(Sent(), trainer)]
+    with pytest.raises(WorkerError, match=r"has not answered in 0\.1 s"):
+        outlived(calls, [server], Limit(0.1, "weight_sync.timeout_s"))

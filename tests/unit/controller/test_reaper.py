@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.controller import reaper as module
 from mcore_rl.controller.reaper import LOOKS, Reaper, processes
 
-MARKER = "MCORE_RL_SESSION=reaper-test"
+MARKER = f"MCORE_RL_SESSION=reaper-test-{os.getpid()}"  # others run this test, too
 MAKER = """
 import time
 from multiprocessing import shared_memory
@@ -35,9 +35,9 @@ def test_memory_that_nobody_has_seen_is_left_to_the_tracker_of_its_maker(tmp_pat
     gone = subprocess.Popen(["true"])
     gone.wait()
     reaper = Reaper(gone.pid, MARKER, str(tmp_path / "scratch"), [])
-    assert reaper.looks[memory.name] == LOOKS  # it was there before: not claimed any more
-    assert len(reaper.victims(processes())) == 2  # the maker and its tracker
     try:
+        assert reaper.looks[memory.name] == LOOKS  # it was there before: not claimed any more
+        assert len(reaper.victims(processes())) == 2  # the maker and its tracker
         reaper.sweep()
         assert reaper.victims(processes()) == set()
         assert not memory.exists()

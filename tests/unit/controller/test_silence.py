@@ -8,7 +8,7 @@ from ray.exceptions import RayError
 
 from mcore_rl.controller import silence
 from mcore_rl.controller.rank_actor import WorkerInfo
-from mcore_rl.controller.silence import Silent, report
+from mcore_rl.controller.silence import Silent, find_stopped, report
 from mcore_rl.observability.stacks import Look
 
 LIMIT = "9 s (timeouts.call_s)"
@@ -41,6 +41,9 @@ class Nodes:
         self.cancelled.append((task[0], force))
 
 
+stopped: list[int] = []  # of the ranks that `told` was given last
+
+
 def told(
     monkeypatch, states: dict[int, tuple[str, str]], child: tuple[int, str] | None = None
 ) -> tuple[list[str], Nodes]:
@@ -61,12 +64,15 @@ def told(
         Silent("actor.update", rank, WorkerInfo("h", node, 100 + rank, "") if node else None)
         for rank, (node, _) in states.items()
     ]
+    stopped[:] = [rank.rank for rank in find_stopped(silent)]
+    nodes.waited.clear(), nodes.cancelled.clear()
     return report(silent, LIMIT).split("\n\n"), nodes
 
 
 def test_the_rank_that_holds_up_the_others_is_told_first_and_no_rank_is_left_out(monkeypatch):
     states = dict.fromkeys(range(6), (UP, "waiting")) | {4: (UP, "stopped by a signal")}
     (line, *stacks), _ = told(monkeypatch, states)
+    assert stopped == [4]
     first, *others = line.split(". Nor has ")[0], *line.split("or has ")[1:]
     who = "rank 4 (host h, pid 104)"
     assert (
@@ -99,3 +105,10 @@ def test_a_node_that_does_not_answer_does_not_hold_up_the_report(monkeypatch):
     assert len(stacks) == 1
     assert nodes.waited == [60.0]
     assert nodes.cancelled == [(BUSY, True)]
+    assert stopped == []  # of ranks that nobody sees, nothing is known
+
+
+def test_a_process_that_is_gone_or_stopped_holds_up_the_others(monkeypatch):
+    states = ("gone", "stopped by a signal", "stopped by a debugger", "running", "waiting")
+    told(monkeypatch, {rank: (UP, state) for rank, state in enumerate(states)})
+    assert stopped == [0, 1]

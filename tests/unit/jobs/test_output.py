@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import DPOConfig
 from mcore_rl.controller.reaper import processes
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.jobs.output import RunOutput, TrainOutput, _locked, exclusive_run_dir
+from mcore_rl.jobs.output import OutputError, RunOutput, TrainOutput, _locked, exclusive_run_dir
 from tests.small_disk import on_small_disk
 
 HOLDER = """
@@ -121,6 +122,7 @@ def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path):
 
 
 FULL = """
+import json
 import sys
 from pathlib import Path
 from mcore_rl.config.schema import RLConfig
@@ -139,8 +141,9 @@ try:
             report(step, {"loss": 0.5} | {f"metric_{number}": 0.25 for number in range(100)})
 except OutputError as error:
     print(error)
+print(len([json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]))
 try:
-    with summarize_failure(folder / "logs" / "error.txt", KeyError):
+    with summarize_failure(folder / "logs" / "error.txt"):
         raise KeyError("the cause")
 except RunFailed as error:
     print(error)
@@ -154,10 +157,52 @@ def test_a_full_disk_is_told_and_not_a_traceback(tmp_path: Path):
     command = [sys.executable, tmp_path / "script.py", disk]
     done = subprocess.run(on_small_disk(disk, "4m", command), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    *_, metrics, cause = done.stdout.splitlines()
+    *_, metrics, rows, cause = done.stdout.splitlines()
     assert metrics.startswith("training, step ")
     assert "metrics cannot be written: [Errno 28] No space left on device" in metrics
-    assert cause.startswith("'the cause' (no disk space for the traceback: [Errno 28]")
+    # Each row is whole, though the disk had room for the beginning of another.
+    assert rows == str(int(metrics.split()[2].strip(":")) - 1)
+    assert cause.startswith("KeyError: 'the cause' (no disk space for the traceback: [Errno 28]")
+
+
+def move(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+def replace_file(folder: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").touch()
+
+
+def put_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+GONE = {"deleted": shutil.rmtree, "moved": move, "a new file": replace_file, "a file": put_file}
+
+
+@pytest.mark.parametrize("lose", GONE.values(), ids=list(GONE))
+def test_a_folder_that_is_gone_ends_the_run_at_its_next_step(tmp_path: Path, lose):
+    folder = tmp_path / "out"
+    output = RunOutput(folder, RLConfig())
+    with output.progress("training", 3) as report:
+        report(1, {"loss": 0.5})
+        lose(folder)
+        told = rf"^training, step 2: metrics cannot be written: .*{folder}/metrics.jsonl"
+        with pytest.raises(OutputError, match=told) as raised:
+            report(2, {"loss": 0.25})
+    assert "was deleted, moved or replaced while the run wrote it" in str(raised.value)
+
+
+def test_a_folder_that_is_gone_at_the_end_is_no_success(tmp_path: Path):
+    for number, kind in enumerate((RunOutput(tmp_path / "a", RLConfig()),
+                                   TrainOutput(tmp_path / "b", DPOConfig()))):  # fmt: skip
+        kind.evaluated("after", {"test": {"reward": 0.0, "reward_stderr": 0.0}})
+        shutil.rmtree(kind.folder)
+        with pytest.raises(OutputError, match=r"summary cannot be written: .*was deleted"):
+            kind.finish(peak_memory_bytes=0, wall_s=0.0)
+        assert not (tmp_path / "ab"[number] / "summary.json").exists()
 
 
 def test_a_summary_that_cannot_be_written_says_where_the_weights_are(tmp_path: Path):
@@ -166,18 +211,6 @@ def test_a_summary_that_cannot_be_written_says_where_the_weights_are(tmp_path: P
     (tmp_path / "summary.json").mkdir()  # what a full disk does to a rename
     with pytest.raises(RunFailed, match=rf"summary cannot be written: .*{tmp_path}/checkpoint$"):
         output.finish(peak_memory_bytes=0, wall_s=0.0)
-
-
-def test_bad_input_that_shows_when_a_run_has_started_ends_it_with_a_story(tmp_path: Path):
-    """Status 2 is for what was found before anything was started or left."""
-    from mcore_rl.jobs.rl import _told
-
-    with (
-        pytest.raises(RunFailed, match=r"^rank 1: seed is odd \(traceback: "),
-        _told(tmp_path / "logs" / "error.txt"),
-    ):
-        raise ConfigError("rank 1: seed is odd")
-    assert "ConfigError: rank 1" in (tmp_path / "logs" / "error.txt").read_text()
 
 
 def test_a_run_on_examples_shows_loss_and_accuracy_of_each_set_with_errors(tmp_path, capsys):

@@ -24,13 +24,14 @@ from mcore_rl.jobs.resume import (
 from mcore_rl.observability.sinks import read_rows
 
 
-def saved(config: RLConfig, folder: Path, step: int) -> Path:
+def saved(config: RLConfig, folder: Path, step: int, **changes: object) -> Path:
     checkpoints = RunCheckpoints(folder / "checkpoints")
     engine = checkpoints.begin(step) / ACTOR
     engine.mkdir()
     write_checkpoint_info(engine, {}, {})
     results = {"evaluation": {"before": {"test": {"reward": 0.25}}}}
-    return checkpoints.publish(step, {"settings": asdict(config), "results": results})
+    state = {"settings": asdict(config), "results": results, "weight_version": step, "parts": {}}
+    return checkpoints.publish(step, {**state, "best": None} | changes)
 
 
 def config(folder: Path, resume: str = "auto", **changes) -> RLConfig:
@@ -98,6 +99,26 @@ def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path,
     del settings["warm_start"]["optimizer"]["max_skipped_steps"]
     _check_settings(asked, RunCheckpoint(tmp_path, 2, {"settings": settings}))
     assert "warm_start.optimizer.max_skipped_steps=0 (was None)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"weight_version": None}, "weight_version is None; allowed: a whole number"),
+        ({"parts": []}, r"parts is \[\]; allowed: an object, as a run writes it"),
+        ({"settings": "x"}, "settings is 'x'; allowed: an object"),
+        ({"results": 7}, "results is 7; allowed: an object"),
+        ({"best": [1]}, r"best is \[1\]; allowed: an object or null"),
+        ({"best": {"step": 2}}, "best lacks metric, value"),
+        ({"settings": "long" * 100}, r"settings is 'long.{60,80}long'; allowed"),
+    ],
+)
+def test_a_state_without_what_a_run_goes_on_from_is_refused(tmp_path, changes, told):
+    asked = config(tmp_path)
+    path = saved(asked, tmp_path, 2, **changes)
+    for resume in ("auto", str(path)):
+        with pytest.raises(ConfigError, match=f"^{path}/state.json: {told}"):
+            checkpoint_to_resume(config(tmp_path, resume), tmp_path)
 
 
 def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_path, capsys):

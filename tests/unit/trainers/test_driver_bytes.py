@@ -158,6 +158,7 @@ class Generator:
     """Each prompt is answered `apart_s` after the one before."""
 
     is_dead = awaits_update = False
+    death_reason = ""
 
     def __init__(self, apart_s: float) -> None:
         self._num_asked, self._apart_s, self._version = 0, apart_s, 0

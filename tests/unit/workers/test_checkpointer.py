@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,23 @@ def test_a_checkpoint_without_a_part_of_the_run_is_refused_before_anything_is_lo
         resumed.restore(read_checkpoint(path))
     assert "\n" not in str(told.value)
     assert (after.turns.calls, after.turns.actor.loaded) == ([], "")
+
+
+@pytest.mark.parametrize("state", [{}, [], None, 7, {"drawn": {}}], ids=repr)
+def test_a_part_that_cannot_take_its_state_is_named(tmp_path, state):
+    class Drawn(Prompts):
+        def load_state_dict(self, state):
+            self.drawn = 1 + state["drawn"]
+
+    run = Run(tmp_path)
+    run.steps([1, 2])
+    found = read_checkpoint(run.folder / "step_000002")
+    damaged = replace(found, state={**found.state, "parts": {"prompts": state}})
+    parts = {"prompts": Drawn()}
+    resumed = Checkpointer(run.config, tmp_path, run.turns, parts, dict, run.stop, 0)
+    told = f"^{found.path}: the state of prompts is not what this version writes: (Key|Type)Error"
+    with pytest.raises(ConfigError, match=told):
+        resumed.restore(damaged)
 
 
 def test_a_run_without_checkpoints_has_none(tmp_path):

@@ -36,6 +36,7 @@ class Engine:
     """Takes 3 s to start, 4 for new weights; version 13 it does not get. Sleep and wake take 1."""
 
     is_dead = awaits_update = False
+    death_reason = ""
 
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock

@@ -85,7 +85,7 @@ def test_a_worker_ends_turns_where_the_generation_config_says(spec: RolloutSpec,
 class Server(Scripted):
     """Serves, and takes a version of the weights unless it has a failure to raise."""
 
-    is_dead = False
+    is_dead, death_reason = False, ""
 
     def __init__(self, *says: str) -> None:
         super().__init__(says)

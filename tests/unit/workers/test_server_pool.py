@@ -21,6 +21,7 @@ from mcore_rl.controller.rank_actor import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.workers import server_pool
 from mcore_rl.workers.server_pool import ALL, LOOK_S, TOGETHER_S, ServerPool
 
 SAMPLING = SamplingParams(n=2, max_tokens=3)
@@ -356,3 +357,41 @@ def test_a_server_that_cannot_start_leaves_without_a_wait():
     pool.remove(1)
     assert starting.ended
     assert [call.method for call in starting.calls] == ["prepare", "start"]
+
+
+@pytest.mark.parametrize("method", ["abandon", "collect", "begin"])
+def test_a_server_that_answers_a_call_too_late_is_started_again(monkeypatch, capsys, method):
+    """Its process is stopped, say, while the other goes on."""
+    monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: str(silent[0]))
+    late, good, again = ServedGroup(0), ServedGroup(1), list[ServedGroup]()
+
+    def restarted(number: int) -> ServedGroup:
+        again.append(ServedGroup(number))
+        return again[-1]
+
+    pool = pool_of(late, good, again=restarted)
+    pool.begin(prompts(0, 1, 2, 3), SAMPLING)
+    assert pool.collect("train", 0) == []
+    if method == "abandon":
+        pool.abandon("train", [0, 1])
+    monkeypatch.setattr(late.last(method), "_limit", Limit(0, "timeouts.call_s"))
+    pool.collect("train", 0)
+    assert [group.name for group in again] == ["rollout-0"] and not good.ended
+    assert "rank 0 (host host, pid 1)" in late.ended
+    assert "It is started again: 1, rollout.max_restarts=3" in capsys.readouterr().out
+
+
+def test_servers_that_are_stopped_while_no_group_ends_are_started_again(monkeypatch):
+    groups, again = [ServedGroup(0), ServedGroup(1)], list[int]()
+    pool = pool_of(*groups, again=lambda number: again.append(number) or ServedGroup(number))
+    monkeypatch.setattr(pool, "_call_limit", Limit(0.2, "timeouts.call_s"))
+    stopped = ["rollout-1.collect"]
+    monkeypatch.setattr(
+        server_pool, "find_stopped", lambda silent: [s for s in silent if s.call in stopped]
+    )
+    monkeypatch.setattr(server_pool, "report", lambda silent, limit: f"{silent[0]} is stopped")
+    pool.begin(prompts(0, 1, 2, 3), SAMPLING)
+    assert pool.collect("train", 0.3) == [] and again == [1]
+    stopped.clear()
+    with pytest.raises(WorkerError, match="no group has come back: rank 0"):
+        pool.collect("train", 0.3)
