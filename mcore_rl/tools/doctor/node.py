@@ -94,6 +94,7 @@ class _Node:
         self._doing("asking nvidia-smi")
         devices.look(report)
         system.look_at_limits(report)
+        system.look_at_niceness(report)
         system.look_at_shared_memory(report, request)
         system.look_at_host_name(report)
         system.look_at_ports(report, request)

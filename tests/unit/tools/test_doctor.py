@@ -71,7 +71,7 @@ def test_a_fault_of_one_node_is_found_there_and_nowhere_else(tmp_path, request_,
     assert len(found) == 1, report.findings
     assert re.search(fault.value, found[0].value), found
     assert re.search(fault.remedy, found[0].remedy), found
-    assert report.status == "fail"
+    assert report.status == ("warn" if name == "niceness" else "fail")
     # A path that is not shared is told by both sides, whose fault ever it is.
     assert name == "path not shared" or faults(report.findings) == found
 
