@@ -21,6 +21,7 @@ from mcore_rl.jobs.preflight import (
     Inputs,
     check_inputs,
     check_without_weights,
+    has_experts,
     has_weights,
 )
 from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
@@ -49,7 +50,7 @@ def dry_run(
     console = console or get_stdout_console()
     resolve(config)
     device = "cuda" if gpus_per_node else lane()
-    config = for_lane(config, device)
+    config = for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
         waiting("checking the inputs", has_lines=False),
@@ -218,5 +219,7 @@ def _summary(config: RLConfig, device: str) -> list[str]:
         f"{_format_count(samples, 'sample')}, "
         f"{_format_count(config.algorithm.num_mini_batches, 'optimizer step')}; "
         f"{_format_count(config.trainer.num_steps, 'step')}",
+        f"log-probs of trainer and servers: {config.trainer.max_logprob_gap:g} nats apart at most, "
+        f"{config.trainer.mean_logprob_gap:g} on average",
         "sizes are of one rank, without what libraries take; nothing was started",
     ]

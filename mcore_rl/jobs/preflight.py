@@ -118,6 +118,11 @@ def has_weights(config: RLConfig) -> bool:
     return any(Path(config.model.path).glob("*.safetensors*"))
 
 
+def has_experts(config: RLConfig) -> bool:
+    """Whether the run's model is a mixture of experts, as the one that every task makes is."""
+    return bool(config.task.name or model_sizes(read_config(config.model.path)).num_experts)
+
+
 def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RLConfig:
     """Make the synthetic task, when one is asked for, and point the settings at it.
 

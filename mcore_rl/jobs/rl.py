@@ -41,7 +41,7 @@ from mcore_rl.jobs.placement import (
     places,
     pool_plans,
 )
-from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.jobs.preflight import Inputs, check_inputs, has_experts
 from mcore_rl.jobs.resume import (
     WARM_START,
     check_data,
@@ -81,7 +81,7 @@ def run(config: RLConfig) -> None:
     """
     started = began()
     resolve(config)
-    config = for_lane(config, lane())
+    config = for_lane(config, lane(), has_experts=has_experts(config))
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
         run_scope(claim.folder, logs=log_dir(claim.folder) / "ray", locks=[claim.lock]) as scratch,

@@ -63,7 +63,9 @@ def test_a_fault_of_one_node_is_found_there(slurm: SlurmCluster, tmp_path, argum
     fault = FAULTS[name]
     done = slurm.run("salloc", "-N2", *arguments, **plant(tmp_path, fault.world))
     status = int(name != "niceness")  # which is a warning
-    found = [f for f in faults(told(done, status)) if f["node"] == NODE and f["check"] == fault.check]
+    found = [
+        f for f in faults(told(done, status)) if f["node"] == NODE and f["check"] == fault.check
+    ]
     assert len(found) == 1, done.stdout
     assert re.search(fault.value, found[0]["value"])
     assert re.search(fault.remedy, found[0]["remedy"])
