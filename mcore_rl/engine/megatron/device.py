@@ -73,7 +73,12 @@ def config_flags() -> dict[str, Any]:
     """TransformerConfig arguments that differ: kernels of CUDA, and those of Transformer Engine."""
     fused = device_name() == "cuda"
     return {
+        # Transformer Engine's products add in place (model.py, fuse_weight_gradients), without the
+        # flag. Told which micro-batch is the first, they would overwrite the sum of earlier calls
+        # with its gradient (module/linear.py:1231 of 2.20), so Megatron does not tell them: what
+        # else it is told for are weights in float8 (extensions/transformer_engine.py:672).
         "gradient_accumulation_fusion": False,
+        "disable_parameter_transpose_cache": _modules == "te",
         "masked_softmax_fusion": fused,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,

@@ -14,6 +14,7 @@ from megatron.core import package_info
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron.model import fuse_weight_gradients
 
 _PROGRAM = """
 import torch
@@ -128,6 +129,17 @@ def test_fused_kernels_of_transformer_engine_come_with_its_modules_only(lane, mo
     assert [flags[f"{name}_fusion"] for name in ("apply_rope", "moe_permute")] == (
         [modules == "te"] * 2
     )
+    # Told which micro-batch is the first, Transformer Engine overwrites the sum of earlier calls.
+    assert flags["disable_parameter_transpose_cache"] == (modules == "te")
+
+
+def test_weight_gradients_are_added_in_place_where_a_module_can():
+    linears = [torch.nn.Linear(2, 2) for _ in range(3)]
+    for linear in linears[:2]:  # as Transformer Engine's
+        linear.fuse_wgrad_accumulation = False
+    fuse_weight_gradients(torch.nn.Sequential(linears[0], torch.nn.Sequential(*linears[1:])))
+    fused = [getattr(linear, "fuse_wgrad_accumulation", None) for linear in linears]
+    assert fused == [True, True, None]
 
 
 def test_ranks_that_send_while_they_compute_have_one_queue_before_blackwell(lane, monkeypatch):
