@@ -294,8 +294,8 @@ def test_ranks_meet_all_of_their_node_and_their_number_on_other_nodes():
 
 # What nvidia-smi prints, as on a node of two H100 with one link down and an error of memory.
 GPUS = """\
-NVIDIA H100 80GB HBM3, 81559, 4, 0, 580.95.05
-NVIDIA H100 80GB HBM3, 81559, 70123, 3, 580.95.05
+NVIDIA H100 80GB HBM3, 81559, 4, 0, 580.95.05, Default
+NVIDIA H100 80GB HBM3, 81559, 70123, 3, 580.95.05, Exclusive_Process
 """
 LINKS = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)
@@ -326,6 +326,7 @@ def test_gpus_are_told_with_their_faults(nvidia_smi):
     assert report.facts["NVIDIA driver"].value == "580.95.05"
     assert [(f.check, f.status, f.value) for f in report.findings] == [
         ("ECC errors", "fail", "GPU 1: 3"),
+        ("compute mode", "fail", "1 x Default; 1 x Exclusive_Process"),
         ("GPU memory in use", "warn", "GPU 1: 70123 MiB"),
         ("NVLink", "warn", "GPU 1: 1 links"),
     ]
@@ -335,7 +336,7 @@ def test_gpus_are_told_with_their_faults(nvidia_smi):
     ("script", "reason"),
     [
         ("echo 'Unable to determine the device handle for GPU0: Unknown Error'; exit 15", "Unable"),
-        ("echo 'NVIDIA H100, [GPU is lost], 0, 0, 580'", "GPU is lost"),
+        ("echo 'NVIDIA H100, [GPU is lost], 0, 0, 580, Default'", "GPU is lost"),
     ],
 )
 def test_a_driver_in_trouble_is_a_failure(nvidia_smi, script, reason):
@@ -344,6 +345,24 @@ def test_a_driver_in_trouble_is_a_failure(nvidia_smi, script, reason):
     devices.look(report)
     [found] = report.findings
     assert found.status == "fail" and reason in found.value
+
+
+@pytest.mark.parametrize(
+    ("modes", "status"),
+    [
+        (("Default", "Default"), "ok"),
+        (("Exclusive_Process", "Exclusive_Process"), "fail"),
+        (("Prohibited",), "fail"),
+    ],
+)
+def test_a_gpu_for_one_process_is_a_fault_because_roles_share_it(nvidia_smi, modes, status):
+    rows = "\\n".join(f"NVIDIA H100, 81559, 4, 0, 580.95.05, {mode}" for mode in modes)
+    nvidia_smi(f"if [ $1 != nvlink ]; then printf '{rows}\\n'; fi")
+    report = NodeReport("a")
+    devices.look(report)
+    [found] = [finding for finding in report.findings if finding.check == "compute mode"]
+    assert found.status == status and found.value == f"{len(modes)} x {modes[0]}"
+    assert ("-c DEFAULT" in found.remedy) == (status == "fail")
 
 
 def test_only_active_ports_of_infiniband_count(tmp_path):
