@@ -12,7 +12,6 @@ from rich.table import Table
 
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.cluster import moved, node_lines
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
 from mcore_rl.jobs.output import inspect_run_dir
@@ -27,6 +26,7 @@ from mcore_rl.jobs.preflight import (
 from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
+from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, waiting
 

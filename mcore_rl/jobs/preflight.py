@@ -42,12 +42,12 @@ from mcore_rl.data.tokenizer import (
     stop_ids_of,
 )
 from mcore_rl.engine.base import backend_of
-from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.model_checks import check_model_layouts, check_models
 from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.reward_parts import REWARDED_LOOPS, check_reward_parts
 from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
+from mcore_rl.jobs.session import lane
 from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
     HFConfig,
@@ -156,7 +156,7 @@ def _check_choices(config: RLConfig) -> None:
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
-    backend_of(config.actor).check_modules(config.actor.modules)
+    backend_of(config.actor).check_modules(config.actor.modules, lane())
     if lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
 

@@ -201,7 +201,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _mark_experts(model: GPTModel) -> None:
