@@ -54,7 +54,7 @@ def processes() -> Processes:
     found: Processes = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", errors="replace") as file:
                 # "pid (command) state parent ..."; the command may contain blanks and brackets
                 fields = file.read().rpartition(")")[2].split()
                 if fields[0] not in "ZX":

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 
 from mcore_rl.cli import doctor
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.tools.doctor import compare, devices, run, system
+from mcore_rl.tools.doctor import compare, devices, run, software, system
 from mcore_rl.tools.doctor.bandwidth import rounds, rounds_of_ranks
 from mcore_rl.tools.doctor.findings import (
     Bandwidth,
@@ -345,6 +346,67 @@ def test_a_driver_in_trouble_is_a_failure(nvidia_smi, script, reason):
     devices.look(report)
     [found] = report.findings
     assert found.status == "fail" and reason in found.value
+
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_triton", "asked", "runner"),
+    [
+        ("gpu", True, None, "V2"),
+        ("gpu", True, "0", "V1"),
+        ("gpu", False, None, "V1"),
+        ("cpu", True, None, "V1"),  # a Triton without a backend for CPUs
+        ("gpu", True, "1", "V2"),
+        ("cpu", False, "0", "V1"),
+    ],
+)
+def test_the_model_runner_that_vllm_would_take_is_told(
+    monkeypatch, tmp_path, kind, has_triton, asked, runner
+):
+    spec = SimpleNamespace(origin=str(tmp_path / "triton/__init__.py")) if has_triton else None
+    monkeypatch.setattr(software.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(software, "lane", lambda: kind)
+    monkeypatch.delenv(RUNNER, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(RUNNER, asked)
+    report = NodeReport("a")
+    software.look_at_model_runner(report)
+    assert report.facts["vLLM's model runner"].value == runner and not report.findings
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_triton", "wanted"),
+    [("yes", True, "0 or 1"), ("", True, "0 or 1"), ("1", False, "0, because Triton is missing")],
+)
+def test_a_model_runner_that_cannot_be_had_fails_before_a_server_does(
+    monkeypatch, asked, has_triton, wanted
+):
+    monkeypatch.setattr(software, "lane", lambda: "gpu")
+    monkeypatch.setattr(software, "_has_triton", lambda _: has_triton)
+    monkeypatch.setenv(RUNNER, asked)
+    report = NodeReport("a")
+    software.look_at_model_runner(report)
+    [found] = report.findings
+    assert (found.status, found.value, found.wanted) == ("fail", f"{RUNNER}={asked!r}", wanted)
+
+
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+def test_the_model_runner_that_is_told_is_vllms_own_choice_here(monkeypatch, asked):
+    from vllm.config import VllmConfig
+
+    monkeypatch.delenv(RUNNER, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(RUNNER, asked)
+    report = NodeReport("a")
+    software.look_at_model_runner(report)
+    if report.findings:
+        with pytest.raises(ValueError, match="V2 requires Triton"):
+            VllmConfig()
+        return
+    chosen = "V2" if VllmConfig().use_v2_model_runner else "V1"
+    assert report.facts["vLLM's model runner"].value == chosen
 
 
 @pytest.mark.parametrize(
