@@ -102,6 +102,9 @@ FAULTS = {
         "--model-path",
     ),
     "clock": Fault(World(clock_s=100), "clock", r"^(99|100)\.\d+ s ahead of ", "chronyc"),
+    "niceness": Fault(
+        World(command=("nice", "-n", "15")), "niceness", "^15$", "RAY_worker_niceness=0"
+    ),
     "open files": Fault(World(open_files=1000), "open files", "^1000$", "limits.conf"),
 }
 

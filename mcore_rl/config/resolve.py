@@ -55,6 +55,9 @@ DTYPES = ("float32", "bfloat16")
 DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
 # Largest and mean gap of log-probs between trainer and servers, in nats, where a run sets none.
 LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
+# The largest in bfloat16 where trainer and servers route a token each by themselves: rounding tips
+# a router near a tie, and that token differs by nats (2.3 in 3 steps of the quickstart's model).
+ROUTED_LOGPROB_GAP = 20.0
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
@@ -163,8 +166,10 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
         resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 
-def for_lane(config: RLConfig, device: str) -> RLConfig:
-    """The same settings with all decided that the lane decides; `device` is "cpu" or "cuda".
+def for_lane(config: RLConfig, device: str, *, has_experts: bool = False) -> RLConfig:
+    """Return the settings with all that the lane and the kind of model decide.
+
+    `device` is "cpu" or "cuda".
 
     Raises:
         ConfigError: the lane cannot do what is asked for.
@@ -181,6 +186,8 @@ def for_lane(config: RLConfig, device: str) -> RLConfig:
     staleness = staleness_of(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
+    if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
+        largest = ROUTED_LOGPROB_GAP
     if trainer.max_logprob_gap is None:
         trainer = replace(trainer, max_logprob_gap=largest)
     if trainer.mean_logprob_gap is None:

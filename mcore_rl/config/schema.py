@@ -392,7 +392,8 @@ class TrainerConfig:
     prompts_per_step: int = 64  # a step has this times algorithm.group_size samples
     # Stop if log-probs of trainer and rollout differ by more than this at a token, in nats.
     # Rounding gives 1e-4 in float32 and about 1 in bfloat16, and more if a router near a tie
-    # chooses another expert. Default: 0.5 in float32, 2 in bfloat16.
+    # chooses another expert. Default: 0.5 in float32, 2 in bfloat16, and 20 in bfloat16 for a
+    # model with experts unless actor.moe.router_replay=rollout.
     max_logprob_gap: float | None = None
     # Stop if they differ by more than this on average, which is the more sensitive test. Rounding
     # gives 1e-6 in float32 and 0.02 in bfloat16. Default: 1e-4 in float32, 0.1 in bfloat16.

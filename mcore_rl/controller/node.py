@@ -48,6 +48,9 @@ RAY_CONFIG: dict[str, bool | int] = {
     # A record of each call, for `ray list tasks` and the dashboard, which nothing here has: without
     # it a call takes the driver a fifth less CPU time.
     "task_events_report_interval_ms": 0,
+    # Added to the niceness of the node; Ray's own default is 15 (ray_config_def.h, applied by
+    # core_worker_process.cc), at which ranks starve beside any other program of the machine.
+    "worker_niceness": 0,
 }
 # A node that is gone is known to be so after 5 looks, a second apart; Ray's own pace takes 15 s.
 HEALTH = {

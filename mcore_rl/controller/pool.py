@@ -17,6 +17,9 @@ from typing import Any, Self
 import ray
 from ray._private import ray_constants, utils, worker
 from ray._private.node import Node
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray._raylet import GcsClient
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -104,12 +107,24 @@ def _check_resources(needed: Mapping[str, float], address: str | None) -> None:
         tell_of_idle_nodes(needed)
 
 
+@functools.cache
+def has_gpus(address: str) -> bool:
+    """Ask the cluster at RAY_ADDRESS whether a node has a GPU, without joining it.
+
+    Raises:
+        ConfigError: no cluster answers there.
+    """
+    with _answered(address):
+        _connect(address)
+        head = canonicalize_bootstrap_address_or_die(address)
+        nodes = GcsClient(address=head).get_all_node_info(timeout=10).values()
+    return any(node.state == 0 and node.resources_total.get("GPU", 0) for node in nodes)
+
+
 @contextlib.contextmanager
 def _join(address: str, log_to_driver: bool) -> Iterator[None]:
-    host, _, port = address.rpartition(":")
-    try:
-        if port.isdigit():  # Ray itself tries for minutes, and with that setting for one
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    with _answered(address):
+        _connect(address)
         tries = os.environ.get("RAY_gcs_server_port_wait_time_s", "1")  # noqa: SIM112 (Ray spells it so)
         with own_sigterm(), environment(RAY_gcs_server_port_wait_time_s=tries):
             ray.init(
@@ -118,16 +133,31 @@ def _join(address: str, log_to_driver: bool) -> Iterator[None]:
                 log_to_driver=log_to_driver,
                 logging_level="error",
             )
-    except (OSError, RuntimeError) as error:  # RuntimeError: a Ray that does not know us, say
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    """Raise OSError where nothing listens: Ray itself tries for a minute or more."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+@contextlib.contextmanager
+def _answered(address: str) -> Iterator[None]:
+    """Raise ConfigError where no Ray answers inside."""
+    try:
+        yield
+    # RayError and RuntimeError: of a Ray that does not know us, say.
+    except (OSError, RuntimeError, RayError) as error:
         raise ConfigError(
             f"RAY_ADDRESS is {address!r}, where no Ray cluster answers "
             f"({str(error).partition('Last connection')[0].strip()}); start one there with `ray "
             "start`, or unset it to run a private one"
         ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
+from mcore_rl.data.lean_transformers import import_transformers
 from mcore_rl.data.template_limits import limit_chat_templates
-from mcore_rl.observability.garbage import long_lived
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,9 +64,7 @@ def has_tokenizer(path: str | Path) -> bool:
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Any tokenizer, of a base model too. Raises ConfigError when the folder has none."""
-    with long_lived():  # slow to import
-        from transformers import AutoTokenizer
-
+    transformers = import_transformers()
     exists("model.path", path)
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")
@@ -76,7 +74,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     limit_chat_templates()
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             path, local_files_only=True
         )
     except (KeyboardInterrupt, SystemExit):

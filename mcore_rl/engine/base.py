@@ -263,8 +263,9 @@ class Backend:
 
     engines: Mapping[str, Callable[[EngineSpec], BaseEngine]]  # by model type
     # Variables that the process of a rank must be started with.
-    rank_environment: Callable[[Layout], dict[str, str]]
-    check_modules: Callable[[str], object]  # raises ConfigError for modules that cannot be had
+    rank_environment: Callable[[Layout, str], dict[str, str]]  # for a layout on "cuda" or "cpu"
+    # Raises ConfigError for modules that ranks on "cuda" or "cpu" cannot have.
+    check_modules: Callable[[str, str], object]
 
 
 def backend_of(engine: EngineConfig) -> Backend:

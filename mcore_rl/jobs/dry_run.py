@@ -12,7 +12,6 @@ from rich.table import Table
 
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.cluster import moved, node_lines
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
 from mcore_rl.jobs.output import inspect_run_dir
@@ -20,12 +19,14 @@ from mcore_rl.jobs.placement import num_devices, pool_plans
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
+    has_experts,
     has_weights,
     unset_data,
 )
 from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
+from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, waiting
 from mcore_rl.workers.log_prob_pass import reason_for_pass
@@ -50,7 +51,7 @@ def dry_run(
     console = console or get_stdout_console()
     resolve(config, needs_data=False)
     device = "cuda" if gpus_per_node else lane()
-    config = for_lane(config, device)
+    config = for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
         waiting("checking the inputs", has_lines=False),
@@ -223,6 +224,8 @@ def _summary(config: RLConfig, device: str) -> list[str]:
         f"{_format_count(config.algorithm.num_mini_batches, 'optimizer step')}; "
         f"{_format_count(config.trainer.num_steps, 'step')}",
         f"log-probs of the trainer: {_when_log_probs(config)}",
+        f"log-probs of trainer and servers: {config.trainer.max_logprob_gap:g} nats apart at most, "
+        f"{config.trainer.mean_logprob_gap:g} on average",
         "sizes are of one rank, without what libraries take; nothing was started",
     ]
 

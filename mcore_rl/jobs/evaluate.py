@@ -21,7 +21,6 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
 from mcore_rl.jobs.eval_resume import SAMPLES, check_content, done_before, settings_of
@@ -41,7 +40,7 @@ from mcore_rl.jobs.preflight import check_model, prompts_of
 from mcore_rl.jobs.rl import server_pool
 from mcore_rl.jobs.roles import roles
 from mcore_rl.jobs.run_folder import chat_date_of, model_folder
-from mcore_rl.jobs.session import resource, session
+from mcore_rl.jobs.session import lane, resource, session
 from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting

@@ -42,12 +42,12 @@ from mcore_rl.data.tokenizer import (
     stop_ids_of,
 )
 from mcore_rl.engine.base import backend_of
-from mcore_rl.engine.lane import lane
 from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.model_checks import check_model_layouts, check_models
 from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.reward_parts import REWARDED_LOOPS, check_reward_parts
 from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
+from mcore_rl.jobs.session import lane
 from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
     HFConfig,
@@ -132,6 +132,11 @@ def has_weights(config: RLConfig) -> bool:
     return any(Path(config.model.path).glob("*.safetensors*"))
 
 
+def has_experts(config: RLConfig) -> bool:
+    """Whether the run's model is a mixture of experts, as the one that every task makes is."""
+    return bool(config.task.name or model_sizes(read_config(config.model.path)).num_experts)
+
+
 def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RLConfig:
     """Make the synthetic task, when one is asked for, and point the settings at it.
 
@@ -165,7 +170,7 @@ def _check_choices(config: RLConfig) -> None:
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
-    backend_of(config.actor).check_modules(config.actor.modules)
+    backend_of(config.actor).check_modules(config.actor.modules, lane())
     if lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
 

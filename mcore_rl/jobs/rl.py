@@ -22,7 +22,6 @@ from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
-from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
@@ -47,7 +46,7 @@ from mcore_rl.jobs.placement import (
     places,
     pool_plans,
 )
-from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.jobs.preflight import Inputs, check_inputs, has_experts
 from mcore_rl.jobs.resume import (
     WARM_START,
     check_data,
@@ -57,7 +56,7 @@ from mcore_rl.jobs.resume import (
     prepare,
 )
 from mcore_rl.jobs.roles import expert_layers
-from mcore_rl.jobs.session import resource, session
+from mcore_rl.jobs.session import lane, resource, session
 from mcore_rl.observability.console import show_line, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
@@ -87,7 +86,7 @@ def run(config: RLConfig) -> None:
     """
     started = began()
     resolve(config)
-    config = for_lane(config, lane())
+    config = for_lane(config, lane(), has_experts=has_experts(config))
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
         job_scope(claim.folder, claim.lock) as scratch,
@@ -182,7 +181,9 @@ def _warm_start(
 
 def _same_ranks(one: EngineConfig, other: EngineConfig) -> bool:
     """Whether processes that were started for one engine can have the other."""
-    environments = [backend_of(engine).rank_environment(engine.layout) for engine in (one, other)]
+    environments = [
+        backend_of(engine).rank_environment(engine.layout, lane()) for engine in (one, other)
+    ]
     return one.layout.world_size == other.layout.world_size and environments[0] == environments[1]
 
 
@@ -354,7 +355,7 @@ def _model(
         layout,
         name=name or role,
         threads_per_rank=spec.engine.threads_per_rank,
-        env=backend_of(spec.engine).rank_environment(layout),
+        env=backend_of(spec.engine).rank_environment(layout, lane()),
         wait=wait,
     ) as group:
         yield group

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.controller import torchrun
 from mcore_rl.controller.object_store import held_bytes, object_store_bytes
-from mcore_rl.controller.pool import ray_session
+from mcore_rl.controller.pool import has_gpus, ray_session
 from mcore_rl.controller.small_stores import tell_of_small_stores
-from mcore_rl.engine.lane import lane
+from mcore_rl.engine import lane as machine
 
 RANK = "rank"  # the Ray resource of the CPU lane
 
@@ -38,6 +39,21 @@ def session(config: RLConfig, num_devices: int, scratch: Path) -> Iterator[None]
         if os.environ.get("RAY_ADDRESS"):
             tell_of_small_stores(held, resource(), config.rollout.num_servers * config.rollout.tp)
         yield
+
+
+def lane() -> str:
+    """Return "cuda" if the nodes that ranks run on have GPUs, else "cpu".
+
+    They are the nodes at RAY_ADDRESS where it is set: the driver's own need not have a GPU. Ranks
+    that torchrun has started are on this machine.
+
+    Raises:
+        ConfigError: no cluster answers there.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if not address or torchrun.is_launched():
+        return machine.lane()
+    return "cuda" if has_gpus(address) else "cpu"
 
 
 def resource() -> str:

@@ -28,7 +28,6 @@ from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, backend_of
-from mcore_rl.engine.lane import lane
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
@@ -42,6 +41,7 @@ from mcore_rl.jobs.output import (
 )
 from mcore_rl.jobs.placement import places
 from mcore_rl.jobs.resume import check_data, checkpoint_read_by_nodes, ended_after
+from mcore_rl.jobs.session import lane, resource
 from mcore_rl.jobs.train_inputs import (
     TrainInputs,
     check_train_inputs,
@@ -215,11 +215,11 @@ def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[M
         with _torchrun_ranks(config) as ranks:
             yield ranks.group
             return
-    layout, resource = config.engine.layout, "GPU" if lane() == "cuda" else "rank"
+    layout, device = config.engine.layout, resource()
     is_shared = has_reference_model(config) and _reference_placement(config) == "shared"
     num_pools = 1 + (has_reference_model(config) and not is_shared)
-    needed = {resource: layout.world_size * num_pools}
-    resources = None if resource == "GPU" else needed
+    needed = {device: layout.world_size * num_pools}
+    resources = None if device == "GPU" else needed
     with (
         ray_session(scratch=scratch, log_to_driver=False, resources=resources, needed=needed),
         ExitStack() as stack,
@@ -230,7 +230,7 @@ def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[M
             if not pools or not is_shared:
                 pool = ResourcePool(
                     layout.world_size,
-                    {resource: 1},
+                    {device: 1},
                     timeout_s=config.timeouts.start_s,
                     log_dir=logs,
                 )
@@ -244,7 +244,7 @@ def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[M
                 share=0.5 if is_shared else 1.0,
                 name=name,
                 threads_per_rank=config.engine.threads_per_rank,
-                env=backend_of(config.engine).rank_environment(layout),
+                env=backend_of(config.engine).rank_environment(layout, lane()),
             )
             stack.enter_context(group)
             for line in places([group]):
@@ -260,7 +260,7 @@ def _reference_placement(config: TrainConfig) -> str:
 
 def _torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     layout = config.engine.layout
-    os.environ.update(backend_of(config.engine).rank_environment(layout))
+    os.environ.update(backend_of(config.engine).rank_environment(layout, lane()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
         return ModelWorker(*_worker(config, name, total_steps))

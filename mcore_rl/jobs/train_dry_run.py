@@ -6,11 +6,11 @@ from rich.console import Console
 
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.train_schema import TrainConfig
-from mcore_rl.engine.lane import lane
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.output import inspect_run_dir
 from mcore_rl.jobs.resume import checkpoint_to_resume
 from mcore_rl.jobs.roles import training_roles
+from mcore_rl.jobs.session import lane
 from mcore_rl.jobs.train_inputs import (
     check_train_inputs,
     describe_inputs,

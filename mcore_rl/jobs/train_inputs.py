@@ -32,6 +32,7 @@ from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lora_targets import check_targets
+from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -78,7 +79,7 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     """Load the data and check model, layout and names; raises ConfigError for the first fault."""
     _check_functions(config)
     check_trackers(config.trainer.trackers)
-    backend_of(config.engine).check_modules(config.engine.modules)
+    backend_of(config.engine).check_modules(config.engine.modules, lane())
     found = _check_model(config)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, field(found, "vocab_size"))

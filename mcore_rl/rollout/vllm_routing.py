@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm import envs
 from vllm.platforms import current_platform
 
 from mcore_rl.config.errors import ConfigError
@@ -25,9 +26,18 @@ _CONNECTOR = "mcore_rl_experts"  # where a model runner has its side
 
 
 def arguments(records_experts: bool) -> dict[str, Any]:
-    """The engine arguments. What they need on a CPU is there in processes forked from this one."""
+    """The engine arguments. What they need on a CPU is there in processes forked from this one.
+
+    Raises:
+        ConfigError: VLLM_USE_V2_MODEL_RUNNER chooses the runner of GPUs that records none.
+    """
     if records_experts and current_platform.is_cpu():
         install()
+    elif records_experts and envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise ConfigError(
+            "actor.moe.router_replay='rollout': vLLM's model runner V1 records no experts, and "
+            "VLLM_USE_V2_MODEL_RUNNER=0 asks for it; allowed: 1, or unset"
+        )
     return {"enable_return_routed_experts": records_experts}
 
 

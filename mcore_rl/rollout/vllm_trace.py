@@ -87,14 +87,14 @@ class Trace:
 
         self._hooks.append(module.register_forward_hook(keep))
 
-    def hook_router(self, name: str, runner: Any) -> None:
+    def hook_router(self, name: str, moe_runner: Any) -> None:
         """Keep routing weights as a [tokens, experts] matrix, 0 where an expert was not chosen.
 
         The router is no module, and the gate module returns logits only. A scale that upstream
         applies to the experts' sum (fused_moe/layer.py:435) is applied to the weights here, where
         Megatron and transformers have it.
         """
-        router, scale = runner.router, runner.routed_scaling_factor
+        router, scale = moe_runner.router, moe_runner.routed_scaling_factor
         select = router.select_experts
 
         def select_and_keep(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

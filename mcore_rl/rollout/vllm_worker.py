@@ -132,7 +132,10 @@ def lane_arguments(
     if not current_platform.is_cpu():
         # What a server takes is rollout.kv_cache_bytes and the model. This share of the GPU is only
         # asked whether it is free (v1/worker/utils.py:716), which of a shared one it is not.
-        return arguments | {"gpu_memory_utilization": 0.01}
+        # Experts by Triton, vLLM's own choice on Hopper. On Blackwell that is FlashInfer's TRTLLM
+        # (fused_moe/oracle/unquantized.py:73), which routes inside its kernel, where no trace sees
+        # it, and reorders and pads weights that a trainer writes again each step (line 462).
+        return arguments | {"gpu_memory_utilization": 0.01, "moe_backend": "triton"}
     # Scheduler and worker in one process: half the start-up and 8 times the speed of two.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tp == 1 else "1"
     # Else a process imports vLLM again, for each architecture that is new to this machine

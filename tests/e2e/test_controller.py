@@ -169,6 +169,12 @@ def test_threads_of_a_rank_that_wait_do_not_spin(group: WorkerGroup):
     assert {rank.environ()["OMP_WAIT_POLICY"] for rank in ranks} == {"PASSIVE"}
 
 
+def test_ranks_and_tasks_run_at_the_niceness_of_the_driver(group: WorkerGroup):
+    ranks = [psutil.Process(info.pid).nice() for info in group.worker_infos.values()]
+    task = ray.remote(num_cpus=0)(lambda: os.nice(0))
+    assert {*ranks, ray.get(task.remote())} == {os.nice(0)}
+
+
 def test_a_call_can_be_left_pending(group: WorkerGroup):
     pending = group.wait(0.6)
     assert pending.result() == [0, 1, 2, 3]

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
+from collections.abc import Iterator
 
+import pytest
 import ray
+import torch
+from ray.cluster_utils import Cluster
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.controller import pool
 from mcore_rl.controller.dispatch import register
-from mcore_rl.controller.pool import ray_session
+from mcore_rl.controller.pool import lean_node, ray_session
+from mcore_rl.jobs import session
 from mcore_rl.jobs.placement import Pools
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers import little
@@ -52,3 +60,41 @@ def test_each_role_gets_the_gpus_of_its_ranks_and_a_server_those_of_all_its_work
     assert {queue for _, queue in actor + reference} == {"1"}
     assert gpu_ids == (",".join(gpus[:2]), ",".join(gpus[2:]))
     assert rollout == [(gpus[0], ""), (gpus[2], "")]
+
+
+@pytest.fixture
+def cluster_without_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A cluster whose head has no GPU, at RAY_ADDRESS."""
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    common = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 << 20}
+    with lean_node():
+        cluster = Cluster(True, head_node_args=common | {"include_dashboard": False})
+        try:
+            monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+            pool.has_gpus.cache_clear()
+            yield cluster
+        finally:
+            cluster.shutdown()
+            pool.has_gpus.cache_clear()
+
+
+def test_nodes_with_gpus_decide_the_lane_and_not_the_drivers(cluster_without_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # of the driver's node
+    assert (session.lane(), session.resource()) == ("cpu", "rank")
+    pool.has_gpus.cache_clear()
+    cluster_without_gpus.add_node(num_cpus=1, num_gpus=2, object_store_memory=100 << 20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (session.lane(), session.resource()) == ("cuda", "GPU")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("RANK", "0")
+    assert session.lane() == "cpu"  # torchrun's ranks are here
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert session.lane() == "cpu"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379"])
+def test_a_cluster_that_does_not_answer_decides_no_lane(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"^RAY_ADDRESS is '{address}', where no Ray cluster ans"):
+        session.lane()

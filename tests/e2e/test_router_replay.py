@@ -112,7 +112,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         spec = rl._engine_spec(config, config.actor, 1)
         arguments = spec, PolicyLoss(config.algorithm), "language_model"
         layout, env = config.actor.layout, rl.backend_of(config.actor).rank_environment
-        actor = pools.group("actor", Watched, arguments, layout, name="actor", env=env(layout))
+        actor = pools.group(
+            "actor", Watched, arguments, layout, name="actor", env=env(layout, "cpu")
+        )
         stack.enter_context(actor)
         actor.initialize()
         gathered(servers.submit("start"))

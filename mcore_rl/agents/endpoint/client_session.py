@@ -6,13 +6,12 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
 from mcore_rl.agents.codec import ChatCodec, ChatTokenizer, ContextFullError, encode
 from mcore_rl.agents.endpoint.fields import SAMPLING
-from mcore_rl.agents.endpoint.generate import GenerateRequest
 from mcore_rl.agents.endpoint.history import History
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.endpoint.token_bytes import token_bytes
@@ -31,6 +30,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
 from mcore_rl.rollout.gate import Gate
 from mcore_rl.rollout.protocol import Completion
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.endpoint.generate import GenerateRequest  # imports fastapi
 
 T = TypeVar("T")
 _CLOSE_S = 30.0  # for cancelled requests to end

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from typing import TYPE_CHECKING
 
 from mcore_rl.agents.endpoint.client_session import ClientSession
-from mcore_rl.agents.endpoint.openai_app import endpoint_app
-from mcore_rl.agents.endpoint.server import HttpServer
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.endpoint.server import HttpServer
 
 _HOST = "127.0.0.1"  # programs run on this machine
 
@@ -31,6 +33,10 @@ class Endpoint:
         """For clients of OpenAI's API."""
         async with self._lock:
             if self._server is None:
+                # Here, for a driver checks agents and serves none: fastapi takes long to import.
+                from mcore_rl.agents.endpoint.openai_app import endpoint_app
+                from mcore_rl.agents.endpoint.server import HttpServer
+
                 server = HttpServer(endpoint_app(self._session_of, self._max_context), _HOST)
                 await server.start()
                 self._server = server

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.utils import logging
+
+from mcore_rl.data.lean_transformers import import_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 VOCAB_SIZE = (
     384  # rows of the embedding: the tokenizer's entries, padded to divide by every small TP
@@ -60,7 +66,7 @@ def train_tokenizer(texts: Iterable[str], *, with_tools: bool = False) -> PreTra
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tool_tokens])
-    return PreTrainedTokenizerFast(
+    return import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=_END,
         pad_token=_PAD,
@@ -76,7 +82,7 @@ def save_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: i
     1.43 M parameters: 3 layers, hidden 128, 4 query and 2 KV heads of 32, 8 experts of 128, top 2.
     Weights depend on `seed` alone; the caller's random state is left as it was.
     """
-    config = Qwen3MoeConfig(
+    config = import_transformers().Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=256,
@@ -98,12 +104,57 @@ def save_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: i
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(directory)
+    end = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (directory / "generation_config.json").write_text(f"{json.dumps(end, indent=2)}\n")
+    save_file(_random_weights(config, seed), directory / "model.safetensors", {"format": "pt"})
+    tokenizer.save_pretrained(directory)
+
+
+@torch.no_grad()
+def _random_weights(config: Qwen3MoeConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Return the weights by name, number for number those of Qwen3MoeForCausalLM(config).
+
+    Importing that class takes three CPU seconds. Its modules draw numbers when they are made, then
+    all but the head are drawn again in order, then the head (modeling_utils.py:2389).
+    """
+    hidden, size = config.hidden_size, config.moe_intermediate_size
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    projections = {
+        name: (num * config.head_dim, hidden)
+        for name, num in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
+    }
+    projections["o_proj"] = (hidden, heads * config.head_dim)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape).normal_(0, config.initializer_range)
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(config)
-    bar_was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a bar for the one 6 MB file would only be noise
-    model.to(torch.float32).save_pretrained(directory)
-    if bar_was_on:
-        logging.enable_progress_bar()
-    tokenizer.save_pretrained(directory)
+        torch.nn.Embedding(config.vocab_size, hidden)
+        for _ in range(config.num_hidden_layers):
+            for rows, columns in projections.values():
+                torch.nn.Linear(columns, rows, bias=False)
+        weights = {"model.embed_tokens.weight": draw(config.vocab_size, hidden)}
+        weights["model.embed_tokens.weight"][config.pad_token_id] = 0
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}"
+            for name, shape in projections.items():
+                weights[f"{prefix}.self_attn.{name}.weight"] = draw(*shape)
+            gates_and_ups = draw(config.num_experts, 2, size, hidden)
+            downs = draw(config.num_experts, hidden, size)
+            for expert, ((gate, up), down) in enumerate(zip(gates_and_ups, downs, strict=True)):
+                named = {"gate": gate, "up": up, "down": down}
+                for name, weight in named.items():
+                    weights[f"{prefix}.mlp.experts.{expert}.{name}_proj.weight"] = weight.clone()
+            weights[f"{prefix}.mlp.gate.weight"] = draw(config.num_experts, hidden)
+            for name, width in (
+                ("input_layernorm", hidden), ("post_attention_layernorm", hidden),
+                ("self_attn.q_norm", config.head_dim), ("self_attn.k_norm", config.head_dim),
+            ):  # fmt: skip
+                weights[f"{prefix}.{name}.weight"] = torch.ones(width)
+        weights["model.norm.weight"] = torch.ones(hidden)
+        torch.nn.Linear(hidden, config.vocab_size, bias=False)
+        weights["lm_head.weight"] = draw(config.vocab_size, hidden)
+    return weights

@@ -42,38 +42,49 @@ def collective_backend() -> str:
     return "nccl" if device_name() == "cuda" else "gloo"
 
 
-def chosen_modules(asked: str) -> str:
+def chosen_modules(asked: str, device: str = "") -> str:
     """Whose modules the layers are made of: "te", Transformer Engine's, or "torch", our own.
 
     `asked` is EngineConfig.modules; "auto" takes Transformer Engine's on a GPU where it is
-    installed. Raises ConfigError where "te" is asked for and cannot be had.
+    installed. `device` is "cuda" or "cpu" where ranks run on other nodes; what is installed there,
+    they see for themselves. Raises ConfigError where "te" is asked for and cannot be had.
     """
-    has_gpu, names = device_name() == "cuda", ("transformer_engine", "transformer_engine_torch")
-    is_installed = all(importlib.util.find_spec(name) for name in names)
+    has_gpu = (device or device_name()) == "cuda"
+    names = "transformer_engine", "transformer_engine_torch"
+    is_elsewhere = device not in ("", device_name())
+    is_installed = is_elsewhere or all(importlib.util.find_spec(name) for name in names)
     if asked == "te" and not (has_gpu and is_installed):
         missing = "transformer-engine[pytorch], which is not installed" if has_gpu else "a GPU"
         raise ConfigError(f"actor.modules='te' needs {missing}; allowed: 'auto', 'torch'")
     return "te" if asked != "torch" and has_gpu and is_installed else "torch"
 
 
-def rank_environment(layout: Layout) -> dict[str, str]:
-    """Variables that the process of a training rank must be started with.
+def rank_environment(layout: Layout, device: str) -> dict[str, str]:
+    """Variables that the process of a training rank on "cuda" or "cpu" must be started with.
 
     Megatron counts on kernels starting in the order in which they were sent, where tensor- or
     context-parallel messages are under way beside them (tensor_parallel/layers.py:526). Before
-    Blackwell that takes a single queue to the GPU, and CUDA reads the variable once.
+    Blackwell that takes a single queue to the GPU, and CUDA reads the variable once. A driver
+    without a GPU cannot tell which GPUs ranks have, and takes the single queue, which is right on
+    all; a variable that is set there counts.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if device_name() == "cpu" or layout.tp == layout.cp == 1 or name in os.environ:
+    if device == "cpu" or layout.tp == layout.cp == 1 or name in os.environ:
         return {}
-    return {name: "1"} if torch.cuda.get_device_capability()[0] < 10 else {}
+    is_blackwell = device_name() == "cuda" and torch.cuda.get_device_capability()[0] >= 10
+    return {} if is_blackwell else {name: "1"}
 
 
 def config_flags() -> dict[str, Any]:
     """TransformerConfig arguments that differ: kernels of CUDA, and those of Transformer Engine."""
     fused = device_name() == "cuda"
     return {
+        # Transformer Engine's products add in place (model.py, fuse_weight_gradients), without the
+        # flag. Told which micro-batch is the first, they would overwrite the sum of earlier calls
+        # with its gradient (module/linear.py:1231 of 2.20), so Megatron does not tell them: what
+        # else it is told for are weights in float8 (extensions/transformer_engine.py:672).
         "gradient_accumulation_fusion": False,
+        "disable_parameter_transpose_cache": _modules == "te",
         "masked_softmax_fusion": fused,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,

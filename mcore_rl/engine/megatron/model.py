@@ -103,6 +103,7 @@ def build_chunks(
             **arguments,
         )
         _mark_experts(chunk)
+        fuse_weight_gradients(chunk)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 
@@ -189,6 +190,18 @@ def _recompute_fields(engine: EngineConfig) -> dict[str, Any]:
         modules = list(recompute.modules)
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
+
+
+def fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's products add weight gradients to DDP's float32 buffers.
+
+    Otherwise the gradient of each micro-batch is rounded to bfloat16 before it is added. The flag
+    of TransformerConfig does the same, but Megatron then demands Apex for the output layer
+    (tensor_parallel/layers.py:924), whose gradient heads.py computes without it.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _mark_experts(model: GPTModel) -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 from mcore_rl.tools.doctor.findings import Fact, NodeReport
 
 # In the order of Gpu's fields.
-_QUERY = "name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,driver_version"
+_QUERY = (
+    "name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,driver_version,"
+    "compute_mode"
+)
 _TIMEOUT_S = 20.0  # a driver in trouble answers late or never
 _MOST_USED_MIB = 2048  # of a GPU that nothing runs on: what the driver takes, and displays
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -26,6 +29,7 @@ class Gpu:
     used_mib: int
     ecc_errors: int  # uncorrected, since the driver was loaded
     driver: str
+    compute_mode: str  # "Default": any number of processes
 
 
 def look(report: NodeReport) -> None:
@@ -53,6 +57,13 @@ def _look_at_gpus(report: NodeReport, found: list[Gpu]) -> None:
     bad = [f"GPU {n}: {gpu.ecc_errors}" for n, gpu in enumerate(found) if gpu.ecc_errors]
     remedy = "reset the GPU (nvidia-smi -r) or exclude the node"
     report.add("ECC errors", "fail" if bad else "ok", ", ".join(bad) or "none", "none", remedy)
+    report.add(
+        "compute mode",
+        "ok" if all(gpu.compute_mode == "Default" for gpu in found) else "fail",
+        _counted([gpu.compute_mode for gpu in found]),
+        "Default: trainer and server are two processes of one GPU",
+        "nvidia-smi -c DEFAULT, as root",
+    )
     used = [
         f"GPU {n}: {gpu.used_mib} MiB"
         for n, gpu in enumerate(found)
@@ -89,8 +100,8 @@ def gpus() -> list[Gpu]:
         return []
     rows = csv.reader(told.splitlines(), skipinitialspace=True)
     return [
-        Gpu(name, int(total), int(used), int(ecc) if ecc.isdigit() else 0, driver)
-        for name, total, used, ecc, driver in rows
+        Gpu(name, int(total), int(used), int(ecc) if ecc.isdigit() else 0, driver, mode)
+        for name, total, used, ecc, driver, mode in rows
     ]
 
 

@@ -91,9 +91,11 @@ class _Node:
         report, request = self._report, self._request
         self._doing("asking for versions")
         report.facts.update(software.facts())
+        software.look_at_model_runner(report)
         self._doing("asking nvidia-smi")
         devices.look(report)
         system.look_at_limits(report)
+        system.look_at_niceness(report)
         system.look_at_shared_memory(report, request)
         system.look_at_host_name(report)
         system.look_at_ports(report, request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 from importlib import metadata
@@ -11,8 +12,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from mcore_rl.observability.versions import lane, versions
-from mcore_rl.tools.doctor.findings import Fact
+from mcore_rl.tools.doctor.findings import Fact, NodeReport
 
+_RUNNER, _RUNNER_CHECK = "VLLM_USE_V2_MODEL_RUNNER", "vLLM's model runner"
 _CUDA = re.compile(r"^cuda\b.*= *'([\d.]+)'", re.MULTILINE)
 
 
@@ -21,6 +23,33 @@ def facts() -> dict[str, Fact]:
     if cuda := cuda_of_torch():
         found["CUDA of torch"] = cuda
     return {name: Fact(value) for name, value in found.items()}
+
+
+def look_at_model_runner(report: NodeReport) -> None:
+    """Tell which of its two model runners vLLM would take for servers (config/vllm.py:703).
+
+    V2 where Triton runs, V1 elsewhere; the variable decides for both.
+    """
+    asked, kind = os.environ.get(_RUNNER), lane()
+    if kind == "none":
+        return
+    has_triton = _has_triton(kind)
+    is_number = asked is None or re.fullmatch(r"\s*[+-]?\d+\s*", asked)
+    is_v2 = has_triton if asked is None or not is_number else bool(int(asked))
+    if not is_number or (is_v2 and not has_triton):
+        wanted = "0 or 1" if has_triton else "0, because Triton is missing"
+        remedy = f"unset {_RUNNER}: a server would end at its start"
+        report.add(_RUNNER_CHECK, "fail", f"{_RUNNER}={asked!r}", wanted, remedy)
+        return
+    report.facts[_RUNNER_CHECK] = Fact("V2" if is_v2 else "V1", "warn")
+
+
+def _has_triton(kind: str) -> bool:
+    """Whether Triton has a backend for this kind of environment (triton_utils/importing.py:14)."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return False
+    return kind == "gpu" or (Path(spec.origin).parent / "backends" / "cpu").is_dir()
 
 
 def cuda_of_torch() -> str:

@@ -44,6 +44,13 @@ def look_at_limits(report: NodeReport) -> None:
     )
 
 
+def look_at_niceness(report: NodeReport) -> None:
+    """Ray adds its own to the niceness of a node for every worker, 15 unless it is told another."""
+    niceness = os.nice(0)
+    remedy = "RAY_worker_niceness=0 where `ray start` runs, and no `nice` around it"
+    report.add("niceness", "warn" if niceness > 0 else "ok", str(niceness), "at most 0", remedy)
+
+
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 

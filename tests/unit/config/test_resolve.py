@@ -44,22 +44,28 @@ def test_the_defaults_with_a_task_resolve():
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "dtype", "gaps"),
+    ("device", "asked", "replay", "has_experts", "dtype", "gaps"),
     [
-        ("cpu", "auto", "float32", (0.5, 1e-4)),
-        ("cuda", "auto", "bfloat16", (2.0, 0.1)),
-        ("cuda", "float32", "float32", (0.5, 1e-4)),
-        ("cpu", "bfloat16", "bfloat16", (2.0, 0.1)),
+        ("cpu", "auto", "off", False, "float32", (0.5, 1e-4)),
+        ("cuda", "auto", "off", False, "bfloat16", (2.0, 0.1)),
+        ("cuda", "float32", "off", False, "float32", (0.5, 1e-4)),
+        ("cpu", "bfloat16", "off", False, "bfloat16", (2.0, 0.1)),
+        # Two engines that route each by themselves differ by nats where rounding tips a router.
+        ("cuda", "auto", "off", True, "bfloat16", (20.0, 0.1)),
+        ("cpu", "bfloat16", "record", True, "bfloat16", (20.0, 0.1)),
+        ("cuda", "auto", "rollout", True, "bfloat16", (2.0, 0.1)),
+        ("cuda", "float32", "off", True, "float32", (0.5, 1e-4)),
     ],
 )
-def test_the_lane_decides_the_dtype_and_the_dtype_the_gaps(device, asked, dtype, gaps):
-    given = config(model__dtype=asked, weight_sync__method="disaggregated")
-    found = for_lane(given, device)
+def test_dtype_and_experts_decide_the_gaps(device, asked, replay, has_experts, dtype, gaps):
+    method = {"weight_sync__method": "disaggregated", "actor__moe__router_replay": replay}
+    given = config(model__dtype=asked, **method)
+    found = for_lane(given, device, has_experts=has_experts)
     bounds = found.trainer.max_logprob_gap, found.trainer.mean_logprob_gap
     assert (found.model.dtype, bounds) == (dtype, gaps)
     given.trainer.mean_logprob_gap = 0.5
     expected = replace(found.trainer, mean_logprob_gap=0.5)
-    assert for_lane(given, device).trainer == expected
+    assert for_lane(given, device, has_experts=has_experts).trainer == expected
 
 
 def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():

@@ -125,6 +125,15 @@ def test_ray_agrees_to_ports_around_those_that_it_takes_by_itself(first):
     params.update_pre_selected_port()
 
 
+def test_workers_of_every_node_that_launch_starts_have_its_niceness():
+    """A node that is not the head reads the settings of the head."""
+    options = argparse.Namespace(ranks=2, cpus=1, object_store_bytes=1 << 20, head="h:10000")
+    for is_head in (True, False):
+        command = node.ray_command(options, "n1", "h", 10064, Path("/x"), is_head=is_head)
+        settings = [word.partition("=")[2] for word in command if word.startswith("--system-conf")]
+        assert [json.loads(given)["worker_niceness"] for given in settings] == [0] * is_head
+
+
 def test_what_rays_agent_imports_is_read_before_its_15_s_begin():
     def imported(program: str) -> set[str]:
         names = (

@@ -6,8 +6,10 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.tasks import tiny_model
 from mcore_rl.data.tasks.last_digit import (
     NUM_WARM_START,
     PreparedTask,
@@ -145,6 +147,21 @@ def test_transformers_loads_the_checkpoint_and_generates(task):
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     output = model.generate(torch.tensor([[1, 5, 6]]), max_new_tokens=4, do_sample=False)
     assert output.shape[1] > 3
+
+
+@pytest.mark.parametrize("seed", [0, 1, SEED])
+def test_weights_are_those_of_transformers_own_model(tmp_path, task, seed):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = load_tokenizer(task.model_dir)
+    tiny_model.save_checkpoint(tmp_path, tokenizer, seed)
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path / "its")
+    ours, its = (load_file(p / "model.safetensors") for p in (tmp_path, tmp_path / "its"))
+    assert ours.keys() == its.keys()
+    assert [name for name in its if not torch.equal(ours[name], its[name])] == []
+    configs = [json.loads((p / "config.json").read_text()) for p in (tmp_path, tmp_path / "its")]
+    assert configs[0] == configs[1]
 
 
 def test_making_the_model_leaves_the_random_state_alone(tmp_path):

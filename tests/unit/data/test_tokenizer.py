@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -35,3 +37,29 @@ def test_stop_ids_that_are_no_token_ids_are_refused_with_file_and_value(value, t
     told = str(caught.value)
     assert told.startswith(f"models.user.path={str(tmp_path)!r}: generation_config.json has")
     assert f"eos_token_id={value!r}; allowed: a token id, a list of them, or null" in told
+
+
+_MIXIN = """
+import sys
+import torch
+from mcore_rl.data.lean_transformers import import_transformers
+
+transformers = import_transformers()
+assert transformers.AutoTokenizer and "transformers.generation.utils" not in sys.modules
+assert import_transformers() is transformers
+from transformers.models.auto import auto_factory
+
+class Remote(torch.nn.Module):
+    def prepare_inputs_for_generation(self): ...
+
+with_mixin = auto_factory.add_generation_mixin_to_remote_model(Remote)
+from transformers import AutoModelForCausalLM, GenerationMixin
+
+assert issubclass(with_mixin, GenerationMixin) and GenerationMixin.__module__.endswith("utils")
+assert AutoModelForCausalLM
+"""
+
+
+def test_models_generate_after_tokenizers_were_imported_without_generation():
+    ended = subprocess.run([sys.executable, "-c", _MIXIN], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -14,6 +14,7 @@ from megatron.core import package_info
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron.model import fuse_weight_gradients
 
 _PROGRAM = """
 import torch
@@ -128,20 +129,50 @@ def test_fused_kernels_of_transformer_engine_come_with_its_modules_only(lane, mo
     assert [flags[f"{name}_fusion"] for name in ("apply_rope", "moe_permute")] == (
         [modules == "te"] * 2
     )
+    # Told which micro-batch is the first, Transformer Engine overwrites the sum of earlier calls.
+    assert flags["disable_parameter_transpose_cache"] == (modules == "te")
 
 
-def test_ranks_that_send_while_they_compute_have_one_queue_before_blackwell(lane, monkeypatch):
-    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    lane("cuda")
-    assert device.rank_environment(Layout(tp=2)) == device.rank_environment(Layout(cp=2)) == one
-    assert device.rank_environment(Layout(dp=2, ep=2)) == {}
-    lane("cuda", capability=10)
-    assert device.rank_environment(Layout(tp=2)) == {}
-    lane("cpu")
-    assert device.rank_environment(Layout(tp=2)) == {}
-    lane("cuda")
+def test_weight_gradients_are_added_in_place_where_a_module_can():
+    linears = [torch.nn.Linear(2, 2) for _ in range(3)]
+    for linear in linears[:2]:  # as Transformer Engine's
+        linear.fuse_wgrad_accumulation = False
+    fuse_weight_gradients(torch.nn.Sequential(linears[0], torch.nn.Sequential(*linears[1:])))
+    fused = [getattr(linear, "fuse_wgrad_accumulation", None) for linear in linears]
+    assert fused == [True, True, None]
+
+
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_ranks", "of_driver", "capability", "environment"),
+    [
+        (Layout(tp=2), "cuda", "cuda", 9, ONE_QUEUE),
+        (Layout(cp=2), "cuda", "cuda", 9, ONE_QUEUE),
+        (Layout(dp=2, ep=2), "cuda", "cuda", 9, {}),
+        (Layout(tp=2), "cuda", "cuda", 10, {}),
+        (Layout(tp=2), "cpu", "cpu", 9, {}),
+        # A driver on a node of another kind: the ranks' counts.
+        (Layout(tp=2), "cuda", "cpu", 0, ONE_QUEUE),
+        (Layout(tp=2), "cpu", "cuda", 9, {}),
+    ],
+)
+def test_ranks_that_send_while_they_compute_have_one_queue_before_blackwell(
+    lane, monkeypatch, layout, of_ranks, of_driver, capability, environment
+):
+    lane(of_driver, capability=capability)
+    assert device.rank_environment(layout, of_ranks) == environment
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert device.rank_environment(Layout(tp=2)) == {}
+    assert device.rank_environment(layout, of_ranks) == {}
+
+
+def test_a_driver_without_a_gpu_leaves_transformer_engine_to_nodes_with_one(lane):
+    lane("cpu")
+    assert device.chosen_modules("te", "cuda") == "te"
+    lane("cuda", has_te=True)
+    with pytest.raises(ConfigError, match=r"^actor.modules='te' needs a GPU"):
+        device.chosen_modules("te", "cpu")
 
 
 def test_another_megatron_is_refused_by_name(monkeypatch):

@@ -49,6 +49,9 @@ def test_all_that_megatron_imports_is_there():
     assert missing == MISSING
 
 
+LINEARS = {"TELinear", "TELayerNormColumnParallelLinear", "TEGroupedLinear"}
+
+
 def keywords(call: ast.Call) -> set[str]:
     return {keyword.arg for keyword in call.keywords if keyword.arg}
 
@@ -81,8 +84,26 @@ def test_the_layers_of_megatron_hand_over_what_those_of_transformer_engine_take(
 
 
 def test_the_layers_that_this_engine_builds_are_among_them():
-    built = {"TELinear", "TELayerNormColumnParallelLinear", "TEDotProductAttention"}
-    assert built | {"TEGroupedLinear"} <= {wrapper for wrapper, _, _ in wrappers()}
+    assert LINEARS | {"TEDotProductAttention"} <= {wrapper for wrapper, _, _ in wrappers()}
+
+
+@pytest.mark.parametrize("wrapper", sorted(LINEARS))
+def test_linears_add_weight_gradients_in_place_and_are_not_told_the_first_micro_batch(wrapper):
+    """What fuse_weight_gradients and disable_parameter_transpose_cache count on."""
+    base = next(base for name, base, _ in wrappers() if name == wrapper)
+    assert "fuse_wgrad_accumulation" in MODULES["transformer_engine.pytorch"][base]
+    definition = next(n for n in ast.walk(EXTENSION) if getattr(n, "name", "") == wrapper)
+    chosen = "None if self.disable_parameter_transpose_cache else self.is_first_microbatch"
+    assert chosen in {
+        ast.unparse(node) for node in ast.walk(definition) if isinstance(node, ast.IfExp)
+    }
+
+
+def test_megatrons_own_flag_still_demands_apex_for_the_output_layer():
+    layers = next(tree for file, tree in FILES.items() if file.match("tensor_parallel/layers.py"))
+    checks = {ast.unparse(node.test) for node in ast.walk(layers) if isinstance(node, ast.If)}
+    flag = "config.gradient_accumulation_fusion"
+    assert f"{flag} and (not _grad_accum_fusion_available)" in checks
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])

@@ -167,6 +167,38 @@ def test_a_config_alone_will_do_and_what_is_not_checked_is_said(place, monkeypat
     assert "actor: 2 ranks, tp=2 ep=2" in out
 
 
+@pytest.mark.parametrize(
+    ("published", "settings", "apart"),
+    [
+        ("", ("model.dtype=bfloat16",), "20 nats apart at most, 0.1 on average"),
+        ("", (), "0.5 nats apart at most, 0.0001 on average"),
+        ("Qwen3-30B-A3B", ("model.dtype=bfloat16",), "20 nats apart at most, 0.1 on average"),
+        (
+            "Qwen3-8B",
+            ("model.dtype=bfloat16", "actor.layout.ep=1"),
+            "2 nats apart at most, 0.1 on average",
+        ),
+    ],
+)
+def test_a_model_with_experts_has_a_wide_bound_at_a_token_in_bfloat16(
+    place, monkeypatch, capfd, published, settings, apart
+):
+    if published:
+        shutil.rmtree(place / "model")
+        Path("model").mkdir()
+        shutil.copy(PUBLISHED / f"{published}.json", "model/config.json")
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *settings)
+    assert (status, err) == (0, "")
+    assert f"log-probs of trainer and servers: {apart}\n" in out
+
+
+def test_the_quickstarts_model_has_the_bound_before_it_is_made(place, monkeypatch, capfd):
+    settings = "recipe=quickstart_one_gpu", "model.dtype=bfloat16", "output_dir=new"
+    status, out, err = dry_run(monkeypatch, capfd, *settings)
+    assert (status, err) == (0, "")
+    assert "log-probs of trainer and servers: 20 nats apart at most, 0.1 on average\n" in out
+
+
 USER = (
     "agent.loop=user", "agent.settings.prompt='You are {answer}.'", "models.user.path=model",
     "models.user.num_servers=2", "models.judge.kv_cache_bytes=3000000",

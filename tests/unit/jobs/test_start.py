@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.jobs.rl import _same_ranks
 
@@ -13,6 +15,31 @@ def test_a_job_starts_without_what_its_driver_has_no_use_for() -> None:
     program = f"import sys, mcore_rl.jobs.rl; print(sorted({_SLOW} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (found.stdout, found.returncode) == ("[]\n", 0), found.stderr
+
+
+# Of what a driver needs for tokens and agents: servers of HTTP, torch's compiler, generation.
+_UNUSED = {
+    "fastapi", "uvicorn", "torch._dynamo", "torch.distributed.tensor",
+    "transformers.generation.utils", "transformers.modeling_utils",
+}  # fmt: skip
+_DRY_RUN = """
+import sys
+from mcore_rl.cli.main import main
+sys.argv = ["mcore-rl", "rl", *sys.argv[1:], "--dry-run"]
+assert main() == 0
+print(sorted({unused} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "settings", [["recipe=quickstart"], ["recipe=toy_countdown"], ["recipe=toy_calculator"]]
+)
+def test_a_driver_that_makes_a_model_and_reads_its_tokenizer_imports_no_models(tmp_path, settings):
+    program = _DRY_RUN.format(unused=_SLOW | _UNUSED)
+    command = [sys.executable, "-c", program, *settings, f"output_dir={tmp_path / 'out'}"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_actor_takes_over_the_ranks_of_a_warm_start_that_are_as_many() -> None:

@@ -77,6 +77,25 @@ def test_nccl_of_a_server_uses_the_interface_of_its_rank(monkeypatch, named, exp
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
+def test_experts_on_a_gpu_are_of_a_kernel_that_leaves_routing_to_vllm(monkeypatch):
+    """So that traces see it: a monolithic kernel never calls the router (moe_runner.py:620)."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    from mcore_rl.rollout import vllm_worker
+
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: False)
+    name = vllm_worker.ServerName.new()
+    given = vllm_worker.lane_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
+    backend = unquantized.map_unquantized_backend(given["moe_backend"])
+    assert backend is unquantized.UnquantizedMoeBackend.TRITON
+    monolithic = {
+        backend: [kernel.is_monolithic() for kernel in unquantized.backend_to_kernel_cls(backend)]
+        for backend in (backend, unquantized.UnquantizedMoeBackend.FLASHINFER_TRTLLM)
+    }
+    assert list(monolithic.values()) == [[False], [True, False]]  # the first of the other is taken
+
+
 def test_a_single_worker_has_a_thread_on_each_of_its_cores(monkeypatch):
     from mcore_rl.rollout import vllm_worker
 

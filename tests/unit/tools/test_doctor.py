@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 
 from mcore_rl.cli import doctor
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.tools.doctor import compare, devices, run, system
+from mcore_rl.tools.doctor import compare, devices, run, software, system
 from mcore_rl.tools.doctor.bandwidth import rounds, rounds_of_ranks
 from mcore_rl.tools.doctor.findings import (
     Bandwidth,
@@ -71,7 +72,7 @@ def test_a_fault_of_one_node_is_found_there_and_nowhere_else(tmp_path, request_,
     assert len(found) == 1, report.findings
     assert re.search(fault.value, found[0].value), found
     assert re.search(fault.remedy, found[0].remedy), found
-    assert report.status == "fail"
+    assert report.status == ("warn" if name == "niceness" else "fail")
     # A path that is not shared is told by both sides, whose fault ever it is.
     assert name == "path not shared" or faults(report.findings) == found
 
@@ -294,8 +295,8 @@ def test_ranks_meet_all_of_their_node_and_their_number_on_other_nodes():
 
 # What nvidia-smi prints, as on a node of two H100 with one link down and an error of memory.
 GPUS = """\
-NVIDIA H100 80GB HBM3, 81559, 4, 0, 580.95.05
-NVIDIA H100 80GB HBM3, 81559, 70123, 3, 580.95.05
+NVIDIA H100 80GB HBM3, 81559, 4, 0, 580.95.05, Default
+NVIDIA H100 80GB HBM3, 81559, 70123, 3, 580.95.05, Exclusive_Process
 """
 LINKS = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)
@@ -326,6 +327,7 @@ def test_gpus_are_told_with_their_faults(nvidia_smi):
     assert report.facts["NVIDIA driver"].value == "580.95.05"
     assert [(f.check, f.status, f.value) for f in report.findings] == [
         ("ECC errors", "fail", "GPU 1: 3"),
+        ("compute mode", "fail", "1 x Default; 1 x Exclusive_Process"),
         ("GPU memory in use", "warn", "GPU 1: 70123 MiB"),
         ("NVLink", "warn", "GPU 1: 1 links"),
     ]
@@ -335,7 +337,7 @@ def test_gpus_are_told_with_their_faults(nvidia_smi):
     ("script", "reason"),
     [
         ("echo 'Unable to determine the device handle for GPU0: Unknown Error'; exit 15", "Unable"),
-        ("echo 'NVIDIA H100, [GPU is lost], 0, 0, 580'", "GPU is lost"),
+        ("echo 'NVIDIA H100, [GPU is lost], 0, 0, 580, Default'", "GPU is lost"),
     ],
 )
 def test_a_driver_in_trouble_is_a_failure(nvidia_smi, script, reason):
@@ -344,6 +346,85 @@ def test_a_driver_in_trouble_is_a_failure(nvidia_smi, script, reason):
     devices.look(report)
     [found] = report.findings
     assert found.status == "fail" and reason in found.value
+
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_triton", "asked", "runner"),
+    [
+        ("gpu", True, None, "V2"),
+        ("gpu", True, "0", "V1"),
+        ("gpu", False, None, "V1"),
+        ("cpu", True, None, "V1"),  # a Triton without a backend for CPUs
+        ("gpu", True, "1", "V2"),
+        ("cpu", False, "0", "V1"),
+    ],
+)
+def test_the_model_runner_that_vllm_would_take_is_told(
+    monkeypatch, tmp_path, kind, has_triton, asked, runner
+):
+    spec = SimpleNamespace(origin=str(tmp_path / "triton/__init__.py")) if has_triton else None
+    monkeypatch.setattr(software.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(software, "lane", lambda: kind)
+    monkeypatch.delenv(RUNNER, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(RUNNER, asked)
+    report = NodeReport("a")
+    software.look_at_model_runner(report)
+    assert report.facts["vLLM's model runner"].value == runner and not report.findings
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_triton", "wanted"),
+    [("yes", True, "0 or 1"), ("", True, "0 or 1"), ("1", False, "0, because Triton is missing")],
+)
+def test_a_model_runner_that_cannot_be_had_fails_before_a_server_does(
+    monkeypatch, asked, has_triton, wanted
+):
+    monkeypatch.setattr(software, "lane", lambda: "gpu")
+    monkeypatch.setattr(software, "_has_triton", lambda _: has_triton)
+    monkeypatch.setenv(RUNNER, asked)
+    report = NodeReport("a")
+    software.look_at_model_runner(report)
+    [found] = report.findings
+    assert (found.status, found.value, found.wanted) == ("fail", f"{RUNNER}={asked!r}", wanted)
+
+
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+def test_the_model_runner_that_is_told_is_vllms_own_choice_here(monkeypatch, asked):
+    from vllm.config import VllmConfig
+
+    monkeypatch.delenv(RUNNER, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(RUNNER, asked)
+    report = NodeReport("a")
+    software.look_at_model_runner(report)
+    if report.findings:
+        with pytest.raises(ValueError, match="V2 requires Triton"):
+            VllmConfig()
+        return
+    chosen = "V2" if VllmConfig().use_v2_model_runner else "V1"
+    assert report.facts["vLLM's model runner"].value == chosen
+
+
+@pytest.mark.parametrize(
+    ("modes", "status"),
+    [
+        (("Default", "Default"), "ok"),
+        (("Exclusive_Process", "Exclusive_Process"), "fail"),
+        (("Prohibited",), "fail"),
+    ],
+)
+def test_a_gpu_for_one_process_is_a_fault_because_roles_share_it(nvidia_smi, modes, status):
+    rows = "\\n".join(f"NVIDIA H100, 81559, 4, 0, 580.95.05, {mode}" for mode in modes)
+    nvidia_smi(f"if [ $1 != nvlink ]; then printf '{rows}\\n'; fi")
+    report = NodeReport("a")
+    devices.look(report)
+    [found] = [finding for finding in report.findings if finding.check == "compute mode"]
+    assert found.status == status and found.value == f"{len(modes)} x {modes[0]}"
+    assert ("-c DEFAULT" in found.remedy) == (status == "fail")
 
 
 def test_only_active_ports_of_infiniband_count(tmp_path):
