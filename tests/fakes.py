@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.algorithms.correction import gaps_beyond
+from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.data.batch import Batch
 from mcore_rl.workers.policy_checks import logprob_gaps
 
@@ -20,7 +20,7 @@ class ScoringUpdates:
         scored = self.compute_log_probs(batch, temperature=temperature)
         scores = scored.select("log_probs", "entropy")
         gaps = logprob_gaps(scored.with_columns(response_mask=batch["gap_mask"]))
-        if gaps_beyond(gaps, bounds):
+        if find_gaps_beyond(gaps, bounds):
             return scores, gaps, {}
         [[metrics]] = self.update(scored, sizes=[len(batch)], temperature=temperature)
         return scores, gaps, metrics

@@ -125,7 +125,7 @@ def importance_weights(ratios: Ratios, config: CorrectionConfig) -> tuple[Floats
     return weights, metrics
 
 
-def gaps_beyond(gaps: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
+def find_gaps_beyond(gaps: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
     """Return the names of gaps that are larger than the bounds of these names."""
     # A gap that is not a number is no agreement either.
     return [name for name, gap in gaps.items() if not gap <= bounds[name]]

@@ -29,7 +29,7 @@ from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, waiting
-from mcore_rl.workers.log_prob_pass import reason_for_pass
+from mcore_rl.workers.log_prob_pass import find_reason_for_pass
 
 
 def dry_run(
@@ -223,16 +223,16 @@ def _summary(config: RLConfig, device: str) -> list[str]:
         f"{_format_count(samples, 'sample')}, "
         f"{_format_count(config.algorithm.num_mini_batches, 'optimizer step')}; "
         f"{_format_count(config.trainer.num_steps, 'step')}",
-        f"log-probs of the trainer: {_when_log_probs(config)}",
+        f"log-probs of the trainer: {_describe_log_probs(config)}",
         f"log-probs of trainer and servers: {config.trainer.max_logprob_gap:g} nats apart at most, "
         f"{config.trainer.mean_logprob_gap:g} on average",
         "sizes are of one rank, without what libraries take; nothing was started",
     ]
 
 
-def _when_log_probs(config: RLConfig) -> str:
+def _describe_log_probs(config: RLConfig) -> str:
     if config.algorithm.correction.use_rollout_log_probs:
         return "none, those of the servers stand for them"
-    if reason := reason_for_pass(config):
+    if reason := find_reason_for_pass(config):
         return f"in a pass before the update ({reason})"
     return "from the forward pass of the update (algorithm.log_prob_pass='auto')"

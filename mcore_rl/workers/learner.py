@@ -15,7 +15,12 @@ from mcore_rl.workers.near_data import near
 from mcore_rl.workers.sample_tables import SampleTables
 from mcore_rl.workers.samples import LEFT_OUT, num_groups
 from mcore_rl.workers.step_warnings import StepWarnings
-from mcore_rl.workers.training_batch import SCORED, Findings, score_metrics, training_batch
+from mcore_rl.workers.training_batch import (
+    SCORE_COLUMNS,
+    Findings,
+    compute_score_metrics,
+    training_batch,
+)
 from mcore_rl.workers.turns import Turns
 
 
@@ -141,12 +146,13 @@ class Learner:
             counts,
             now,
             temperature=config.rollout.temperature,
-            bounds=policy_checks.gap_bounds(trainer),
+            bounds=policy_checks.get_gap_bounds(trainer),
         )
         policy_checks.check_gaps(gaps, trainer, step)
         batch = batch.union(scores)
         self.tables.of_step(step, batch)
-        return near(actor, score_metrics, batch, now, trainer, step, reads=SCORED) | metrics
+        given = batch, now, trainer, step
+        return near(actor, compute_score_metrics, *given, reads=SCORE_COLUMNS) | metrics
 
     def _training_batch(
         self, batch: Samples, now: AlgorithmConfig, step: int

@@ -18,10 +18,10 @@ from mcore_rl.workers.policy_loss import reads_squares
 
 def needs_pass(config: RLConfig) -> bool:
     """Return whether log-probs are computed, or taken from the servers, before the update."""
-    return bool(reason_for_pass(config))
+    return bool(find_reason_for_pass(config))
 
 
-def reason_for_pass(config: RLConfig) -> str:
+def find_reason_for_pass(config: RLConfig) -> str:
     """Return the first setting that needs log-probs or entropies before the update; "" for none.
 
     Samples of old versions need none by themselves: their weights are those of a correction, or of

@@ -38,15 +38,15 @@ _SCORED = ("prompt_ids", "response_ids")
 _SCORES = ("log_probs", "entropy", "sum_pi_squared", "routed_experts", "top_ids", "top_log_probs")
 
 
-def _joined_scores(parts: Sequence[CallPart], results: Results) -> tuple[Any, Metrics, Metrics]:
+def _join_scores(parts: Sequence[CallPart], results: Results) -> tuple[Any, Metrics, Metrics]:
     """Join the scores of (scores, gaps, metrics); every rank reports the numbers of all of them."""
-    found = {rank: result and result[0] for rank, result in results.items()}
+    scores = {rank: result and result[0] for rank, result in results.items()}
     assert parts[0].output_rank is not None  # each part has one
     _, gaps, metrics = results[parts[0].output_rank]
-    return Dispatch.MEGATRON_COMPUTE.gather(parts, found), gaps, metrics
+    return Dispatch.MEGATRON_COMPUTE.gather(parts, scores), gaps, metrics
 
 
-_SCORED_STEP = DispatchMode(Dispatch.MEGATRON_COMPUTE.scatter, _joined_scores)
+_SCORED_STEP = DispatchMode(Dispatch.MEGATRON_COMPUTE.scatter, _join_scores)
 
 
 class ModelWorker:

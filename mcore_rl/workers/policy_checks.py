@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mcore_rl.algorithms.correction import gaps_beyond, mismatch
+from mcore_rl.algorithms.correction import find_gaps_beyond, mismatch
 from mcore_rl.config.schema import CorrectionConfig, TrainerConfig
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Jagged, Samples
 from mcore_rl.workers.near_data import B, per_sample
@@ -110,7 +110,7 @@ def gaps_and_mismatch(
     return logprob_gaps(compared), mismatch(fresh)
 
 
-def gap_mask(batch: Batch, version: int | None = None) -> Jagged:
+def compute_gap_mask(batch: Batch, version: int | None = None) -> Jagged:
     """Return 1 at the response tokens that the gaps of `gaps_and_mismatch` are of, else 0."""
     mask = batch.jagged("response_mask")
     is_compared = np.repeat(_is_compared(batch, version), mask.lengths)
@@ -133,7 +133,7 @@ def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> N
     Raises:
         PolicyMismatchError: one is beyond its bound.
     """
-    for name in gaps_beyond(gaps, gap_bounds(bounds)):
+    for name in find_gaps_beyond(gaps, get_gap_bounds(bounds)):
         raise PolicyMismatchError(
             f"step {step}: {name} of trainer and rollout is {gaps[name]:.3g} nats; allowed: "
             f"trainer.{name}={getattr(bounds, name):g}. The weights or the settings of one are "
@@ -141,6 +141,6 @@ def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> N
         )
 
 
-def gap_bounds(trainer: TrainerConfig) -> dict[str, float]:
+def get_gap_bounds(trainer: TrainerConfig) -> dict[str, float]:
     """Return the largest gaps that a step may have, by the names that logprob_gaps gives them."""
     return {name: getattr(trainer, name) for name in ("max_logprob_gap", "mean_logprob_gap")}

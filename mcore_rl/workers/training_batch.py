@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.algorithms.correction import gaps_beyond
+from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.distillation import distillation_metrics
 from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.workers import steps
-from mcore_rl.workers.policy_checks import gap_bounds, gap_mask, gaps_and_mismatch
+from mcore_rl.workers.policy_checks import compute_gap_mask, gaps_and_mismatch, get_gap_bounds
 from mcore_rl.workers.update_metrics import TokenCounts
 
 
@@ -42,17 +42,17 @@ def training_batch(
     the second batch has the column gap_mask, of the tokens that the update compares.
     """
     gaps, metrics = dict[str, float](), dict[str, float]()
-    version = _compared_version(trainer, step)
+    version = _get_compared_version(trainer, step)
     if "log_probs" in batch:
         gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
-    if gaps_beyond(gaps, gap_bounds(trainer)):
+    if find_gaps_beyond(gaps, get_gap_bounds(trainer)):
         return Batch({}), Batch({}), Findings(gaps, metrics, {}, [])
     rewarded = with_token_rewards(batch, algorithm)
     judged = steps.with_advantages(rewarded, algorithm)
     chosen = steps.chosen_responses(judged, algorithm.samples, seed)
     whole = chosen
     if "log_probs" not in batch:
-        whole = chosen.with_columns(gap_mask=gap_mask(chosen, version))
+        whole = chosen.with_columns(gap_mask=compute_gap_mask(chosen, version))
     whole = steps.without_truncated(whole, algorithm.samples)
     corrected, left_out = steps.with_correction(whole, algorithm)
     num = algorithm.num_mini_batches
@@ -65,24 +65,24 @@ def training_batch(
     )
 
 
-# What score_metrics reads.
-SCORED = (
+# What compute_score_metrics reads.
+SCORE_COLUMNS = (
     "response_mask", "log_probs", "rollout_log_probs", "entropy", "weight_versions", "replayed",
 )  # fmt: skip
 
 
-def score_metrics(
+def compute_score_metrics(
     batch: Batch, algorithm: AlgorithmConfig, trainer: TrainerConfig, step: int
 ) -> dict[str, float]:
     """Return the metrics of log-probs and entropy that came with the update, as training_batch
     gives them of those that were there before it.
     """
-    version = _compared_version(trainer, step)
+    version = _get_compared_version(trainer, step)
     gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
     return gaps | metrics | steps.compute_policy_entropy(batch)
 
 
-def _compared_version(trainer: TrainerConfig, step: int) -> int | None:
+def _get_compared_version(trainer: TrainerConfig, step: int) -> int | None:
     """Return the version of the policy, where samples may be of others, too."""
     return step - 1 if trainer.staleness else None
 

@@ -63,8 +63,10 @@ def update_with_scores(
     `update`. No step was taken where a gap is beyond its bound; the caller has to check.
     """
     read = read_by_loss(along_tokens(batch), algorithm.loss)
-    scores, gaps, found = actor.update_with_scores(read, temperature=temperature, bounds=bounds)
-    metrics = _of_steps(batch, [(found, counts, [*range(len(batch))])])
+    scores, gaps, step_metrics = actor.update_with_scores(
+        read, temperature=temperature, bounds=bounds
+    )
+    metrics = _of_steps(batch, [(step_metrics, counts, [*range(len(batch))])])
     return scores, gaps, {f"actor/{name}": value for name, value in metrics.items()}
 
 

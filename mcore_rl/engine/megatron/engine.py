@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.algorithms.correction import gaps_beyond
+from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.inputs import needs_of
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
@@ -172,22 +172,22 @@ class MegatronEngine(BaseEngine):
         bounds: Mapping[str, float],
     ) -> ScoredStep:
         from mcore_rl.engine.megatron import step
-        from mcore_rl.engine.megatron.moe import expert_biases
+        from mcore_rl.engine.megatron.moe import collect_expert_biases
 
         self._require("gradients", "parameters", "optimizer state")
         self.optimizer_zero_grad()
         micros = self._micro_batches(batch, training=True)
-        biases = [(bias, bias.clone()) for bias in expert_biases(self.chunks)]
+        biases = [(bias, bias.clone()) for bias in collect_expert_biases(self.chunks)]
         with self._routing(batch, scoring=False, forward_only=False) as routing:
             results = self._run(
                 micros, loss_function, routing, temperature, forward_only=False, with_scores=True
             )
-        found = step.pop_scores(results)
-        names = found[0] if found else ()
-        columns = {name: step.in_batch_order(batch, micros, found, name) for name in names}
+        micro_scores = step.pop_scores(results)
+        names = micro_scores[0] if micro_scores else ()
+        columns = {name: step.in_batch_order(batch, micros, micro_scores, name) for name in names}
         scores = Batch({**columns}) if self._has_head else None
-        gaps = step.logprob_gaps(micros, found, self.device)
-        if not gaps_beyond(gaps, bounds):
+        gaps = step.compute_logprob_gaps(micros, micro_scores, self.device)
+        if not find_gaps_beyond(gaps, bounds):
             return ScoredStep(scores, gaps, self._take_step(results))
         for bias, before in biases:
             bias.copy_(before)

@@ -211,11 +211,11 @@ def routers(chunk: Any) -> Iterator[tuple[int, PackedRouter]]:
             yield layer.layer_number - 1, router
 
 
-def expert_biases(chunks: Sequence[Any]) -> list[torch.Tensor]:
+def collect_expert_biases(chunks: Sequence[Any]) -> list[torch.Tensor]:
     """Return the selection biases of all routers, which the end of a backward pass changes."""
     modules = [module for chunk in chunks for module in chunk.modules()]
-    found = [getattr(module, "expert_bias", None) for module in modules]
-    return [bias for bias in found if bias is not None]
+    biases = [getattr(module, "expert_bias", None) for module in modules]
+    return [bias for bias in biases if bias is not None]
 
 
 def clear_load(chunks: Sequence[Any]) -> None:

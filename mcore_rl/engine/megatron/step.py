@@ -244,7 +244,7 @@ def pop_scores(results: Sequence[Result]) -> list[Result]:
     return [{n.removeprefix(SCORES): result.pop(n) for n in names} for result in results]
 
 
-def logprob_gaps(
+def compute_logprob_gaps(
     micros: Sequence[MicroBatch], scores: Sequence[Result], device: torch.device
 ) -> dict[str, float]:
     """Return the gaps of BaseEngine.train_batch_with_scores, of all ranks; all ranks take part.
@@ -252,9 +252,9 @@ def logprob_gaps(
     Ranks that have the same tokens count them as often as each other, so the mean is right.
     """
     largest, total, count = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
-    for micro, found in zip(micros, scores, strict=False):  # no scores but on the last stage
+    for micro, values in zip(micros, scores, strict=False):  # no scores but on the last stage
         mask = micro.columns["gap_mask"] != 0
-        gaps = (found["log_probs"] - micro.columns["rollout_log_probs"]).abs()
+        gaps = (values["log_probs"] - micro.columns["rollout_log_probs"]).abs()
         gaps = torch.where(mask, gaps, 0).double()
         total += gaps.sum()
         count += mask.sum()

@@ -71,6 +71,11 @@ def test_a_place_that_there_is_not_is_refused():
             lambda engine: engine.train_batch(Batch({}), lambda *_: None),
             "optimizer state",
         ),
+        (
+            "optimizer",
+            lambda engine: engine.train_batch_with_scores(Batch({}), lambda *_: None, bounds={}),
+            "optimizer state",
+        ),
         ("grad", lambda engine: engine.optimizer_zero_grad(), "gradients"),
         ("grad", lambda engine: engine.train_batch(Batch({}), lambda *_: None), "gradients"),
     ],

@@ -78,6 +78,19 @@ def test_without_entropy_the_gradient_is_that_of_the_log_probs(chunk_bytes):
     torch.testing.assert_close(grads, wanted)
     assert not scores.entropy.any()
     assert not scores.sum_pi_squared.any()
+    # An entropy that no loss reads, as where scores are wanted of an update, changes no bit of it.
+    scores = token_scores(h, w, targets, WHOLE, chunk_bytes=chunk_bytes, with_entropy=True)
+    again = torch.autograd.grad((scores.log_probs * weights[0]).sum(), (h, w))
+    assert all(torch.equal(*pair) for pair in zip(again, grads, strict=True))
+
+
+@pytest.mark.parametrize("chunk_bytes", BUDGETS)
+def test_of_a_loss_that_reads_the_entropy_alone_the_gradient_is_that_of_the_entropy(chunk_bytes):
+    h, w, targets, weights = problem()
+    scores = token_scores(h, w, targets, WHOLE, chunk_bytes=chunk_bytes, with_entropy=True)
+    grads = torch.autograd.grad((scores.entropy * weights[1]).sum(), (h, w))
+    wanted = torch.autograd.grad((reference(h, w, targets)[1] * weights[1]).sum(), (h, w))
+    torch.testing.assert_close(grads, wanted)
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none():

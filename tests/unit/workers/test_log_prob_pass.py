@@ -16,7 +16,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.workers.log_prob_pass import needs_pass, reason_for_pass
+from mcore_rl.workers.log_prob_pass import find_reason_for_pass, needs_pass
 
 OWN = """
 def loss(inputs):
@@ -86,18 +86,18 @@ def own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("reason", NEEDS_PASS)
 def test_what_reads_log_probs_before_the_update_keeps_their_pass(reason):
     config = config_of(NEEDS_PASS[reason])
-    assert reason_for_pass(config) == reason and needs_pass(config)
+    assert find_reason_for_pass(config) == reason and needs_pass(config)
 
 
 @pytest.mark.parametrize("settings", NEEDS_NONE, ids=" ".join)
 def test_other_settings_need_no_pass(settings):
-    assert reason_for_pass(config_of(settings)) == ""
+    assert find_reason_for_pass(config_of(settings)) == ""
 
 
 @pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
 def test_samples_of_old_versions_keep_the_pass_of_their_correction(mode):
     config = config_of([f"trainer.mode={mode}"])
-    assert reason_for_pass(config) == "algorithm.correction.level='token'"
+    assert find_reason_for_pass(config) == "algorithm.correction.level='token'"
 
 
 def test_another_value_of_the_setting_is_refused():

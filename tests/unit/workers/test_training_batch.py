@@ -15,7 +15,7 @@ from mcore_rl.workers.policy_checks import (
     gaps_and_mismatch,
     logprob_gaps,
 )
-from mcore_rl.workers.training_batch import score_metrics, training_batch
+from mcore_rl.workers.training_batch import compute_score_metrics, training_batch
 
 SEED = [3, 1]
 
@@ -136,5 +136,5 @@ def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(stalenes
     compared = batch.with_columns(response_mask=weighed["gap_mask"])
     assert logprob_gaps(compared) == with_pass[2].gaps != {}
     whole = batch.union(advantages)
-    found = score_metrics(whole, algorithm, trainer, step)
+    found = compute_score_metrics(whole, algorithm, trainer, step)
     assert found == with_pass[2].gaps | with_pass[2].metrics
