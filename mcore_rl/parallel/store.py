@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -101,7 +102,8 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
         """Return the values of all ranks, by rank; a name serves once.
 
         The rank that comes last joins the values into the one that all others wait for: so the
-        server's work is linear in the ranks. Waits of each for each would make it quadratic.
+        server's work is linear in the ranks. Waits of each for each would make it quadratic, as are
+        the bytes, so values are compressed: most are alike.
 
         Raises:
             DistStoreError: as `barrier`.
@@ -110,13 +112,15 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
         self.set(keys[self._rank], value)
         if self.add(f"{name}-arrived", 1) == self._world_size:
             values = self.multi_get(keys)
-            self.set(name, rendezvous.frame(*values) if any(values) else b"")
+            self.set(name, zlib.compress(rendezvous.frame(*values), 1) if any(values) else b"")
         try:
             joined = self.get(name)
         except c10d.DistStoreError as error:
             missing = self._missing(keys)
             raise c10d.DistStoreError(f"{error}; missing: {', '.join(missing)}") from error
-        return rendezvous.fields_of(joined[4:]) if joined else [b""] * self._world_size
+        if not joined:
+            return [b""] * self._world_size
+        return rendezvous.fields_of(zlib.decompress(joined)[4:])
 
     def add(self, key: str, amount: int) -> int:
         return int(self._call(b"add", key.encode(), b"%d" % amount)[0])

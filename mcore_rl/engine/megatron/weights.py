@@ -157,7 +157,7 @@ def export_weights(
         name = placement.local_name(weight)
         return computed(chunks[chunk.vpp_rank], name, tensors[chunk.vpp_rank][name])
 
-    for bucket in _export_buckets(weights, placement, like.dtype):
+    for bucket in export_buckets(weights, placement, like.dtype):
         own = [shard for shard in bucket if shard.owner == world_rank]
         if world_rank != 0:
             _send([local(shard.weight) for shard in own], like.device)
@@ -192,7 +192,7 @@ class _ExportShard:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def _export_buckets(
+def export_buckets(
     weights: Sequence[Weight], placement: WeightPlacement, dtype: torch.dtype
 ) -> Iterator[list[_ExportShard]]:
     """All shards that are exported, in rule order: equal on all ranks, whole parameters each."""
