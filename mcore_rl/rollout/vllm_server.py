@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import itertools
 import os
-import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -199,7 +198,6 @@ class VLLMServer:
                 self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)
             except RuntimeError as error:
                 raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
-        print(f"vLLM's model runner: {self.model_runner}", file=sys.stderr)
         core: Any = self._serving.engine_core
         self._stop_watch = StoppedProcesses(
             [p.pid for p in core.resources.engine_manager.processes]

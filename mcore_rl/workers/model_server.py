@@ -60,6 +60,7 @@ class ModelServer:
         from mcore_rl.agents.endpoint.server import HttpServer
 
         await self._server.start()
+        print(f"vLLM's model runner: {self._server.model_runner}")
         app = generate_app(self._server, self._spec.key, self._spec.max_context)
         self._http = HttpServer(app, host)
         await self._http.start()

@@ -146,6 +146,8 @@ class RolloutWorker:
 
     async def _started(self) -> None:
         await (self._headless or self._server).start()
+        if self._headless is None and isinstance(self._server, VLLMServer):
+            print(f"vLLM's model runner: {self._server.model_runner}")
         self._idle.end("start")
 
     def _batch(self, samples: list[Sample], records: bool) -> Batch:
