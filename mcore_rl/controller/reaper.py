@@ -294,6 +294,9 @@ class RayProcesses:
         servers = [pid for pid in dead if self.names[pid] in (GCS, RAYLET)]
         return by_log or servers or dead
 
+    def has_dead_agent(self) -> bool:
+        return any(self.names[pid] not in (GCS, RAYLET) for pid in self.list_dead())
+
     def describe(self, pids: Sequence[int]) -> list[str]:
         return [f"Ray's {self.names[pid]} (process {pid})" for pid in pids]
 
@@ -428,12 +431,18 @@ class Reaper:
 
     def tell(self) -> None:
         """Say on one line, and in the file of traces, what has died; then let the driver go."""
+        if self.ray.has_dead_agent():  # the raylet follows, and Ray complains of that
+            self._dismiss_driver()
         what = self.describe_end()
         where = self._write(what)
         if sys.stderr.isatty():  # the line of a progress bar may be unfinished, and its cursor gone
             print("\x1b[?25h", file=sys.stderr)
         with contextlib.suppress(OSError):  # a terminal that has hung up
             print(f"{self.command}: {what}{where}", file=sys.stderr, flush=True)
+        self._dismiss_driver()
+
+    def _dismiss_driver(self) -> None:
+        """Have the driver end itself with status 1; kill it if it does not."""
         if self.driver_lives():
             with contextlib.suppress(OSError):
                 os.write(1, TOLD)

@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from tests.e2e.processes import lives
 from tests.nightly import all_but
 
 STEPS = ("trainer.num_steps=1000", "trainer.prompts_per_step=16", "trainer.eval_samples=16")
@@ -105,6 +108,9 @@ def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_mod
     assert_gone_soon(job)
     assert_whole(job)
     assert_logs(job)
+    *_, line = job.stderr.splitlines()
+    assert line.startswith("mcore-rl rl: the driver (process ") and " died" in line
+    assert (job.output / "logs" / "error.txt").read_text().startswith("the driver (process ")
     for row in steps(job):
         assert 0 < row["max_logprob_gap"] <= 1e-4
         assert "actor/reference_kl" in row
@@ -115,6 +121,51 @@ def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_mod
         assert row["reward_errors"] == row["dropped"] == row["reward/math/unchecked"] == 0
         assert row["actor/ratio"] == pytest.approx(1, abs=0.05)
         assert "actor/approx_kl" not in row  # which is of ppo_clip
+
+
+RAYS = {
+    "gcs_server": "GCS",
+    "raylet": "raylet",
+    "ray::DashboardAgent": "dashboard agent",
+    "ray::RuntimeEnvAgent": "runtime env agent",
+}
+
+
+@pytest.mark.parametrize("name", all_but(["ray::DashboardAgent"], RAYS))
+def test_a_process_of_rays_that_is_killed_ends_the_job_with_one_true_line(
+    start_job, own_model_and_data, name
+):
+    job = start_job(*own_model_and_data, *TRAINING)
+    job.wait_until(lambda: is_training(job), "the first step")
+    [victim] = [p for p in set(job.processes) if lives(p) and p.name().startswith(name)]
+    killed = time.monotonic()
+    victim.kill()
+    assert job.process.wait(60) == 1
+    assert_gone_soon(job)
+    assert time.monotonic() - killed < 45  # not the minute of Ray's own limit
+    assert_whole(job)
+    # Ray's C++ code in the driver may have logged the raylet's end before the driver was gone.
+    lines = [line for line in job.stderr.splitlines() if "core_worker.cc" not in line]
+    lines = [line for line in lines if "warning: step " not in line]
+    told = f"Ray's {RAYS[name]} (process {victim.pid}) has died, and the run with it"
+    trace_file = job.output / "logs" / "error.txt"
+    assert lines == [f"mcore-rl rl: {told} (more: {trace_file})"]
+    assert trace_file.read_text().startswith(told)
+    assert "rank 0" not in job.stdout and "It is started again" not in job.stdout
+
+
+@pytest.mark.nightly  # tests/unit/jobs/test_output.py has how it is noticed
+def test_a_job_whose_folder_is_deleted_ends_with_a_line_and_its_weights(
+    start_job, own_model_and_data
+):
+    job = start_job(*own_model_and_data, *TRAINING)
+    job.wait_until(lambda: is_training(job), "the first step")
+    shutil.rmtree(job.output, ignore_errors=True)
+    assert job.process.wait(100) == 1
+    assert_gone_soon(job)
+    *_, line = job.stderr.splitlines()
+    assert "metrics.jsonl'; the weights are in " in line
+    assert (Path(line.rpartition(" ")[2]) / "model.safetensors").is_file()
 
 
 @pytest.mark.nightly

@@ -127,6 +127,27 @@ def test_a_server_killed_in_a_transfer_does_not_end_the_run(
     assert_gone_soon(job)
 
 
+@pytest.mark.nightly  # tests/unit/rollout/test_stopped_processes.py has how it is noticed
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+@pytest.mark.parametrize("place", [0, 1], ids=["actor", "engine"])
+def test_a_server_that_is_stopped_is_started_again_as_one_that_was_killed(
+    start_job, own_model_and_data, mode, place
+):
+    job = start_job(
+        *own_model_and_data, *SETTINGS, f"trainer.mode={mode}", "trainer.num_steps=10000",
+        "weight_sync.timeout_s=30", "timeouts.call_s=30",
+    )  # fmt: skip
+    job.wait_until(lambda: len(steps(job)) >= 2, "two steps")
+    processes_of(job, 1)[place].suspend()
+    job.wait_until(lambda: "rollout-1 is up again" in job.stdout, "server 1 again")
+    last = len(steps(job)) + 2
+    job.wait_until(lambda: len(steps(job)) >= last, "two more steps")
+    assert "stopped by a signal" in job.stdout
+    job.process.send_signal(signal.SIGINT)
+    job.process.wait(60)
+    assert_gone_soon(job)
+
+
 PLACED = {
     "own": ["placement.rollout=own", "weight_sync.method=disaggregated"],
     "shared": ["placement.rollout=shared", "weight_sync.method=colocated", "actor.layout.dp=2"],

@@ -41,6 +41,8 @@ TROUBLES = {
     "is in use by": "e2e/test_bad_input.py",
     "is of another run": "unit/jobs/test_resume.py",
     "died": "e2e/test_slurm.py",
+    "killed or has crashed": "unit/controller/test_told_ends.py",
+    "died, and the run with": "unit/controller/test_told_ends.py",
     "has not answered in": "e2e/test_kill.py",
     "no checkpoint: ": "e2e/test_resume.py",
     "is left out: ": "unit/checkpoint/test_run_checkpoints.py",
