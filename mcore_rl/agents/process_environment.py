@@ -38,7 +38,7 @@ def process_environment(variables: str) -> dict[str, str]:
     No proxy stands between the program and its server. Raises as `variable_names`.
     """
     names = (*INHERITED, *variable_names(variables))
-    found = {name: os.environ[name] for name in names if name in os.environ}
+    environment = {name: os.environ[name] for name in names if name in os.environ}
     for name in ("NO_PROXY", "no_proxy"):
-        found[name] = ",".join(filter(None, (os.environ.get(name, ""), _LOOPBACK)))
-    return found
+        environment[name] = ",".join(filter(None, (os.environ.get(name, ""), _LOOPBACK)))
+    return environment

@@ -147,7 +147,11 @@ def find_our_settings(key: str, known: Collection[str]) -> tuple[str, list[str]]
     for verls, trls, ours in ROWS:
         is_verls = any(n == name or ("." in name and n.endswith(f".{name}")) for n in verls)
         if is_verls or key in trls:
-            others = [f"engine.{o.removeprefix('actor.')}" for o in ours if o.startswith("actor.")]
-            settings = [o for o in (*ours, *others) if o in known or o.rpartition(".")[0] in known]
+            of_engines = [
+                f"engine.{o.removeprefix('actor.')}" for o in ours if o.startswith("actor.")
+            ]
+            settings = [
+                o for o in (*ours, *of_engines) if o in known or o.rpartition(".")[0] in known
+            ]
             return ("verl" if is_verls else "TRL"), settings
     return ("verl" if key.partition(".")[0] == _VERLS else ""), []

@@ -99,25 +99,25 @@ def _create(make: Callable[[], Any]) -> tuple[Any, int]:
     """Make a device and return it with the file descriptor at which it listens."""
     for _ in range(_TRIES):
         with _making:
-            before = _listening()
+            before = _find_listeners()
             device = make()
-            new = _listening() - before
+            new = _find_listeners() - before
         if len(new) == 1:  # else another thread has begun to listen or stopped meanwhile
             return device, new.pop()[0]
     raise RuntimeError(f"gloo listens at none or several of the new sockets {new}")
 
 
-def _listening() -> set[Socket]:
-    """All sockets of this process that listen."""
-    found = set[Socket]()
+def _find_listeners() -> set[Socket]:
+    """Find all sockets of this process that listen."""
+    sockets = set[Socket]()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it has been closed since
             if not stat.S_ISSOCK((known := entry.stat()).st_mode):
                 continue
             with _duplicate(int(entry.name)) as sock:
                 if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add((int(entry.name), known.st_ino))
-    return found
+                    sockets.add((int(entry.name), known.st_ino))
+    return sockets
 
 
 @contextmanager

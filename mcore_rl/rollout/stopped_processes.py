@@ -46,20 +46,20 @@ class StoppedProcesses:
                     self._kill(process)
 
     def _find_stopped(self) -> list[psutil.Process]:
-        found = []
+        stopped = []
         for pid in self._pids:
             try:
                 process = psutil.Process(pid)
                 family = [process, *process.children(recursive=True)]
-                found += [one for one in family if one.status() == psutil.STATUS_STOPPED]
+                stopped += [member for member in family if member.status() == psutil.STATUS_STOPPED]
             except psutil.Error:  # it has ended
                 continue
-        return found
+        return stopped
 
     def _kill(self, process: psutil.Process) -> None:
-        told = f"its process {process.pid} had been stopped by a signal for {self._limit_s:g} s"
-        self.reason = self.reason or told
-        print(f"vLLM's engine is ended: {told}", file=sys.stderr, flush=True)
+        reason = f"its process {process.pid} had been stopped by a signal for {self._limit_s:g} s"
+        self.reason = self.reason or reason
+        print(f"vLLM's engine is ended: {reason}", file=sys.stderr, flush=True)
         try:
             process.kill()
         except psutil.Error:  # it has ended

@@ -76,5 +76,5 @@ def refuse_unless(
 ) -> None:
     if not is_allowed:
         names = ", ".join(map(repr, allowed)) or "none"
-        told = f"{field}={repr(value)[:_SHOWN]} is not supported here; allowed: {names}"
-        raise RefusalError(400, "unsupported", told, param=field)
+        message = f"{field}={repr(value)[:_SHOWN]} is not supported here; allowed: {names}"
+        raise RefusalError(400, "unsupported", message, param=field)
