@@ -322,7 +322,7 @@ def test_replies_that_come_before_a_wait_or_twice_are_each_taken_once():
 def test_without_a_death_one_that_is_stopped_counts_as_dead(monkeypatch: pytest.MonkeyPatch):
     """The other server and the trainer only wait for it."""
     stopped, waits, trainer = Sent(), Sent(), Sent()
-    first, second = Killed("rollout-0", stopped, trainer), Group("rollout-1")
+    first, second = Killed("rollout-0", stopped, trainer, 0.0), Group("rollout-1")
     monkeypatch.setattr(
         pending, "find_stopped", lambda silent: [s for s in silent if "rollout-0" in s.call]
     )
