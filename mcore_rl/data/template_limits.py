@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -128,8 +129,12 @@ class _Watch:
         finally:
             with self._lock:
                 self._jobs.discard(job)
-                if job.is_late:  # it may have ended by itself just then
-                    _raise_in(thread_id, None)
+            if job.is_late and not isinstance(sys.exception(), _TimeIsUp):
+                # It has ended by itself just then: take what was sent to it. Taking it back leaves
+                # a flag of the interpreter set for good (CPython 3.11, ceval.c: only an exception
+                # that is raised clears it), and whoever traces that thread then waits for ever.
+                for _ in range(1000):
+                    pass
 
     def _look(self) -> None:
         while self._has_jobs.wait():
@@ -139,15 +144,15 @@ class _Watch:
                     if time.clock_gettime(job.clock) > job.until:
                         job.is_late = True
                         self._jobs.discard(job)
-                        _raise_in(job.thread_id, _TimeIsUp)
+                        _raise_in(job.thread_id)
                 if not self._jobs:
                     self._has_jobs.clear()
 
 
-def _raise_in(thread_id: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread when it runs Python code next; None: no longer."""
-    raised = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)
+def _raise_in(thread_id: int) -> None:
+    """Raise _TimeIsUp in a thread when it runs Python code next."""
+    exception = ctypes.py_object(_TimeIsUp)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), exception)
 
 
 _WATCH = _Watch()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -138,3 +140,39 @@ def test_a_file_that_is_no_tokenizers_is_one_line(folder, tmp_path, name, text):
     assert message.startswith(f"model.path={str(tmp_path)!r} has a tokenizer that does not load: ")
     assert message.endswith("; allowed: the files of a Hugging Face tokenizer")
     assert "\n" not in message and len(message) < 800
+
+
+TRACED_AFTERWARDS = """
+import sys
+from jinja2.exceptions import TemplateRuntimeError
+from mcore_rl.data.template_limits import LimitedRender
+
+def render(conversations, **options):
+    while True:
+        pass
+
+try:
+    LimitedRender(render, cpu_s=0.05)([[]], chat_template="endless")
+except TemplateRuntimeError as error:
+    print(error)
+
+def trace(frame, event, _):
+    frame.f_trace_opcodes = True
+    return trace
+
+def work():
+    for _ in range(100):
+        pass
+
+sys.settrace(trace)
+work()
+sys.settrace(None)
+print("ended")
+"""
+
+
+def test_a_thread_whose_render_was_ended_can_be_traced_afterwards():
+    """As debuggers and coverage do; an exception that is taken back makes them wait for ever."""
+    command = [sys.executable, "-c", TRACED_AFTERWARDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "it has not ended after 0.05 s of CPU time\nended\n"
