@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-
-import mcore_rl
-
-_PACKAGE = os.path.dirname(mcore_rl.__file__)
 
 
 class Operations:
@@ -23,18 +18,11 @@ class Operations:
 
 @contextlib.contextmanager
 def count_operations(thread: str = "") -> Iterator[Operations]:
-    """Count instructions of this thread, or of those named `thread` that start meanwhile.
-
-    Of other threads only the code of the package counts: `current_thread` makes up a thread where
-    one is about to end, and who joins that one then waits for ever.
-    """
+    """Count instructions of this thread, or of those named `thread` that start meanwhile."""
     operations = Operations()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if thread and (
-            not frame.f_code.co_filename.startswith(_PACKAGE)
-            or threading.current_thread().name != thread
-        ):
+        if thread and threading.current_thread().name != thread:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         operations.num += event == "opcode"
