@@ -37,9 +37,9 @@ from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.rollout.buffer import SampleQueue
+from mcore_rl.rollout.staleness import Admission, Pacing
 from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer, training_side
-from mcore_rl.workers.admission import Admission, Pacing
-from mcore_rl.workers.sample_queue import SampleQueue
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.data.batch import Batch
-from mcore_rl.workers.policy_checks import logprob_gaps
+from mcore_rl.trainers.policy_checks import logprob_gaps
 
 
 class ScoringUpdates:

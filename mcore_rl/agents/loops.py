@@ -14,7 +14,7 @@ from mcore_rl.agents.session import Answer, ChatSession
 from mcore_rl.agents.tools.base import ToolSet
 from mcore_rl.config.checks import between
 from mcore_rl.data.sample import Sample, TrajectoryStatus
-from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.inference.protocol import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import httpx
 
 from mcore_rl.agents.codec import ChatCodec
 from mcore_rl.agents.trajectory import MASKED_VERSION
-from mcore_rl.rollout.protocol import Completion, Generator, NewTokens, SamplingParams
+from mcore_rl.inference.protocol import Completion, Generator, NewTokens, SamplingParams
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 _PAUSES_S = 0.2, 1.0, 3.0  # before servers are asked again of which none was reached

@@ -26,6 +26,7 @@ from mcore_rl.agents.openenv import OpenEnv
 from mcore_rl.agents.program import ProgramLoop
 from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
+from mcore_rl.agents.single_turn import Group, Prompt, Reward, samples_of_all
 from mcore_rl.agents.time_limit import TimeLimit
 from mcore_rl.agents.tool_sources import end_sources, tool_sources, try_mcp_servers
 from mcore_rl.agents.tools.base import ToolSet
@@ -36,10 +37,9 @@ from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
+from mcore_rl.inference.gate import Gate
+from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rollout.agent_loop import Group, Prompt, Reward, samples_of_all
-from mcore_rl.rollout.gate import Gate
-from mcore_rl.rollout.protocol import Generator, SamplingParams
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
 LOOPS.register("tools")(ToolLoop)

@@ -17,7 +17,7 @@ from mcore_rl.agents.codec import (
 )
 from mcore_rl.agents.messages import encodable_message
 from mcore_rl.agents.trajectory import Turn, VersionSpan, num_routed
-from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
+from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 
 
 class GenerationError(RuntimeError):
@@ -211,7 +211,7 @@ def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
 def turn_seed(seed: int | None, turn: int) -> int | None:
     """That of the first turn is the trajectory's; the others are drawn by np.random.SeedSequence.
 
-    In [0, 2**62), where no first turn has its seed (workers/rollout_pool.py).
+    In [0, 2**62), where no first turn has its seed (rollout/manager.py).
     """
     if seed is None or turn == 0:
         return seed

@@ -17,7 +17,7 @@ and says it in its log; prompts of a server that leaves begin again on the other
 
 
 def main(arguments: list[str]) -> None:
-    from mcore_rl.workers.wanted_servers import read_wanted_servers, write_wanted_servers
+    from mcore_rl.rollout.desired_servers import read_wanted_servers, write_wanted_servers
 
     options = build_parser().parse_args(arguments)
     num = _num_servers(options.run)

@@ -18,12 +18,12 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.lane import lane
+from mcore_rl.inference.protocol import Generator, SamplingParams
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.models.base import field as field_of
 from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
-from mcore_rl.rollout.protocol import Generator, SamplingParams
-from mcore_rl.rollout.vllm_server import VLLMServer
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 

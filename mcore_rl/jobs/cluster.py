@@ -11,8 +11,8 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.placement import PoolPlan, frozen_engines, pool_plans, servers_of
 from mcore_rl.jobs.roles import ITEMSIZES
 from mcore_rl.models.base import HFConfig, family_of
+from mcore_rl.rollout.weight_updater import generation_layout
 from mcore_rl.weight_sync.spec import Sites, TransferSpec, plan_transfer
-from mcore_rl.workers.weight_sync import generation_layout
 
 
 @dataclass(frozen=True, slots=True)

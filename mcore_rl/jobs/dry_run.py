@@ -29,7 +29,7 @@ from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, waiting
-from mcore_rl.workers.log_prob_pass import find_reason_for_pass
+from mcore_rl.trainers.log_prob_pass import find_reason_for_pass
 
 
 def dry_run(

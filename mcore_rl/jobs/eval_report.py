@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.agents.single_turn import Tokenizer, text_of
 from mcore_rl.algorithms.estimates import majority_at_k, mean_and_error, pass_at_k
 from mcore_rl.config.eval_schema import ScoringConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.rewards.base import FindAnswer
-from mcore_rl.rollout.agent_loop import Tokenizer, text_of
 
 Metrics = dict[str, Any]  # numbers, and {"mean": ..., "standard_error": ...} of what has an error
 _SETS_OF_A_TABLE = 3

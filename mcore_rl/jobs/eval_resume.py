@@ -16,7 +16,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.eval_report import SetSamples
 from mcore_rl.jobs.output import LOGS, STARTED
 from mcore_rl.jobs.resume import flat
-from mcore_rl.workers.checkpointer import tell
+from mcore_rl.trainers.checkpointing import tell
 
 SAMPLES = "samples"  # the folder with a parquet file a set
 EVALUATED = "evaluated"  # in config.json: the model that was found, dtype, date, digests of rows

@@ -15,6 +15,7 @@ from rich.console import Console
 from mcore_rl.config.eval_schema import EvalConfig, as_run, resolve_eval
 from mcore_rl.config.resolve import reward_terms
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.controller.batch_ops import here, per_sample
 from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
@@ -49,9 +50,8 @@ from mcore_rl.observability.start import began
 from mcore_rl.observability.versions import versions
 from mcore_rl.rewards.base import FindAnswer, answers_of
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
-from mcore_rl.workers.checkpointer import tell
-from mcore_rl.workers.near_data import here, per_sample
-from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.rollout.manager import RolloutPool
+from mcore_rl.trainers.checkpointing import tell
 
 _ROUNDS = 4  # a call asks for this many times what the servers run at once
 

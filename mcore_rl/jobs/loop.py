@@ -13,19 +13,19 @@ from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.metrics import Report
+from mcore_rl.rollout.manager import RolloutPool
+from mcore_rl.trainers.async_rollout import AsyncRollout
+from mcore_rl.trainers.checkpointing import Checkpointer, Stateful
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
 from mcore_rl.trainers.fully_async import FullyAsyncTrainer
+from mcore_rl.trainers.learner import Learner
 from mcore_rl.trainers.one_step_off import OneStepOffTrainer
+from mcore_rl.trainers.prefetch import SamplesAhead
+from mcore_rl.trainers.replay_buffer import ReplayBuffer
+from mcore_rl.trainers.sample_log import SampleTables
+from mcore_rl.trainers.step_warnings import StepWarnings
 from mcore_rl.trainers.sync import SyncTrainer
-from mcore_rl.workers.async_rollout import AsyncRollout
-from mcore_rl.workers.checkpointer import Checkpointer, Stateful
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.learner import Learner
-from mcore_rl.workers.replay import ReplayBuffer
-from mcore_rl.workers.rollout_pool import RolloutPool
-from mcore_rl.workers.sample_tables import SampleTables
-from mcore_rl.workers.samples_ahead import SamplesAhead
-from mcore_rl.workers.step_warnings import StepWarnings
-from mcore_rl.workers.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from mcore_rl.config.resolve_models import ROLE, ServedModel, served_models
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.workers.server_pool import ServerPool
+from mcore_rl.rollout.server_pool import ServerPool
 
 
 @dataclass(frozen=True, slots=True)

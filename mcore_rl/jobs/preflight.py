@@ -62,9 +62,9 @@ from mcore_rl.models.heads import value_config
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
+from mcore_rl.trainers.policy_loss import check_functions, check_greedy
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
-from mcore_rl.workers.policy_loss import check_functions, check_greedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,7 +28,7 @@ from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.preflight import prepare_task
-from mcore_rl.workers.checkpointer import CHECKPOINTS, DATA, tell
+from mcore_rl.trainers.checkpointing import CHECKPOINTS, DATA, tell
 
 WARM_START = "warm_start"  # the folder with the weights that it ends with
 # What makes a run the same one: the first weights, and which prompts come in which order.

@@ -16,12 +16,14 @@ from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
+from mcore_rl.controller.batch_ops import near
 from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import room
 from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
@@ -60,20 +62,18 @@ from mcore_rl.jobs.session import lane, resource, session
 from mcore_rl.observability.console import show_line, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
-from mcore_rl.trainers import offline
-from mcore_rl.workers.checkpointer import Checkpointer, how_to_go_on
-from mcore_rl.workers.evaluation import Evaluation, held_out
-from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.near_data import near
-from mcore_rl.workers.objectives import SupervisedObjective
-from mcore_rl.workers.policy_checks import logprob_gaps
-from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
-from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
-from mcore_rl.workers.sample_tables import SampleTables
-from mcore_rl.workers.server_pool import ServerPool
-from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
-from mcore_rl.workers.wanted_servers import read_wanted_servers
-from mcore_rl.workers.weight_sync import ExportError, connect
+from mcore_rl.rollout.desired_servers import read_wanted_servers
+from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.rollout.weight_updater import ExportError, connect
+from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker
+from mcore_rl.trainers import supervised as offline
+from mcore_rl.trainers.checkpointing import Checkpointer, how_to_go_on
+from mcore_rl.trainers.device_sharing import Turns, model_moves, servers_sleep
+from mcore_rl.trainers.evaluation import Evaluation, held_out
+from mcore_rl.trainers.objectives import SupervisedObjective
+from mcore_rl.trainers.policy_checks import logprob_gaps
+from mcore_rl.trainers.policy_loss import PolicyLoss, reads_squares
+from mcore_rl.trainers.sample_log import SampleTables
 
 
 def run(config: RLConfig) -> None:

@@ -10,6 +10,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.config.resolve_models import ROLE, served_models
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig, RolloutConfig
 from mcore_rl.config.train_schema import RMConfig, TrainConfig
+from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.engine.lora_targets import adapted_linear
 from mcore_rl.jobs.placement import frozen_engines, frozen_paths, needs_critic, needs_reference
 from mcore_rl.models.base import (
@@ -26,8 +27,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import Chunk, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
-from mcore_rl.workers.expert_records import ExpertLayers
-from mcore_rl.workers.weight_sync import generation_layout
+from mcore_rl.rollout.weight_updater import generation_layout
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4  # bytes of a gradient, of a main parameter, of each of Adam's two moments

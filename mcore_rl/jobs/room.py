@@ -23,7 +23,7 @@ from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.models.base import family_of, padded_vocab_size, read_config
 from mcore_rl.models.heads import value_config, value_weights
 from mcore_rl.reshard.rules import Weight, logical_tensors
-from mcore_rl.workers.checkpointer import CHECKPOINTS, HF
+from mcore_rl.trainers.checkpointing import CHECKPOINTS, HF
 
 _MEMORY = "/dev/shm"
 # Read before the scope of a run points TMPDIR to a folder that goes with the run.

@@ -10,7 +10,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.jobs.output import CHECKPOINT, STARTED
-from mcore_rl.workers.checkpointer import CHECKPOINTS
+from mcore_rl.trainers.checkpointing import CHECKPOINTS
 
 
 def chat_date_of(path: str) -> str:

@@ -28,6 +28,7 @@ from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, backend_of
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
@@ -52,18 +53,17 @@ from mcore_rl.jobs.train_inputs import (
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
-from mcore_rl.trainers import offline
-from mcore_rl.workers.checkpointer import Checkpointer, how_to_go_on
-from mcore_rl.workers.held_out import HeldOut
-from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.objectives import (
+from mcore_rl.trainers import supervised as offline
+from mcore_rl.trainers.checkpointing import Checkpointer, how_to_go_on
+from mcore_rl.trainers.device_sharing import OneModel
+from mcore_rl.trainers.held_out import HeldOut
+from mcore_rl.trainers.objectives import (
     Objective,
     PreferenceObjective,
     Reference,
     RewardObjective,
     SupervisedObjective,
 )
-from mcore_rl.workers.turns import OneModel
 
 MODEL, REFERENCE = "model", "reference"
 # A group by its name, of an engine with a schedule of that many steps (0: inference only).

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers.async_rollout import AsyncRollout
-from mcore_rl.workers.checkpointer import Checkpointer
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.learner import Learner
-from mcore_rl.workers.turns import Turns
+from mcore_rl.trainers.async_rollout import AsyncRollout
+from mcore_rl.trainers.checkpointing import Checkpointer
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.learner import Learner
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers import policy_checks
-from mcore_rl.workers.checkpointer import Checkpointer
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.learner import Learner
-from mcore_rl.workers.samples_ahead import SamplesAhead
-from mcore_rl.workers.turns import Turns
+from mcore_rl.trainers import policy_checks
+from mcore_rl.trainers.checkpointing import Checkpointer
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.learner import Learner
+from mcore_rl.trainers.prefetch import SamplesAhead
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers.checkpointer import Checkpointer
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.learner import Learner
-from mcore_rl.workers.replay import ReplayBuffer
-from mcore_rl.workers.rollout_pool import RolloutPool
-from mcore_rl.workers.samples import samples_of_step
-from mcore_rl.workers.turns import Turns
+from mcore_rl.rollout.manager import RolloutPool
+from mcore_rl.trainers.checkpointing import Checkpointer
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.learner import Learner
+from mcore_rl.trainers.replay_buffer import ReplayBuffer
+from mcore_rl.trainers.step_samples import samples_of_step
 
 
 @dataclass(frozen=True, slots=True)

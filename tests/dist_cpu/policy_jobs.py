@@ -14,8 +14,8 @@ import torch
 
 from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.trainers.policy_loss import PolicyLoss
 
 TEMPERATURE = 2.0
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1, entropy_coef=0.3))

@@ -34,7 +34,7 @@ from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.trainers.policy_loss import PolicyLoss
 
 Result = dict[str, Any]  # tensors, numbers and containers of them: what torch.load takes safely
 Job = Callable[[], Result]

@@ -24,7 +24,7 @@ import torch
 from live_bytes import LiveBytes
 
 WAIT_S = 120.0
-IMPORTED = ["vllm", "vllm.v1.worker.cpu_worker", "mcore_rl.rollout.vllm_worker"]
+IMPORTED = ["vllm", "vllm.v1.worker.cpu_worker", "mcore_rl.inference.vllm.worker"]
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 30]]
 
 
@@ -82,7 +82,7 @@ def serve(
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets that outlive a killed process
     report = Report()
     try:
-        from mcore_rl.rollout.vllm_worker import ServerName
+        from mcore_rl.inference.vllm.worker import ServerName
 
         server = pickle.loads(pickle.dumps(ServerName(name)))  # which makes the process a worker's
         for order in orders:
@@ -161,7 +161,7 @@ class _Rank:
 
     def _server(self, path: Path, ep: bool) -> Any:
         from mcore_rl.config.schema import RolloutConfig
-        from mcore_rl.rollout import vllm_server
+        from mcore_rl.inference.vllm import server as vllm_server
 
         os.environ |= vllm_server._QUIET
         from vllm import LLM
@@ -169,7 +169,7 @@ class _Rank:
         from vllm.distributed.parallel_state import destroy_model_parallel
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-        from mcore_rl.rollout import vllm_worker
+        from mcore_rl.inference.vllm import worker as vllm_worker
 
         meeting = (f"file://{self.folder}/{self.name}", self.rank, self.rank)
 
@@ -215,7 +215,7 @@ def _generated(server: Any) -> Tokens:
 
 def _largest_module_bytes(worker: Any) -> int:
     sizes: dict[str, int] = {}
-    from mcore_rl.rollout.vllm_weights import worker_layout
+    from mcore_rl.inference.vllm.weights import worker_layout
 
     layout = worker_layout(worker.model_runner.get_model())
     for name, (shape, dtype) in layout.parameters.items():
@@ -227,7 +227,7 @@ def _largest_module_bytes(worker: Any) -> int:
 
 def _watch_modules() -> list[int]:
     """Filled with how many modules have begun and are not complete, each time that one begins."""
-    from mcore_rl.rollout import vllm_weights
+    from mcore_rl.inference.vllm import weights as vllm_weights
 
     begun: set[Any] = set()
     found: list[int] = []

@@ -26,9 +26,9 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.value_engine import ValueEngine
 from mcore_rl.parallel.groups import initialize_groups
-from mcore_rl.workers.policy_loss import PolicyLoss
-from mcore_rl.workers.steps import with_advantages, with_each, with_loss_weights
-from mcore_rl.workers.updates import update, with_prepared_columns
+from mcore_rl.trainers.policy_loss import PolicyLoss
+from mcore_rl.trainers.steps import with_advantages, with_each, with_loss_weights
+from mcore_rl.trainers.updates import update, with_prepared_columns
 from tests.nightly import all_but
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -17,7 +17,7 @@ from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.schema import AlgorithmConfig, Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import create_engine
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.trainers.policy_loss import PolicyLoss
 from tests.dist_cpu.test_objectives import (
     assert_gradients,
     ids_of,

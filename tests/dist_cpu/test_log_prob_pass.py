@@ -18,7 +18,7 @@ import torch
 from mcore_rl.config.schema import AlgorithmConfig, Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.trainers.policy_loss import PolicyLoss
 
 NUM_STEPS, TEMPERATURE = 10, 1.5
 LAYOUTS = {

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
 from mcore_rl.config.schema import Layout
-from mcore_rl.workers.model_worker import ModelWorker
+from mcore_rl.engine.worker import ModelWorker
 from tests.nightly import all_but
 
 LAYOUTS = {

@@ -28,9 +28,9 @@ from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.controller import reaper
 from mcore_rl.engine.base import EngineSpec
+from mcore_rl.inference.vllm.server import _QUIET
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.rollout.vllm_server import _QUIET
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.nightly import all_but

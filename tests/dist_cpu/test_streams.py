@@ -28,7 +28,7 @@ from test_algorithms import (
 
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.workers.steps import with_correction, with_loss_weights
+from mcore_rl.trainers.steps import with_correction, with_loss_weights
 
 ALGORITHM = AlgorithmConfig(
     loss_aggregation="sequence_mean_token_mean",

@@ -33,9 +33,9 @@ from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron import device
 from mcore_rl.parallel.balance import Parts
 from mcore_rl.parallel.groups import initialize_groups
-from mcore_rl.workers.policy_loss import PolicyLoss
-from mcore_rl.workers.steps import with_loss_weights
-from mcore_rl.workers.updates import with_prepared_columns
+from mcore_rl.trainers.policy_loss import PolicyLoss
+from mcore_rl.trainers.steps import with_loss_weights
+from mcore_rl.trainers.updates import with_prepared_columns
 
 LENGTH = 7  # of sequence_sum_fixed_length
 COEFS = {"kl_weights": 0.3, "entropy_weights": 0.2, "cross_entropy_weights": 0.1}

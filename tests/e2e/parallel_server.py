@@ -26,10 +26,10 @@ from typing import Any
 from safetensors.torch import save_file
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.inference.protocol import SamplingParams, ServerMemory
+from mcore_rl.inference.vllm.nodes import HeadlessWorkers, ServerNodes
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
-from mcore_rl.rollout.protocol import SamplingParams, ServerMemory
-from mcore_rl.rollout.vllm_nodes import HeadlessWorkers, ServerNodes
-from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 
 TOKENS = list(range(20, 80))
@@ -135,7 +135,7 @@ if __name__ == "__main__":
     elif method == "second node":
         node = 1
     elif method:
-        from mcore_rl.rollout import vllm_worker
+        from mcore_rl.inference.vllm import worker as vllm_worker
 
         vllm_worker.START_METHOD["cpu"] = method
     asyncio.run(main(*map(Path, sys.argv[1:4]), node))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.rollout.protocol import TokenScores
+from mcore_rl.inference.protocol import TokenScores
 
 NATS, _RELATIVE = 1e-5, 1e-5  # measured: 1.5e-6 and 1.1e-6
 _TRACED = re.compile(

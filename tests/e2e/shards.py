@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import Layout, WeightSyncConfig
+from mcore_rl.inference.protocol import Completion, SamplingParams
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.rollout.protocol import Completion, SamplingParams
-from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
 

@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sample import Sample
-from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import SamplingParams
-from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.inference.protocol import SamplingParams
+from mcore_rl.inference.vllm.server import VLLMServer
 from tests.e2e.hosting import hosting
 from tests.e2e.served import Model, tiny_families
 from tests.e2e.test_agent_updates import END, tokenizer_of_characters

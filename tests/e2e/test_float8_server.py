@@ -24,8 +24,8 @@ import tiny_families
 import tiny_models
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.protocol import TokenScores
-from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.inference.protocol import TokenScores
+from mcore_rl.inference.vllm.server import VLLMServer
 from tests.e2e import reference
 from tests.e2e.hosting import hosting
 

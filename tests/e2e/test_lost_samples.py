@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.samples_schema import ReplayConfig
 from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig, TimeoutsConfig, TrainerConfig
+from mcore_rl.controller.batch_ops import lost_groups
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows
 from mcore_rl.controller.pool import ResourcePool, lean_node, ray_session
@@ -25,15 +26,14 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.sample import Sample
-from mcore_rl.rollout.protocol import SamplingParams
-from mcore_rl.workers.async_rollout import AsyncRollout
-from mcore_rl.workers.near_data import lost_groups
-from mcore_rl.workers.replay import ReplayBuffer
-from mcore_rl.workers.rollout_pool import RolloutPool
-from mcore_rl.workers.sample_queue import GroupState
-from mcore_rl.workers.samples import samples_of_step
-from mcore_rl.workers.samples_ahead import SamplesAhead
-from mcore_rl.workers.server_pool import ServerPool
+from mcore_rl.inference.protocol import SamplingParams
+from mcore_rl.rollout.buffer import GroupState
+from mcore_rl.rollout.manager import RolloutPool
+from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.trainers.async_rollout import AsyncRollout
+from mcore_rl.trainers.prefetch import SamplesAhead
+from mcore_rl.trainers.replay_buffer import ReplayBuffer
+from mcore_rl.trainers.step_samples import samples_of_step
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 

@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from mcore_rl.agents.runner import AgentRunner, try_out
+from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.tools.base import ToolError, ToolSet, tool
 from mcore_rl.agents.tools.mcp_tools import McpTools
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.inference.protocol import SamplingParams
 from tests.e2e.processes import command_line, free_port
 from tests.nightly import all_but
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42, run, text_of

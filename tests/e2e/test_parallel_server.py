@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
 import tiny_families
 import tiny_models
 
-from mcore_rl.rollout.protocol import Completion, TokenScores
+from mcore_rl.inference.protocol import Completion, TokenScores
 from tests.e2e import parallel_server, reference
 from tests.e2e.processes import command_line, listeners, session, shared_memory
 from tests.nightly import nightly

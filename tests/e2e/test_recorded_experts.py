@@ -19,8 +19,8 @@ import transformers
 
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.protocol import Completion, SamplingParams
-from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.inference.protocol import Completion, SamplingParams
+from mcore_rl.inference.vllm.server import VLLMServer
 from tests.e2e.hosting import hosting
 from tests.e2e.served import MAX_TOKENS, Model, Served, tiny_families, tiny_models
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.inference.protocol import SamplingParams
 from tests.e2e.served import PROMPT
 
 pytestmark = pytest.mark.server

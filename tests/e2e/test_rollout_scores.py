@@ -25,9 +25,9 @@ import tiny_models
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout import vllm_server
-from mcore_rl.rollout.protocol import SamplingParams, TokenScores
-from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.inference.protocol import SamplingParams, TokenScores
+from mcore_rl.inference.vllm import server as vllm_server
+from mcore_rl.inference.vllm.server import VLLMServer
 from tests.e2e.hosting import hosting
 from tests.e2e.reference import NATS, check, check_trace, expected
 from tests.e2e.served import EOS, MAX_TOKENS, Served, serving

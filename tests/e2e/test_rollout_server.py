@@ -23,14 +23,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sample import Sample
+from mcore_rl.inference.protocol import Completion, SamplingParams, ServerMemory
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
-from mcore_rl.rollout.protocol import Completion, SamplingParams, ServerMemory
-from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 from tests.e2e.processes import command_line, lives, shared_memory
 from tests.e2e.served import (

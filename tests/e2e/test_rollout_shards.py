@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import shards
 
-from mcore_rl.rollout.vllm_server import VLLMServer
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.weight_sync import colocated, shared_memory
 
 pytestmark = pytest.mark.server

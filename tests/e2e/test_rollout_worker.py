@@ -18,9 +18,9 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.base import RewardError, in_thread
-from mcore_rl.rollout.protocol import SamplingParams
-from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker, Stream, prompts_of
+from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, Stream, prompts_of
 from tests.e2e.hosting import hosting
 from tests.e2e.served import MAX_TOKENS, PROMPT, Model, tiny_families
 

@@ -17,6 +17,7 @@ import torch
 
 from mcore_rl.config.resolve import for_lane
 from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.controller.batch_ops import along_tokens, here, with_near
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.remote_batch import RemoteBatch
@@ -24,18 +25,17 @@ from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.routed_experts import EXPERTS, columns_of_experts
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.placement import Pools, num_devices, pool_plans
 from mcore_rl.jobs.preflight import prompts_of
 from mcore_rl.jobs.session import resource, session
-from mcore_rl.workers import policy_checks, steps
-from mcore_rl.workers.expert_records import EXPERTS, columns_of_experts
-from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.near_data import along_tokens, here, with_near
-from mcore_rl.workers.policy_loss import PolicyLoss
-from mcore_rl.workers.rollout_pool import RolloutPool
+from mcore_rl.rollout.manager import RolloutPool
+from mcore_rl.trainers import policy_checks, steps
+from mcore_rl.trainers.policy_loss import PolicyLoss
 
 pytestmark = pytest.mark.job
 

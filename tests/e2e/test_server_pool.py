@@ -21,13 +21,13 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
+from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.rollout.manager import RolloutPool
+from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.rollout.weight_updater import TransportSync
 from mcore_rl.weight_sync.connection import StreamError
-from mcore_rl.workers.rollout_pool import RolloutPool
-from mcore_rl.workers.server_pool import ServerPool
-from mcore_rl.workers.weight_sync import TransportSync
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 

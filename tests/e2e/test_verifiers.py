@@ -20,13 +20,13 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.verifiers.settings import VerifiersSettings
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import SamplingParams
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_resume import ONE_RANK
 from tests.e2e.verifiers_environment import FOLDERS, interpreter

@@ -32,6 +32,7 @@ import tiny_models
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RolloutConfig
 from mcore_rl.engine.base import EngineSpec
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.parity import engines
 from mcore_rl.jobs.parity.compare import (
     THRESHOLDS,
@@ -42,7 +43,6 @@ from mcore_rl.jobs.parity.compare import (
     first_different,
 )
 from mcore_rl.jobs.parity.settings import TOLERANCES, drawn_prompts
-from mcore_rl.rollout.vllm_server import VLLMServer
 from tests.e2e.hosting import hosting
 from tests.nightly import all_but
 

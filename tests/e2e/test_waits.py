@@ -22,11 +22,11 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.parallel import rendezvous_client
 from mcore_rl.reshard.executor import Bucket
+from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.rollout.weight_updater import TransportSync
 from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
 from mcore_rl.weight_sync.shared_memory import SharedBuckets, shared_buckets
 from mcore_rl.weight_sync.transport import WeightUpdate
-from mcore_rl.workers.server_pool import ServerPool
-from mcore_rl.workers.weight_sync import TransportSync
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 

@@ -16,7 +16,7 @@ import torch
 from mcore_rl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.trainers.policy_loss import PolicyLoss
 
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mcore_rl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.trainers.policy_loss import PolicyLoss
 
 LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.01, 1.0
 Steps = list[tuple[float, float]]  # loss and gradient norm of each

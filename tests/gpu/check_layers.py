@@ -19,7 +19,7 @@ from mcore_rl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, O
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.trainers.policy_loss import PolicyLoss
 
 NUM_LAYERS = 4
 LOSS = PolicyLoss(AlgorithmConfig())

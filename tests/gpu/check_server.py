@@ -28,10 +28,10 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron.engine import MegatronEngine
+from mcore_rl.inference.protocol import Completion, SamplingParams
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.rollout.protocol import Completion, SamplingParams
-from mcore_rl.rollout.vllm_server import VLLMServer
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 

@@ -28,8 +28,8 @@ from mcore_rl.agents.session import GenerationError
 from mcore_rl.agents.trajectory import Turn
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
-from mcore_rl.rollout.gate import Gate
-from mcore_rl.rollout.protocol import Completion
+from mcore_rl.inference.gate import Gate
+from mcore_rl.inference.protocol import Completion
 
 if TYPE_CHECKING:
     from mcore_rl.agents.endpoint.generate import GenerateRequest  # imports fastapi

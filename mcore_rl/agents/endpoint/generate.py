@@ -26,7 +26,7 @@ from mcore_rl.agents.endpoint.guard import Guard, max_body_bytes
 from mcore_rl.agents.endpoint.http_app import new_app, unless_gone
 from mcore_rl.agents.remote import ABORT, GENERATE
 from mcore_rl.agents.session import version_spans
-from mcore_rl.rollout.protocol import Completion, Generator, SamplingParams
+from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 
 IDEMPOTENCY = "idempotency-key"  # a header
 _DEFAULT_TOKENS = 16  # vLLM's, where a request does not say how many

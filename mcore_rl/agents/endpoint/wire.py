@@ -14,7 +14,7 @@ from mcore_rl.agents.endpoint.fields import BOOKKEEPING, NEUTRAL, SAMPLING, Requ
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.agents.trajectory import Turn
-from mcore_rl.rollout.protocol import Completion
+from mcore_rl.inference.protocol import Completion
 
 MODEL = "policy"
 _MAX_STOPS, _MAX_TOOLS = 64, 1024

@@ -20,11 +20,11 @@ import torch
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
+from mcore_rl.inference.protocol import TokenScores
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.parity.compare import Scores
 from mcore_rl.models.base import HFConfig, kv_elements_per_token
 from mcore_rl.parallel.mesh import Coordinate, Mesh
-from mcore_rl.rollout.protocol import TokenScores
-from mcore_rl.rollout.vllm_server import VLLMServer
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.rollout.protocol import SamplingParams
+from mcore_rl.inference.protocol import SamplingParams
 
 ONE_FOR = 32  # a token of a batch here stands for so many, which keeps the loops' own work small
 

@@ -20,10 +20,10 @@ from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.tools.bench_async.model import Actor, Clock, Elsewhere, Servers, Workload
-from mcore_rl.workers.checkpointer import Checkpointer
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.sample_tables import SampleTables
-from mcore_rl.workers.turns import Turns
+from mcore_rl.trainers.checkpointing import Checkpointer
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.sample_log import SampleTables
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environment import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import state_id
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import RoutedExperts, Sample
+from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import Completion, SamplingParams
 from tests.pages import ROOT
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.repo.test_docs import write_recipes

@@ -14,6 +14,7 @@ from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import session_seed, turn_seed
+from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import samples_of
 from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.sample_choice import kept_groups
@@ -23,11 +24,10 @@ from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
+from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rewards.judge import Judge
-from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import Completion, SamplingParams
-from mcore_rl.workers.steps import describe
+from mcore_rl.trainers.steps import describe
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import TOKENIZER, Scripted, text_of
 

@@ -17,13 +17,13 @@ from mcore_rl.agents.endpoint.guard import Guard
 from mcore_rl.agents.endpoint.server import HttpServer
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner, check_agent
+from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample
+from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import SamplingParams
-from mcore_rl.workers.loop_thread import LoopThread
+from mcore_rl.rollout.loop_thread import LoopThread
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42
 

@@ -21,7 +21,7 @@ from mcore_rl.agents.endpoint.server import HttpServer
 from mcore_rl.agents.remote import GENERATE, ModelAddress, ModelServerError, RemoteGenerator
 from mcore_rl.agents.session import ChatSession
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.rollout.protocol import Completion, SamplingParams
+from mcore_rl.inference.protocol import Completion, SamplingParams
 from tests.unit.agents.test_loops import END, TOKENIZER, Scripted
 
 KEY = "the key"

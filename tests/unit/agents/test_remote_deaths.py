@@ -16,8 +16,8 @@ from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelServerError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
+from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rewards.judge import Judge
-from mcore_rl.rollout.protocol import Completion, SamplingParams
 from tests.unit.agents.test_loops import TOKENIZER
 from tests.unit.agents.test_models import CODEC
 from tests.unit.agents.test_remote import SAMPLING, SERVER, Server, run, serving, until

@@ -12,15 +12,15 @@ from mcore_rl.agents.codec import ChatMessage
 from mcore_rl.agents.loops import ToolLoopSettings, with_summary
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import session_seed, turn_seed
+from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
-from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import Completion, SamplingParams
-from mcore_rl.workers import evaluation
+from mcore_rl.inference.protocol import Completion, SamplingParams
+from mcore_rl.trainers import evaluation
 from tests.pages import ROOT
 from tests.unit.agents import test_loops
 from tests.unit.agents.families import tokenizer_of

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.runner import AgentRunner, check_agent, try_out
+from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import Turn, VersionSpan
 from mcore_rl.agents.verifiers.loop import RecordMismatchError, check_record
 from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess
@@ -20,9 +21,8 @@ from mcore_rl.agents.verifiers.settings import VerifiersSettings
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample
+from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rollout.agent_loop import Prompt
-from mcore_rl.rollout.protocol import SamplingParams
 from tests.unit.agents.served import Policy
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, text_of
 from tests.unit.agents.test_program import assert_gone

@@ -12,7 +12,7 @@ from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, GRPOSettings
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.workers.policy_loss import check_functions
+from mcore_rl.trainers.policy_loss import check_functions
 
 
 def advantages_of(

@@ -13,7 +13,7 @@ from mcore_rl.algorithms.distillation import distillation_metrics, sampled_kl, t
 from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.workers.steps import with_advantages, with_loss_weights
+from mcore_rl.trainers.steps import with_advantages, with_loss_weights
 
 KINDS = ("reverse_kl", "forward_kl")
 

@@ -7,7 +7,7 @@ from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
-from mcore_rl.workers.policy_loss import PolicyLoss
+from mcore_rl.trainers.policy_loss import PolicyLoss
 
 
 def test_estimators_match_a_case_worked_by_hand():

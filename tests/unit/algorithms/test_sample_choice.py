@@ -20,7 +20,7 @@ from mcore_rl.algorithms.sample_choice import (
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.workers.replay import ReplayBuffer
+from mcore_rl.trainers.replay_buffer import ReplayBuffer
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0]), min_size=1, max_size=7)
 cases = settings(max_examples=1000, deadline=None, derandomize=True)

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.cli import servers
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.workers.wanted_servers import read_wanted_servers, write_wanted_servers
+from mcore_rl.rollout.desired_servers import read_wanted_servers, write_wanted_servers
 from tests.pages import of_kind
 
 

@@ -12,7 +12,7 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.workers import evaluation, policy_checks, steps
+from mcore_rl.trainers import evaluation, policy_checks, steps
 from tests.unit.algorithms import advantage_oracles as oracles
 
 

@@ -11,11 +11,11 @@ import pytest
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, ModelConfig, RewardConfig, RLConfig
+from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.data.tasks import tiny_model
 from mcore_rl.jobs import preflight
 from mcore_rl.jobs.preflight import check_inputs, check_layouts, prompts_of
 from mcore_rl.jobs.roles import expert_layers
-from mcore_rl.workers.expert_records import ExpertLayers
 from tests.unit.agents.families import tokenizer_of
 
 

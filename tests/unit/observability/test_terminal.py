@@ -19,7 +19,7 @@ from mcore_rl.observability.console import (
     Measured, StepProgress, StepReport, print_before_after, show_line, waiting,
 )
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers.checkpointer import tell
+from mcore_rl.trainers.checkpointing import tell
 
 with waiting("starting"):
     print("1 node")

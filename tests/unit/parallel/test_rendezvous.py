@@ -19,6 +19,7 @@ import pytest
 import torch.distributed
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.inference.vllm.nodes import ServerNodes
 from mcore_rl.parallel import handshake, store
 from mcore_rl.parallel.handshake import Challenge
 from mcore_rl.parallel.rendezvous import (
@@ -30,7 +31,6 @@ from mcore_rl.parallel.rendezvous import (
 )
 from mcore_rl.parallel.rendezvous_client import RendezvousClient, end_waits
 from mcore_rl.parallel.store import RendezvousStore
-from mcore_rl.rollout.vllm_nodes import ServerNodes
 from tests import attacks
 from tests.operations import count_operations
 

@@ -13,8 +13,8 @@ from mcore_rl.cli import main as cli
 from mcore_rl.cli.bench import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.jobs.loop import Loop
-from mcore_rl.rollout.protocol import SamplingParams
 from mcore_rl.tools.bench_async.model import Clock, Servers, Workload
 from mcore_rl.tools.bench_async.run import SETUPS, WorkloadSettings, measured
 from mcore_rl.tools.bench_async.timeline import _mean_used

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
+from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, RLConfig
@@ -31,20 +32,19 @@ from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.base import MemoryReport, ScoredStep
+from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.jobs.loop import Loop
-from mcore_rl.rollout.agent_loop import Prompt, SingleTurnLoop
-from mcore_rl.rollout.protocol import Completion, SamplingParams
-from mcore_rl.workers.checkpointer import Checkpointer
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.idle_time import IdleTime
-from mcore_rl.workers.loop_thread import LoopThread
-from mcore_rl.workers.model_worker import ModelWorker
-from mcore_rl.workers.rollout_worker import RolloutWorker, prompts_of
-from mcore_rl.workers.running_groups import RunningGroups
-from mcore_rl.workers.sample_tables import SampleTables
-from mcore_rl.workers.server_pool import ServerPool
-from mcore_rl.workers.turns import Turns
-from mcore_rl.workers.weight_sync import TransportSync
+from mcore_rl.rollout.idle_time import IdleTime
+from mcore_rl.rollout.loop_thread import LoopThread
+from mcore_rl.rollout.running_groups import RunningGroups
+from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.rollout.weight_updater import TransportSync
+from mcore_rl.rollout.worker import RolloutWorker, prompts_of
+from mcore_rl.trainers.checkpointing import Checkpointer
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.sample_log import SampleTables
 from tests.unit.controller.test_driver_work import Reference
 
 

@@ -31,17 +31,17 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
 from mcore_rl.observability.stopwatch import Stopwatch
-from mcore_rl.workers.checkpointer import Checkpointer
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.policy_checks import PolicyMismatchError
-from mcore_rl.workers.sample_queue import GroupState
-from mcore_rl.workers.sample_tables import SampleTables
-from mcore_rl.workers.turns import Turns
+from mcore_rl.rollout.buffer import GroupState
+from mcore_rl.trainers.checkpointing import Checkpointer
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.policy_checks import PolicyMismatchError
+from mcore_rl.trainers.sample_log import SampleTables
 from tests.fakes import ScoringUpdates
 from tests.unit.trainers import test_one_step_off
 from tests.unit.trainers.modelled_servers import Servers
+from tests.unit.trainers.test_checkpointing import Actor
 from tests.unit.trainers.test_one_step_off import log_probs_of
-from tests.unit.workers.test_checkpointer import Actor
 
 NUM_STEPS, PER_STEP = 6, 4
 

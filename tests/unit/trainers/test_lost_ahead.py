@@ -14,7 +14,9 @@ from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
 from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
 from mcore_rl.controller.stop_signals import RunStopped
 from mcore_rl.data.batch import Batch
-from mcore_rl.workers import replay, samples, samples_ahead
+from mcore_rl.trainers import prefetch as samples_ahead
+from mcore_rl.trainers import replay_buffer as replay
+from mcore_rl.trainers import step_samples as samples
 from tests.unit.trainers.test_one_step_off import Run, same
 
 Made = tuple[int, int]  # a group, and the version that has generated it

@@ -22,14 +22,14 @@ from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
-from mcore_rl.workers.checkpointer import Checkpointer
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.policy_checks import PolicyMismatchError
-from mcore_rl.workers.sample_tables import SampleTables
-from mcore_rl.workers.turns import Turns
+from mcore_rl.trainers.checkpointing import Checkpointer
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.policy_checks import PolicyMismatchError
+from mcore_rl.trainers.sample_log import SampleTables
 from tests.fakes import ScoringUpdates
-from tests.unit.workers.answering import Answering
-from tests.unit.workers.test_checkpointer import Actor
+from tests.unit.rollout.answering import Answering
+from tests.unit.trainers.test_checkpointing import Actor
 
 LIMIT_S = 20.0  # of every wait: a loop that does not overlap fails, and does not hang
 NUM_STEPS = 5

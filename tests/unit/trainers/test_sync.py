@@ -19,15 +19,15 @@ from mcore_rl.config.schema import (
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.trainers import steps
+from mcore_rl.trainers.checkpointing import Checkpointer
+from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.learner import Learner
+from mcore_rl.trainers.policy_checks import PolicyMismatchError
+from mcore_rl.trainers.replay_buffer import ReplayBuffer
+from mcore_rl.trainers.sample_log import SampleTables
 from mcore_rl.trainers.sync import SyncTrainer
-from mcore_rl.workers import steps
-from mcore_rl.workers.checkpointer import Checkpointer
-from mcore_rl.workers.evaluation import Evaluation
-from mcore_rl.workers.learner import Learner
-from mcore_rl.workers.policy_checks import PolicyMismatchError
-from mcore_rl.workers.replay import ReplayBuffer
-from mcore_rl.workers.sample_tables import SampleTables
-from mcore_rl.workers.turns import Turns
 from tests.fakes import ScoringUpdates
 
 REPORTED: dict[str, float] = {}  # metrics of the last step

@@ -56,7 +56,7 @@ def run_of(folder, servers: Servers, until: Callable[[], bool] = lambda: True, *
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rl.workers.async_rollout.POLL_S", 0.005)
+    monkeypatch.setattr("mcore_rl.trainers.async_rollout.POLL_S", 0.005)
 
 
 def test_while_the_trainer_computes_groups_are_begun_as_others_end(tmp_path):

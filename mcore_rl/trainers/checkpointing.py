@@ -1,0 +1,280 @@
+"""Training checkpoints while a trainer's loop goes on: when one is due, and what is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from mcore_rl.checkpoint.run_checkpoints import (
+    ACTOR,
+    CRITIC,
+    MADE_IN,
+    RunCheckpoint,
+    RunCheckpoints,
+    name_of,
+)
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.controller.dispatch import Group
+from mcore_rl.controller.stop_signals import RunStopped, StopSignals
+from mcore_rl.trainers.device_sharing import OneModel, Turns
+
+CHECKPOINTS, HF = "checkpoints", "hf"  # folders in output_dir
+DATA = "data"  # in the state of a checkpoint: the digest of each source, by setting
+
+
+class NotSavedError(RuntimeError):
+    """A run that is asked to end has no checkpoint of its last step."""
+
+
+class Stateful(Protocol):
+    """A part of a run with a state of its own: what JSON can hold, and arrays of numbers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Checkpointer:
+    """A trainer's loop calls `is_due` and `save` when the actor has been updated and is still on
+    its devices, and `step_ended` when the metrics of the step have been written:
+
+        for step in range(checkpointer.next_step, num_steps + 1):
+            ...                              # generate, update
+            if checkpointer.is_due(step):
+                checkpointer.save(step)
+            ...                              # push the weights, report the metrics
+            checkpointer.step_ended(step, metrics)
+
+    A checkpoint gets its name in `step_ended`, so that the metrics up to its step are on disk.
+    What the disk does not take is told and costs the checkpoint, not the run.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig | TrainConfig,
+        output_dir: Path,
+        turns: Turns | OneModel,
+        parts: Mapping[str, Stateful],
+        results: Callable[[], Mapping[str, Any]],
+        stop: StopSignals,
+        hf_bytes: int,
+        digests: Mapping[str, str] | None = None,
+    ) -> None:
+        """`parts` have what the loop needs besides the weights; `results` what the summary has so
+        far; `hf_bytes` is what an export takes; `digests` are those of the data, by setting.
+        """
+        self._config, self._turns, self._parts = config, turns, parts
+        self._results, self._stop, self._hf_bytes = results, stop, hf_bytes
+        self._digests = dict(digests or {})
+        self._output_dir, self._hf_folder = output_dir.absolute(), output_dir / HF
+        self._made_in: str | None = None  # the run whose task and warm start this one goes on with
+        self._written = RunCheckpoints(output_dir / CHECKPOINTS)
+        self._saving: int | None = None  # the step whose checkpoint has no name yet
+        self._state: dict[str, Any] = {}  # of that step
+        self._best: dict[str, Any] | None = None  # step, metric and value
+        self._last = 0  # step of the newest checkpoint
+        self.next_step = 1
+
+    def restore(self, checkpoint: RunCheckpoint) -> None:
+        """Models, servers and all parts are as they were after the step of a checkpoint.
+
+        Raises:
+            ConfigError: an earlier version of this program has written it, without a part.
+        """
+        if missing := sorted(self._parts.keys() - checkpoint.state["parts"].keys()):
+            raise ConfigError(
+                f"{checkpoint.path} has no state of {', '.join(missing)}, which this run needs: an "
+                "earlier version wrote it; go on with that version, or begin a new run from "
+                f"its weights (mcore-rl convert mcore-to-hf --checkpoint {checkpoint.path / ACTOR})"
+            )
+        self._turns.stop_serving()
+        self._turns.begin_training()
+        self._turns.actor.load_checkpoint(str(checkpoint.path / ACTOR))
+        if self._turns.critic is not None:
+            with self._turns.critic_on_device() as critic:
+                critic.load_checkpoint(str(checkpoint.path / CRITIC))
+        self._turns.serve(version=checkpoint.state["weight_version"])
+        for name, part in self._parts.items():
+            try:
+                part.load_state_dict(checkpoint.state["parts"][name])
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"{checkpoint.path}: the state of {name} is not what this version writes: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        self._restore_best(checkpoint)
+        self._last, self.next_step = checkpoint.step, checkpoint.step + 1
+        if checkpoint.made_in != self._output_dir:
+            self._made_in = str(checkpoint.made_in)
+
+    def _restore_best(self, checkpoint: RunCheckpoint) -> None:
+        """Go on with the best checkpoint so far, if it is the best by the same metric."""
+        best, name = checkpoint.state["best"], self._config.checkpoint.keep_best
+        if best is None or best["metric"] == name:
+            self._best = best
+            return
+        tell(
+            f"checkpoint.keep_best={name!r} (was {best['metric']!r}): {name_of(best['step'])}, the "
+            "best so far, goes as others do" + f"; steps after {checkpoint.step} count" * bool(name)
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Whether `save` has to come."""
+        return self._is_checkpoint_due(step) or self._is_export_due(step)
+
+    def save(self, step: int) -> None:
+        """The actor is on its devices, with the weights of this step."""
+        if self._is_checkpoint_due(step):
+            self._begin(step)
+        if self._is_export_due(step):
+            self._export(step)
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The servers have the weights of this step, and its metrics are on disk.
+
+        Raises:
+            RunStopped: a signal has asked for it; the step is saved.
+        """
+        is_asked = bool(self._stop.requested)  # from here on, a signal is for the next step
+        if is_asked and self._saving != step:
+            self._turns.stop_serving()
+            self._turns.begin_training()
+            self._begin(step)
+        if self._saving == step:
+            self._state = self._state_of(step, metrics)
+        if self._saving is not None:
+            is_last = step == self._config.trainer.num_steps
+            if is_last or is_asked or all(all(group.is_saved()) for group in self._trained):
+                self._finish()
+        if is_asked:
+            self._raise_stopped(step)
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        every = self._config.trainer.save_every
+        if not every:
+            return False
+        is_last = step == self._config.trainer.num_steps
+        return is_last or step % every == 0 or bool(self._stop.requested)
+
+    def _is_export_due(self, step: int) -> bool:
+        every = self._config.checkpoint.hf_every
+        return bool(every) and step % every == 0
+
+    def _begin(self, step: int) -> None:
+        """Copied to the host when this returns and, unless checkpoint.async_save, written."""
+        self._finish()
+        try:
+            path = self._written.begin(step)
+        except OSError as error:
+            self._warn(step, str(error))
+            return
+        in_background = self._config.checkpoint.async_save
+        save = self._turns.actor.save_checkpoint
+        reason = save(str(path / ACTOR), in_background=in_background)[0]
+        if self._turns.critic is not None and not reason:
+            with self._turns.critic_on_device() as critic:
+                save = critic.save_checkpoint
+                reason = save(str(path / CRITIC), in_background=in_background)[0]
+        if reason:
+            self._end_saves()
+            self._warn(step, reason)
+            self._written.discard(step)
+        else:
+            self._saving = step
+
+    @property
+    def _trained(self) -> list[Group]:
+        critic = self._turns.critic
+        return [self._turns.actor] + ([critic] if critic is not None else [])
+
+    def _end_saves(self) -> str:
+        """Wait for what is being written in the background; returns why it could not be, or ""."""
+        return next(filter(None, [group.finish_save()[0] for group in self._trained]), "")
+
+    def _state_of(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            "weight_version": step,
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "best": self._best_with(step, metrics),
+            "results": dict(self._results()),
+            "settings": asdict(self._config),
+            DATA: self._digests,
+            MADE_IN: self._made_in,
+        }
+
+    def _best_with(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+        """Step, metric and value of the best checkpoint, with that of this step."""
+        name, best = self._config.checkpoint.keep_best, self._best
+        if not name:
+            return None
+        value = metrics.get(name.removeprefix("-"))
+        if value is None or not math.isfinite(value):
+            found = f"it has {', '.join(sorted(metrics))}" if value is None else f"it is {value}"
+            tell(f"checkpoint.keep_best={name!r}: no such metric in step {step}; {found}")
+            return best
+        sign = -1 if name.startswith("-") else 1
+        if best is not None and sign * value <= sign * best["value"]:
+            return best
+        return {"metric": name, "step": step, "value": value}
+
+    def _finish(self) -> None:
+        """The checkpoint that is being written gets its name, and old ones go."""
+        if self._saving is None:
+            return
+        step, self._saving = self._saving, None
+        reason = self._end_saves()
+        try:
+            if reason:
+                raise OSError(reason)
+            self._written.publish(step, self._state)
+        except OSError as error:
+            self._warn(step, str(error))
+            self._written.discard(step)
+            return
+        self._last, self._best = step, self._state["best"]
+        besides = [self._best["step"]] if self._best is not None else []
+        try:
+            self._written.prune(step, self._config.checkpoint.keep, besides)
+        except OSError as error:
+            tell(f"step {step}: an old checkpoint cannot be removed: {error}; the run goes on")
+
+    def _export(self, step: int) -> None:
+        path = self._hf_folder / name_of(step)
+        try:
+            self._hf_folder.mkdir(exist_ok=True)
+            if path.exists():  # of a run that went on from an earlier step
+                shutil.rmtree(path)
+            reason = self._turns.actor.export(str(path), self._hf_bytes)[0]
+        except OSError as error:
+            reason = str(error)
+        if reason:
+            tell(f"step {step}: no export to {path}: {reason}; the run goes on")
+
+    def _warn(self, step: int, reason: str) -> None:
+        held = f"that of step {self._last} stays" if self._last else "there is none yet"
+        tell(f"step {step}: no checkpoint: {reason}; {held}, and the run goes on")
+
+    def _raise_stopped(self, step: int) -> None:
+        told, go_on = f"{self._stop.requested}: step {step}", how_to_go_on(self._config)
+        if self._last != step:
+            raise NotSavedError(f"{told} could not be saved; {go_on}")
+        raise RunStopped(f"{told} is saved; {go_on}")
+
+
+def how_to_go_on(config: RLConfig | TrainConfig) -> str:
+    return f"to go on: the same command with resume=auto output_dir={config.output_dir}"
+
+
+def tell(warning: str) -> None:
+    with contextlib.suppress(OSError):  # nobody may read it any more
+        print(f"mcore-rl: warning: {warning}", file=sys.stderr)

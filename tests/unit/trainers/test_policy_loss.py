@@ -1,0 +1,293 @@
+"""The loss of an update is the sum of its parts, each by its coefficient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.algorithms.losses import LOSSES
+from mcore_rl.algorithms.prepared import is_prepared
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.config.distillation_schema import DistillationConfig
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig
+from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.trainers.policy_loss import (
+    COLUMN_OF_METRIC,
+    EARLIER,
+    PolicyLoss,
+    check_functions,
+    check_greedy,
+    read_by_loss,
+)
+from mcore_rl.trainers.updates import with_prepared_columns
+
+LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
+SCORES = {"log_probs": LOG_PROBS, "entropy": torch.tensor([0.3, 0.6, 0.1])}
+OF_ALL_LOSSES = (
+    "log_probs", "rollout_log_probs", "reference_log_probs", "advantages", "response_mask",
+    "loss_weights", "kl_weights", "entropy_weights", "cross_entropy_weights",
+)  # fmt: skip
+COLUMNS = {
+    "log_probs": LOG_PROBS.clone(),  # on-policy: ratios are 1
+    "advantages": torch.tensor([1.0, -1.0, 2.0]),
+    "reference_log_probs": LOG_PROBS - 0.5,
+}
+
+
+def inputs(**changes: dict[str, torch.Tensor]) -> LossInputs:
+    ids = torch.tensor([0, 0, 1])
+    given = {"scores": SCORES, "columns": COLUMNS} | changes
+    return LossInputs(**given, sequence_ids=ids, num_sequences=2)
+
+
+def test_on_policy_it_is_minus_the_advantage():
+    losses, metrics = PolicyLoss(AlgorithmConfig())(inputs())
+    assert losses.keys() == {"loss_weights"}
+    torch.testing.assert_close(losses["loss_weights"], -COLUMNS["advantages"])
+    assert "entropy" not in metrics and "reference_kl" not in metrics
+
+
+def test_each_loss_has_weights_of_its_own_and_the_policy_alone_is_corrected():
+    names = ("kl_weights", "entropy_weights", "cross_entropy_weights")
+    weights = {name: torch.ones(3) for name in names}
+    correction = torch.tensor([0.5, 0.0, 2.0])
+    found = COLUMNS | weights | {"correction_weights": correction}
+    losses, metrics = PolicyLoss(AlgorithmConfig(entropy_coef=0.5, kl_coef=2.0))(
+        inputs(columns=found)
+    )
+    kl = 2.718281828459045**-0.5 - 1 + 0.5  # k3 at a log-ratio of -0.5
+    torch.testing.assert_close(losses["loss_weights"], -COLUMNS["advantages"] * correction)
+    torch.testing.assert_close(losses["kl_weights"], torch.full((3,), kl))
+    torch.testing.assert_close(losses["entropy_weights"], -SCORES["entropy"])
+    torch.testing.assert_close(losses["cross_entropy_weights"], -LOG_PROBS)
+    assert metrics["reference_kl"][0] == "kl_weights"
+    assert metrics["reference_kl"][1][0].item() == pytest.approx(kl, rel=1e-6)
+    assert metrics["entropy"][0] == "entropy_weights"
+    assert torch.equal(metrics["entropy"][1], SCORES["entropy"])
+    assert metrics["cross_entropy"][0] == "cross_entropy_weights"
+    assert torch.equal(metrics["cross_entropy"][1], -LOG_PROBS)
+
+
+def test_an_unbiased_kl_has_the_gradient_of_the_kl_to_the_reference():
+    """Of r k3 by log pi, with r = pi / pi_server: r (log pi - log pi_ref), in expectation it."""
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    columns = {"rollout_log_probs": LOG_PROBS - 0.25, "kl_weights": torch.ones(3)}
+    config = AlgorithmConfig(kl_coef=1.0, correction=CorrectionConfig(unbiased_kl=True))
+    given = inputs(scores={"log_probs": log_probs}, columns=COLUMNS | columns)
+    kl = PolicyLoss(config)(given)[0]["kl_weights"]
+    ratio = torch.full((3,), 0.25).exp()
+    torch.testing.assert_close(kl, ratio * (torch.exp(torch.tensor(-0.5)) - 1 + 0.5))
+    (gradient,) = torch.autograd.grad(kl.sum(), log_probs)
+    torch.testing.assert_close(gradient, ratio * 0.5)
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_a_loss_of_the_package_reads_only_columns_that_an_update_sends(name):
+    """Here all that samples may have, each a number of its own."""
+    settings = {"dro": {"beta": 0.1}, "kimi": {"tau": 0.1}}.get(name, {})  # without a default
+    algorithm, batch = AlgorithmConfig(loss=name, loss_settings=settings), all_columns()
+    if is_prepared(LOSSES[name]):
+        batch, _ = with_prepared_columns(batch, algorithm, [0])
+    sent = batch.select(*read_by_loss(by_reference(batch), name).names)
+    assert {*batch.names} - {*sent.names} == {*EARLIER}
+    found = [PolicyLoss(algorithm)(inputs(columns=tensors(one))) for one in (batch, sent)]
+    for with_all, with_sent in zip(found[0][0].values(), found[1][0].values(), strict=True):
+        torch.testing.assert_close(with_all, with_sent)
+    assert found[0][1].keys() == found[1][1].keys()
+
+
+def all_columns() -> Batch:
+    """Two responses, of two tokens and one."""
+    names = (*OF_ALL_LOSSES, *EARLIER)
+    values = np.random.default_rng(0).random((len(names), 3)).astype(np.float32)
+    rows = {name: [row[:2], row[2:]] for name, row in zip(names, values, strict=True)}
+    columns = {name: Jagged.of(row, np.float32) for name, row in rows.items()}
+    return Batch(columns | {"response_ids": columns["advantages"], "rewards": np.ones(2)})
+
+
+def by_reference(batch: Batch) -> RemoteBatch:
+    places = Places.nowhere(len(batch))
+    columns = {n: RemoteColumn(places, n, np.zeros(0, np.float32)) for n in tensors(batch)}
+    return RemoteBatch(Batch({"rewards": batch["rewards"]}), columns)
+
+
+def tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    jagged = (name for name in batch.names if isinstance(batch[name], Jagged))
+    return {name: torch.from_numpy(batch.jagged(name).values) for name in jagged}
+
+
+def test_a_loss_of_ones_own_gets_all_columns():
+    batch = by_reference(all_columns())
+    assert read_by_loss(batch, "own.py:loss").names == batch.names
+
+
+def test_a_metric_is_a_mean_over_the_column_that_stands_in_the_table():
+    columns = {name: torch.ones(3) for name in COLUMN_OF_METRIC.values()}
+    top = LOG_PROBS[:, None, None]
+    teacher = {"teacher_top_log_probs": top, "teacher_shares": torch.ones(3, 1)}
+    config = AlgorithmConfig(distillation=DistillationConfig("forward_kl"))
+    found = inputs(scores=SCORES | {"chosen_log_probs": top}, columns=COLUMNS | columns | teacher)
+    _, metrics = PolicyLoss(config)(found)
+    named = {name: metric[0] for name, metric in metrics.items() if isinstance(metric, tuple)}
+    assert named == COLUMN_OF_METRIC
+
+
+def test_the_kl_in_the_reward_is_none_of_the_loss():
+    config = AlgorithmConfig(kl_coef=2.0, kl_in="reward")
+    assert PolicyLoss(config).needs == set()
+
+
+def test_the_entropy_is_needed_where_it_counts_only():
+    assert PolicyLoss(AlgorithmConfig()).needs == set()
+    both = AlgorithmConfig(entropy_coef=0.5, kl_coef=2.0)
+    assert PolicyLoss(both).needs == {"entropy", "reference_log_probs"}
+    assert PolicyLoss(AlgorithmConfig(entropy_target=0.2)).needs == {"entropy"}
+
+
+def test_an_update_that_nothing_has_scored_before_measures_the_entropy():
+    algorithm = AlgorithmConfig(correction=CorrectionConfig(use_rollout_log_probs=True))
+    assert PolicyLoss(algorithm).needs == {"entropy"}
+    _, metrics = PolicyLoss(algorithm)(inputs())
+    assert metrics["entropy"][0] == "loss_weights"
+    assert torch.equal(metrics["entropy"][1], SCORES["entropy"])
+
+
+OWN = """
+from __future__ import annotations
+import torch
+from mcore_rl.algorithms.inputs import LossInputs, LossResult, needs
+
+@needs("entropy", "reference_log_probs")
+def far(inputs: LossInputs) -> LossResult:
+    return inputs.log_probs - inputs.reference_log_probs, {"entropy": inputs.entropy.detach()}
+
+def undeclared(inputs):
+    return inputs.log_probs - inputs.reference_log_probs, {}
+
+@needs("values")
+def gae(inputs):
+    return inputs.values
+
+@needs("baseline_rewards")
+def greedy(inputs):
+    return inputs.rewards - inputs.baseline_rewards
+
+def scalar(inputs):
+    return inputs.log_probs.mean(), {}
+
+def short(inputs):
+    return inputs.log_probs, {"ratio": inputs.log_probs[1:]}
+
+def alone(inputs):
+    return inputs.log_probs
+
+def total(log_probs, reference_log_probs):
+    return (log_probs - reference_log_probs).sum()
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
+    loss = PolicyLoss(AlgorithmConfig(loss="own.py:far", kl_coef=1e-9))
+    assert loss.needs == {"entropy", "reference_log_probs"}
+    found, metrics = loss(inputs())
+    torch.testing.assert_close(found["loss_weights"], torch.full((3,), 0.5))
+    assert torch.equal(metrics["entropy"], SCORES["entropy"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "own.py:far"}, r"algorithm.loss='own.py:far' asks for reference_log_probs, which "
+         r"this run does not have: algorithm.kl_coef=0 loads no reference model; allowed: above 0"),
+        ({"loss": "own.py:gae"}, r"algorithm.loss='own.py:gae' asks for values"),
+        ({"loss": "own.py:nope"}, r"algorithm.loss='own.py:nope': 'own.py' has no function 'nope'; "
+         r"it has: far, undeclared, gae"),
+        ({"advantage": "nowhere:gae"}, r"algorithm.advantage='nowhere:gae': 'nowhere' cannot be "
+         r"imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ({"loss_settings": {"clip_ratio_low": 1.5}},
+         r"algorithm.loss_settings.clip_ratio_low=1.5; allowed: 0 to 1"),
+        ({"loss_settings": {"clip": 0.1}}, r"algorithm.loss_settings.clip is no setting of "
+         r"algorithm.loss='ppo_clip'; allowed: clip_ratio_low, clip_ratio_high"),
+        ({"loss": "decoupled_ppo", "correction": CorrectionConfig(level="token")},
+         r"loss='decoupled_ppo' has importance weights of its own; .*correction.level='off'"),
+        ({"correction": CorrectionConfig(reject={"seq": 1})},
+         r"algorithm.correction.reject.seq is no rule; allowed: token_k1, "),
+        ({"kl_estimator_settings": {"x": 1}}, r"algorithm.kl_estimator='k3' has no settings"),
+    ],
+)  # fmt: skip
+def test_what_a_run_cannot_have_is_refused_before_it_starts(own, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_functions(AlgorithmConfig(**settings))
+
+
+def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(own):
+    columns = {name: column for name, column in COLUMNS.items() if name != "reference_log_probs"}
+    with pytest.raises(ConfigError, match=r"asks for reference_log_probs.*algorithm.kl_coef=0"):
+        PolicyLoss(AlgorithmConfig(loss="own.py:undeclared"))(inputs(columns=columns))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "own.py:scalar"}, r"'own.py:scalar' returned \[\] for the loss; .* here \[3\]"),
+        ({"loss": "own.py:short"}, r"'own.py:short' returned \[2\] for ratio"),
+        ({"loss": "own.py:alone"}, r"'own.py:alone' returned Tensor; allowed: a loss and a dict"),
+        (
+            {"kl_estimator": "own.py:total", "kl_coef": 0.1},
+            r"kl_estimator='own.py:total' ret.* \[\]",
+        ),
+    ],
+)
+def test_a_loss_of_another_form_is_refused(own, settings, message):
+    columns = COLUMNS | {"kl_weights": torch.ones(3)}
+    with pytest.raises(ConfigError, match=message):
+        PolicyLoss(AlgorithmConfig(**settings))(inputs(columns=columns))
+
+
+@pytest.mark.parametrize("name", ["remax", "own.py:greedy"])
+def test_an_advantage_of_greedy_responses_is_refused_where_a_run_makes_none(own, name):
+    config = RLConfig(algorithm=AlgorithmConfig(advantage=name))
+    check_greedy(config)
+    config.trainer.mode = "fully_async"
+    with pytest.raises(ConfigError, match=rf"advantage='{name}' .*mode='fully_async' these"):
+        check_greedy(config)
+    config.algorithm.advantage = "grpo"
+    check_greedy(config)
+    config.algorithm.advantage, config.trainer.mode = name, "sync"
+    config.reward_model.model_path = "rm"
+    with pytest.raises(ConfigError, match=rf"'{name}' .*reward_model.model_path='rm' does not"):
+        check_greedy(config)
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_recipe_of_the_page_fits_its_functions(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    (tmp_path / "mine.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    algorithm = compose_config(RLConfig, [f"recipe={tmp_path / 'mine.yaml'}"]).algorithm
+    check_functions(algorithm)
+    with pytest.raises(ConfigError, match=r"loss_settings.clip is no setting .*clip_ratio_low, cl"):
+        check_functions(replace(algorithm, loss_settings={"clip": 0.1}))
+
+
+def test_replay_with_a_critic_is_refused():
+    settings = AlgorithmConfig(advantage="gae")
+    check_functions(settings)
+    settings.samples.replay.share = 0.5
+    with pytest.raises(ConfigError, match=r"replay.share=0.5: .*advantage='gae'"):
+        check_functions(settings)
