@@ -255,7 +255,7 @@ def test_workers_that_share_the_experts_record_them(tmp_path):
 
 
 def test_vllms_own_model_runner_of_the_cpu_still_reports_no_experts():
-    """Else vllm_routing.py is to go."""
+    """Else inference/vllm/routing.py is to go."""
     folder = Path(importlib.util.find_spec("vllm").origin).parent / "v1" / "worker"
     for name in ("cpu_model_runner.py", "gpu_model_runner.py"):
         assert "aux_output_connector" not in (folder / name).read_text()

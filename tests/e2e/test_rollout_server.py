@@ -45,7 +45,7 @@ from tests.e2e.served import (
 
 pytestmark = pytest.mark.server
 
-# Versions whose lines the corrections of vllm_worker.py were read against.
+# Versions whose lines the corrections of inference/vllm/worker.py were read against.
 _REVIEWED_VLLM = {"0.32.0"}
 
 

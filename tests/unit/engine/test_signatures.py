@@ -117,8 +117,8 @@ def test_norms_are_made_with_what_they_take(name):
     assert calls and all(keywords(call) <= takes for call in calls)
 
 
-def rollout_imports() -> list[tuple[str, str]]:
-    folder = Path(__file__).parents[3] / "mcore_rl/rollout"
+def inference_imports() -> list[tuple[str, str]]:
+    folder = Path(__file__).parents[3] / "mcore_rl/inference/vllm"
     nodes = [node for file in folder.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
     return [
         (node.module, alias.name)
@@ -128,10 +128,10 @@ def rollout_imports() -> list[tuple[str, str]]:
     ]
 
 
-def test_all_that_rollout_imports_of_vllm_is_there_on_both_lanes():
+def test_all_that_inference_imports_of_vllm_is_there_on_both_lanes():
     """Read and not imported: the pinned builds of both lanes have the same Python source."""
     spec = importlib.util.find_spec("vllm")
-    source, wanted = recorded.Source(Path(spec.origin).parents[1]), rollout_imports()
+    source, wanted = recorded.Source(Path(spec.origin).parents[1]), inference_imports()
     assert len(wanted) > 15
     for module, name in wanted:
         source.find(module, name)

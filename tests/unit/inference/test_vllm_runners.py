@@ -15,9 +15,9 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent  # found, not imported
-OURS = Path(__file__).parents[3] / "mcore_rl/rollout"
+OURS = Path(__file__).parents[3] / "mcore_rl/inference/vllm"
 V1, V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
-ON_CPU = "v1/worker/cpu_model_runner.py"  # a subclass of V1's, which vllm_routing.py extends
+ON_CPU = "v1/worker/cpu_model_runner.py"  # a subclass of V1's, which inference/vllm/routing.py extends
 
 
 @cache
@@ -66,14 +66,14 @@ def calls(function: ast.AST, name: str) -> list[ast.Call]:
 @pytest.mark.parametrize("runner", [V1, V2])
 def test_all_that_hooks_use_of_a_runner_is_there(runner):
     """Of bytes kept and cleared pages, reload and traces."""
-    used = {file: used_of_runners(file) for file in ("vllm_sleep.py", "vllm_worker.py")}
+    used = {file: used_of_runners(file) for file in ("sleep.py", "worker.py")}
     assert used == {
-        "vllm_sleep.py": {"get_model", "kv_caches"},
-        "vllm_worker.py": {"get_model", "reload_weights"},
+        "sleep.py": {"get_model", "kv_caches"},
+        "worker.py": {"get_model", "reload_weights"},
     }
-    assert used_of_runners("vllm_trace.py") == {"get_model", "device", "dtype"}
+    assert used_of_runners("trace.py") == {"get_model", "device", "dtype"}
     there = members(definition(runner, "GPUModelRunner"))
-    assert set().union(*used.values(), used_of_runners("vllm_trace.py")) <= there
+    assert set().union(*used.values(), used_of_runners("trace.py")) <= there
 
 
 @pytest.mark.parametrize("runner", [V1, V2])
@@ -118,7 +118,7 @@ def test_the_experts_of_tokens_are_recorded_by_the_runner_that_vllm_demands_for_
 def test_what_routing_extends_on_a_cpu_is_there():
     methods = members(definition(ON_CPU, "CPUModelRunner"))
     methods |= members(definition(V1, "GPUModelRunner"))
-    used = used_of_runners("vllm_routing.py")
+    used = used_of_runners("routing.py")
     assert used == {"input_batch", "model", "query_start_loc", "vllm_config"}
     assert used | {"initialize_kv_cache", "execute_model", "sample_tokens"} <= methods
 
