@@ -203,7 +203,7 @@ class Batch(Samples):
     sum_pi_squared, turn_numbers (of the turns of the policy in the sample, from 0; -1: the token is
     of none), and weights of losses: loss_weights, kl_weights, entropy_weights,
     cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs, teacher_ids,
-    teacher_top_log_probs: see trainers/scoring.py; routed_experts: [MoE layers, experts a token] a
+    teacher_top_log_probs: see Teachers in trainers/roles.py; routed_experts: [MoE layers, experts a token] a
     prompt or response token, and stage_routed_experts, those of a pipeline rank, which are
     stage_routed_experts/<its layers> of each in what servers have made; fields: the columns of the
     data row, as texts of JSON (Jagged.of_texts; blanks: none);

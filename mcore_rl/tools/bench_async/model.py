@@ -271,8 +271,9 @@ class Actor:
     def to(self, place: str, model: bool = True) -> None:
         """Takes no time."""
 
-    def with_next(self, method: str, place: str) -> None:
-        """Neither does this: it comes to its devices."""
+    def apply(self, function: Callable[..., Any], batch: Batch, *args: object) -> Any:
+        """Neither does this."""
+        return function(batch, *args)
 
     def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
         self._take(batch, self._load.log_probs_per_s, "log-probs")
