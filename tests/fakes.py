@@ -53,6 +53,11 @@ class FakeStream:
     def enqueue(self, work: Callable[[], Any]) -> None:
         self.pending.append(work)
 
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
+        event.record(self)
+        return event
+
     def run_until(self, event: FakeEvent | None) -> None:
         """Run what is before the event; all without one."""
         while self.pending:

@@ -130,9 +130,8 @@ class _CudaBuckets:
         Every write is in the current stream, or that stream waits for it (NCCL). The transfers of
         the next bucket, in other streams, go on meanwhile.
         """
-        written = torch.cuda.Event()
-        written.record(torch.cuda.current_stream(self._device))
-        written.synchronize()
+        stream: Any = torch.cuda.current_stream(self._device)
+        stream.record_event().synchronize()
 
     def close(self) -> None:
         self._tensors.clear()

@@ -30,7 +30,7 @@ from mcore_rl.weight_sync.shared_memory import (
     site_of,
 )
 from mcore_rl.weight_sync.transport import WeightUpdate
-from tests.fakes import FakeEvent, FakeGpu, replace_torch_cuda
+from tests.fakes import FakeEvent, FakeGpu, FakeStream, replace_torch_cuda
 
 CPU = torch.device("cpu")
 VERSION_7 = WeightUpdate(7)
@@ -277,9 +277,14 @@ def test_no_event_is_waited_for_without_a_bucket(monkeypatch):
     assert gpu.num_event_waits == gpu.num_device_waits == 0
 
 
-def test_the_event_of_a_fake_gpu_takes_the_arguments_of_the_real_one():
-    for name in ("record", "synchronize"):
-        real, fake = (getattr(event, name) for event in (torch.cuda.Event, FakeEvent))
-        assert [*inspect.signature(real).parameters] == [*inspect.signature(fake).parameters]
-    real, fake = torch.cuda.Event.__new__, FakeEvent.__init__
+@pytest.mark.parametrize(
+    ("real", "fake"),
+    [
+        (torch.cuda.Event.__new__, FakeEvent.__init__),
+        (torch.cuda.Event.record, FakeEvent.record),
+        (torch.cuda.Event.synchronize, FakeEvent.synchronize),
+        (torch.cuda.Stream.record_event, FakeStream.record_event),
+    ],
+)
+def test_a_fake_gpu_is_called_as_a_real_one(real, fake):
     assert [*inspect.signature(real).parameters][1:] == [*inspect.signature(fake).parameters][1:]
