@@ -4,8 +4,8 @@
         algorithm.num_mini_batches=1
 
 Each step samples responses, keeps those that the reward accepts, once each, and imitates them: the
-negative log-likelihood of their tokens, as in `mcore-rl sft`. It is expert iteration with the policy
-itself as the expert, without a baseline, a ratio or a clip.
+negative log-likelihood of their tokens, as in `mcore-rl sft`. It is expert iteration with the
+policy itself as the expert, without a baseline, a ratio or a clip.
 """
 
 from __future__ import annotations

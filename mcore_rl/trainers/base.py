@@ -41,9 +41,9 @@ from mcore_rl.trainers.replay_buffer import ReplayBuffer
 from mcore_rl.trainers.roles import (
     Actor,
     Critic,
-    FrozenModel,
     ReferenceModel,
     RewardModel,
+    ScoringModel,
     Teachers,
 )
 from mcore_rl.trainers.sample_log import SampleLog
@@ -208,9 +208,9 @@ class RLTrainer(ABC):
             warnings.count(f"fewer than half of {num_prompts} groups passed {setting}")
 
 
-def build_frozen_models(config: RLConfig, devices: DeviceSharing) -> list[FrozenModel]:
+def build_frozen_models(config: RLConfig, devices: DeviceSharing) -> list[ScoringModel]:
     """Return the models of the run that score its samples, in the order in which they do."""
-    models: list[FrozenModel] = []
+    models: list[ScoringModel] = []
     workers, temperature = devices.models, config.rollout.temperature
     if config.reward_model.model_path:
         weight = config.reward_model.weight

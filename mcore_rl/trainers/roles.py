@@ -35,8 +35,8 @@ from mcore_rl.trainers.training_batch import (
     TRAJECTORY_COLUMNS,
     StepMetrics,
     TokenCounts,
-    add_token_weights,
     add_prepared_columns,
+    add_token_weights,
     build_training_batch,
     compute_score_metrics,
     map_mini_batches,
@@ -242,7 +242,7 @@ class Critic:
         return _prefix_metrics("critic", merged)
 
 
-class FrozenModel(Protocol):
+class ScoringModel(Protocol):
     """A model that scores the samples of a step, and is not trained."""
 
     def score(self, batch: B) -> tuple[B, Metrics]:

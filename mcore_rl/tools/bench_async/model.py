@@ -261,7 +261,7 @@ def _covered_s(spans: Sequence[tuple[float, float]], until_s: float) -> float:
     return found
 
 
-class Actor:
+class ModelledActor:
     """A trainer on `share` times the devices of its own pool."""
 
     def __init__(self, clock: Clock, load: Workload, share: float) -> None:

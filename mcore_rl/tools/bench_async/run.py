@@ -18,7 +18,7 @@ from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.tools.bench_async.model import Actor, Clock, Elsewhere, Servers, Workload
+from mcore_rl.tools.bench_async.model import Clock, Elsewhere, ModelledActor, Servers, Workload
 from mcore_rl.trainers.base import TrainerInputs
 from mcore_rl.trainers.checkpointing import CheckpointManager
 from mcore_rl.trainers.device_sharing import DeviceSharing
@@ -95,7 +95,7 @@ def measured(setup: Setup, settings: WorkloadSettings) -> ModelledRun:
     config, load, clock = _config(setup, settings), settings.load, Clock()
     share = 2 if setup.is_shared else 1
     servers: Any = Servers(clock, load, share * load.slots)
-    actor: Any = Actor(clock, load, share)
+    actor: Any = ModelledActor(clock, load, share)
     rows: list[dict[str, float]] = []
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
