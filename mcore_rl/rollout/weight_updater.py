@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from mcore_rl.config.resolve_mode import get_loop
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending import Limit, gathered
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -141,7 +142,7 @@ def connect(
     """
     limit = Limit(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
-    mode, recompute_cache = config.trainer.mode, config.trainer.asynchronous.recompute_cache
+    mode, recompute_cache = get_loop(config.trainer), config.trainer.asynchronous.recompute_cache
     in_flight = mode == "fully_async", recompute_cache
     if settings.method == "full_export":
         # The scope of a job removes what is called so, however the job ends.
