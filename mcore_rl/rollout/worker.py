@@ -24,8 +24,8 @@ from mcore_rl.data.routed_experts import ExpertLayers, with_experts
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.tokenizer import load_tokenizer, stop_ids_of
 from mcore_rl.inference.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
-from mcore_rl.inference.vllm.nodes import HeadlessWorkers, ServerNodes
-from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.inference.vllm.processes import ServerNodes
+from mcore_rl.inference.vllm.server import HeadlessWorkers, VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.judge import Judge
 from mcore_rl.rollout.idle_time import IdleTime
@@ -119,7 +119,7 @@ class RolloutWorker:
                 return None if self._headless else self._wait(ask(self._server))
         finally:
             if self._nodes is not None:
-                self._nodes.called()
+                self._nodes.synchronize_call()
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ class Generator:
         self.asked: list[SamplingParams] = []
 
     @asynccontextmanager
-    async def held(self):
+    async def start_together(self):
         yield
 
     async def submit(self, prompt_ids, sampling):

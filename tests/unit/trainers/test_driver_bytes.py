@@ -164,7 +164,7 @@ class Generator:
         self._num_asked, self._apart_s, self._version = 0, apart_s, 0
 
     @asynccontextmanager
-    async def held(self):
+    async def start_together(self):
         yield
 
     async def submit(self, prompt_ids, sampling):
