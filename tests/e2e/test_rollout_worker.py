@@ -20,7 +20,7 @@ from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.base import RewardError, in_thread
-from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, Stream, prompts_of
+from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, Stream, list_prompts
 from tests.e2e.hosting import hosting
 from tests.e2e.served import MAX_TOKENS, PROMPT, Model, tiny_families
 
@@ -66,7 +66,8 @@ class Working:
         self.worker.load_checkpoint(path, self.version + 1, in_flight, recompute_cache=in_flight)
 
     def run_all(self, asked: Batch, sampling: SamplingParams) -> Batch:
-        return Batch.of(self.worker._wait(self.worker._agent.run_all(prompts_of(asked), sampling)))
+        prompts = list_prompts(asked)
+        return Batch.of(self.worker._wait(self.worker._agent.run_all(prompts, sampling)))
 
     def collected(self, stream: Stream, *group_ids: int) -> Batch:
         """All samples of these groups, in the order in which they came."""

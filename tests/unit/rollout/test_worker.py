@@ -1,4 +1,4 @@
-"""The worker of a server that has not been started."""
+"""The worker of a server that has not been started, and its running groups."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.pending import Limit, PendingCall, outlived
 from mcore_rl.controller.rank_actor import FailureKind, RankActor
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.sample import Sample
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.inference.vllm.lifecycle import Call, Lifecycle, RequestGate, State
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.parallel.rendezvous_client import end_waits
-from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker
+from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, RunningGroups
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, TOOLS, Scripted, call, is_42
 from tests.unit.controller.test_pending import Group, Sent, failure
 
@@ -222,3 +223,131 @@ def test_a_server_whose_first_node_dies_in_a_call_dies_alone(
     limit = Limit(LONG_S, "timeouts.call_s")
     called = PendingCall(group, method, {further: 1, first: 0}, dict, limit)
     assert "rank 0 died. killed" in str(outlived([called], [group])[0])
+
+
+def make_sample(group_id: int) -> Sample:
+    return Sample([1], [2], [1], [-0.5], [0], "stop", group_id)
+
+
+class EndedGroups:
+    """Groups of two samples each, which end by `end`."""
+
+    def __init__(self, *group_ids: int) -> None:
+        self.groups = RunningGroups()
+        self.ends = {i: asyncio.get_running_loop().create_future() for i in group_ids}
+        self.ended: list[int] = []
+        self.groups.begin({i: asyncio.create_task(self._run(i)) for i in group_ids})
+
+    async def _run(self, group_id: int) -> list[Sample]:
+        try:
+            await self.ends[group_id]
+        finally:
+            await asyncio.sleep(0)
+            self.ended.append(group_id)
+        return [make_sample(group_id)] * 2
+
+    def end(self, *group_ids: int) -> None:
+        for group_id in group_ids:
+            self.ends[group_id].set_result(None)
+
+    async def collect(self, wait_s: float = 0.0) -> list[int]:
+        return [sample.group_id for sample in await self.groups.collect(wait_s)]
+
+
+def test_groups_are_collected_once_and_in_the_order_of_their_ids():
+    async def work() -> None:
+        started = EndedGroups(5, 3, 4)
+        assert await started.collect() == []
+        started.end(5, 3)
+        assert await started.collect(10.0) == [3, 3, 5, 5]
+        assert started.groups.ids == {4}
+        assert await started.collect() == []
+        started.end(4)
+        assert await started.collect(10.0) == [4, 4]
+
+    asyncio.run(work())
+
+
+def test_collect_waits_for_a_group_that_begins_later_up_to_its_limit():
+    async def work() -> None:
+        started = EndedGroups()
+        assert await started.collect(0.01) == []
+        collecting = asyncio.create_task(started.groups.collect(10.0))
+        await asyncio.sleep(0)
+
+        async def end_at_once() -> list[Sample]:
+            return [make_sample(1)]
+
+        started.groups.begin({1: asyncio.create_task(end_at_once())})
+        assert await collecting == [make_sample(1)]
+
+    asyncio.run(work())
+
+
+def test_the_failure_of_a_group_is_raised_once_and_others_stay():
+    async def work() -> None:
+        started = EndedGroups(1, 2, 3)
+        started.ends[2].set_exception(OSError("no reward"))
+        started.end(1)
+        await asyncio.sleep(0.01)
+        with pytest.raises(OSError, match="no reward"):
+            await started.collect()
+        assert await started.collect() == [1, 1]
+        started.end(3)
+        assert await started.collect(10.0) == [3, 3]
+
+    asyncio.run(work())
+
+
+def test_collect_waits_for_all_groups_unless_one_has_failed():
+    async def work() -> None:
+        started = EndedGroups(1, 2, 3)
+        started.end(1)
+        collecting = asyncio.create_task(started.groups.collect(600.0, at_least=9))
+        for group_id in (2, 3):
+            await asyncio.sleep(0.01)
+            assert not collecting.done()
+            started.end(group_id)
+        async with asyncio.timeout(10):  # none is left that could be the fourth
+            assert [sample.group_id for sample in await collecting] == [1, 1, 2, 2, 3, 3]
+        started = EndedGroups(4, 5)
+        started.end(4)
+        await asyncio.sleep(0.01)
+        samples = await started.groups.collect(0.05, at_least=9)  # its time is over
+        assert [sample.group_id for sample in samples] == [4, 4]
+        started = EndedGroups(6, 7)
+        started.ends[6].set_exception(OSError("no reward"))
+        with pytest.raises(OSError, match="no reward"):
+            await started.groups.collect(10.0, at_least=9)
+
+    asyncio.run(work())
+
+
+def test_an_abandoned_group_has_ended_and_is_not_collected():
+    async def work() -> None:
+        started = EndedGroups(1, 2, 3)
+        started.end(1)
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            await started.groups.abandon([1, 2, 7])
+        assert started.ended == [1, 2]
+        started.end(3)
+        assert await started.collect(10.0) == [3, 3]
+        assert await started.collect() == []
+
+    asyncio.run(work())
+
+
+def test_a_group_without_samples_is_collected_as_a_failed_sample():
+    async def run_empty() -> list[Sample]:
+        return []
+
+    async def work() -> list[Sample]:
+        groups = RunningGroups()
+        groups.begin({7: asyncio.create_task(run_empty())})
+        return await groups.collect(10.0)
+
+    [sample] = asyncio.run(work())
+    assert (sample.group_id, sample.response_ids, sample.status) == (7, [], "failed")
+    assert sample.reward_error == "no trajectory of the group has had a turn"
+    assert len(Batch.of([sample])) == 1
