@@ -146,8 +146,9 @@ def test_an_abandoned_group_never_comes_and_its_request_is_gone(working):
     worker.abandon("train", [1, 3, 5])
     assert set(working.collected("train", 2).array("group_ids")) == {2}
     assert len(worker.collect("train", 0.3)) == 0
-    engine = worker._server._started_engine
-    assert not worker._server._running and not engine.output_processor.has_unfinished_requests()
+    server = worker._server
+    engine = server._started_engine
+    assert not server._engine_ids and not engine.output_processor.has_unfinished_requests()
     assert worker._wait(engine.reset_prefix_cache())  # no request has a block
     worker.begin(prompts(1), SAMPLING, "train")  # it may be begun anew
     assert len(working.collected("train", 1)) == SAMPLING.n

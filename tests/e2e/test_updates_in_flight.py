@@ -98,7 +98,7 @@ def cached(served: Served, prompt: list[int], cache: str = "") -> int:
     """The tokens of a prompt that a new request reads from the prefix cache."""
 
     async def ask() -> int:
-        async for output in served.server._run(prompt, max_tokens=1, cache=cache):
+        async for output in served.server._generate(prompt, max_tokens=1, cache=cache):
             found = int(output.num_cached_tokens)
         return found
 
