@@ -169,7 +169,7 @@ class ServerPool:
         return self._call_servers(self._up, "memory")
 
     def idle_s(self) -> list[float]:
-        """Return each server's idle seconds (`IdleTime`) since the last call, or since its start.
+        """Return each server's idle seconds (`IdleTimer`) since the last call, or since its start.
 
         Only of servers that are up.
         """
