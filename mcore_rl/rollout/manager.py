@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
-from mcore_rl.controller.batch_ops import joined, lost_groups, without_groups
+from mcore_rl.controller.batch_ops import concat_batches, drop_groups, find_lost_groups
 from mcore_rl.data.batch import Batch
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.observability.activity import ACTIVITY
@@ -109,11 +109,11 @@ class RolloutPool:
         on_samples: OnSamples = lambda batches: None,
     ) -> Batch:
         batch = self._collect_all(prompts, sampling, stream, on_samples)
-        while lost := lost_groups([batch]):
+        while lost := find_lost_groups([batch]):
             tell_lost(lost)
             rows = np.flatnonzero(np.isin(prompts.array("group_ids"), lost)).tolist()
             regenerated = self._collect_all(prompts.take(rows), sampling, stream, on_samples)
-            batch = joined([without_groups(batch, lost), regenerated])
+            batch = concat_batches([drop_groups(batch, lost), regenerated])
         order = {int(group): row for row, group in enumerate(prompts.array("group_ids"))}
         positions = [order[int(group)] for group in batch.array("group_ids")]
         return batch.take(np.argsort(positions, kind="stable").tolist())
@@ -130,7 +130,7 @@ class RolloutPool:
                 num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in batches)
                 report_progress(num_groups * sampling.n)
                 on_samples(new)
-        return joined(batches)
+        return concat_batches(batches)
 
 
 def tell_lost(group_ids: Sequence[int]) -> None:
