@@ -214,7 +214,7 @@ def test_a_server_whose_first_node_dies_in_a_call_dies_alone(
         rendezvous.close()
     else:
         end_waits(rendezvous.endpoint, "rank 0 is gone", LONG_S)
-    answer = host.call((method, True, args, {}, ()))
+    answer = host.call((method, True, args, {}))
     assert answer.failure is not None and answer.failure.kind is FailureKind.BLAMED
     assert "the first node of server 0: rank 1" in answer.failure.message
     first, further = Sent(), Sent()
