@@ -421,7 +421,7 @@ class Admission(Generic[T]):
             )
         self._expected = step, num_groups
 
-    def _num_needed(self) -> int:
+    def _count_needed(self) -> int:
         """Return the number of groups that the step after the last trained one needs."""
         step, num_groups = self._expected
         return num_groups if step == self._queue.last_trained + 1 else self._pacing.num_new
@@ -433,7 +433,7 @@ class Admission(Generic[T]):
         num_batches = last - queue.last_trained  # untrained batches whose groups may be begun
         if num_batches <= 0:
             return 0
-        needed = self._num_needed() + (num_batches - 1) * pacing.num_new + pacing.num_extra
+        needed = self._count_needed() + (num_batches - 1) * pacing.num_new + pacing.num_extra
         num = needed - queue.num_groups(*ACTIVE) - len(self._evicted)
         num_running = queue.num_groups(GroupState.GENERATING)
         num = min(num, self._limit_by_samples(num, num_running))
@@ -447,7 +447,7 @@ class Admission(Generic[T]):
         if pacing.max_samples is not None:
             num = (pacing.max_samples - queue.num_samples(*HELD)) // pacing.group_size - num_running
         num_waiting = queue.num_groups(GroupState.GENERATED, GroupState.REWARDED)
-        num_lacking = max(self._num_needed() - queue.num_groups(GroupState.TRAINING), 0)
+        num_lacking = max(self._count_needed() - queue.num_groups(GroupState.TRAINING), 0)
         return max(num, (num_lacking or pacing.num_new) - num_running - num_waiting)
 
     def num_to_draw(self) -> int:
@@ -482,7 +482,7 @@ class Admission(Generic[T]):
                 f"{last} is trained; allowed: step {last + 1}, with version {last}"
             )
         limit = self._pacing.groups_per_step
-        needed = self._num_needed() if num_groups is None else num_groups
+        needed = self._count_needed() if num_groups is None else num_groups
         if not 0 <= needed <= limit:
             raise BufferStateError(
                 f"step {step} cannot select {needed} groups; allowed: 0 to {limit}"

@@ -68,7 +68,7 @@ class TransportSync:
         membership = self.servers.membership
         if membership == self._connected:
             return True
-        layout = generation_layout(self.rollout, self.servers.num_up)
+        layout = build_generation_layout(self.rollout, self.servers.num_up)
         endpoint, spec = self.actor.open_weights(layout, self.settings)
         actors = self.actor.connect_weights.submit(endpoint, spec)
 
@@ -157,6 +157,6 @@ def connect(
     return sync
 
 
-def generation_layout(rollout: RolloutConfig, num_servers: int) -> GenerationLayout:
+def build_generation_layout(rollout: RolloutConfig, num_servers: int) -> GenerationLayout:
     """Return the layout of all servers: each is one engine, and with `ep` splits its experts."""
     return GenerationLayout(tp=rollout.tp, dp=num_servers, ep=rollout.tp if rollout.ep else 1)

@@ -200,10 +200,10 @@ class VLLMServer:
         from mcore_rl.inference.vllm import worker as vllm_worker
 
         def launch() -> AsyncLLM:
-            with vllm_worker.owned_processes(name):
+            with vllm_worker.prepare_forks(name):
                 return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
-        # A thread of its own: see owned_processes.
+        # A thread of its own: see prepare_forks.
         with ThreadPoolExecutor(1, "vllm-start") as executor:
             try:
                 self._engine = await asyncio.get_running_loop().run_in_executor(executor, launch)
@@ -453,7 +453,7 @@ class HeadlessWorkers:
         from mcore_rl.inference.vllm import worker as vllm_worker
 
         def launch() -> MultiprocExecutor:
-            with vllm_worker.owned_processes(name):
+            with vllm_worker.prepare_forks(name):
                 return MultiprocExecutor(config)
 
         with ThreadPoolExecutor(1, "vllm-start") as thread:

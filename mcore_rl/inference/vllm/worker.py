@@ -1,7 +1,7 @@
 """vLLM's engine and worker processes: engine arguments by lane, patches, watchdog, sleep.
 
 The server process gets its engine arguments here. Engine and worker processes are set up through
-`ServerName` when they are spawned, or through `owned_processes` when they are forked; workers also
+`ServerName` when they are spawned, or through `prepare_forks` when they are forked; workers also
 get `WorkerExtension` (vLLM's `worker_extension_cls`). Patches for CPUs alone are in cpu_patches.py.
 Upstream lines are those of vLLM 0.32.
 """
@@ -88,7 +88,7 @@ class _Fork:
 
 
 @contextlib.contextmanager
-def owned_processes(server: ServerName) -> Iterator[None]:
+def prepare_forks(server: ServerName) -> Iterator[None]:
     """Make vLLM fork its processes on the CPU lane, and set up each of them first.
 
     Forking saves the import of vLLM, the longest part of a start. A process with CUDA must not be

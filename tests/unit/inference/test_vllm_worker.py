@@ -107,7 +107,7 @@ def test_a_single_worker_has_a_thread_on_each_of_its_cores(monkeypatch):
     name = vllm_worker.ServerName.new()
     vllm_worker.build_lane_arguments(config, name, max_model_tokens=64, eager=False)
     receiver, sender = multiprocessing.Pipe()
-    with vllm_worker.owned_processes(name):
+    with vllm_worker.prepare_forks(name):
         process = multiprocessing.get_context("fork").Process(target=_send_cores, args=(sender,))
         process.start()
     assert receiver.poll(60) and receiver.recv() == (cores, len(cores))
