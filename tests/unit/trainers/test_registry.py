@@ -51,5 +51,5 @@ def test_an_import_path_that_is_no_trainer_is_refused_before_a_run(path, name):
 
 
 def test_a_class_that_is_no_trainer_is_refused_by_name(path):
-    with pytest.raises(ConfigError, match="is no subclass of mcore_rl.trainers.base.RLTrainer"):
+    with pytest.raises(ConfigError, match=r"is no subclass of mcore_rl\.trainers\.base\.RLTrainer"):
         load_trainer(f"{path}:Other")
