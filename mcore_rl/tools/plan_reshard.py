@@ -21,8 +21,14 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size, read_config
-from mcore_rl.models.fields import check_fields
+from mcore_rl.models.base import (
+    HFConfig,
+    check_fields,
+    family_of,
+    model_sizes,
+    padded_vocab_size,
+    read_config,
+)
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import split_into_chunks

@@ -26,8 +26,7 @@ from mcore_rl.checkpoint.hf import INDEX_FILE, CheckpointReader
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_index, write_shard
 from mcore_rl.checkpoint.safetensors_file import SafetensorsFile
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size, read_config
-from mcore_rl.models.fields import FIELDS
+from mcore_rl.models.base import FIELDS, family_of, model_sizes, padded_vocab_size, read_config
 from mcore_rl.reshard.boxes import Box
 from mcore_rl.reshard.rules import Weight, check_cover, logical_tensors
 from tests.nightly import all_but

@@ -10,7 +10,7 @@ import pytest
 import mcore_rl.models  # noqa: F401
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models import base
-from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size, rope
+from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size, read_rope
 from mcore_rl.reshard.rules import Weight, check_cover, logical_tensors
 
 # config.json of published models, as far as families read them, and their parameter counts: those
@@ -222,13 +222,13 @@ def test_a_config_that_cannot_be_expressed_is_refused_by_name(config, change, me
 
 
 def test_rope_is_read_where_either_transformers_keeps_it():
-    plain = rope({"rope_theta": 5.0})
+    plain = read_rope({"rope_theta": 5.0})
     assert (plain["rope_type"], plain["rope_theta"]) == ("default", 5.0)
     new = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
-    assert rope(new)["rope_theta"] == 7.0
+    assert read_rope(new)["rope_theta"] == 7.0
     old = {"rope_theta": 5, "rope_scaling": {"type": "yarn"}, "partial_rotary_factor": 0.5}
-    assert rope(old)["rope_type"] == "yarn"
-    assert rope(old)["partial_rotary_factor"] == 0.5
+    assert read_rope(old)["rope_type"] == "yarn"
+    assert read_rope(old)["partial_rotary_factor"] == 0.5
 
 
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
@@ -252,7 +252,7 @@ BOTH = [
 
 @pytest.mark.parametrize(("fields", "message"), BOTH)
 def test_rope_in_two_fields_is_what_transformers_reads_or_refused(fields, message):
-    """transformers takes rope_scaling before rope_parameters, and vLLM what transformers takes."""
+    """Compare with transformers, which reads rope_scaling first, and so does vLLM."""
     config = {**LLAMA_3_1_8B, "rope_scaling": None, "rope_theta": None, **fields}
     config = {name: value for name, value in config.items() if value is not None}
     if message:
@@ -261,7 +261,7 @@ def test_rope_in_two_fields_is_what_transformers_reads_or_refused(fields, messag
         return
     from transformers import LlamaConfig  # slow to import
 
-    theirs = LlamaConfig(**config).rope_parameters
-    assert {name: theirs[name] for name in ("rope_type", "rope_theta")} == {
-        name: rope(config)[name] for name in ("rope_type", "rope_theta")
+    expected = LlamaConfig(**config).rope_parameters
+    assert {name: expected[name] for name in ("rope_type", "rope_theta")} == {
+        name: read_rope(config)[name] for name in ("rope_type", "rope_theta")
     }

@@ -1,4 +1,4 @@
-"""Rules and config of value models follow from those of the language model they start from."""
+"""Rules and config of value models."""
 
 from __future__ import annotations
 
