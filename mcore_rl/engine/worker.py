@@ -186,7 +186,7 @@ class ModelWorker:
             self._rendezvous.close()
         address = settings.bind_address
         if address == "auto":  # this rank's, where the ranks of the actor have met
-            address = RendezvousEndpoint.from_environment().host
+            address = RendezvousEndpoint.read_environment().host
         self._rendezvous = RendezvousServer(address)
         spec = TransferSpec(engine.layout, engine.num_mtp_layers, generation, dtype, settings)
         return self._rendezvous.endpoint, spec

@@ -10,7 +10,7 @@ from mcore_rl.config.resolve import takes_turns
 from mcore_rl.config.schema import EngineConfig, RLConfig
 from mcore_rl.jobs.roles import ITEMSIZES, Role, Stage
 from mcore_rl.models.base import HFConfig, family_of
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import split_into_chunks
 
 
 @dataclass(frozen=True, slots=True)

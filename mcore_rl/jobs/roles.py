@@ -23,8 +23,7 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.models.heads import model_weights, value_config, value_weights
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import Chunk, split_into_chunks
+from mcore_rl.parallel.mesh import Chunk, Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
 from mcore_rl.rollout.weight_updater import generation_layout
@@ -147,7 +146,7 @@ def _trainer(
     itemsize = ITEMSIZES[config.model.dtype]
     stages = []
     for pp_rank in range(layout.pp):
-        ranks = mesh.ranks(pp_rank=pp_rank)
+        ranks = mesh.get_ranks(pp_rank=pp_rank)
         mine = held[ranks[0]]
         trained = mine.dense + mine.expert if trains else 0
         stages.append(

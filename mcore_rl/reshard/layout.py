@@ -13,8 +13,7 @@ from functools import cache
 from typing import Protocol
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import Chunk
+from mcore_rl.parallel.mesh import Chunk, Mesh
 from mcore_rl.reshard.rules import Stage, Weight
 
 Holders = tuple[tuple[int, ...], ...]  # for each shard, the ranks that have it, ascending
@@ -76,7 +75,7 @@ class TrainingRanks:
     def _find_holders(self, axis: str | None, pp_rank: int, ep_rank: int | None) -> Holders:
         found: dict[int, list[int]] = {}
         for rank in self._ranks_at()[pp_rank, ep_rank]:
-            shard = 0 if axis is None else getattr(self.mesh.coordinate(rank), f"{axis}_rank")
+            shard = 0 if axis is None else getattr(self.mesh.get_coordinate(rank), f"{axis}_rank")
             found.setdefault(shard, []).append(rank)
         return tuple(tuple(found[shard]) for shard in sorted(found))
 
@@ -84,7 +83,7 @@ class TrainingRanks:
         """Ranks by pp_rank and ep_rank; with None for that, those of a stage."""
         found: dict[tuple[int, int | None], list[int]] = {}
         for rank in range(self.world_size):
-            at = self.mesh.coordinate(rank)
+            at = self.mesh.get_coordinate(rank)
             for ep_rank in (None, at.ep_rank):
                 found.setdefault((at.pp_rank, ep_rank), []).append(rank)
         return found

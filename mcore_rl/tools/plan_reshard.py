@@ -30,8 +30,7 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
 from mcore_rl.reshard.planner import Plan, TransferRequirements

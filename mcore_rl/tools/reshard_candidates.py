@@ -14,8 +14,7 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
@@ -95,7 +94,7 @@ class GatherThenSlice:
     ) -> None:
         """`rank` is this device's on the target side; `bucket_bytes` bounds a rank's own shards."""
         self._ranks, self._device = training, dist.get_rank()
-        self._at = training.mesh.coordinate(self._device)
+        self._at = training.mesh.get_coordinate(self._device)
         self._groups = {axis: self._group(axis) for axis in ("pp", "tp", "ep", "etp")}
         self._buckets = self._bucketed(weights, bucket_bytes // DTYPE.itemsize)
         self._wanted: dict[str, list[tuple[Block, str]]] = {}  # by tensor
@@ -107,7 +106,7 @@ class GatherThenSlice:
     def _group(self, axis: str) -> dist.ProcessGroup:
         """That of this rank; all ranks make all groups."""
         found: dist.ProcessGroup | None = None
-        for ranks in self._ranks.mesh.groups(axis):
+        for ranks in self._ranks.mesh.get_groups(axis):
             group = dist.new_group(ranks)
             found = group if self._device in ranks else found
         assert found is not None  # every rank is in a group of every axis
@@ -165,7 +164,7 @@ class GatherThenSlice:
             flat = [local[name].view(-1) for name in names]
             mine = flat[0] if len(flat) == 1 else torch.cat(flat)
         if mesh.sizes["pp"] > 1:
-            stages = mesh.group_of(self._device, "pp")
+            stages = mesh.get_group(self._device, "pp")
             dist.broadcast(mine, src=stages[way.pp_rank], group=self._groups["pp"])
         shards = [mine]
         if way.axis is not None and way.num_shards > 1:

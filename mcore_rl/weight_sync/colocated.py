@@ -29,7 +29,7 @@ import torch
 import torch.distributed
 
 from mcore_rl.models.base import HFConfig
-from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint
+from mcore_rl.parallel.rendezvous import WAITS_ENDED_KEY, RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.executor import Bucket, Exchange, LocalWeights, ReceivedSlice
@@ -74,7 +74,7 @@ def shared_memory_end(
         sender = None
         if rank in plan.devices.generation:
             guest = plan.devices.generation.index(rank)
-            sender = ShardSender(guest, timeout_s, lambda: store.check([ENDED]))
+            sender = ShardSender(guest, timeout_s, lambda: store.check([WAITS_ENDED_KEY]))
             told = json.dumps(asdict(sender.endpoint))
             store.set(f"host-of-{sender.endpoint.generation_rank}", told)
         return _Host(spec, plan, device, store, sender)

@@ -2,7 +2,7 @@
 
 A frame is a length (4 bytes, big endian) and a JSON header; a header may announce raw bytes that
 follow. Nothing is pickled, so a peer can send wrong numbers but never code. Every update begins
-with the handshake of parallel/handshake.py, and continues with
+with the handshake of parallel/network.py, and continues with
 
     receiver: hello (the update)    sender: welcome    receiver: ready
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.json_file import parse_json_object
-from mcore_rl.parallel import handshake
+from mcore_rl.parallel import network
 
 _MAX_HEADER_BYTES = 1 << 20
 
@@ -88,7 +88,7 @@ class Connection:
         try:
             while view.nbytes:
                 if self._deadline is not None:
-                    handshake.set_deadline(self.sock, self._deadline)
+                    network.set_deadline(self.sock, self._deadline)
                 received = self.sock.recv_into(view)
                 if received == 0:
                     raise StreamError(f"{self.peer} closed the connection: {doing}")
@@ -132,9 +132,9 @@ def admit(
     Whether the peer has the token, wants this update and is still there. Otherwise the
     connection is closed, and a peer that has the token has been told why.
     """
-    deadline = time.monotonic() + min(handshake.TIMEOUT_S, timeout_s)
+    deadline = time.monotonic() + min(network.HANDSHAKE_TIMEOUT_S, timeout_s)
     try:
-        handshake.challenge(connection.sock, token, deadline)
+        network.challenge_client(connection.sock, token, deadline)
     except OSError:
         connection.close()
         return False
@@ -160,7 +160,7 @@ def greet(connection: Connection, token: str, update: Mapping[str, object]) -> N
     timeout_s = connection.sock.gettimeout() or 0.0
     doing = "waiting for the sender to take the connection"
     try:
-        handshake.prove(connection.sock, token, time.monotonic() + timeout_s)
+        network.prove_token(connection.sock, token, time.monotonic() + timeout_s)
     except OSError as error:
         connection.set_timeout(timeout_s)
         raise connection.failure(doing, error) from error

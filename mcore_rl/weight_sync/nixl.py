@@ -29,7 +29,8 @@ import torch
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import HFConfig
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, interface_of
+from mcore_rl.parallel.network import find_interface
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import peers_of
 from mcore_rl.reshard.transport import Pending, Transfer, Transport
@@ -112,7 +113,7 @@ def nixl_api() -> Any:
 def _stay_on_loopback(own_address: str) -> None:
     """UCX listens on every network device; if all ranks are on one machine, only on loopback."""
     if ip_address(own_address).is_loopback:
-        os.environ.setdefault("UCX_NET_DEVICES", interface_of(own_address))
+        os.environ.setdefault("UCX_NET_DEVICES", find_interface(own_address))
 
 
 class _NixlMessages:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed
 
 from mcore_rl.models.base import HFConfig
-from mcore_rl.parallel.gloo import GlooDevice, GuardedGloo
-from mcore_rl.parallel.rendezvous import ENDED, RendezvousEndpoint, use_interface_of
-from mcore_rl.parallel.store import RendezvousStore
+from mcore_rl.parallel.network import use_interface_of
+from mcore_rl.parallel.rendezvous import WAITS_ENDED_KEY, RendezvousEndpoint
+from mcore_rl.parallel.store import GlooDevice, GuardedGloo, RendezvousStore
 from mcore_rl.reshard.executor import Bucket, LocalWeights
 from mcore_rl.reshard.transport import Group, GroupTransport, Transport
 from mcore_rl.weight_sync.connection import StreamError
@@ -79,7 +79,7 @@ class ProcessGroupTransport(ExchangeTransport):
 
     def _is_lost(self) -> bool:
         """Whether the rendezvous has been told that a rank is gone."""
-        return bool(self._store.check([ENDED]))
+        return bool(self._store.check([WAITS_ENDED_KEY]))
 
     def _agree(self, update: WeightUpdate) -> None:
         """Raises StreamError unless every rank is at the same update."""

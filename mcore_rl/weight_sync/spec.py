@@ -11,8 +11,7 @@ import numpy as np
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.placement import Devices, most_overlap
 from mcore_rl.reshard.planner import Plan, TransferRequirements

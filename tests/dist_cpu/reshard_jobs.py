@@ -18,8 +18,7 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule

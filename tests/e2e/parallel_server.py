@@ -130,7 +130,7 @@ if __name__ == "__main__":
     node, method = None, "".join(sys.argv[4:])
     if method == "nodes":
         rendezvous, node = RendezvousServer("127.0.0.1"), 0
-        os.environ |= rendezvous.endpoint.environment()
+        os.environ |= rendezvous.endpoint.to_environment()
         subprocess.Popen([sys.executable, *sys.argv[:4], "second node"])
     elif method == "second node":
         node = 1

@@ -30,8 +30,7 @@ from mcore_rl.engine.base import (
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.host_mirror import HostMirror
 from mcore_rl.models.base import HFConfig, family_of, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight
 
@@ -64,7 +63,7 @@ class MegatronEngine(BaseEngine):
         initialize_groups(self.layout, backend, self.spec.seed, timeout_s)
         self.device = torch.device(torch.cuda.current_device())
         self.world_rank = dist.get_rank()
-        at = self.mesh.coordinate(self.world_rank)
+        at = self.mesh.get_coordinate(self.world_rank)
         self.hf_config = self._model_config()
         family, dtype = family_of(self.hf_config), model.DTYPES[self.spec.model.dtype]
         self.num_mtp_layers = family.num_mtp_layers(self.hf_config) if settings.mtp_loss_coef else 0
@@ -266,7 +265,7 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron.handover import local_weights
 
         self._finish_weights()
-        at = self.mesh.coordinate(self.world_rank)
+        at = self.mesh.get_coordinate(self.world_rank)
         return local_weights(self.chunks, self.weights, self.placement, at)
 
     def to(

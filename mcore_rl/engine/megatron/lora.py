@@ -33,8 +33,7 @@ from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.lora_targets import adapted_linear, check_targets
 from mcore_rl.engine.megatron.heads import ValueHead
 from mcore_rl.engine.megatron.weights import WeightPlacement
-from mcore_rl.parallel.mesh import Coordinate
-from mcore_rl.parallel.stages import Chunk
+from mcore_rl.parallel.mesh import Chunk, Coordinate
 from mcore_rl.reshard.rules import Shard, Weight
 
 

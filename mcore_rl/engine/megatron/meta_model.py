@@ -21,7 +21,7 @@ from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.engine.megatron import device
 from mcore_rl.models.base import HFConfig, family_of
 from mcore_rl.models.heads import has_value_bias, has_value_head, model_config, model_weights
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.reshard.rules import Shard, Weight, check_cover
 
 # Megatron is imported inside functions: device.install() must have run before its first import.
@@ -98,9 +98,9 @@ def meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
     device.install(torch.get_num_threads(), on_cpu=True)
     from mcore_rl.engine.megatron.shards import shards_to_save
     from mcore_rl.engine.megatron.weights import local_tensors
-    from mcore_rl.parallel.groups import groups_of_one
+    from mcore_rl.parallel.groups import use_single_rank_groups
 
-    with torch.random.fork_rng(devices=()), groups_of_one(), device.without_memory():
+    with torch.random.fork_rng(devices=()), use_single_rank_groups(), device.without_memory():
         chunk = _whole_model(config, padded_vocab)
         tensors = {name: tuple(t.shape) for name, t in local_tensors(chunk).items()}
         check_rules(weights, tensors)

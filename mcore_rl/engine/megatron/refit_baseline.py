@@ -14,8 +14,7 @@ from mcore_rl.engine.megatron import device, model
 from mcore_rl.engine.megatron.weights import local_tensors
 from mcore_rl.models.base import HFConfig, family_of, padded_vocab_size
 from mcore_rl.parallel.groups import initialize_groups
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 
 
 class MegatronRefit:
@@ -53,7 +52,7 @@ def _model(config: HFConfig, layout: Layout, dtype: torch.dtype, rank: int) -> m
         EngineConfig(layout=layout),
         dtype,
         split_into_chunks(layout, config["num_hidden_layers"]),
-        Mesh(layout).coordinate(rank).pp_rank,
+        Mesh(layout).get_coordinate(rank).pp_rank,
         padded_vocab_size(config, layout.tp),
     )
     for name, parameter in chunk.named_parameters():

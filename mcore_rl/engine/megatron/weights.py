@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.parallel.mesh import Coordinate, Mesh
-from mcore_rl.parallel.stages import Chunk
+from mcore_rl.parallel.mesh import Chunk, Coordinate, Mesh
 from mcore_rl.reshard.boxes import LogicalTensor, rows
 from mcore_rl.reshard.layout import TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight

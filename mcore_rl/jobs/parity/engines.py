@@ -103,7 +103,7 @@ def _started(spec: EngineSpec, checkpoint: str) -> BaseEngine:
 
 
 def _place(engine: BaseEngine) -> Coordinate:
-    return Mesh(engine.layout).coordinate(engine.world_rank)
+    return Mesh(engine.layout).get_coordinate(engine.world_rank)
 
 
 def _batch(sequences: list[list[int]]) -> Batch:

@@ -190,7 +190,7 @@ def test_receivers_that_need_the_same_do_not_draw_on_one_sender_at_a_time():
             senders = by_bucket.setdefault(message.bucket, {})
             senders[message.source_rank] = senders.get(message.source_rank, 0) + message.num_bytes
     stages = [
-        {case.sides[0][0].mesh.coordinate(rank).pp_rank for rank in senders}
+        {case.sides[0][0].mesh.get_coordinate(rank).pp_rank for rank in senders}
         for senders in by_bucket.values()
     ]
     assert sum(len(found) > 1 for found in stages) > 0.8 * len(stages)

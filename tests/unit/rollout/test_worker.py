@@ -23,8 +23,7 @@ from mcore_rl.data.tasks import last_digit
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.inference.vllm.lifecycle import Call, Lifecycle, State
 from mcore_rl.inference.vllm.traffic import Traffic
-from mcore_rl.parallel.rendezvous import RendezvousServer
-from mcore_rl.parallel.rendezvous_client import end_waits
+from mcore_rl.parallel.rendezvous import RendezvousServer, end_waits
 from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, TOOLS, Scripted, call, is_42
 from tests.unit.controller.test_pending import Group, Sent, failure
@@ -192,7 +191,7 @@ def test_after_an_update_that_was_refused_before_anything_changed_time_goes_on(s
 def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[RendezvousServer]:
     """That of rank 0 of a server over two nodes, in the environment of rank 1."""
     with RendezvousServer("127.0.0.1") as server:
-        for name, value in (server.endpoint.environment() | {"RANK": "1"}).items():
+        for name, value in (server.endpoint.to_environment() | {"RANK": "1"}).items():
             monkeypatch.setenv(name, value)
         yield server
 

@@ -200,7 +200,7 @@ def test_a_receiver_that_is_known_to_be_dead_is_not_waited_for_and_all_buckets_a
 
 
 def test_a_connection_that_says_nothing_does_not_block_the_receiver(monkeypatch):
-    monkeypatch.setattr("mcore_rl.parallel.handshake.TIMEOUT_S", 1.0)
+    monkeypatch.setattr("mcore_rl.parallel.network.HANDSHAKE_TIMEOUT_S", 1.0)
     sending = Sending(1)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(f"\0{sending.sender.endpoint.name}")

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mcore_rl.parallel import handshake
+from mcore_rl.parallel import network
 from mcore_rl.weight_sync.connection import Connection, StreamError, admit, greet
 from tests import attacks
 
@@ -62,7 +62,7 @@ def test_a_wrong_token_is_not_admitted_and_is_said_to_be_wrong(listener, admitti
 
 
 def test_one_deadline_is_for_the_whole_handshake(listener, admitting, monkeypatch):
-    monkeypatch.setattr(handshake, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(network, "HANDSHAKE_TIMEOUT_S", 0.5)
     outcome = admitting()
     # Its last byte would come after 25 seconds.
     assert 0.3 < attacks.drip(listener.getsockname(), pause_s=0.4, patience_s=30.0) < 15
@@ -70,10 +70,10 @@ def test_one_deadline_is_for_the_whole_handshake(listener, admitting, monkeypatc
 
 
 def test_who_has_the_token_has_no_more_time(listener, admitting, monkeypatch):
-    monkeypatch.setattr(handshake, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(network, "HANDSHAKE_TIMEOUT_S", 0.5)
     outcome = admitting()
     slow = receiver(listener)
-    handshake.prove(slow.sock, TOKEN, time.monotonic() + 20)
+    network.prove_token(slow.sock, TOKEN, time.monotonic() + 20)
     with pytest.raises(StreamError, match="refused: receiver was not done in time"):
         for byte in attacks.framed(b'{"kind": "hello", "version": 7}')[:-1]:
             slow.sock.sendall(bytes([byte]))

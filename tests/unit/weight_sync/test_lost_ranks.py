@@ -17,8 +17,7 @@ import routes
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
-from mcore_rl.parallel.rendezvous import RendezvousServer
-from mcore_rl.parallel.rendezvous_client import end_waits
+from mcore_rl.parallel.rendezvous import RendezvousServer, end_waits
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.reshard.transport import GroupTransport, ReshardError
