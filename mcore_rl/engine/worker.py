@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
+from mcore_rl.checkpoint.hf_writer import reserve_folder, write_checkpoint
 from mcore_rl.checkpoint.peft import FOLDER, Factors, write_adapters
 from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import WeightSyncConfig
@@ -238,7 +238,7 @@ class ModelWorker:
                 raise RuntimeError("weights surfaced on a rank that does not write")
             return ""
         try:
-            with room_for(Path(path), num_bytes):
+            with reserve_folder(Path(path), num_bytes):
                 write_checkpoint(
                     path,
                     tensors,

@@ -98,7 +98,7 @@ def check_model(config: RLConfig) -> None:
     """Check the weights of the model, and layouts for it."""
     check_layouts(config)
     reader = CheckpointReader(config.model.path)
-    hf_config = reader.config()  # layers for prediction that the weights lack are left out
+    hf_config = reader.read_config()  # layers for prediction that the weights lack are left out
     resolve_model_engine("actor", config.actor, model_sizes(hf_config))
     weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
     reader.check(logical_tensors(weights))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.run_checkpoints import steps_in
+from mcore_rl.checkpoint.run_checkpoints import list_steps
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
@@ -94,7 +94,7 @@ def export_sizes(
     if not every:
         return {}
     due = {step for step in range(every, last + 1, every) if step > done}
-    to_come = due - {*steps_in(folder / HF)}  # others are replaced
+    to_come = due - {*list_steps(folder / HF)}  # others are replaced
     return {"exports": weights * len(to_come)} if to_come else {}
 
 
@@ -109,7 +109,7 @@ def training_bytes(
         of_adam += 4  # the weights in float32
     written = 1 + (config.trainer.num_steps - 1) // config.trainer.save_every
     at_once = min(config.checkpoint.keep + bool(config.checkpoint.keep_best) + 1, written)
-    there = len(steps_in(folder / CHECKPOINTS))
+    there = len(list_steps(folder / CHECKPOINTS))
     return weights * (itemsize + of_adam) // itemsize * max(at_once - there, 1)
 
 

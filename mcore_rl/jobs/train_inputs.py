@@ -133,7 +133,7 @@ def _check_model(config: TrainConfig) -> HFConfig:
     _check_kind(config, found)
     resolve_model_layout("engine.layout", config.engine.layout, model_sizes(found))
     reader = CheckpointReader(config.model.path)
-    held = reader.config()  # layers for prediction that the weights lack are left out
+    held = reader.read_config()  # layers for prediction that the weights lack are left out
     resolve_model_engine("engine", config.engine, model_sizes(held))
     weights = model_weights(held, padded_vocab_size(held, 1))
     reader.check(logical_tensors(weights))

@@ -17,7 +17,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
     MADE_IN,
     RunCheckpoint,
     RunCheckpoints,
-    name_of,
+    format_name,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
@@ -124,8 +124,10 @@ class Checkpointer:
             self._best = best
             return
         tell(
-            f"checkpoint.keep_best={name!r} (was {best['metric']!r}): {name_of(best['step'])}, the "
-            "best so far, goes as others do" + f"; steps after {checkpoint.step} count" * bool(name)
+            f"checkpoint.keep_best={name!r} (was {best['metric']!r}): {format_name(best['step'])}, "
+            "the best so far, goes as others do"
+            + f"; steps after {checkpoint.step} count"
+            * bool(name)
         )
 
     def is_due(self, step: int) -> bool:
@@ -249,7 +251,7 @@ class Checkpointer:
             tell(f"step {step}: an old checkpoint cannot be removed: {error}; the run goes on")
 
     def _export(self, step: int) -> None:
-        path = self._hf_folder / name_of(step)
+        path = self._hf_folder / format_name(step)
         try:
             self._hf_folder.mkdir(exist_ok=True)
             if path.exists():  # of a run that went on from an earlier step

@@ -183,7 +183,7 @@ def disaggregated(
     reader = CheckpointReader(path)
     found = {}
     for name, (generation, _) in servers.items():
-        training, served = sides(reader.config(), layout, generation)
+        training, served = sides(reader.read_config(), layout, generation)
         worlds = training[0].world_size, served[0].world_size
         devices = Devices.disaggregated(*worlds, per_node=2)
         plan = TransferRequirements(training, served, DTYPES[dtype].itemsize).plan(devices)

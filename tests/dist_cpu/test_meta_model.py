@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.checkpoint.storage_location import chunks
+from mcore_rl.checkpoint.storage_location import compute_chunks
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.meta_model import MetaModel, meta_model
@@ -174,8 +174,8 @@ def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
             continue
         location = print_.parameters[weight.local_name()]
         shapes[location.key] = location.shape
-        for part in chunks(weight, getattr(saved.layout, weight.axis or "pp")):
-            box = location.box(part)
+        for part in compute_chunks(weight, getattr(saved.layout, weight.axis or "pp")):
+            box = location.to_tensor_box(part)
             boxes.add((location.key, box.offsets, box.sizes))
     entries = saved.metadata.state_dict_metadata
     tensors = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}

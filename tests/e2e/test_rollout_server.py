@@ -336,7 +336,7 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
     before = psutil.Process().children(recursive=True)
     with serving(config, tmp_path_factory.mktemp("tied")) as served:
         server, run, tied = served.server, served.run, served.models
-        assert "lm_head.weight" not in CheckpointReader(tied[0].path).shapes()
+        assert "lm_head.weight" not in CheckpointReader(tied[0].path).get_shapes()
         _check_generation(run, server, tied[0], 0)
         for number, seed in ((1, 1), (2, 0)):
             assert run(server.load_checkpoint(tied[seed].path, number)) is None

@@ -97,7 +97,7 @@ class MegatronEngine(BaseEngine):
     # What a value model does differently: see value_engine.py.
 
     def _model_config(self) -> HFConfig:
-        return CheckpointReader(self.spec.model.path).config()
+        return CheckpointReader(self.spec.model.path).read_config()
 
     def _model_class(self) -> Any:
         from mcore_rl.engine.megatron.model import PolicyModel

@@ -57,6 +57,6 @@ class _Float8Loader(DefaultModelLoader):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self.counter_before_loading_weights = time.perf_counter()
         reader = CheckpointReader(model_config.model)
-        for name in reader.shapes():
+        for name in reader.get_shapes():
             if not should_skip_weight(name, self.local_expert_ids):
-                yield name, reader.read_whole(name)
+                yield name, reader.read_tensor(name)

@@ -341,7 +341,7 @@ class VLLMServer:
     async def load_checkpoint(
         self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        expected, found = (CheckpointReader(p).shapes() for p in (self._model_path, path))
+        expected, found = (CheckpointReader(p).get_shapes() for p in (self._model_path, path))
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
                 raise ConfigError(

@@ -62,7 +62,7 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """
         self.shutdown()
         spec = TransferSpec.from_dict(init_info.spec)
-        config = CheckpointReader(self.model_config.model).config()
+        config = CheckpointReader(self.model_config.model).read_config()
         parallel = self.parallel_config
         first_rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size
         self._rank = rank = first_rank + get_tp_group().rank_in_group

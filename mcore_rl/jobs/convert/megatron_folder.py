@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, read_checkpoint_info
+from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.run_checkpoints import find_actor, find_run_checkpoint
 from mcore_rl.checkpoint.storage_location import StorageLocation
@@ -159,5 +159,5 @@ def _has_predictions(folder: Path) -> bool:
     """Whether a Hugging Face folder has weights, those of prediction layers among them."""
     if not any(folder.glob("*.safetensors")):
         return False
-    config = CheckpointReader(folder).config()
+    config = CheckpointReader(folder).read_config()
     return without_mtp(config) != config

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mcore_rl.checkpoint.hf_writer import filled
+from mcore_rl.checkpoint.hf_writer import group_by_size
 from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
@@ -53,7 +53,7 @@ class Parameter:
     @property
     def box(self) -> Box:
         """The whole parameter as a box of the tensor that has it in a distributed checkpoint."""
-        return self.location.box(Box((0,) * len(self.shape), self.shape))
+        return self.location.to_tensor_box(Box((0,) * len(self.shape), self.shape))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def runs(parameters: Sequence[Parameter]) -> Iterator[tuple[Parameter, ...]]:
     """The parameters as files of about equal size, a function of the model alone."""
     total = sum(parameter.nbytes for parameter in parameters)
     limit = min(max(total // _NUM_FILES, _SMALLEST_FILE), _LARGEST_FILE)
-    return map(tuple, filled(parameters, limit))
+    return map(tuple, group_by_size(parameters, limit))
 
 
 def named_dtype(option: str, allowed: Mapping[str, torch.dtype], name: str) -> torch.dtype:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from mcore_rl.checkpoint import fp8
-from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
-from mcore_rl.checkpoint.hf import CheckpointReader, short
+from mcore_rl.checkpoint.files import require_finite, write_checkpoint_info
+from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
 from mcore_rl.checkpoint.hf_writer import copy_companions
-from mcore_rl.checkpoint.integrity import require_finite
-from mcore_rl.checkpoint.storage_location import chunks
-from mcore_rl.checkpoint.torch_dist_writer import DistFile, Record, write_metadata
+from mcore_rl.checkpoint.storage_location import compute_chunks
+from mcore_rl.checkpoint.torch_dist import DistFile
+from mcore_rl.checkpoint.torch_dist_metadata import Record, write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
@@ -65,20 +65,20 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
     """
     resolve_layout("--layout", layout)
     reader = CheckpointReader(model)
-    config = model_config(reader.config())
+    config = model_config(reader.read_config())
     resolve_model_layout("--layout", layout, model_sizes(config))
     padded = padded_vocab_size(config, layout.tp)
     weights = model_weights(config, padded)
     reader.check(logical_tensors(weights))
-    shapes = reader.shapes()
-    dtypes = {name: reader.dtype(name) for name in shapes}
+    shapes = reader.get_shapes()
+    dtypes = {name: reader.get_dtype(name) for name in shapes}
     most = main_dtype((dtypes[name], math.prod(shape)) for name, shape in shapes.items())
     if dtype is None and most not in DTYPES.values():
         raise ConfigError(
-            f"the weights of {model} are in {short(most)}, which the engine does not compute in; "
-            f"allowed: --dtype with {' or '.join(DTYPES)}"
+            f"the weights of {model} are in {format_dtype(most)}, which the engine does not "
+            f"compute in; allowed: --dtype with {' or '.join(DTYPES)}"
         )
-    target = named_dtype("--dtype", DTYPES, dtype or short(most))
+    target = named_dtype("--dtype", DTYPES, dtype or format_dtype(most))
     check_repeats(reader, weights)
     from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
 
@@ -90,16 +90,18 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
     ]
     facts = {
         "layout": asdict(layout),
-        "dtype": short(target),
+        "dtype": format_dtype(target),
         "vocab_size": config["vocab_size"],
         "optimizer": None,
         "lora": None,
         "hf_dtypes": {
-            "most": short(most),
-            "others": {n: short(dtype) for n, dtype in sorted(dtypes.items()) if dtype != most},
+            "most": format_dtype(most),
+            "others": {
+                n: format_dtype(dtype) for n, dtype in sorted(dtypes.items()) if dtype != most
+            },
         },
     }
-    options = {"--layout": asdict(layout), "--dtype": short(target)}
+    options = {"--layout": asdict(layout), "--dtype": format_dtype(target)}
     return Conversion(
         output=output,
         fingerprint=fingerprint("hf-to-mcore", {"model": model}, **options),
@@ -181,7 +183,7 @@ def _units(
     parameters: Sequence[Parameter],
     objects: Mapping[str, bytes],
 ) -> Iterator[DistUnit]:
-    stored = {name: entry.dtype for name, _, entry in reader.stored()}
+    stored = {name: entry.dtype for name, _, entry in reader.list_stored()}
     for number, run_of in enumerate(runs(parameters)):
         largest = max(parameter.nbytes for parameter in run_of)
         scratch = max(_scratch_bytes(p, layout) for p in run_of)
@@ -197,7 +199,7 @@ def _units(
 
 
 def _chunks(parameter: Parameter, layout: Layout) -> tuple[Box, ...]:
-    return chunks(parameter.weight, num_shards(parameter.weight, layout))
+    return compute_chunks(parameter.weight, num_shards(parameter.weight, layout))
 
 
 def _scratch_bytes(parameter: Parameter, layout: Layout) -> int:
@@ -216,7 +218,7 @@ def _cast_bytes(parameter: Parameter, stored: Dtypes) -> int:
         dtype = stored[tensor.name]
         if dtype != parameter.dtype:
             nbytes = math.prod(tensor.shape) * dtype.itemsize
-            found = max(found, nbytes + fp8.scratch_bytes(dtype, tensor.shape))
+            found = max(found, nbytes + fp8.compute_buffer_bytes(dtype, tensor.shape))
     return found
 
 
@@ -251,5 +253,5 @@ def _add_chunks(
         else:
             chunk = scratch.tensor(box.sizes, dtype)
             chunk.copy_(whole.tensor(shape, dtype)[box.slices])
-        place = location.box(box)
+        place = location.to_tensor_box(box)
         file.add_tensor(location.key, location.shape, place.offsets, chunk.view(place.sizes))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.checkpoint.checkpoint_info import read_checkpoint_info
+from mcore_rl.checkpoint.files import read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
 from mcore_rl.config.errors import ConfigError
@@ -146,7 +146,7 @@ def _checked_model(option: str, path: str) -> HFConfig:
     try:
         family_of(read_config(path))
         reader = CheckpointReader(path)
-        config = reader.config()
+        config = reader.read_config()
         weights = family_of(config).weights(config, padded_vocab_size(config, 1))
         reader.check(logical_tensors(weights))
     except ConfigError as error:

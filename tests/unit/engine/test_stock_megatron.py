@@ -35,7 +35,7 @@ def stock_model(folder):
     """A GPTModel whose settings are those of `--moe-layer-freq 1`, the default of Megatron-LM."""
     from mcore_rl.engine.megatron import model
 
-    config = CheckpointReader(folder).config()
+    config = CheckpointReader(folder).read_config()
     num_layers = config["num_hidden_layers"]
     [chunk] = model.build_chunks(
         family_of(config),

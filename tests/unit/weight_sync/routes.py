@@ -67,7 +67,7 @@ class Route:
             timeout_s=timeout_s,
         )
         self.reader = CheckpointReader(checkpoint)
-        config = self.reader.config()
+        config = self.reader.read_config()
         trained, self.served = reshard_jobs.sides(config, self.training, self.generation)
         self.weights = [
             LocalWeights(reshard_jobs.filled(trained, rank, self.reader.read))

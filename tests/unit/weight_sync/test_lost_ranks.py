@@ -72,7 +72,7 @@ def test_a_rank_that_dies_before_it_has_connected_to_all_ends_the_others_soon(
             Layout(), 0, GenerationLayout(dp=2), "float32",
             WeightSyncConfig(method="disaggregated", timeout_s=LONG_S),
         )  # fmt: skip
-        config = CheckpointReader(checkpoint).config()
+        config = CheckpointReader(checkpoint).read_config()
         ends = [
             threads.submit(connect, spec, server.endpoint, config, rank, routes.CPU)
             for rank in range(3)

@@ -213,7 +213,7 @@ def test_over_nixl_ranks_connect_to_those_that_they_exchange_messages_with(
     monkeypatch.setattr(agent, "add_remote_agent", add_remote_agent)
     route = routes.Route(checkpoint, "nixl", training=layout, generation=server)
     spec = TransferSpec(layout, 0, server, "float32", route.settings)
-    sent = plan_transfer(spec, route.reader.config(), 4).pairs()
+    sent = plan_transfer(spec, route.reader.read_config(), 4).pairs()
     pairs = {(source, spec.num_training + target) for source, target, _ in sent}
     assert sorted(connected) == sorted(pairs | {(target, source) for source, target in pairs})
     check(route, route.sync((1, 2)))
