@@ -24,7 +24,7 @@ from mcore_rl.models.vllm_parts import (
     map_vllm_norms,
     map_vllm_shared_expert_mlp,
 )
-from mcore_rl.reshard.rules import Concat, Split, Weight, Whole
+from mcore_rl.reshard.rules import Concat, Replicated, Split, Weight
 
 
 def _map_latent_config(config: HFConfig) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _map_attention(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     q_rank, q_size, mcore = config.get("q_lora_rank"), heads * (nope + rotary), "self_attention."
 
     def replicate(name: str, hf: str, *shape: int) -> Weight:
-        return layer.build_weight(name, Whole(layer.build_tensor(f"{hf}.weight", *shape)))
+        return layer.build_weight(name, Replicated(layer.build_tensor(f"{hf}.weight", *shape)))
 
     def split_heads(name: str, hf: str, rows: int, columns: int, dim: int = 0) -> Weight:
         rule = Split(layer.build_tensor(f"self_attn.{hf}.weight", rows, columns), dim)
@@ -149,7 +149,7 @@ def _map_vllm_attention(config: HFConfig, layer: Layer) -> Iterator[Weight]:
         return build_vllm_weight(
             layer,
             f"self_attn.{name}.weight",
-            Whole(layer.build_tensor(f"self_attn.{name}.weight", *shape)),
+            Replicated(layer.build_tensor(f"self_attn.{name}.weight", *shape)),
         )
 
     def split_heads(name: str, rows: int, columns: int, dim: int = 0) -> Weight:

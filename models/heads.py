@@ -18,8 +18,7 @@ from mcore_rl.models.base import (
     field,
     without_mtp,
 )
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import Weight, Whole
+from mcore_rl.reshard.rules import LogicalTensor, Replicated, Weight
 
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
@@ -75,7 +74,9 @@ def value_head_weights(config: HFConfig) -> tuple[Weight, ...]:
     tensors = {"weight": LogicalTensor("score.weight", (1, field(config, "hidden_size")))}
     if has_value_bias(config):
         tensors["bias"] = LogicalTensor("score.bias", (1,))
-    return tuple(Weight(f"output_layer.{n}", Whole(t), stage="head") for n, t in tensors.items())
+    return tuple(
+        Weight(f"output_layer.{n}", Replicated(t), stage="head") for n, t in tensors.items()
+    )
 
 
 def value_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:

@@ -11,8 +11,16 @@ from typing import Any
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import HFConfig, check_values, field, head_dim, read_rope_theta
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import Axis, GateUp, InterleavedQKV, Rule, Split, Weight, Whole
+from mcore_rl.reshard.rules import (
+    Axis,
+    GateUp,
+    InterleavedQKV,
+    LogicalTensor,
+    Replicated,
+    Rule,
+    Split,
+    Weight,
+)
 
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -136,7 +144,7 @@ def map_head_weights(
 ) -> Iterator[Weight]:
     """Map the final norm and the output head; of a tied model, the head is an embedding copy."""
     norm = LogicalTensor("model.norm.weight", (field(config, "hidden_size"),))
-    yield Weight("decoder.final_layernorm.weight", Whole(norm), stage="final_norm")
+    yield Weight("decoder.final_layernorm.weight", Replicated(norm), stage="final_norm")
     tied = _is_tied(config)
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
     head = _build_vocab_tensor(config, name, ["shared_head.head"], mtp_layers)
@@ -169,7 +177,7 @@ def map_mtp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     name = f"mtp.layers.{layer.mtp_index}."
     for mcore, hf in (("enorm",) * 2, ("hnorm",) * 2, ("final_layernorm", "shared_head.norm")):
         norm = layer.build_tensor(f"{hf}.weight", hidden)
-        yield Weight(f"{name}{mcore}.weight", Whole(norm), stage="mtp")
+        yield Weight(f"{name}{mcore}.weight", Replicated(norm), stage="mtp")
     project = Split(layer.build_tensor("eh_proj.weight", hidden, 2 * hidden), 0)
     yield Weight(f"{name}eh_proj.weight", project, axis="tp", stage="mtp")
 
@@ -189,14 +197,14 @@ def map_attention_weights(
             groups,
         )
 
-    norm = Whole(layer.build_tensor("input_layernorm.weight", hidden))
+    norm = Replicated(layer.build_tensor("input_layernorm.weight", hidden))
     yield layer.build_weight("self_attention.linear_qkv.layer_norm_weight", norm)
     yield layer.build_weight("self_attention.linear_qkv.weight", qkv("weight", hidden), "tp")
     if qkv_bias:
         yield layer.build_weight("self_attention.linear_qkv.bias", qkv("bias"), "tp")
     if qk_norm:
         for name in ("q", "k"):
-            norm = Whole(layer.build_tensor(f"self_attn.{name}_norm.weight", dim))
+            norm = Replicated(layer.build_tensor(f"self_attn.{name}_norm.weight", dim))
             yield layer.build_weight(f"self_attention.{name}_layernorm.weight", norm)
     out = Split(layer.build_tensor("self_attn.o_proj.weight", hidden, heads * dim), 1)
     yield layer.build_weight("self_attention.linear_proj.weight", out, "tp")
@@ -222,7 +230,7 @@ def build_gated_mlp_rules(
 
 def map_dense_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """Map post-attention norm and gated MLP of a dense layer."""
-    norm = Whole(
+    norm = Replicated(
         layer.build_tensor("post_attention_layernorm.weight", field(config, "hidden_size"))
     )
     fc1, fc2 = build_gated_mlp_rules(config, layer, "mlp", field(config, "intermediate_size"))
@@ -305,10 +313,11 @@ def map_router_weights(
 ) -> Iterator[Weight]:
     """Map post-attention norm and router; `hf`: name of the MoE module in the checkpoint."""
     hidden = field(config, "hidden_size")
-    norm = Whole(layer.build_tensor("post_attention_layernorm.weight", hidden))
+    norm = Replicated(layer.build_tensor("post_attention_layernorm.weight", hidden))
     yield layer.build_weight("pre_mlp_layernorm.weight", norm)
     yield layer.build_weight(
-        "mlp.router.weight", Whole(layer.build_tensor(f"{hf}.gate.weight", num_experts, hidden))
+        "mlp.router.weight",
+        Replicated(layer.build_tensor(f"{hf}.gate.weight", num_experts, hidden)),
     )
 
 
@@ -339,7 +348,7 @@ def map_shared_expert_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[We
     """Map the MoE of DeepSeek-V3: router with a selection bias, experts and shared experts."""
     num_experts, ffn = field(config, "n_routed_experts"), field(config, "moe_intermediate_size")
     yield from map_expert_mlp_weights(config, layer, num_experts=num_experts, ffn=ffn)
-    bias = Whole(layer.build_tensor("mlp.gate.e_score_correction_bias", num_experts))
+    bias = Replicated(layer.build_tensor("mlp.gate.e_score_correction_bias", num_experts))
     yield layer.build_weight("mlp.router.expert_bias", bias, float32=True)
     fc1, fc2 = build_gated_mlp_rules(
         config, layer, "mlp.shared_experts", get_shared_expert_size(config)

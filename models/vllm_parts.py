@@ -16,8 +16,16 @@ from mcore_rl.models.parts import (
     get_shared_expert_size,
     has_experts,
 )
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import Axis, Rule, Split, StackedQKV, Stage, Weight, Whole
+from mcore_rl.reshard.rules import (
+    Axis,
+    LogicalTensor,
+    Replicated,
+    Rule,
+    Split,
+    StackedQKV,
+    Stage,
+    Weight,
+)
 
 LayerRules = Callable[[HFConfig, Layer], Iterator[Weight]]
 _VOCAB_MULTIPLE = 64  # model_executor/layers/vocab_parallel_embedding.py:36
@@ -45,7 +53,7 @@ def map_vllm_decoder(config: HFConfig, map_layer: LayerRules) -> tuple[Weight, .
     tied = bool(config.get("tie_word_embeddings", False))
     embed = Split(LogicalTensor("model.embed_tokens.weight", (vocab, hidden)), 0, padded)
     head = embed if tied else Split(LogicalTensor("lm_head.weight", (vocab, hidden)), 0, padded)
-    norm = Whole(LogicalTensor("model.norm.weight", (hidden,)))
+    norm = Replicated(LogicalTensor("model.norm.weight", (hidden,)))
 
     def build_weight(name: str, rule: Rule, axis: Axis | None, stage: Stage) -> Weight:
         return Weight(name, rule, axis, stage=stage, replica=tied and stage == "head")
@@ -62,7 +70,7 @@ def map_vllm_norms(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """Map the two norms of a layer."""
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         yield build_vllm_weight(
-            layer, name, Whole(layer.build_tensor(name, field(config, "hidden_size")))
+            layer, name, Replicated(layer.build_tensor(name, field(config, "hidden_size")))
         )
 
 
@@ -88,7 +96,7 @@ def map_vllm_attention(
     out = Split(layer.build_tensor("self_attn.o_proj.weight", hidden, heads * dim), 1)
     yield build_vllm_weight(layer, "self_attn.o_proj.weight", out, "tp")
     for name in ("q_norm", "k_norm") if qk_norm else ():
-        norm = Whole(layer.build_tensor(f"self_attn.{name}.weight", dim))
+        norm = Replicated(layer.build_tensor(f"self_attn.{name}.weight", dim))
         yield build_vllm_weight(layer, f"self_attn.{name}.weight", norm)
 
 
@@ -105,7 +113,7 @@ def map_vllm_dense_mlp(config: HFConfig, layer: Layer) -> Iterator[Weight]:
 
 def map_vllm_router(config: HFConfig, layer: Layer, num_experts: int, hf: str = "mlp") -> Weight:
     gate = layer.build_tensor(f"{hf}.gate.weight", num_experts, field(config, "hidden_size"))
-    return build_vllm_weight(layer, f"{hf}.gate.weight", Whole(gate))
+    return build_vllm_weight(layer, f"{hf}.gate.weight", Replicated(gate))
 
 
 def map_vllm_experts(
@@ -135,6 +143,8 @@ def map_vllm_shared_expert_mlp(config: HFConfig, layer: Layer) -> Iterator[Weigh
     num_experts, ffn = field(config, "n_routed_experts"), field(config, "moe_intermediate_size")
     yield map_vllm_router(config, layer, num_experts)
     name = "mlp.gate.e_score_correction_bias"
-    yield build_vllm_weight(layer, name, Whole(layer.build_tensor(name, num_experts)), float32=True)
+    yield build_vllm_weight(
+        layer, name, Replicated(layer.build_tensor(name, num_experts)), float32=True
+    )
     yield from map_vllm_mlp(config, layer, "mlp.shared_experts", get_shared_expert_size(config))
     yield from map_vllm_experts(config, layer, num_experts, ffn)

@@ -27,8 +27,7 @@ from mcore_rl.models.base import (
     read_config,
     without_mtp,
 )
-from mcore_rl.reshard.boxes import Block, Box, LogicalTensor, rows
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.reshard.rules import Block, Box, LogicalTensor, logical_tensors, slice_rows
 
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
@@ -160,7 +159,7 @@ class CheckpointReader:
     def read_tensor(self, name: str) -> torch.Tensor:
         """Read a tensor, in the dtype of get_dtype."""
         shape = self.get_shape(name)
-        return self.read(rows(LogicalTensor(name, shape), 0, shape[0], 0))
+        return self.read(slice_rows(LogicalTensor(name, shape), 0, shape[0], 0))
 
     def read_into(self, block: Block, out: torch.Tensor) -> None:
         """Read a block into `out`, which has the shape of its box.
@@ -218,7 +217,7 @@ class CheckpointReader:
         is_equal = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
         for start in range(0, head.shape[0] if is_equal else 0, _ROWS_AT_ONCE):
             num_rows = min(_ROWS_AT_ONCE, head.shape[0] - start)
-            box = rows(LogicalTensor(_HEAD, head.shape), start, num_rows, 0).box
+            box = slice_rows(LogicalTensor(_HEAD, head.shape), start, num_rows, 0).box
             first, second = (_read_stored(file, name, box) for name, file in stored.items())
             is_equal &= torch.equal(first.view(torch.uint8), second.view(torch.uint8))
         if not is_equal:

@@ -50,7 +50,7 @@ from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import COMMON_FILE
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
 # Prefixes of keys: optimizer state (chained optimizers add another one), multi-token prediction,
 # decoder layers.

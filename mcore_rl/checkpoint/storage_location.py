@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.reshard.boxes import Box
-from mcore_rl.reshard.rules import GateUp, Shard, Split, Weight
+from mcore_rl.reshard.rules import Box, GateUp, Shard, Split, Weight
 
 # Naming of tensors in the checkpoints. Megatron's loaders pass it to the model's sharded_state_dict
 # (`content_metadata`, dist_checkpointing/serialization.py).
@@ -44,14 +43,14 @@ def compute_chunks(weight: Weight, count: int) -> tuple[Box, ...]:
     Gate and up are separate chunks, as Megatron saves them (transformer/mlp.py,
     apply_swiglu_sharded_factory).
 
-    >>> from mcore_rl.reshard.boxes import LogicalTensor
+    >>> from mcore_rl.reshard.rules import LogicalTensor
     >>> rule = GateUp(LogicalTensor("g", (4, 3)), LogicalTensor("u", (4, 3)))
     >>> [box.offsets[0] for box in compute_chunks(Weight("w", rule, axis="tp"), 2)]
     [0, 4, 2, 6]
     """
     rule = weight.rule
     shards = range(count) if weight.axis else range(1)
-    local = rule.local_shape(Shard(0, len(shards)))
+    local = rule.get_local_shape(Shard(0, len(shards)))
     rest = (0,) * (len(local) - 1)
     if isinstance(rule, GateUp):
         part, half = (local[0] // 2, *local[1:]), rule.gate.shape[0]

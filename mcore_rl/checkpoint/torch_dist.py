@@ -42,7 +42,7 @@ from mcore_rl.checkpoint.torch_dist_metadata import (
     read_metadata,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
 # Exceptions of zipfile and torch.load for damaged bytes.
 _DAMAGE = (

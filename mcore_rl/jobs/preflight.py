@@ -63,7 +63,7 @@ from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import logical_tensors
 from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
-from mcore_rl.weight_sync.nixl import nixl_api
+from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _check_choices(config: RLConfig) -> None:
     check_judges(config.reward, served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
-        nixl_api()
+        import_nixl()
     backend_of(config.actor).check_modules(config.actor.modules, lane())
     if lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()

@@ -206,9 +206,9 @@ def _held(ranks: Ranks, weights: Sequence[Weight], lora: LoRAConfig) -> list[_He
     """What each rank holds."""
     found = [_Held() for _ in range(ranks.world_size)]
     for weight in weights:
-        holders = ranks.holders(weight)
+        holders = ranks.get_holders(weight)
         for index, members in enumerate(holders):
-            shape = weight.rule.local_shape(Shard(index, len(holders)))
+            shape = weight.rule.get_local_shape(Shard(index, len(holders)))
             size, trained = math.prod(shape), _trained(weight, shape, lora)
             for rank in members:
                 mine = found[rank]

@@ -32,8 +32,7 @@ from mcore_rl.models.base import (
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
-from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import Plan, TransferRequirements
+from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements, assign_hosts
 
 Traffic = NDArray[np.int64]
 MODES = ("colocated", "disaggregated")
@@ -110,16 +109,16 @@ def plan_reshard(
     _check(config, train, generate)
     start = time.perf_counter()
     demand = _demand(config, train, generate, itemsize)
-    devices = _devices(mode, demand.overlap(), cluster)
+    devices = _devices(mode, demand.compute_overlap(), cluster)
     plan = demand.plan(devices)
     plan_s = time.perf_counter() - start
     traffic = _traffic(plan)
     # A single generation rank needs the whole model, and overlaps with all that a device holds.
     whole = _demand(config, train, GenerationLayout(), itemsize)
-    gathered = int(whole.needed()[0]) - _on_device(whole.overlap()[0], devices)
+    gathered = int(whole.compute_needed()[0]) - _on_device(whole.compute_overlap()[0], devices)
     same_device, _ = _links(devices)
-    bound = demand.needed() - np.where(same_device, demand.overlap(), 0).sum(axis=1)
-    totals, sent = plan.totals(), np.where(same_device, 0, traffic).sum(axis=0)
+    bound = demand.compute_needed() - np.where(same_device, demand.compute_overlap(), 0).sum(axis=1)
+    totals, sent = plan.compute_totals(), np.where(same_device, 0, traffic).sum(axis=0)
     report = PlanReport(
         mode=mode,
         train=train,
@@ -147,7 +146,7 @@ def plan_reshard(
 def _traffic(plan: Plan) -> Traffic:
     """[generation ranks, training ranks]: bytes from the one to the other, own device included."""
     found = np.zeros((len(plan.devices.generation), len(plan.devices.training)), np.int64)
-    for source, target, num_bytes in plan.pairs():
+    for source, target, num_bytes in plan.list_transfers():
         found[target, source] += num_bytes
     return found
 
@@ -202,7 +201,7 @@ def _demand(
 def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
     num_generation, num_training = overlap.shape
     if mode == "colocated":
-        hosts = most_overlap(overlap)
+        hosts = assign_hosts(overlap)
         devices = Devices.colocated(hosts, num_training, cluster.gpus_per_node)
         count = num_training
     else:
@@ -246,7 +245,7 @@ def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
 
 def _gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> float:
     """Each rank takes in what it lacks of the whole model, over the slowest link that there is."""
-    num_nodes = len({devices.node(d) for d in (*devices.training, *devices.generation)})
+    num_nodes = len({devices.get_node(d) for d in (*devices.training, *devices.generation)})
     gbps = cluster.nic_gbps if num_nodes > 1 else cluster.nvlink_gbps
     return float(gathered.max()) * 8e-9 / gbps
 

@@ -20,15 +20,12 @@ from mcore_rl.engine.base import EngineSpec
 from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.parallel.store import join_world
-from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Exchange, LocalWeights
+from mcore_rl.reshard.executor import Exchange, GroupTransport, LocalWeights, ReshardError
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.ops import compute_checksums
-from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.planner import Plan, Side, TransferRequirements
-from mcore_rl.reshard.rules import Shard, Weight
-from mcore_rl.reshard.transport import GroupTransport, ReshardError
+from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements
+from mcore_rl.reshard.rules import Block, Shard, Weight
 
 Result = ranks.Result
 Servers = Mapping[str, tuple[GenerationLayout, tuple[int, ...]]]  # and their devices, if colocated
@@ -52,17 +49,17 @@ def filled(side: Side, rank: int, read: Callable[[Block], torch.Tensor]) -> dict
     engine_ranks, weights = side
     found = {}
     for weight, shard in held(engine_ranks, weights, rank):
-        local = torch.full(weight.rule.local_shape(shard), torch.nan)
-        for block in weight.rule.blocks(shard):
+        local = torch.full(weight.rule.get_local_shape(shard), torch.nan)
+        for block in weight.rule.get_blocks(shard):
             local[block.local_slices] = read(block)
-        found[engine_ranks.local_name(weight)] = local
+        found[engine_ranks.get_local_name(weight)] = local
     return found
 
 
 def held(engine_ranks: Ranks, weights: tuple[Weight, ...], rank: int) -> list[tuple[Weight, Shard]]:
     found = []
     for weight in weights:
-        holders = engine_ranks.holders(weight)
+        holders = engine_ranks.get_holders(weight)
         index = next((n for n, members in enumerate(holders) if rank in members), None)
         if index is not None:
             found.append((weight, Shard(index, len(holders))))
@@ -124,7 +121,7 @@ def _exchange(
 
 
 def _report(plan: Plan, transport: GroupTransport, memory: Memory) -> Result:
-    device, totals = dist.get_rank(), plan.totals()
+    device, totals = dist.get_rank(), plan.compute_totals()
     training = _rank_of(device, plan.devices.training)
     generation = _rank_of(device, plan.devices.generation)
     return {

@@ -27,7 +27,7 @@ from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import COMMON_FILE
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 from tests.nightly import all_but
 
 LAYOUTS = {

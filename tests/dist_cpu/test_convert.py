@@ -26,7 +26,7 @@ from mcore_rl.jobs.convert import to_hf, to_megatron
 from mcore_rl.jobs.convert.megatron_folder import open_megatron
 from mcore_rl.jobs.convert.options import Resources
 from mcore_rl.jobs.convert.verify import compare
-from mcore_rl.reshard.boxes import Box, LogicalTensor, rows
+from mcore_rl.reshard.rules import Box, LogicalTensor, slice_rows
 
 ONE, SINGLE = Resources(workers=1), Layout()
 UNEVEN = Layout(pp=2, first_stage_layers=1)
@@ -123,7 +123,7 @@ def test_float8_is_written_read_and_written_as_the_same_bytes(models, tmp_path, 
     plain = back(checkpoint, tmp_path / "e")
     reader = CheckpointReader(first)
     wanted = {
-        n: reader.read(rows(LogicalTensor(n, s), 0, s[0], 0))
+        n: reader.read(slice_rows(LogicalTensor(n, s), 0, s[0], 0))
         for n, s in reader.get_shapes().items()
     }
     assert_same_bytes(tensors_in(plain), wanted)

@@ -103,9 +103,9 @@ def names_by_mbridge(path: Path) -> ranks.Result:
     bridge = mbridge_for(config["model_type"], SimpleNamespace(), mcore)
     weights = family_of(config).weights(config, config["vocab_size"])
     return {
-        weight.local_name(): [
+        weight.get_local_name(): [
             [tensor.name for tensor in weight.rule.tensors],
-            bridge._weight_name_mapping_mcore_to_hf(weight.local_name()),
+            bridge._weight_name_mapping_mcore_to_hf(weight.get_local_name()),
         ]
         for weight in weights
         if not weight.replica

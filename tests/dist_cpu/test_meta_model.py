@@ -172,7 +172,7 @@ def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
     for weight in model_weights(config, rows):
         if weight.replica:
             continue
-        location = print_.parameters[weight.local_name()]
+        location = print_.parameters[weight.get_local_name()]
         shapes[location.key] = location.shape
         for part in compute_chunks(weight, getattr(saved.layout, weight.axis or "pp")):
             box = location.to_tensor_box(part)

@@ -102,7 +102,7 @@ async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) 
         while not meeting.exists():
             await asyncio.sleep(0.05)
         endpoint, fields = json.loads(meeting.read_text())
-        spec = TransferSpec.from_dict(fields)
+        spec = TransferSpec.parse(fields)
         await server.connect_weights(RendezvousEndpoint(**endpoint), spec, 0)
         in_flight = await across(server, server.update(first, in_flight=True))
         memory = [await server.memory()]

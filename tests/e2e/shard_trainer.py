@@ -42,7 +42,7 @@ def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[i
         while not file.exists():
             time.sleep(0.02)
         fields, spec_fields = json.loads(file.read_text())
-        spec = TransferSpec.from_dict(spec_fields)
+        spec = TransferSpec.parse(spec_fields)
         training, _ = reshard_jobs.sides(reader.read_config(), spec.training, spec.generation)
         weights = LocalWeights(reshard_jobs.filled(training, rank, reader.read))
         endpoint, device = RendezvousEndpoint(**fields), torch.device("cpu")

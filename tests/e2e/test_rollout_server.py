@@ -239,7 +239,7 @@ def test_a_killed_trainer_leaves_a_server_that_refuses_until_a_whole_update(serv
         endpoint, spec = json.loads(process.stdout.readline())
         run(
             server.connect_weights(
-                RendezvousEndpoint(**endpoint), TransferSpec.from_dict(spec), first_rank=0
+                RendezvousEndpoint(**endpoint), TransferSpec.parse(spec), first_rank=0
             )
         )
 

@@ -24,8 +24,13 @@ from mcore_rl.parallel import rendezvous
 from mcore_rl.reshard.executor import Bucket
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
-from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
-from mcore_rl.weight_sync.shared_memory import SharedBuckets, shared_buckets
+from mcore_rl.weight_sync.shared_memory import (
+    ShardEndpoint,
+    ShardSender,
+    SharedBuckets,
+    create_shared_buckets,
+    receive_shards,
+)
 from mcore_rl.weight_sync.transport import WeightUpdate
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
@@ -69,7 +74,7 @@ class Trainer:
 
     @register()
     def send_weights(self, version: int) -> None:
-        memory = shared_buckets(torch.device("cpu"))
+        memory = create_shared_buckets(torch.device("cpu"))
         try:
             self.sender.send(self.buckets(memory, version), memory, WeightUpdate(version))
         except ValueError:

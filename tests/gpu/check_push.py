@@ -101,6 +101,6 @@ def check(arguments: argparse.Namespace) -> measure.Result:
 if __name__ == "__main__":
     if "--receive" in sys.argv:
         checkpoint, fields, spec_fields = json.loads(sys.stdin.read())
-        receive(Path(checkpoint), RendezvousEndpoint(**fields), TransferSpec.from_dict(spec_fields))
+        receive(Path(checkpoint), RendezvousEndpoint(**fields), TransferSpec.parse(spec_fields))
     else:
         measure.report(check)

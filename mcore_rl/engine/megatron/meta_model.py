@@ -34,7 +34,7 @@ _WHOLE = Shard(0, 1)
 class MetaModel:
     """A model in a checkpoint as the engine saves it.
 
-    `parameters` are by Weight.local_name(); replicas are not among them, since a checkpoint has
+    `parameters` are by Weight.get_local_name(); replicas are not among them, since a checkpoint has
     what they repeat once. `objects` is all else that Megatron's load asks for: by key, the
     bytes that a save writes.
     """
@@ -106,7 +106,7 @@ def meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
         check_rules(weights, tensors)
         state = shards_to_save(chunk)
         parameters = {
-            weight.local_name(): storage_location(name, state[name])
+            weight.get_local_name(): storage_location(name, state[name])
             for weight, name in _named(weights)
         }
         return MetaModel(parameters, _objects(state.values()), config["num_hidden_layers"])
@@ -129,7 +129,7 @@ def _whole_model(config: HFConfig, padded_vocab: int) -> Any:
 
 def _named(weights: Iterable[Weight]) -> list[tuple[Weight, str]]:
     """Each weight that a single rank has, with its parameter's name."""
-    return [(w, w.local_name()) for w in weights if not w.replica]
+    return [(w, w.get_local_name()) for w in weights if not w.replica]
 
 
 def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -142,7 +142,7 @@ def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]
     for weight, name in _named(weights):
         if name in wanted:
             raise RuntimeError(f"{name}: two rules name this parameter")
-        wanted[name] = weight.rule.local_shape(_WHOLE)
+        wanted[name] = weight.rule.get_local_shape(_WHOLE)
         if name not in shapes:
             raise RuntimeError(f"{name}: a rule names this parameter, which the model has not")
         if shapes[name] != wanted[name]:

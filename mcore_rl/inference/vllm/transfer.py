@@ -24,10 +24,14 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import PeerError
 from mcore_rl.inference.vllm.weights import ShardWriter, begin_reload, finish_reload, worker_layout
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.weight_sync.connection import StreamError
-from mcore_rl.weight_sync.spec import TransferSpec, generation_side
-from mcore_rl.weight_sync.transport import DENSE, WeightTransport, WeightUpdate, connect
-from mcore_rl.weight_sync.worker_layout import check_layout
+from mcore_rl.weight_sync.spec import TransferSpec, build_generation_side, check_worker_layout
+from mcore_rl.weight_sync.transport import (
+    DENSE,
+    StreamError,
+    WeightTransport,
+    WeightUpdate,
+    connect,
+)
 
 
 @dataclass
@@ -61,13 +65,13 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         rules of the model's family, else as `connect`.
         """
         self.shutdown()
-        spec = TransferSpec.from_dict(init_info.spec)
+        spec = TransferSpec.parse(init_info.spec)
         config = CheckpointReader(self.model_config.model).read_config()
         parallel = self.parallel_config
         first_rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size
         self._rank = rank = first_rank + get_tp_group().rank_in_group
-        ranks, (_, weights) = generation_side(config, spec.generation)
-        check_layout(worker_layout(self.model), ranks, weights, rank, spec.dtype)
+        ranks, (_, weights) = build_generation_side(config, spec.generation)
+        check_worker_layout(worker_layout(self.model), ranks, weights, rank, spec.dtype)
         endpoint = RendezvousEndpoint(**init_info.endpoint)
         self._transport = connect(spec, endpoint, config, spec.num_training + rank, self.device)
 

@@ -37,7 +37,7 @@ from vllm.platforms import current_platform
 
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.executor import ReceivedSlice
-from mcore_rl.weight_sync.worker_layout import WorkerLayout
+from mcore_rl.weight_sync.spec import WorkerLayout
 
 
 def worker_layout(model: Any) -> WorkerLayout:

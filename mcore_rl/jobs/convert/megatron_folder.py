@@ -127,7 +127,7 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
     layout, lora = Layout(**info.get("layout", {})), info.get("lora")
     parameters = []
     for weight in weights:
-        name, adapter = weight.local_name(), None
+        name, adapter = weight.get_local_name(), None
         if not weight.replica and name in locations:
             if lora and f"lora.{name}.A" in tensors:
                 adapter = PlannedAdapter(lora["alpha"] / lora["rank"], num_shards(weight, layout))

@@ -16,8 +16,7 @@ from mcore_rl.checkpoint.hf_writer import group_by_size
 from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.reshard.boxes import Box
-from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.rules import Box, Shard, Weight
 
 WHOLE = Shard(0, 1)
 _SMALLEST_FILE, _LARGEST_FILE = 32 << 20, 1 << 30  # bytes
@@ -44,7 +43,7 @@ class Parameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter, with padding."""
-        return self.weight.rule.local_shape(WHOLE)
+        return self.weight.rule.get_local_shape(WHOLE)
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +57,7 @@ class Parameter:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the Hugging Face tensors that it is made of, copies included."""
-        return tuple(name for t in self.weight.rule.tensors for name in (t.name, *t.also))
+        return tuple(name for t in self.weight.rule.tensors for name in (t.name, *t.aliases))
 
 
 class Buffer:

@@ -96,7 +96,7 @@ def _tensors(folder: MegatronFolder, asked: torch.dtype | None) -> Iterator[Tens
     others: CheckpointReader | None = None
     for weight in folder.weights:
         for tensor in () if weight.replica else weight.rule.tensors:
-            for name in (tensor.name, *tensor.also):
+            for name in (tensor.name, *tensor.aliases):
                 if name in held:
                     stored = held[name].dtype
                 else:

@@ -38,8 +38,7 @@ from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.convert.workers import Wrote
 from mcore_rl.models.base import model_sizes, padded_vocab_size
 from mcore_rl.models.heads import model_config, model_weights
-from mcore_rl.reshard.boxes import Box, rows
-from mcore_rl.reshard.rules import Weight, logical_tensors
+from mcore_rl.reshard.rules import Box, Weight, logical_tensors, slice_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPARED_BYTES = 16 << 20  # of a tensor and its repeat, at a time
@@ -84,7 +83,7 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
 
     found = meta_model(config, padded)
     parameters = [
-        Parameter(w, found.parameters[w.local_name()], torch.float32 if w.float32 else target)
+        Parameter(w, found.parameters[w.get_local_name()], torch.float32 if w.float32 else target)
         for w in weights
         if not w.replica
     ]
@@ -117,10 +116,10 @@ def check_repeats(reader: CheckpointReader, weights: Sequence[Weight]) -> None:
     """Raise ConfigError for a copy of a tensor that differs from it: it would be lost."""
     for tensor in (t for weight in weights if not weight.replica for t in weight.rule.tensors):
         at_once = max(1, _COMPARED_BYTES // (4 * math.prod(tensor.shape[1:])))
-        for copy in tensor.copies:
+        for copy in tensor.alias_tensors:
             for start in range(0, tensor.shape[0], at_once):
                 count = min(at_once, tensor.shape[0] - start)
-                a, b = (reader.read(rows(t, start, count, 0)) for t in (tensor, copy))
+                a, b = (reader.read(slice_rows(t, start, count, 0)) for t in (tensor, copy))
                 if a.dtype != b.dtype or not torch.equal(a, b):
                     raise ConfigError(
                         f"checkpoint {reader.path}: {copy.name} should repeat {tensor.name}, "
@@ -204,7 +203,7 @@ def _chunks(parameter: Parameter, layout: Layout) -> tuple[Box, ...]:
 
 def _scratch_bytes(parameter: Parameter, layout: Layout) -> int:
     """Beside the parameter: a tensor whose rows are dealt out, or a chunk of some columns."""
-    blocks = Counter(block.tensor for block in parameter.weight.rule.blocks(WHOLE))
+    blocks = Counter(block.tensor for block in parameter.weight.rule.get_blocks(WHOLE))
     dealt = [math.prod(tensor.shape) for tensor, count in blocks.items() if count > 1]
     boxes = _chunks(parameter, layout)
     cut = [box.numel for box in boxes if box.sizes[1:] != parameter.shape[1:]]
@@ -229,13 +228,13 @@ def _fill(parameter: Parameter, reader: CheckpointReader, whole: Buffer, scratch
     if sum(math.prod(tensor.shape) for tensor in rule.tensors) < target.numel():
         target.zero_()
     for tensor in rule.tensors:
-        blocks = [block for block in rule.blocks(WHOLE) if block.tensor == tensor]
+        blocks = [block for block in rule.get_blocks(WHOLE) if block.tensor == tensor]
         in_place = len(blocks) == 1
         if in_place:
             read = target[blocks[0].local_slices]
         else:
             read = scratch.tensor(tensor.shape, parameter.dtype)
-        reader.read_into(rows(tensor, 0, tensor.shape[0], 0), read)
+        reader.read_into(slice_rows(tensor, 0, tensor.shape[0], 0), read)
         if not reader.has_checksum(tensor.name):
             require_finite(tensor.name, read)
         for block in () if in_place else blocks:

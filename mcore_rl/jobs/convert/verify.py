@@ -119,7 +119,7 @@ def _opened(path: Path, other: Path) -> _Side:
         name: (tensor.shape, parameter.dtype)
         for parameter in folder.parameters
         for tensor in parameter.weight.rule.tensors
-        for name in (tensor.name, *tensor.also)
+        for name in (tensor.name, *tensor.aliases)
     }
     return _Side(forms, MegatronTensors(folder.reader, folder.parameters).read)
 

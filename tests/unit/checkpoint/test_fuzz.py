@@ -26,8 +26,7 @@ from mcore_rl.checkpoint.hf import INDEX_FILE, CheckpointReader, SafetensorsFile
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_index, write_shard
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import FIELDS, family_of, model_sizes, padded_vocab_size, read_config
-from mcore_rl.reshard.boxes import Box
-from mcore_rl.reshard.rules import Weight, check_cover, logical_tensors
+from mcore_rl.reshard.rules import Box, Weight, check_cover, logical_tensors
 from tests.nightly import all_but
 
 NUM_HEADERS, NUM_BYTES, NUM_CONFIGS, NUM_INDICES = 800, 400, 350, 150

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from mcore_rl.checkpoint.fp8 import build_quantization_config, dequantize_blocks, quantize_blocks
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Block, Box, LogicalTensor
+from mcore_rl.reshard.rules import Block, Box, LogicalTensor
 
 TENSORS = {"a": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5.0)}
 EXPECTED = [LogicalTensor("a", (4, 3)), LogicalTensor("b", (5,))]
@@ -131,7 +131,7 @@ def test_a_tensor_of_another_dtype_than_weights_have_is_named(folder, dtype):
 
 def test_a_name_that_the_folder_lacks_is_an_error(folder):
     reader = CheckpointReader(folder)
-    for call in (reader.shape, reader.dtype):
+    for call in (reader.get_shape, reader.get_dtype):
         with pytest.raises(ConfigError, match="lacks tensor z"):
             call("z")
 

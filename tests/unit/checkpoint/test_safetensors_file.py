@@ -18,7 +18,7 @@ from mcore_rl.checkpoint import files, hf
 from mcore_rl.checkpoint.hf import DTYPES, Entry, SafetensorsFile
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_shard
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
 SHAPES = {"scalar": (), "vector": (7,), "matrix": (9, 5), "cube": (4, 3, 6)}
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import DistItem, Record, covers_once, write_metadata
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8]
 TENSOR = torch.arange(24.0).reshape(4, 6)

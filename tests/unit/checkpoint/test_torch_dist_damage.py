@@ -15,7 +15,7 @@ import torch
 from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 from tests.nightly import all_but
 
 SEED = 4

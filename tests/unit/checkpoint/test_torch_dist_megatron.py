@@ -19,7 +19,7 @@ from mcore_rl.checkpoint import megatron as checkpoint_dist
 from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
 # By key: the whole tensor, and how many dims in front stack layers or experts.
 TENSORS = {

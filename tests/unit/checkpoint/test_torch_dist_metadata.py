@@ -17,7 +17,7 @@ from mcore_rl.checkpoint import torch_dist_metadata
 from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
 TENSOR = torch.arange(24.0).reshape(4, 6)
 

@@ -22,8 +22,15 @@ from mcore_rl.engine.megatron.lora import (
 )
 from mcore_rl.engine.megatron.weights import WeightPlacement, computed, local_tensors
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import GateUp, InterleavedQKV, Shard, Split, Weight, Whole
+from mcore_rl.reshard.rules import (
+    GateUp,
+    InterleavedQKV,
+    LogicalTensor,
+    Replicated,
+    Shard,
+    Split,
+    Weight,
+)
 
 FC1 = "decoder.layers.{layer}.mlp.linear_fc1.weight"
 FC2 = "decoder.layers.{layer}.mlp.linear_fc2.weight"
@@ -31,7 +38,7 @@ UP, DOWN = LogicalTensor("up", (6, 4)), LogicalTensor("down", (4, 6))
 WEIGHTS = (
     Weight(FC1, Split(UP, 0), "tp", layer=0),
     Weight(FC2, Split(DOWN, 1), "tp", layer=0),
-    Weight("decoder.layers.{layer}.mlp.norm.weight", Whole(LogicalTensor("n", (4,))), layer=0),
+    Weight("decoder.layers.{layer}.mlp.norm.weight", Replicated(LogicalTensor("n", (4,))), layer=0),
 )
 CONFIG = LoRAConfig(rank=2, alpha=6.0, targets=["linear_fc1", "linear_fc2"])
 

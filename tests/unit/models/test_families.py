@@ -142,7 +142,7 @@ def test_rules_cover_every_logical_tensor_once(config, count):
 
 def test_dense_layers_of_a_mixed_model_have_dense_rules():
     config = {**QWEN3_30B_A3B, "num_hidden_layers": 3, "mlp_only_layers": [1]}
-    names = {w.local_name() for w in weights_of(config) if w.layer == 1}
+    names = {w.get_local_name() for w in weights_of(config) if w.layer == 1}
     assert "decoder.layers.1.mlp.linear_fc1.weight" in names
     assert not any("experts" in name for name in names)
     assert family_of(config).config_map(config)["moe_layer_freq"] == [1, 0, 1]

@@ -13,8 +13,7 @@ import pytest
 import mcore_rl.models  # noqa: F401
 from mcore_rl.engine.megatron.meta_model import meta_model
 from mcore_rl.models.base import family_of, kv_elements_per_token, padded_vocab_size, without_mtp
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import check_cover, logical_tensors
+from mcore_rl.reshard.rules import LogicalTensor, check_cover, logical_tensors
 from tests.nightly import all_but
 
 FOLDER = Path(__file__).parent / "published"
@@ -145,7 +144,7 @@ def test_megatron_has_each_parameter_once_and_nothing_else_in_seconds(name):
     parameters = meta_model(config, config["vocab_size"]).parameters
     assert time.process_time() - start_s < 30  # at most 6 on the machine that this was written on
     held = [w for w in weights if not w.replica]
-    assert parameters.keys() == {w.local_name() for w in held}
+    assert parameters.keys() == {w.get_local_name() for w in held}
     places = {(location.key, location.index) for location in parameters.values()}
     assert len(places) == len(held)
     sizes = {location.key: math.prod(location.shape) for location in parameters.values()}
