@@ -146,7 +146,7 @@ def test_thousands_of_boxes_of_every_size_in_one_launch() -> None:
 # The loops of the GPU, lane by lane on the CPU
 
 
-def address_of(memory: NDArray[np.uint8], past: int) -> int:
+def find_address(memory: NDArray[np.uint8], past: int) -> int:
     """Return the first address in the memory that is `past` bytes after a multiple of 64."""
     return int(memory.ctypes.data) + (past - memory.ctypes.data) % 64
 
@@ -183,7 +183,7 @@ def test_rows_at_every_address_arrive(strides: tuple[int, int], row_bytes: int) 
     source = np.random.default_rng(0).integers(0, 256, 2000, dtype=np.uint8)
     for past_source, past_target in itertools.product(range(16), repeat=2):
         target, expected = np.zeros(2000, np.uint8), np.zeros(2000, np.uint8)
-        source_address, to = address_of(source, past_source), address_of(target, past_target)
+        source_address, to = find_address(source, past_source), find_address(target, past_target)
         table(0, (source_address, to, 3, row_bytes, *strides, 0, 0)).simulate_cuda()
         for row in range(3):
             first = source_address - source.ctypes.data + row * strides[0]
@@ -217,7 +217,7 @@ MOVES = {
 def test_a_row_that_is_not_aligned_is_moved_in_wide_steps_but_for_its_ends(case: str) -> None:
     kind, (past_source, past_target, rows, *rest), expected = MOVES[case]
     memories = np.zeros((2, 300_000), dtype=np.uint8)
-    source, target = map(address_of, memories, (past_source, past_target))
+    source, target = map(find_address, memories, (past_source, past_target))
     moves = table(kind, (source, target, rows, *rest, 0, 0)).simulate_cuda()
     assert moves == expected
 
