@@ -87,7 +87,7 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
     return config
 
 
-def family_of(config: HFConfig) -> Family:
+def get_family(config: HFConfig) -> Family:
     """Return the family that config.json names under "architectures"."""
     architectures = config.get("architectures") or []
     # A value model is the same family with another head (models/heads.py).
@@ -104,14 +104,14 @@ def family_of(config: HFConfig) -> Family:
     )
 
 
-def field(config: HFConfig, name: str) -> Any:
+def get_field(config: HFConfig, name: str) -> Any:
     """Return a required field; raise ConfigError without it."""
     if config.get(name) is None:
         raise ConfigError(f"config.json has no {name!r}, which {config.get('architectures')} needs")
     return config[name]
 
 
-def without_mtp(config: HFConfig) -> HFConfig:
+def drop_mtp_layers(config: HFConfig) -> HFConfig:
     """Return the config with zero layers for multi-token prediction."""
     fields = ("num_nextn_predict_layers", "num_mtp_layers")
     return {**config, **{name: 0 for name in fields if name in config}}
@@ -188,11 +188,11 @@ def read_rope_theta(config: HFConfig) -> float:
     return float(parameters["rope_theta"])
 
 
-def head_dim(config: HFConfig) -> int:
+def get_head_dim(config: HFConfig) -> int:
     """Return the size of an attention head."""
     if config.get("head_dim"):
         return int(config["head_dim"])
-    hidden, heads = field(config, "hidden_size"), field(config, "num_attention_heads")
+    hidden, heads = get_field(config, "hidden_size"), get_field(config, "num_attention_heads")
     if hidden % heads:
         raise ConfigError(
             f"config.json: hidden_size={hidden} is no multiple of num_attention_heads={heads}, and "
@@ -201,28 +201,28 @@ def head_dim(config: HFConfig) -> int:
     return int(hidden // heads)
 
 
-def kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
+def count_kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
     """Count the elements of the KV cache per token, over all layers, on one of `tp` workers.
 
     A worker has the keys and values of its heads, at least of one head. Multi-head latent attention
     caches a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1), on
     every worker.
     """
-    num_layers = int(field(config, "num_hidden_layers"))
+    num_layers = int(get_field(config, "num_hidden_layers"))
     if config.get("kv_lora_rank"):
-        return num_layers * int(config["kv_lora_rank"] + field(config, "qk_rope_head_dim"))
-    heads = int(config.get("num_key_value_heads") or field(config, "num_attention_heads"))
-    return num_layers * 2 * max(1, heads // tp) * head_dim(config)
+        return num_layers * int(config["kv_lora_rank"] + get_field(config, "qk_rope_head_dim"))
+    heads = int(config.get("num_key_value_heads") or get_field(config, "num_attention_heads"))
+    return num_layers * 2 * max(1, heads // tp) * get_head_dim(config)
 
 
-def padded_vocab_size(config: HFConfig, tp: int) -> int:
+def pad_vocab_size(config: HFConfig, tp: int) -> int:
     """Return the vocabulary size rounded up to a multiple of `tp`."""
-    return -(-int(field(config, "vocab_size")) // tp) * tp
+    return -(-int(get_field(config, "vocab_size")) // tp) * tp
 
 
-def model_sizes(config: HFConfig) -> ModelSizes:
+def get_model_sizes(config: HFConfig) -> ModelSizes:
     """Return the sizes that a layout of this model must divide."""
-    family = family_of(config)
+    family = get_family(config)
     fields = family.config_map(config)
     num_experts = fields.get("num_moe_experts", 0)
     has_dense = not num_experts or 0 in fields["moe_layer_freq"]
@@ -243,9 +243,9 @@ def model_sizes(config: HFConfig) -> ModelSizes:
     )
 
 
-def layers_with_experts(config: HFConfig) -> tuple[int, ...]:
+def list_moe_layers(config: HFConfig) -> tuple[int, ...]:
     """Return the indices of the decoder layers with experts, over the whole model."""
-    fields = family_of(config).config_map(config)
+    fields = get_family(config).config_map(config)
     if not fields.get("num_moe_experts", 0):
         return ()
     return tuple(layer for layer, has in enumerate(fields["moe_layer_freq"]) if has)

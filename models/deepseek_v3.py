@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import Family, HFConfig, check_values, field, read_rope, register
+from mcore_rl.models.base import Family, HFConfig, check_values, get_field, read_rope, register
 from mcore_rl.models.parts import (
     Layer,
     count_mtp_layers,
@@ -32,16 +32,16 @@ def _map_latent_config(config: HFConfig) -> dict[str, Any]:
 
     The norms of the latents use rms_norm_eps, as in vLLM; transformers always uses 1e-6 there.
     """
-    heads = field(config, "num_attention_heads")
+    heads = get_field(config, "num_attention_heads")
     check_values(
         config, {"attention_bias": False, "rope_interleave": True, "num_key_value_heads": heads}
     )
     return {
         "q_lora_rank": config.get("q_lora_rank"),
-        "kv_lora_rank": field(config, "kv_lora_rank"),
-        "qk_head_dim": field(config, "qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": field(config, "qk_rope_head_dim"),
-        "v_head_dim": field(config, "v_head_dim"),
+        "kv_lora_rank": get_field(config, "kv_lora_rank"),
+        "qk_head_dim": get_field(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": get_field(config, "qk_rope_head_dim"),
+        "v_head_dim": get_field(config, "v_head_dim"),
         "qk_layernorm": True,
     }
 
@@ -69,8 +69,8 @@ def _map_rope_config(config: HFConfig) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "rotary_base": base,
-        "rotary_scaling_factor": float(field(rope, "factor")),
-        "original_max_position_embeddings": field(rope, "original_max_position_embeddings"),
+        "rotary_scaling_factor": float(get_field(rope, "factor")),
+        "original_max_position_embeddings": get_field(rope, "original_max_position_embeddings"),
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
         "mscale": mscale if mscale and all_dim else 1.0,
@@ -78,7 +78,7 @@ def _map_rope_config(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
+def map_config(config: HFConfig) -> dict[str, Any]:
     return {
         **map_common_config(config),
         **_map_latent_config(config),
@@ -92,9 +92,9 @@ def _map_attention(config: HFConfig, layer: Layer) -> Iterator[Weight]:
 
     Megatron fuses the norm of a latent into the up-projection that follows it.
     """
-    hidden, heads = field(config, "hidden_size"), field(config, "num_attention_heads")
-    rank, rotary = field(config, "kv_lora_rank"), field(config, "qk_rope_head_dim")
-    nope, value = field(config, "qk_nope_head_dim"), field(config, "v_head_dim")
+    hidden, heads = get_field(config, "hidden_size"), get_field(config, "num_attention_heads")
+    rank, rotary = get_field(config, "kv_lora_rank"), get_field(config, "qk_rope_head_dim")
+    nope, value = get_field(config, "qk_nope_head_dim"), get_field(config, "v_head_dim")
     q_rank, q_size, mcore = config.get("q_lora_rank"), heads * (nope + rotary), "self_attention."
 
     def replicate(name: str, hf: str, *shape: int) -> Weight:
@@ -134,15 +134,15 @@ def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
         yield from map_dense_mlp_weights(config, layer)
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return map_decoder_weights(config, padded_vocab, _map_layer, count_mtp_layers(config))
 
 
 def _map_vllm_attention(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """Map latent attention: both down-projections in one replicated parameter."""
-    hidden, heads = field(config, "hidden_size"), field(config, "num_attention_heads")
-    rank, rotary = field(config, "kv_lora_rank"), field(config, "qk_rope_head_dim")
-    nope, value = field(config, "qk_nope_head_dim"), field(config, "v_head_dim")
+    hidden, heads = get_field(config, "hidden_size"), get_field(config, "num_attention_heads")
+    rank, rotary = get_field(config, "kv_lora_rank"), get_field(config, "qk_rope_head_dim")
+    nope, value = get_field(config, "qk_nope_head_dim"), get_field(config, "v_head_dim")
     q_rank, q_size = config.get("q_lora_rank"), heads * (nope + rotary)
 
     def replicate(name: str, *shape: int) -> Weight:
@@ -179,7 +179,7 @@ def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_vllm_shared_expert_mlp(config, layer)
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
 
 
@@ -187,10 +187,10 @@ FAMILY = register(
     Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        config_map,
+        map_config,
         get_layer_spec,
-        weights,
-        vllm_weights,
+        map_weights,
+        map_vllm_weights,
         count_mtp_layers,
     )
 )

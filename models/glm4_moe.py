@@ -27,7 +27,7 @@ from mcore_rl.models.vllm_parts import (
 from mcore_rl.reshard.rules import Weight
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
+def map_config(config: HFConfig) -> dict[str, Any]:
     return {
         **map_decoder_config(config),
         # transformers' default where the config says nothing
@@ -47,7 +47,7 @@ def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
         yield from map_dense_mlp_weights(config, layer)
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return map_decoder_weights(config, padded_vocab, _map_layer, count_mtp_layers(config))
 
 
@@ -58,7 +58,7 @@ def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_vllm_shared_expert_mlp(config, layer)
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
 
 
@@ -66,10 +66,10 @@ FAMILY = register(
     Family(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        config_map,
+        map_config,
         get_layer_spec,
-        weights,
-        vllm_weights,
+        map_weights,
+        map_vllm_weights,
         count_mtp_layers,
     )
 )

@@ -14,16 +14,16 @@ from mcore_rl.models.base import (
     CLASSIFICATION,
     SEQUENCE,
     HFConfig,
-    family_of,
-    field,
-    without_mtp,
+    drop_mtp_layers,
+    get_family,
+    get_field,
 )
 from mcore_rl.reshard.rules import LogicalTensor, Replicated, Weight
 
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def value_head_of(config: HFConfig) -> str:
+def get_value_head_suffix(config: HFConfig) -> str:
     """Return CLASSIFICATION or SEQUENCE for a value model, "" for a language model."""
     for suffix in (CLASSIFICATION, SEQUENCE):
         if any(name.endswith(suffix) for name in config.get("architectures") or []):
@@ -33,17 +33,17 @@ def value_head_of(config: HFConfig) -> str:
 
 def has_value_head(config: HFConfig) -> bool:
     """Return whether the checkpoint is a value model, not a language model."""
-    return bool(value_head_of(config))
+    return bool(get_value_head_suffix(config))
 
 
 def has_value_bias(config: HFConfig) -> bool:
     """Return whether the value head has a bias."""
-    if value_head_of(config) == SEQUENCE:
+    if get_value_head_suffix(config) == SEQUENCE:
         return False
     return bool(config.get("token_classification_bias", True))
 
 
-def value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig:
+def build_value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig:
     """Return config.json of the value model that starts from a language or value model.
 
     The decoder is the checkpoint's. A value model has no output embedding to tie and no layers for
@@ -56,7 +56,7 @@ def value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig:
     Raises:
         ConfigError: The checkpoint classifies into more than one label.
     """
-    if suffix := value_head_of(config):
+    if suffix := get_value_head_suffix(config):
         kind = suffix
         labels = config.get("id2label") or {"0": "", "1": ""}  # absent: transformers' default, two
         if len(labels) != 1:
@@ -64,14 +64,14 @@ def value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig:
                 f"config.json: {config['architectures']} has {len(labels)} labels (id2label); "
                 "allowed for a value model: 1"
             )
-    architecture = family_of(config).architecture.removesuffix(CAUSAL) + kind
+    architecture = get_family(config).architecture.removesuffix(CAUSAL) + kind
     changes = {"architectures": [architecture], "tie_word_embeddings": False, **_ONE_LABEL}
-    return without_mtp(config) | changes
+    return drop_mtp_layers(config) | changes
 
 
-def value_head_weights(config: HFConfig) -> tuple[Weight, ...]:
+def map_value_head_weights(config: HFConfig) -> tuple[Weight, ...]:
     """Return the rules of the value head, replicated on the last pipeline stage."""
-    tensors = {"weight": LogicalTensor("score.weight", (1, field(config, "hidden_size")))}
+    tensors = {"weight": LogicalTensor("score.weight", (1, get_field(config, "hidden_size")))}
     if has_value_bias(config):
         tensors["bias"] = LogicalTensor("score.bias", (1,))
     return tuple(
@@ -79,19 +79,19 @@ def value_head_weights(config: HFConfig) -> tuple[Weight, ...]:
     )
 
 
-def value_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    """Return the rules of a value model; `config` is the result of `value_config`."""
-    weights = family_of(config).weights(config, padded_vocab)
-    return (*(w for w in weights if w.stage != "head"), *value_head_weights(config))
+def map_value_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    """Return the rules of a value model; `config` is the result of `build_value_config`."""
+    weights = get_family(config).weights(config, padded_vocab)
+    return (*(w for w in weights if w.stage != "head"), *map_value_head_weights(config))
 
 
-def model_config(config: HFConfig) -> HFConfig:
+def get_model_config(config: HFConfig) -> HFConfig:
     """Return the config of a checkpoint's model, with a value head if it has one."""
-    return value_config(config) if has_value_head(config) else config
+    return build_value_config(config) if has_value_head(config) else config
 
 
-def model_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    """Return the rules of a language or value model; `config` is that of `model_config`."""
+def map_model_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    """Return the rules of a language or value model; `config` is that of `get_model_config`."""
     if has_value_head(config):
-        return value_weights(config, padded_vocab)
-    return family_of(config).weights(config, padded_vocab)
+        return map_value_weights(config, padded_vocab)
+    return get_family(config).weights(config, padded_vocab)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import Family, HFConfig, check_values, field, read_rope, register
+from mcore_rl.models.base import Family, HFConfig, check_values, get_field, read_rope, register
 from mcore_rl.models.parts import (
     Layer,
     get_layer_spec,
@@ -51,11 +51,11 @@ def _map_rope_config(config: HFConfig) -> dict[str, Any]:
     return {
         **arguments,
         "rope_scaling": True,
-        "rope_scaling_factor": float(field(rope, "factor")),
+        "rope_scaling_factor": float(get_field(rope, "factor")),
     }
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
+def map_config(config: HFConfig) -> dict[str, Any]:
     check_values(config, {"attention_bias": False, "mlp_bias": False})
     return {**map_common_config(config), **map_gqa_config(config), **_map_rope_config(config)}
 
@@ -65,7 +65,7 @@ def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_dense_mlp_weights(config, layer)
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return map_decoder_weights(config, padded_vocab, _map_layer)
 
 
@@ -75,10 +75,10 @@ def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_vllm_dense_mlp(config, layer)
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
 
 
 FAMILY = register(
-    Family("llama", "LlamaForCausalLM", config_map, get_layer_spec, weights, vllm_weights)
+    Family("llama", "LlamaForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights)
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import HFConfig, check_values, field, head_dim, read_rope_theta
+from mcore_rl.models.base import HFConfig, check_values, get_field, get_head_dim, read_rope_theta
 from mcore_rl.reshard.rules import (
     Axis,
     GateUp,
@@ -69,14 +69,14 @@ def map_common_config(config: HFConfig) -> dict[str, Any]:
         )
     check_values(config, {"hidden_act": "silu"})
     return {
-        "num_layers": field(config, "num_hidden_layers"),
-        "hidden_size": field(config, "hidden_size"),
-        "num_attention_heads": field(config, "num_attention_heads"),
-        "ffn_hidden_size": field(config, "intermediate_size"),
-        "layernorm_epsilon": field(config, "rms_norm_eps"),
+        "num_layers": get_field(config, "num_hidden_layers"),
+        "hidden_size": get_field(config, "hidden_size"),
+        "num_attention_heads": get_field(config, "num_attention_heads"),
+        "ffn_hidden_size": get_field(config, "intermediate_size"),
+        "layernorm_epsilon": get_field(config, "rms_norm_eps"),
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation": field(config, "hidden_act"),
+        "activation": get_field(config, "hidden_act"),
         "add_bias_linear": False,
     }
 
@@ -84,8 +84,8 @@ def map_common_config(config: HFConfig) -> dict[str, Any]:
 def map_gqa_config(config: HFConfig) -> dict[str, Any]:
     """Return TransformerConfig arguments of grouped-query attention."""
     return {
-        "num_query_groups": field(config, "num_key_value_heads"),
-        "kv_channels": head_dim(config),
+        "num_query_groups": get_field(config, "num_key_value_heads"),
+        "kv_channels": get_head_dim(config),
     }
 
 
@@ -112,7 +112,7 @@ def map_decoder_weights(
     config: HFConfig, padded_vocab: int, map_layer: LayerRules, num_mtp_layers: int = 0
 ) -> tuple[Weight, ...]:
     """Return the rules of a model; `map_layer` gives those of a layer."""
-    num_layers = field(config, "num_hidden_layers")
+    num_layers = get_field(config, "num_hidden_layers")
     mtp_layers = [Layer(num_layers + index, index) for index in range(num_mtp_layers)]
     layers = [Layer(index) for index in range(num_layers)]
     return (
@@ -143,7 +143,7 @@ def map_head_weights(
     config: HFConfig, padded_vocab: int, mtp_layers: list[Layer]
 ) -> Iterator[Weight]:
     """Map the final norm and the output head; of a tied model, the head is an embedding copy."""
-    norm = LogicalTensor("model.norm.weight", (field(config, "hidden_size"),))
+    norm = LogicalTensor("model.norm.weight", (get_field(config, "hidden_size"),))
     yield Weight("decoder.final_layernorm.weight", Replicated(norm), stage="final_norm")
     tied = _is_tied(config)
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
@@ -160,7 +160,7 @@ def _is_tied(config: HFConfig) -> bool:
 def _build_vocab_tensor(
     config: HFConfig, name: str, repeats: list[str], mtp_layers: list[Layer]
 ) -> LogicalTensor:
-    shape = (field(config, "vocab_size"), field(config, "hidden_size"))
+    shape = (get_field(config, "vocab_size"), get_field(config, "hidden_size"))
     also = tuple(
         layer.build_tensor(f"{repeat}.weight").name for layer in mtp_layers for repeat in repeats
     )
@@ -173,7 +173,7 @@ def map_mtp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     Both Megatron and the checkpoint project [embedding; hidden state], in this order
     (transformer/multi_token_prediction.py:768, transformers/modeling_layers.py:344).
     """
-    hidden = field(config, "hidden_size")
+    hidden = get_field(config, "hidden_size")
     name = f"mtp.layers.{layer.mtp_index}."
     for mcore, hf in (("enorm",) * 2, ("hnorm",) * 2, ("final_layernorm", "shared_head.norm")):
         norm = layer.build_tensor(f"{hf}.weight", hidden)
@@ -186,8 +186,11 @@ def map_attention_weights(
     config: HFConfig, layer: Layer, *, qk_norm: bool = False, qkv_bias: bool = False
 ) -> Iterator[Weight]:
     """Map input norm, q/k/v and output projections of grouped-query attention."""
-    hidden, dim = field(config, "hidden_size"), head_dim(config)
-    heads, groups = field(config, "num_attention_heads"), field(config, "num_key_value_heads")
+    hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
+    heads, groups = (
+        get_field(config, "num_attention_heads"),
+        get_field(config, "num_key_value_heads"),
+    )
 
     def qkv(kind: str, *columns: int) -> InterleavedQKV:
         return InterleavedQKV(
@@ -220,7 +223,7 @@ def build_gated_mlp_rules(
         ffn: Intermediate size.
         names: Names of gate, up and down in the checkpoint.
     """
-    hidden, (gate, up, down) = field(config, "hidden_size"), names
+    hidden, (gate, up, down) = get_field(config, "hidden_size"), names
     fc1 = GateUp(
         layer.build_tensor(f"{hf}.{gate}.weight", ffn, hidden),
         layer.build_tensor(f"{hf}.{up}.weight", ffn, hidden),
@@ -231,9 +234,9 @@ def build_gated_mlp_rules(
 def map_dense_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """Map post-attention norm and gated MLP of a dense layer."""
     norm = Replicated(
-        layer.build_tensor("post_attention_layernorm.weight", field(config, "hidden_size"))
+        layer.build_tensor("post_attention_layernorm.weight", get_field(config, "hidden_size"))
     )
-    fc1, fc2 = build_gated_mlp_rules(config, layer, "mlp", field(config, "intermediate_size"))
+    fc1, fc2 = build_gated_mlp_rules(config, layer, "mlp", get_field(config, "intermediate_size"))
     yield layer.build_weight("mlp.linear_fc1.layer_norm_weight", norm)
     yield layer.build_weight("mlp.linear_fc1.weight", fc1, "tp")
     yield layer.build_weight("mlp.linear_fc2.weight", fc2, "tp")
@@ -244,7 +247,7 @@ def map_softmax_router_config(config: HFConfig, *, renormalised: bool) -> dict[s
 
     `renormalised`: whether the weights of the top k are normalized to sum to 1.
     """
-    topk = field(config, "num_experts_per_tok")
+    topk = get_field(config, "num_experts_per_tok")
     if renormalised and topk == 1:
         raise ConfigError(
             "config.json: num_experts_per_tok=1 with renormalised weights makes each weight 1 and "
@@ -264,7 +267,7 @@ def map_sigmoid_router_config(config: HFConfig) -> dict[str, Any]:
     and used only to select experts; selection from the best groups of experts; weights that are
     renormalised and scaled.
     """
-    topk = field(config, "num_experts_per_tok")
+    topk = get_field(config, "num_experts_per_tok")
     check_values(
         {"norm_topk_prob": True, **config},
         {
@@ -281,7 +284,7 @@ def map_sigmoid_router_config(config: HFConfig) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": field(config, "routed_scaling_factor"),
+        "moe_router_topk_scaling_factor": get_field(config, "routed_scaling_factor"),
         **_map_expert_groups(config, topk),
     }
 
@@ -305,14 +308,14 @@ def _map_expert_groups(config: HFConfig, topk: int) -> dict[str, Any]:
 
 def get_shared_expert_size(config: HFConfig) -> int:
     """Return the intermediate size of all shared experts, which form one gated MLP."""
-    return int(field(config, "moe_intermediate_size") * field(config, "n_shared_experts"))
+    return int(get_field(config, "moe_intermediate_size") * get_field(config, "n_shared_experts"))
 
 
 def map_router_weights(
     config: HFConfig, layer: Layer, num_experts: int, hf: str
 ) -> Iterator[Weight]:
     """Map post-attention norm and router; `hf`: name of the MoE module in the checkpoint."""
-    hidden = field(config, "hidden_size")
+    hidden = get_field(config, "hidden_size")
     norm = Replicated(layer.build_tensor("post_attention_layernorm.weight", hidden))
     yield layer.build_weight("pre_mlp_layernorm.weight", norm)
     yield layer.build_weight(
@@ -346,7 +349,10 @@ def map_expert_mlp_weights(
 
 def map_shared_expert_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """Map the MoE of DeepSeek-V3: router with a selection bias, experts and shared experts."""
-    num_experts, ffn = field(config, "n_routed_experts"), field(config, "moe_intermediate_size")
+    num_experts, ffn = (
+        get_field(config, "n_routed_experts"),
+        get_field(config, "moe_intermediate_size"),
+    )
     yield from map_expert_mlp_weights(config, layer, num_experts=num_experts, ffn=ffn)
     bias = Replicated(layer.build_tensor("mlp.gate.e_score_correction_bias", num_experts))
     yield layer.build_weight("mlp.router.expert_bias", bias, float32=True)
@@ -359,10 +365,10 @@ def map_shared_expert_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[We
 
 def map_shared_expert_config(config: HFConfig) -> dict[str, Any]:
     """Return TransformerConfig arguments of the MoE of DeepSeek-V3, after some dense layers."""
-    num_layers = field(config, "num_hidden_layers")
+    num_layers = get_field(config, "num_hidden_layers")
     return {
-        "num_moe_experts": field(config, "n_routed_experts"),
-        "moe_ffn_hidden_size": field(config, "moe_intermediate_size"),
+        "num_moe_experts": get_field(config, "n_routed_experts"),
+        "moe_ffn_hidden_size": get_field(config, "moe_intermediate_size"),
         "moe_shared_expert_intermediate_size": get_shared_expert_size(config),
         "moe_layer_freq": [int(has_experts(config, layer)) for layer in range(num_layers)],
         **map_sigmoid_router_config(config),

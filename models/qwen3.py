@@ -23,7 +23,7 @@ from mcore_rl.models.vllm_parts import (
 from mcore_rl.reshard.rules import Weight
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
+def map_config(config: HFConfig) -> dict[str, Any]:
     check_values(config, {"attention_bias": False})
     return {**map_decoder_config(config), "qk_layernorm": True}
 
@@ -33,7 +33,7 @@ def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_dense_mlp_weights(config, layer)
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return map_decoder_weights(config, padded_vocab, _map_layer)
 
 
@@ -43,10 +43,10 @@ def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_vllm_dense_mlp(config, layer)
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
 
 
 FAMILY = register(
-    Family("qwen3", "Qwen3ForCausalLM", config_map, get_layer_spec, weights, vllm_weights)
+    Family("qwen3", "Qwen3ForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights)
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.models.base import Family, HFConfig, check_values, field, register
+from mcore_rl.models.base import Family, HFConfig, check_values, get_field, register
 from mcore_rl.models.parts import (
     Layer,
     get_layer_spec,
@@ -34,17 +34,17 @@ def _is_moe(config: HFConfig, layer: int) -> bool:
 
 def _num_experts(config: HFConfig) -> int:
     """transformers 5 writes num_local_experts where the published checkpoints have num_experts."""
-    return int(config.get("num_local_experts") or field(config, "num_experts"))
+    return int(config.get("num_local_experts") or get_field(config, "num_experts"))
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
+def map_config(config: HFConfig) -> dict[str, Any]:
     check_values(config, {"attention_bias": False})
-    num_layers = field(config, "num_hidden_layers")
+    num_layers = get_field(config, "num_hidden_layers")
     return {
         **map_decoder_config(config),
         "qk_layernorm": True,
         "num_moe_experts": _num_experts(config),
-        "moe_ffn_hidden_size": field(config, "moe_intermediate_size"),
+        "moe_ffn_hidden_size": get_field(config, "moe_intermediate_size"),
         "moe_layer_freq": [int(_is_moe(config, layer)) for layer in range(num_layers)],
         **map_softmax_router_config(config, renormalised=config.get("norm_topk_prob", False)),
     }
@@ -53,13 +53,13 @@ def config_map(config: HFConfig) -> dict[str, Any]:
 def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_attention_weights(config, layer, qk_norm=True)
     if _is_moe(config, layer.index):
-        ffn = field(config, "moe_intermediate_size")
+        ffn = get_field(config, "moe_intermediate_size")
         yield from map_expert_mlp_weights(config, layer, num_experts=_num_experts(config), ffn=ffn)
     else:
         yield from map_dense_mlp_weights(config, layer)
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return map_decoder_weights(config, padded_vocab, _map_layer)
 
 
@@ -68,16 +68,23 @@ def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_vllm_attention(config, layer, qk_norm=True)
     if _is_moe(config, layer.index):
         yield map_vllm_router(config, layer, _num_experts(config))
-        ffn = field(config, "moe_intermediate_size")
+        ffn = get_field(config, "moe_intermediate_size")
         yield from map_vllm_experts(config, layer, _num_experts(config), ffn)
     else:
         yield from map_vllm_dense_mlp(config, layer)
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
 
 
 FAMILY = register(
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", config_map, get_layer_spec, weights, vllm_weights)
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        map_config,
+        get_layer_spec,
+        map_weights,
+        map_vllm_weights,
+    )
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from mcore_rl.models.base import HFConfig, field, head_dim
+from mcore_rl.models.base import HFConfig, get_field, get_head_dim
 from mcore_rl.models.parts import (
     GATED_NAMES,
     Layer,
@@ -47,9 +47,9 @@ def build_vllm_weight(
 
 def map_vllm_decoder(config: HFConfig, map_layer: LayerRules) -> tuple[Weight, ...]:
     """Return the rules of a model without multi-token prediction; `map_layer`: those of a layer."""
-    vocab, hidden = field(config, "vocab_size"), field(config, "hidden_size")
+    vocab, hidden = get_field(config, "vocab_size"), get_field(config, "hidden_size")
     padded = -(-vocab // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    layers = [Layer(index) for index in range(field(config, "num_hidden_layers"))]
+    layers = [Layer(index) for index in range(get_field(config, "num_hidden_layers"))]
     tied = bool(config.get("tie_word_embeddings", False))
     embed = Split(LogicalTensor("model.embed_tokens.weight", (vocab, hidden)), 0, padded)
     head = embed if tied else Split(LogicalTensor("lm_head.weight", (vocab, hidden)), 0, padded)
@@ -70,7 +70,7 @@ def map_vllm_norms(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """Map the two norms of a layer."""
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         yield build_vllm_weight(
-            layer, name, Replicated(layer.build_tensor(name, field(config, "hidden_size")))
+            layer, name, Replicated(layer.build_tensor(name, get_field(config, "hidden_size")))
         )
 
 
@@ -78,8 +78,11 @@ def map_vllm_attention(
     config: HFConfig, layer: Layer, *, qk_norm: bool = False, qkv_bias: bool = False
 ) -> Iterator[Weight]:
     """Map q/k/v and output projections of grouped-query attention."""
-    hidden, dim = field(config, "hidden_size"), head_dim(config)
-    heads, groups = field(config, "num_attention_heads"), field(config, "num_key_value_heads")
+    hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
+    heads, groups = (
+        get_field(config, "num_attention_heads"),
+        get_field(config, "num_key_value_heads"),
+    )
 
     def qkv(kind: str, *columns: int) -> Weight:
         sizes = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
@@ -108,11 +111,11 @@ def map_vllm_mlp(config: HFConfig, layer: Layer, hf: str, ffn: int) -> Iterator[
 
 
 def map_vllm_dense_mlp(config: HFConfig, layer: Layer) -> Iterator[Weight]:
-    yield from map_vllm_mlp(config, layer, "mlp", field(config, "intermediate_size"))
+    yield from map_vllm_mlp(config, layer, "mlp", get_field(config, "intermediate_size"))
 
 
 def map_vllm_router(config: HFConfig, layer: Layer, num_experts: int, hf: str = "mlp") -> Weight:
-    gate = layer.build_tensor(f"{hf}.gate.weight", num_experts, field(config, "hidden_size"))
+    gate = layer.build_tensor(f"{hf}.gate.weight", num_experts, get_field(config, "hidden_size"))
     return build_vllm_weight(layer, f"{hf}.gate.weight", Replicated(gate))
 
 
@@ -140,7 +143,10 @@ def map_vllm_shared_expert_mlp(config: HFConfig, layer: Layer) -> Iterator[Weigh
     if not has_experts(config, layer.index):
         yield from map_vllm_dense_mlp(config, layer)
         return
-    num_experts, ffn = field(config, "n_routed_experts"), field(config, "moe_intermediate_size")
+    num_experts, ffn = (
+        get_field(config, "n_routed_experts"),
+        get_field(config, "moe_intermediate_size"),
+    )
     yield map_vllm_router(config, layer, num_experts)
     name = "mlp.gate.e_score_correction_bias"
     yield build_vllm_weight(

@@ -22,12 +22,12 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import parse_json_object, read_json_object
 from mcore_rl.models.base import (
     HFConfig,
-    family_of,
-    padded_vocab_size,
+    drop_mtp_layers,
+    get_family,
+    pad_vocab_size,
     read_config,
-    without_mtp,
 )
-from mcore_rl.reshard.rules import Block, Box, LogicalTensor, logical_tensors, slice_rows
+from mcore_rl.reshard.rules import Block, Box, LogicalTensor, list_logical_tensors, slice_rows
 
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
@@ -141,10 +141,10 @@ class CheckpointReader:
         """
         config = read_config(self.path)
         config.pop("quantization_config", None)
-        weights = family_of(config).weights(config, padded_vocab_size(config, 1))
+        weights = get_family(config).weights(config, pad_vocab_size(config, 1))
         predicted = [w for w in weights if w.stage == "mtp" and not w.replica]
-        has_mtp = any(tensor.name in self._file_of for tensor in logical_tensors(predicted))
-        return config if has_mtp else without_mtp(config)
+        has_mtp = any(tensor.name in self._file_of for tensor in list_logical_tensors(predicted))
+        return config if has_mtp else drop_mtp_layers(config)
 
     def read(self, block: Block, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read a block, and only its elements, into a new tensor of `dtype` or that of get_dtype.

@@ -10,7 +10,7 @@ from mcore_rl.config.resolve import takes_turns
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.placement import PoolPlan, frozen_engines, pool_plans, servers_of
 from mcore_rl.jobs.roles import ITEMSIZES
-from mcore_rl.models.base import HFConfig, family_of
+from mcore_rl.models.base import HFConfig, get_family
 from mcore_rl.rollout.weight_updater import generation_layout
 from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
 
@@ -112,7 +112,7 @@ def moved(config: RLConfig, model: HFConfig, gpus_per_node: int) -> Moved:
         domains = MemoryDomains(
             tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node
         )
-    num_mtp = family_of(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
+    num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
     layout = generation_layout(config.rollout, config.rollout.num_servers)
     spec = TransferSpec(engine.layout, num_mtp, layout, config.model.dtype, config.weight_sync)
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)

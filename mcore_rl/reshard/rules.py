@@ -302,7 +302,7 @@ class Weight(NamedTuple):
         return name
 
 
-def logical_tensors(weights: Sequence[Weight]) -> Iterator[LogicalTensor]:
+def list_logical_tensors(weights: Sequence[Weight]) -> Iterator[LogicalTensor]:
     """Yield every tensor of a checkpoint in the order of the rules, aliases after their tensor."""
     for weight in weights:
         if not weight.replica:

@@ -24,9 +24,9 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import (
     HFConfig,
     check_fields,
-    family_of,
-    model_sizes,
-    padded_vocab_size,
+    get_family,
+    get_model_sizes,
+    pad_vocab_size,
     read_config,
 )
 from mcore_rl.observability.console import get_stdout_console
@@ -163,7 +163,7 @@ def _read(model: Path) -> HFConfig:
 
 
 def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     resolve_layout("--train", train)
     resolve_model_layout("--train", train, sizes)
     key = "--generate tp"
@@ -185,13 +185,13 @@ def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
 def _demand(
     config: HFConfig, train: Layout, generate: GenerationLayout, itemsize: int
 ) -> TransferRequirements:
-    family, sizes = family_of(config), model_sizes(config)
+    family, sizes = get_family(config), get_model_sizes(config)
     chunks = split_into_chunks(train, sizes.num_layers)
     training = TrainingRanks(Mesh(train), chunks, sizes.num_experts)
     generation = GenerationRanks(generate, sizes.num_layers, sizes.num_experts)
     # Prediction layers are not served.
     rules = [
-        w for w in family.weights(config, padded_vocab_size(config, train.tp)) if w.stage != "mtp"
+        w for w in family.weights(config, pad_vocab_size(config, train.tp)) if w.stage != "mtp"
     ]
     return TransferRequirements(
         (training, rules), (generation, family.vllm_weights(config)), itemsize

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
+from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.buckets import schedule
@@ -243,9 +243,9 @@ def _random(side: Side, rank: int) -> Parameters:
 
 
 def _training(config: HFConfig, layout: Layout) -> tuple[TrainingRanks, tuple[Weight, ...]]:
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers)
-    rules = family_of(config).weights(config, padded_vocab_size(config, layout.tp))
+    rules = get_family(config).weights(config, pad_vocab_size(config, layout.tp))
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), rules
 
 
@@ -269,9 +269,9 @@ class IntoVLLM(_Case):
     def __init__(self, settings: Settings) -> None:
         config = settings.config()
         training = _training(config, settings.train)
-        sizes = model_sizes(config)
+        sizes = get_model_sizes(config)
         served = GenerationRanks(settings.generate, sizes.num_layers, sizes.num_experts)
-        target: Side = served, family_of(config).vllm_weights(config)
+        target: Side = served, get_family(config).vllm_weights(config)
         self.exchange = PlannedExchange(training, target, True, settings.bucket_bytes)
         self.gather, self.gather_bucketed = (
             GatherThenSlice(*training, target, self.exchange.rank, bucket_bytes)

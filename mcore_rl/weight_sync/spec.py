@@ -16,7 +16,7 @@ import numpy as np
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
+from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, assign_hosts
@@ -72,9 +72,9 @@ class MemoryDomains:
 
 def build_training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side:
     """Return ranks and rules of Megatron; `config` is that of CheckpointReader.read_config."""
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp_layers)
-    weights = family_of(config).weights(config, padded_vocab_size(config, layout.tp))
+    weights = get_family(config).weights(config, pad_vocab_size(config, layout.tp))
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), weights
 
 
@@ -82,9 +82,9 @@ def build_generation_side(
     config: HFConfig, layout: GenerationLayout
 ) -> tuple[GenerationRanks, Side]:
     """Return the ranks of vLLM, and ranks and rules as a side."""
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
-    return ranks, (ranks, family_of(config).vllm_weights(config))
+    return ranks, (ranks, get_family(config).vllm_weights(config))
 
 
 def plan_transfer(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
+from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.buckets import schedule
@@ -36,11 +36,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def sides(
     config: HFConfig, layout: Layout, generation: GenerationLayout, num_mtp: int = 0
 ) -> tuple[Side, Side]:
-    family, sizes = family_of(config), model_sizes(config)
+    family, sizes = get_family(config), get_model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
     training = TrainingRanks(Mesh(layout), chunks, sizes.num_experts)
     served = GenerationRanks(generation, sizes.num_layers, sizes.num_experts)
-    rules = family.weights(config, padded_vocab_size(config, layout.tp))
+    rules = family.weights(config, pad_vocab_size(config, layout.tp))
     return (training, rules), (served, family.vllm_weights(config))
 
 

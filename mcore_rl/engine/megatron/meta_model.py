@@ -19,8 +19,13 @@ from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.engine.megatron import device
-from mcore_rl.models.base import HFConfig, family_of
-from mcore_rl.models.heads import has_value_bias, has_value_head, model_config, model_weights
+from mcore_rl.models.base import HFConfig, get_family
+from mcore_rl.models.heads import (
+    get_model_config,
+    has_value_bias,
+    has_value_head,
+    map_model_weights,
+)
 from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.reshard.rules import Shard, Weight, check_cover
 
@@ -92,8 +97,8 @@ def meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
             process is a rank.
         ValueError: the rules do not cover each tensor of a checkpoint exactly once (likewise).
     """
-    config = model_config(hf_config)
-    weights = model_weights(config, padded_vocab)
+    config = get_model_config(hf_config)
+    weights = map_model_weights(config, padded_vocab)
     check_cover(weights, 1)
     device.install(torch.get_num_threads(), on_cpu=True)
     from mcore_rl.engine.megatron.shards import shards_to_save
@@ -115,7 +120,7 @@ def meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
 def _whole_model(config: HFConfig, padded_vocab: int) -> Any:
     from mcore_rl.engine.megatron import heads, model
 
-    family, engine = family_of(config), EngineConfig(layout=Layout())
+    family, engine = get_family(config), EngineConfig(layout=Layout())
     model_class: Any = model.PolicyModel
     if has_value_head(config):
         model_class = partial(heads.ValueModel, has_bias=has_value_bias(config))

@@ -36,9 +36,9 @@ from mcore_rl.jobs.convert.plan import (
 )
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.convert.workers import Wrote
-from mcore_rl.models.base import model_sizes, padded_vocab_size
-from mcore_rl.models.heads import model_config, model_weights
-from mcore_rl.reshard.rules import Box, Weight, logical_tensors, slice_rows
+from mcore_rl.models.base import get_model_sizes, pad_vocab_size
+from mcore_rl.models.heads import get_model_config, map_model_weights
+from mcore_rl.reshard.rules import Box, Weight, list_logical_tensors, slice_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPARED_BYTES = 16 << 20  # of a tensor and its repeat, at a time
@@ -64,11 +64,11 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
     """
     resolve_layout("--layout", layout)
     reader = CheckpointReader(model)
-    config = model_config(reader.read_config())
-    resolve_model_layout("--layout", layout, model_sizes(config))
-    padded = padded_vocab_size(config, layout.tp)
-    weights = model_weights(config, padded)
-    reader.check(logical_tensors(weights))
+    config = get_model_config(reader.read_config())
+    resolve_model_layout("--layout", layout, get_model_sizes(config))
+    padded = pad_vocab_size(config, layout.tp)
+    weights = map_model_weights(config, padded)
+    reader.check(list_logical_tensors(weights))
     shapes = reader.get_shapes()
     dtypes = {name: reader.get_dtype(name) for name in shapes}
     most = main_dtype((dtypes[name], math.prod(shape)) for name, shape in shapes.items())

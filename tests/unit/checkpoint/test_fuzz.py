@@ -25,8 +25,8 @@ from mcore_rl.checkpoint.fp8 import build_quantization_config, is_block_quantize
 from mcore_rl.checkpoint.hf import INDEX_FILE, CheckpointReader, SafetensorsFile
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_index, write_shard
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import FIELDS, family_of, model_sizes, padded_vocab_size, read_config
-from mcore_rl.reshard.rules import Box, Weight, check_cover, logical_tensors
+from mcore_rl.models.base import FIELDS, get_family, get_model_sizes, pad_vocab_size, read_config
+from mcore_rl.reshard.rules import Box, Weight, check_cover, list_logical_tensors
 from tests.nightly import all_but
 
 NUM_HEADERS, NUM_BYTES, NUM_CONFIGS, NUM_INDICES = 800, 400, 350, 150
@@ -255,7 +255,7 @@ def save(folder: Path, config: dict[str, Any]) -> Path:
     """Write a model's folder of two files, in float8 if its config says so."""
     folder.mkdir()
     tensors: dict[str, torch.Tensor] = {}
-    for tensor in logical_tensors(family_of(config).weights(config, config["vocab_size"])):
+    for tensor in list_logical_tensors(get_family(config).weights(config, config["vocab_size"])):
         tensors[tensor.name] = torch.ones(tensor.shape)
         if "quantization_config" in config and is_block_quantized(tensor.name, tensor.shape):
             q, scales = quantize_blocks(tensors[tensor.name])
@@ -283,15 +283,15 @@ def open_model(folder: Path) -> None:
     """
     reader = CheckpointReader(folder)
     weights = build_rules(reader.read_config())
-    reader.check(logical_tensors(weights))
+    reader.check(list_logical_tensors(weights))
     check_cover(weights, 1)
 
 
 def build_rules(config: dict[str, Any]) -> tuple[Weight, ...]:
-    family = family_of(config)
+    family = get_family(config)
     family.config_map(config)
-    model_sizes(config)
-    return family.weights(config, padded_vocab_size(config, 1))
+    get_model_sizes(config)
+    return family.weights(config, pad_vocab_size(config, 1))
 
 
 def test_the_models_are_accepted_as_they_are(folders):

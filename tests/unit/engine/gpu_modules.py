@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E
 
 from mcore_rl.engine.megatron import layers  # noqa: E402
 from mcore_rl.engine.megatron.meta_model import _whole_model  # noqa: E402
-from mcore_rl.models.heads import model_config  # noqa: E402
+from mcore_rl.models.heads import get_model_config  # noqa: E402
 from mcore_rl.parallel.groups import use_single_rank_groups  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist_cpu"))
@@ -59,7 +59,7 @@ def main(name: str) -> None:
     starts = np.array([0, 5, 9, 21]).view(Starts)
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=12, max_seqlen_kv=12)
     with use_single_rank_groups():
-        model = _whole_model(model_config(config), config["vocab_size"]).train()
+        model = _whole_model(get_model_config(config), config["vocab_size"]).train()
         assert not device.config_flags()["apply_rope_fusion"]
         experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
         if experts:

@@ -82,7 +82,7 @@ def test_after_a_failure_the_next_meta_model_is_made(monkeypatch):
 
 
 def change_rules(monkeypatch, change):
-    family = base.family_of(MOE)
+    family = base.get_family(MOE)
     faulty = replace(family, weights=lambda *args: tuple(change(list(family.weights(*args)))))
     monkeypatch.setitem(base._FAMILIES, family.architecture, faulty)
 

@@ -11,7 +11,7 @@ from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.engine.megatron import device
 from mcore_rl.jobs.convert import to_megatron
 from mcore_rl.jobs.convert.options import Resources
-from mcore_rl.models.base import family_of
+from mcore_rl.models.base import get_family
 from mcore_rl.parallel.mesh import split_into_chunks
 
 SIZES = {
@@ -38,7 +38,7 @@ def stock_model(folder):
     config = CheckpointReader(folder).read_config()
     num_layers = config["num_hidden_layers"]
     [chunk] = model.build_chunks(
-        family_of(config),
+        get_family(config),
         config,
         EngineConfig(),
         torch.float32,

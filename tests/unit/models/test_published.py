@@ -12,8 +12,13 @@ import pytest
 
 import mcore_rl.models  # noqa: F401
 from mcore_rl.engine.megatron.meta_model import meta_model
-from mcore_rl.models.base import family_of, kv_elements_per_token, padded_vocab_size, without_mtp
-from mcore_rl.reshard.rules import LogicalTensor, check_cover, logical_tensors
+from mcore_rl.models.base import (
+    count_kv_elements_per_token,
+    drop_mtp_layers,
+    get_family,
+    pad_vocab_size,
+)
+from mcore_rl.reshard.rules import LogicalTensor, check_cover, list_logical_tensors
 from tests.nightly import all_but
 
 FOLDER = Path(__file__).parent / "published"
@@ -46,7 +51,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def tensors_of(config: dict[str, Any]) -> list[LogicalTensor]:
-    return list(logical_tensors(family_of(config).weights(config, config["vocab_size"])))
+    return list(list_logical_tensors(get_family(config).weights(config, config["vocab_size"])))
 
 
 def count_elements(tensors: list[LogicalTensor]) -> int:
@@ -85,7 +90,7 @@ def count_by_formula(config: dict[str, Any]) -> int:
 def test_the_tensors_have_the_published_number_of_count_elements(name):
     config = config_of(name)
     assert count_elements(tensors_of(config)) == TENSOR_ELEMENTS[name]
-    assert count_elements(tensors_of(without_mtp(config))) == count_by_formula(config)
+    assert count_elements(tensors_of(drop_mtp_layers(config))) == count_by_formula(config)
 
 
 def test_the_prediction_layer_of_deepseek_is_a_layer_with_what_stands_around_it():
@@ -122,24 +127,24 @@ def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_
 def test_the_cache_of_a_token_has_the_published_size():
     """Compare with table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343), in bfloat16."""
     deepseek, llama = config_of("DeepSeek-V3"), config_of("Llama-3.1-405B")
-    assert 2 * kv_elements_per_token(deepseek) == 70_272
-    assert 2 * kv_elements_per_token(llama) == 516_096
-    assert 2 * kv_elements_per_token(deepseek, tp=16) == 70_272  # every worker has the latent
-    assert 2 * kv_elements_per_token(llama, tp=16) == 516_096 // 8  # and one head of eight
+    assert 2 * count_kv_elements_per_token(deepseek) == 70_272
+    assert 2 * count_kv_elements_per_token(llama) == 516_096
+    assert 2 * count_kv_elements_per_token(deepseek, tp=16) == 70_272  # every worker has the latent
+    assert 2 * count_kv_elements_per_token(llama, tp=16) == 516_096 // 8  # and one head of eight
 
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("count", [1, 4])
 def test_shards_cover_each_tensor_exactly_once(name, count):
     config = config_of(name)
-    check_cover(family_of(config).weights(config, padded_vocab_size(config, count)), count)
+    check_cover(get_family(config).weights(config, pad_vocab_size(config, count)), count)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_megatron_has_each_parameter_once_and_nothing_else_in_seconds(name):
     """Check that a checkpoint has each once; meta_model() compares rules and model."""
     config = config_of(name)
-    weights = family_of(config).weights(config, config["vocab_size"])
+    weights = get_family(config).weights(config, config["vocab_size"])
     start_s = time.process_time()
     parameters = meta_model(config, config["vocab_size"]).parameters
     assert time.process_time() - start_s < 30  # at most 6 on the machine that this was written on

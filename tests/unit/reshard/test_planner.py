@@ -16,7 +16,7 @@ import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
-from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size
+from mcore_rl.models.base import get_family, get_model_sizes, pad_vocab_size
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import (
     GenerationLayout,
@@ -97,7 +97,7 @@ def draw(rng: random.Random) -> Case | None:
     if layout.pp > 1:
         layout.first_stage_layers = rng.choice([None, None, 0, 1, 2])
         layout.last_stage_layers = rng.choice([None, None, 0, 1])
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     try:
         resolve_layout("train", layout)
         resolve_model_layout("train", layout, sizes)
@@ -112,8 +112,8 @@ def draw(rng: random.Random) -> Case | None:
     chunks = split_into_chunks(layout, sizes.num_layers, rng.choice([0, mtp]))
     training = TrainingRanks(Mesh(layout), chunks, sizes.num_experts)
     served = GenerationRanks(generation, sizes.num_layers, sizes.num_experts)
-    family = family_of(config)
-    rules = family.weights(config, padded_vocab_size(config, layout.tp))
+    family = get_family(config)
+    rules = family.weights(config, pad_vocab_size(config, layout.tp))
     per_node = size(1, 2, 3, 8)
     worlds = training.world_size, served.world_size
     devices = Devices.disaggregated(*worlds, per_node)

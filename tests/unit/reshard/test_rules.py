@@ -18,7 +18,7 @@ from mcore_rl.reshard.rules import (
     Split,
     Weight,
     check_cover,
-    logical_tensors,
+    list_logical_tensors,
 )
 
 
@@ -105,9 +105,9 @@ def test_cover_check_names_a_tensor_that_two_parameters_claim():
 def test_a_copy_is_a_tensor_of_the_checkpoint_that_no_rule_may_name_again():
     tensor = LogicalTensor("w", (4, 2), aliases=("again", "and again"))
     weights = [Weight("a", Replicated(tensor), stage="embedding")]
-    names = [t.name for t in logical_tensors(weights)]
+    names = [t.name for t in list_logical_tensors(weights)]
     assert names == ["w", "again", "and again"]
-    assert {t.shape for t in logical_tensors(weights)} == {(4, 2)}
+    assert {t.shape for t in list_logical_tensors(weights)} == {(4, 2)}
     check_cover(weights, 1)
     second = Weight("b", Replicated(LogicalTensor("again", (4, 2))), stage="head")
     with pytest.raises(ValueError, match="again is named by two parameters, b the second"):
