@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from mcore_rl.checkpoint.files import Sum, compute_checksums
+from mcore_rl.checkpoint.files import Checksum, compute_checksums
 from mcore_rl.controller import cluster_reads
 from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.controller.pool import lean_node
@@ -28,24 +28,24 @@ def node_name() -> str:
     return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == here)
 
 
-def who_read(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def who_read(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     """The number of the node, and that in the name of the file."""
     return [(int(node_name()[1:]), int(file.name)) for file in files[number]]
 
 
-def second_is_silent(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def second_is_silent(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if node_name() == "n2":
         time.sleep(1000)
     return who_read(files, number)
 
 
-def second_does_not_see(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def second_does_not_see(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if node_name() == "n2":
         raise FileNotFoundError(2, "No such file or directory", str(files[number][0]))
     return who_read(files, number)
 
 
-def second_dies(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def second_dies(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if node_name() == "n2":
         os._exit(1)
     return who_read(files, number)

@@ -259,10 +259,10 @@ def test_a_listener_without_the_token_is_not_believed():
 
 def test_torchs_own_store_does_what_a_stranger_says():
     """Show why this project has another store."""
-    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    attacks.send((store.host, store.port), "torch_write", 1.0)
-    assert store.get("ours/0") == b"mine"
-    assert "ours/0" in attacks.use_as_torch_store((store.host, store.port), list_keys)
+    torch_store = c10d.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    attacks.send((torch_store.host, torch_store.port), "torch_write", 1.0)
+    assert torch_store.get("ours/0") == b"mine"
+    assert "ours/0" in attacks.use_as_torch_store((torch_store.host, torch_store.port), list_keys)
 
 
 def list_keys(keys: Any) -> list[str]:
