@@ -11,7 +11,7 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.placement import PoolPlan, frozen_engines, pool_plans, servers_of
 from mcore_rl.jobs.roles import ITEMSIZES
 from mcore_rl.models.base import HFConfig, get_family
-from mcore_rl.rollout.weight_updater import generation_layout
+from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
 
 
@@ -107,15 +107,13 @@ def moved(config: RLConfig, model: HFConfig, gpus_per_node: int) -> Moved:
     """
     engine, placed = config.actor, devices(config, gpus_per_node)
     training, generation = placed["actor"], placed["rollout"]
-    domains = None
+    sites = None
     if takes_turns(config.placement, "actor", "rollout"):
-        domains = MemoryDomains(
-            tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node
-        )
+        sites = MemoryDomains(tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node)
     num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
-    layout = generation_layout(config.rollout, config.rollout.num_servers)
+    layout = build_generation_layout(config.rollout, config.rollout.num_servers)
     spec = TransferSpec(engine.layout, num_mtp, layout, config.model.dtype, config.weight_sync)
-    plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
+    plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], sites)
     local = in_node = 0
     received, sent = Counter[int](), Counter[int]()
     for source, target, num_bytes in plan.list_transfers():
