@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.agents.codec import ChatMessage, ContextFullError, ParsedCall, ToolSpec
+from mcore_rl.agents.chat_template.codec import ChatMessage, ContextFullError, ParsedCall, ToolSpec
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.session import ChatSession
 from mcore_rl.data.sample import Sample, TrajectoryStatus

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mcore_rl.agents.codec import ChatMessage, ContextFullError
+from mcore_rl.agents.chat_template.codec import ChatMessage, ContextFullError
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.session import Answer, ChatSession
 from mcore_rl.config.checks import at_least

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.loops import Agent, Served, Task
-from mcore_rl.agents.process_environment import process_environment, variable_names
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load
@@ -151,3 +151,40 @@ def row_of(task: Task) -> dict[str, Any]:
         "trajectory": task.trajectory,
         "max_tokens": task.max_tokens,
     }
+
+
+# A server has keys and tokens in its own, and a program may run what a policy has written.
+INHERITED = (
+    "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL",
+    "TERM", "TMPDIR", "TZ", "USER",
+)  # fmt: skip
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LOOPBACK = "127.0.0.1,localhost"
+
+
+def variable_names(variables: str) -> list[str]:
+    """Return the names in the setting `variables`, which has commas between them.
+
+    Raises:
+        ConfigError: it has something else, or a variable that is not set.
+    """
+    names = [name.strip() for name in variables.split(",")] if variables else []
+    for name in names:
+        if not _NAME.fullmatch(name) or name not in os.environ:
+            raise ConfigError(
+                f"variables={variables!r}: {name!r} is not set; allowed: names of environment "
+                "variables of this process, with commas between them"
+            )
+    return names
+
+
+def process_environment(variables: str) -> dict[str, str]:
+    """Return the INHERITED variables and those of `variables`, as far as they are set.
+
+    No proxy stands between the program and its server. Raises as `variable_names`.
+    """
+    names = (*INHERITED, *variable_names(variables))
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    for name in ("NO_PROXY", "no_proxy"):
+        environment[name] = ",".join(filter(None, (os.environ.get(name, ""), _LOOPBACK)))
+    return environment

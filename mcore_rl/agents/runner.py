@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.closing import close_or_tell
-from mcore_rl.agents.codec import ChatTokenizer
-from mcore_rl.agents.codec_proof import Proved
-from mcore_rl.agents.coding import Coding
-from mcore_rl.agents.countdown import Countdown
-from mcore_rl.agents.endpoint.client_session import ClientSession, Limits
-from mcore_rl.agents.endpoint.endpoint import Endpoint, new_key
-from mcore_rl.agents.endpoint.refusal import RefusalError
-from mcore_rl.agents.environment import Environment
-from mcore_rl.agents.guessing import Guessing
-from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Served, Task, ToolLoop
-from mcore_rl.agents.messages import encodable, messages_of
-from mcore_rl.agents.openenv import OpenEnv
+from mcore_rl.agents.api_server.protocol import RefusalError
+from mcore_rl.agents.api_server.sessions import ClientSession, Endpoint, Limits, new_key
+from mcore_rl.agents.chat_template.codec import ChatTokenizer, encodable, messages_of
+from mcore_rl.agents.chat_template.validation import CodecKind, Proved, codec_for
+from mcore_rl.agents.environments.base import Environment
+from mcore_rl.agents.environments.coding import Coding
+from mcore_rl.agents.environments.countdown import Countdown
+from mcore_rl.agents.environments.guessing import Guessing
+from mcore_rl.agents.environments.openenv import OpenEnv
+from mcore_rl.agents.frozen_model import FrozenModel
+from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Served, Task, ToolLoop, UserLoop
 from mcore_rl.agents.program import ProgramLoop
-from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
 from mcore_rl.agents.single_turn import Group, Prompt, Reward, samples_of_all
-from mcore_rl.agents.time_limit import TimeLimit
-from mcore_rl.agents.tool_sources import end_sources, tool_sources, try_mcp_servers
-from mcore_rl.agents.tools.base import ToolSet
+from mcore_rl.agents.tools.base import ToolSet, close_or_tell
+from mcore_rl.agents.tools.sources import end_sources, tool_sources, try_mcp_servers
 from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, pay, samples_of
-from mcore_rl.agents.user_loop import UserLoop
 from mcore_rl.agents.verifiers.loop import VerifiersLoop
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.agent_schema import AgentConfig
@@ -395,3 +389,45 @@ def _checked(samples: Sequence[Sample]) -> list[Sample]:
                 f"{sample.reward:g}: sessions with rewards of their own need roles"
             )
     return list(samples)
+
+
+class TimeLimit:
+    """An asyncio.Timeout for `async with`, of whose time nothing passes while it is stopped."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self.timeout = limit_s, asyncio.timeout(limit_s)
+        self._clock = asyncio.get_running_loop().time
+        self._num_stops = 0
+        self._left_s = 0.0
+
+    def stop(self) -> None:
+        """May be called several times; then `go_on` has to be, too."""
+        self._num_stops += 1
+        if self._num_stops == 1:
+            ends = self.timeout.when()
+            assert ends is not None  # only `stop` takes it
+            self._left_s = ends - self._clock()
+            self._reschedule(None)
+
+    def go_on(self) -> None:
+        self._num_stops -= 1
+        if not self._num_stops:
+            self._reschedule(self._clock() + self._left_s)
+
+    def begin_anew(self) -> None:
+        """With the whole time; what is stopped stays so."""
+        self._left_s = self._limit_s
+        if not self._num_stops:
+            self._reschedule(self._clock() + self._limit_s)
+
+    def _reschedule(self, ends: float | None) -> None:
+        if not self.timeout.expired():  # else the trajectory is being cancelled
+            self.timeout.reschedule(ends)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self.go_on()

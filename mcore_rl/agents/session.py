@@ -8,14 +8,14 @@ from itertools import groupby
 
 import numpy as np
 
-from mcore_rl.agents.codec import (
+from mcore_rl.agents.chat_template.codec import (
     ChatCodec,
     ChatMessage,
     ContextFullError,
     ParsedTurn,
     ToolSpec,
+    encodable_message,
 )
-from mcore_rl.agents.messages import encodable_message
 from mcore_rl.agents.trajectory import Turn, VersionSpan, num_routed
 from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 

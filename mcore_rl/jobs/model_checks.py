@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from mcore_rl.agents.choose import CodecKind, codec_for
+from mcore_rl.agents.chat_template.validation import CodecKind, codec_for
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.checks import divides
 from mcore_rl.config.errors import ConfigError

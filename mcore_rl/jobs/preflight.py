@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import messages_of
 from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config

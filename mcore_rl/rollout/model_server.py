@@ -13,7 +13,7 @@ from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.rollout.loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from mcore_rl.agents.endpoint.server import HttpServer
+    from mcore_rl.agents.api_server.http_server import HttpServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class ModelServer:
         return self._http.url
 
     async def _start(self, host: str) -> None:
-        from mcore_rl.agents.endpoint.generate import generate_app
-        from mcore_rl.agents.endpoint.server import HttpServer
+        from mcore_rl.agents.api_server.app import generate_app
+        from mcore_rl.agents.api_server.http_server import HttpServer
 
         await self._server.start()
         print(f"vLLM's model runner: {self._server.model_runner}")

@@ -9,9 +9,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.judge_model import chat_of
-from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
+from mcore_rl.agents.chat_template.validation import CodecKind, codec_for
+from mcore_rl.agents.frozen_model import FrozenModel, ModelAddress, RemoteGenerator, chat_of
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.config.agent_schema import AgentConfig

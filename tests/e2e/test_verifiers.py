@@ -21,7 +21,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
+from mcore_rl.agents.verifiers.process import VerifiersSettings
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.inference.protocol import SamplingParams

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ToolCall, ToolSpec
-from mcore_rl.agents.tools.calculator import calculator
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolCall, ToolSpec
+from mcore_rl.agents.tools.built_in import calculator
 
 Problem = tuple[int, int]  # to be multiplied
 

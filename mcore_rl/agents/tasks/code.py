@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ToolSpec
-from mcore_rl.agents.coding import told_assert
-from mcore_rl.agents.environment import try_again
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.environments.base import try_again
+from mcore_rl.agents.environments.coding import told_assert
 
 Problem = tuple[int, int]  # f(x) = x * factor + number
 

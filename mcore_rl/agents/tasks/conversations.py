@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.agents.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
 from mcore_rl.data.tasks.prepared import PreparedTask, write_task
 
 P = TypeVar("P")

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ToolSpec
-from mcore_rl.agents.environment import try_again
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.environments.base import try_again
 
 Problem = tuple[tuple[int, int, int], int]  # the numbers and the target
 

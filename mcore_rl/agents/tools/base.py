@@ -28,8 +28,7 @@ from typing import (
 
 from jsonschema import Draft202012Validator
 
-from mcore_rl.agents.closing import close_or_tell
-from mcore_rl.agents.messages import encodable
+from mcore_rl.agents.chat_template.codec import encodable
 from mcore_rl.config.errors import ConfigError
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of OpenAI's functions
@@ -315,3 +314,18 @@ def _schema_of(kind: Any, where: str) -> dict[str, Any]:
         f"{where} is annotated as {kind!r}; allowed: int, float, str, bool, list, dict, list[...], "
         "dict[str, ...], Literal of texts or whole numbers, and any of them or None"
     )
+
+
+CLOSE_S = 10.0  # for each of them to clean up after a trajectory
+
+
+async def close_or_tell(what: str, close: Callable[[], Awaitable[None]]) -> None:
+    """Awaits `close`. Where it raises or takes too long, that is told with the name `what`."""
+    limit = asyncio.timeout(CLOSE_S)
+    try:
+        async with limit:
+            await close()
+    except Exception as error:  # noqa: BLE001 (of a function that is not ours)
+        late = f"has not closed in {CLOSE_S:g} s"
+        fault = f"raised {type(error).__name__} when it was closed: {error}"
+        print(f"{what} {late if limit.expired() else fault}")

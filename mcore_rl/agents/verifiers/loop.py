@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.agents.endpoint.wire import MODEL
+from mcore_rl.agents.api_server.protocol import MODEL
 from mcore_rl.agents.loops import Agent, Served, Task
 from mcore_rl.agents.session import GenerationError
 from mcore_rl.agents.trajectory import Turn
-from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
+from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 

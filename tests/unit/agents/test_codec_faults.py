@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage, ToolCall, ToolSpec
-from mcore_rl.agents.codec_proof import Proved, Template
-from mcore_rl.agents.renderers_codec import RenderersCodec
-from mcore_rl.agents.template_codec import TemplateCodec
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolCall, ToolSpec
+from mcore_rl.agents.chat_template.renderers_codec import RenderersCodec
+from mcore_rl.agents.chat_template.template_codec import TemplateCodec
+from mcore_rl.agents.chat_template.validation import Proved, Template, codec_for
 from mcore_rl.config.errors import ConfigError
 from tests.unit.agents.families import template_of, tokenizer_of
 

@@ -10,10 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.codec import ChatMessage, JsonValue, ToolCall, ToolSpec
-from mcore_rl.agents.codec_proof import Proved, Template, difference
-from mcore_rl.agents.proof_conversations import Conversation
+from mcore_rl.agents.chat_template.codec import ChatMessage, JsonValue, ToolCall, ToolSpec
+from mcore_rl.agents.chat_template.validation import (
+    CodecKind,
+    Conversation,
+    Proved,
+    Template,
+    codec_for,
+    difference,
+)
 from mcore_rl.config.errors import ConfigError
 from tests.nightly import nightly
 from tests.unit.agents.families import FAMILIES, template_of, tokenizer_of

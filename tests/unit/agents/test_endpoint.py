@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mcore_rl.agents.endpoint.wire import chat_of
+from mcore_rl.agents.api_server.protocol import chat_of
 from mcore_rl.agents.loops import Task
 from mcore_rl.data.sample import Sample
 from tests.pages import ROOT
@@ -182,7 +182,7 @@ def test_a_stop_text_ends_an_answer_and_is_not_in_it():
 
 
 def test_a_stream_says_the_same_in_chunks(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.endpoint.openai_app.COMMENTS_S", 0.05)
+    monkeypatch.setattr("mcore_rl.agents.api_server.app.COMMENTS_S", 0.05)
     waits = asyncio.Event()
     comments = 0
 

@@ -11,10 +11,15 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.agents.codec import ContextFullError, check_length, encode, template_ids
-from mcore_rl.agents.endpoint.token_bytes import token_bytes
+from mcore_rl.agents.api_server.sessions import token_bytes
+from mcore_rl.agents.chat_template.codec import (
+    ContextFullError,
+    check_length,
+    encode,
+    messages_of,
+    template_ids,
+)
 from mcore_rl.agents.loops import Task
-from mcore_rl.agents.messages import messages_of
 from mcore_rl.config.errors import ConfigError
 from tests.unit.agents.families import FAMILIES, tokenizer_of
 from tests.unit.agents.served import (

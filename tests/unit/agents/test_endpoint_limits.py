@@ -33,7 +33,7 @@ from tests.unit.agents.test_loops import END, TOKENIZER, is_42
 
 
 def test_what_fails_before_a_stream_has_its_status_and_what_fails_in_it_an_event(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.endpoint.openai_app.COMMENTS_S", 0.05)
+    monkeypatch.setattr("mcore_rl.agents.api_server.app.COMMENTS_S", 0.05)
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key, max_retries=0)
@@ -173,7 +173,7 @@ def test_a_program_that_met_a_limit_is_truncated():
 
 
 def test_a_client_that_vanishes_ends_its_request_and_leaves_the_turns_before(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.endpoint.openai_app.COMMENTS_S", 0.05)
+    monkeypatch.setattr("mcore_rl.agents.api_server.app.COMMENTS_S", 0.05)
     policy = Policy(["42", "a", "b", "a"], {1: asyncio.Event(), 3: asyncio.Event()})
 
     async def program(task: Task, base_url: str, api_key: str) -> None:

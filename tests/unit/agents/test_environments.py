@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from mcore_rl.agents.codec import ParsedTurn
-from mcore_rl.agents.coding import Coding, CodingSettings
-from mcore_rl.agents.countdown import Countdown, CountdownSettings, expression_of
-from mcore_rl.agents.guessing import Guessing, GuessingSettings
+from mcore_rl.agents.chat_template.codec import ParsedTurn
+from mcore_rl.agents.environments.coding import Coding, CodingSettings
+from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings, expression_of
+from mcore_rl.agents.environments.guessing import Guessing, GuessingSettings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.sandbox.call import SandboxError
 
@@ -129,7 +129,7 @@ def test_programs_without_a_sandbox_are_refused_before_a_run(monkeypatch):
     def none(settings):
         raise SandboxError("no sandbox works here")
 
-    monkeypatch.setattr("mcore_rl.agents.coding._sandbox", none)
+    monkeypatch.setattr("mcore_rl.agents.environments.coding._sandbox", none)
     with pytest.raises(ConfigError, match=r"agent\.environment='code': no sandbox works here"):
         Coding.check(CodingSettings())
 

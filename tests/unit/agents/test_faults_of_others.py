@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from mcore_rl.agents import closing
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
+from mcore_rl.agents.tools import base as tools_base
 from mcore_rl.agents.tools.base import tool
 from mcore_rl.agents.trajectory import state_id
 from mcore_rl.config.agent_schema import AgentConfig
@@ -121,7 +121,7 @@ class FailingRoom(HangingRoom):
     ],
 )
 def test_what_does_not_close_is_told_and_costs_no_trajectory(name, what, monkeypatch, capsys):
-    monkeypatch.setattr(closing, "CLOSE_S", 0.01)
+    monkeypatch.setattr(tools_base, "CLOSE_S", 0.01)
     path, is_room = f"{HERE}:{name}", name.endswith("Room")
     config = AgentConfig("tools", tools=[path, "calculator"])
     if is_room:

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
@@ -145,7 +145,7 @@ def test_a_tool_loop_is_one_sample_whose_tool_tokens_are_context():
 
 
 def _schemas() -> list[dict]:
-    from mcore_rl.agents.tools.calculator import calculator
+    from mcore_rl.agents.tools.built_in import calculator
 
     return [calculator.tool.schema()]
 

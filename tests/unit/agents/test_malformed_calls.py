@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.chat_template.validation import codec_for
 from mcore_rl.agents.loops import Task
 from mcore_rl.config.agent_schema import AgentConfig
 from tests.unit.agents.families import tokenizer_of

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.judge_model import chat_of
+from mcore_rl.agents.chat_template.validation import codec_for
+from mcore_rl.agents.frozen_model import FrozenModel, chat_of
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import session_seed, turn_seed
 from mcore_rl.agents.single_turn import Prompt

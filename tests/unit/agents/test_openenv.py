@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.agents.codec import ParsedCall, ParsedTurn
-from mcore_rl.agents.openenv import OpenEnv, OpenEnvError, OpenEnvSettings
+from mcore_rl.agents.chat_template.codec import ParsedCall, ParsedTurn
+from mcore_rl.agents.environments.openenv import OpenEnv, OpenEnvError, OpenEnvSettings
 from mcore_rl.agents.runner import ENVIRONMENTS
 from mcore_rl.config.errors import ConfigError
 from tests.unit.agents.openenv_server import OpenEnvServer, error, observation, tool_result

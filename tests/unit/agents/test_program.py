@@ -12,9 +12,8 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from mcore_rl.agents.endpoint import server as server_module
-from mcore_rl.agents.endpoint.guard import Guard
-from mcore_rl.agents.endpoint.server import HttpServer
+from mcore_rl.agents.api_server import http_server as server_module
+from mcore_rl.agents.api_server.http_server import Guard, HttpServer
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner, check_agent
 from mcore_rl.agents.single_turn import Prompt

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage
-from mcore_rl.agents.endpoint.generate import generate_app
-from mcore_rl.agents.endpoint.server import HttpServer
-from mcore_rl.agents.remote import GENERATE, ModelAddress, ModelServerError, RemoteGenerator
+from mcore_rl.agents.api_server.app import generate_app
+from mcore_rl.agents.api_server.http_server import HttpServer
+from mcore_rl.agents.chat_template.codec import ChatMessage
+from mcore_rl.agents.chat_template.validation import codec_for
+from mcore_rl.agents.frozen_model import GENERATE, ModelAddress, ModelServerError, RemoteGenerator
 from mcore_rl.agents.session import ChatSession
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.inference.protocol import Completion, SamplingParams
@@ -212,7 +212,7 @@ def test_without_the_key_nothing_is_answered_and_no_page_is_shown():
 
 
 def test_a_server_that_was_never_there_is_told_soon(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.remote._PAUSES_S", (0.01, 0.02))
+    monkeypatch.setattr("mcore_rl.agents.frozen_model._PAUSES_S", (0.01, 0.02))
 
     async def work() -> None:
         with socket.socket() as taken:
@@ -230,8 +230,8 @@ def test_a_server_that_was_never_there_is_told_soon(monkeypatch):
 
 SERVER = """
 import asyncio, sys
-from mcore_rl.agents.endpoint.generate import generate_app
-from mcore_rl.agents.endpoint.server import HttpServer
+from mcore_rl.agents.api_server.app import generate_app
+from mcore_rl.agents.api_server.http_server import HttpServer
 class Waits:
     async def submit(self, prompt_ids, sampling, *, request_id=""):
         print("asked", flush=True)
@@ -246,7 +246,7 @@ asyncio.run(main())
 
 
 def test_a_server_that_dies_under_a_request_is_told(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.remote._PAUSES_S", (0.05,))
+    monkeypatch.setattr("mcore_rl.agents.frozen_model._PAUSES_S", (0.05,))
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     url = process.stdout.readline().strip()

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from mcore_rl.agents import remote as module
-from mcore_rl.agents.judge_model import chat_of
-from mcore_rl.agents.remote import FrozenModel, ModelServerError
+from mcore_rl.agents import frozen_model as module
+from mcore_rl.agents.frozen_model import FrozenModel, ModelServerError, chat_of
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.agents.codec import ChatMessage
+from mcore_rl.agents.chat_template.codec import ChatMessage
 from mcore_rl.agents.loops import ToolLoopSettings, with_summary
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import session_seed, turn_seed

@@ -9,17 +9,16 @@ import random
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.coding import Coding, CodingSettings
-from mcore_rl.agents.countdown import Countdown, CountdownSettings
-from mcore_rl.agents.environment import Environment
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec, messages_of
+from mcore_rl.agents.chat_template.validation import codec_for
+from mcore_rl.agents.environments.base import Environment
+from mcore_rl.agents.environments.coding import Coding, CodingSettings
+from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings
 from mcore_rl.agents.tasks.calculator import CalculatorTask
 from mcore_rl.agents.tasks.code import CodeTask
 from mcore_rl.agents.tasks.conversations import conversation, prepare, split_problems
 from mcore_rl.agents.tasks.countdown import CountdownTask
-from mcore_rl.agents.tools.calculator import calculator
+from mcore_rl.agents.tools.built_in import calculator
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.tasks.prepared import PreparedTask

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mcore_rl.agents.time_limit import TimeLimit
+from mcore_rl.agents.runner import TimeLimit
 from tests.unit.rewards.test_http_reward import SkippedTime
 
 

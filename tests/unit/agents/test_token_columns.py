@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.codec import ChatMessage
+from mcore_rl.agents.chat_template.codec import ChatMessage
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.data.sample import Sample

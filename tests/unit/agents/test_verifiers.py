@@ -16,8 +16,7 @@ from mcore_rl.agents.runner import AgentRunner, check_agent, try_out
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import Turn, VersionSpan
 from mcore_rl.agents.verifiers.loop import RecordMismatchError, check_record
-from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
+from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample

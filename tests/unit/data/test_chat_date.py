@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import ChatMessage, messages_of
+from mcore_rl.agents.chat_template.validation import codec_for
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.eval_schema import EvalConfig, resolve_eval
 from mcore_rl.config.resolve import resolve

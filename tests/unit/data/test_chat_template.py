@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ToolSpec
+from mcore_rl.agents.chat_template.codec import ToolSpec
+from mcore_rl.agents.chat_template.validation import codec_for
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig

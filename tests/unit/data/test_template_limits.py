@@ -12,7 +12,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers import tokenization_utils_base
 
-from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.chat_template.validation import codec_for
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data import template_limits

@@ -11,10 +11,8 @@ import pytest
 import yaml
 
 from mcore_rl.agents.tools.base import ToolAnswer, ToolError, ToolSet
-from mcore_rl.agents.tools.calculator import calculator
-from mcore_rl.agents.tools.openai_yaml import tools_of_file
-from mcore_rl.agents.tools.python_tool import PythonTool
-from mcore_rl.agents.tools.search import SearchTool
+from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
+from mcore_rl.agents.tools.sources import tools_of_file
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.sandbox_schema import SandboxSettings
 from mcore_rl.sandbox.probe import probed

@@ -5,22 +5,42 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 from starlette.types import ASGIApp
 
-from mcore_rl.agents.endpoint.answers import chat_body, chat_chunks, text_body, text_chunks
-from mcore_rl.agents.endpoint.client_session import ClientSession
-from mcore_rl.agents.endpoint.fields import RequestBody
-from mcore_rl.agents.endpoint.generate import IDEMPOTENCY, add_generate
-from mcore_rl.agents.endpoint.guard import Guard, max_body_bytes
-from mcore_rl.agents.endpoint.http_app import has_ended, new_app, result_of, unless_gone
-from mcore_rl.agents.endpoint.refusal import RefusalError
-from mcore_rl.agents.endpoint.wire import MODEL, ChatRequest, CompletionsRequest, TextRequest
+from mcore_rl.agents.api_server.http_server import (
+    Guard,
+    has_ended,
+    max_body_bytes,
+    new_app,
+    result_of,
+    unless_gone,
+)
+from mcore_rl.agents.api_server.protocol import (
+    MODEL,
+    AbortRequest,
+    ChatRequest,
+    CompletionsRequest,
+    GenerateRequest,
+    RefusalError,
+    RequestBody,
+    TextRequest,
+    chat_body,
+    chat_chunks,
+    refuse_unless,
+    text_body,
+    text_chunks,
+)
+from mcore_rl.agents.api_server.sessions import ClientSession
+from mcore_rl.agents.frozen_model import ABORT, GENERATE
+from mcore_rl.agents.session import version_spans
+from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 from mcore_rl.rewards.base import token_fault
 
 COMMENTS_S = 5.0  # between the comments of a stream that has nothing to say yet
@@ -171,3 +191,99 @@ async def _events(
         [*_, last] = chunks_of(body)
         yield f"data: {json.dumps({**last, 'choices': [], 'usage': body['usage']})}\n\n"
     yield "data: [DONE]\n\n"
+
+
+IDEMPOTENCY = "idempotency-key"  # a header
+_DEFAULT_TOKENS = 16  # vLLM's, where a request does not say how many
+
+
+class Holder(Protocol):
+    """What a key gives access to."""
+
+    async def generate(self, asked: GenerateRequest, once: str) -> list[Completion]:
+        """`once` is an idempotency key, or "".
+
+        Raises RefusalError or ConfigError for what cannot be asked.
+        """
+
+    async def abort(self, request_id: str) -> None: ...
+
+
+class FrozenHolder:
+    """Samples as requests say."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    async def generate(self, asked: GenerateRequest, once: str) -> list[Completion]:
+        """With a seed an answer is the same again anyway; `once` has no part in it."""
+        asked.refuse_unknown()
+        given = asked.sampling_params
+        refuse_unless("stop_token_ids", given.stop_token_ids, not given.stop_token_ids, ([],))
+        sampling = SamplingParams(
+            n=given.n,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            stop=tuple(given.stop),
+            max_tokens=given.max_tokens or _DEFAULT_TOKENS,
+            seed=given.seed,
+            cache=asked.cache_salt or "",
+        )
+        return await self._generator.submit(asked.token_ids, sampling, request_id=asked.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        await self._generator.abort(request_id)
+
+
+def generate_app(generator: Generator, key: str, max_context: int) -> ASGIApp:
+    """One generator behind one key; `max_context`: tokens of a prompt and its answer."""
+    app, holder = new_app(), FrozenHolder(generator)
+    add_generate(app)
+    limit = max_body_bytes(max_context)
+    return Guard(app, lambda given: holder if _is_same(given, key) else None, max_body_bytes=limit)
+
+
+def _is_same(given: str, key: str) -> bool:
+    return secrets.compare_digest(given.encode(), key.encode())
+
+
+def add_generate(app: FastAPI) -> None:
+    """The routes, for keys whose holders are `Holder`s."""
+
+    @app.post(GENERATE)
+    async def generate(body: GenerateRequest, request: Request) -> dict[str, Any]:
+        holder: Holder = request.state.holder
+        once = request.headers.get(IDEMPOTENCY, "")
+        found = await unless_gone(request, asyncio.create_task(holder.generate(body, once)))
+        num_prompt, num_new = len(body.token_ids), sum(len(one.token_ids) for one in found)
+        return {
+            "request_id": body.request_id,
+            "choices": [_choice(*numbered) for numbered in enumerate(found)],
+            "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new},
+        }
+
+    @app.post(ABORT)
+    async def abort(body: AbortRequest, request: Request) -> dict[str, Any]:
+        holder: Holder = request.state.holder
+        for request_id in body.request_ids:
+            await holder.abort(request_id)
+        return {}
+
+
+def _choice(index: int, completion: Completion) -> dict[str, Any]:
+    tokens = zip(completion.token_ids, completion.log_probs, strict=True)
+    return {
+        "index": index,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_string or None,
+        # `token` for clients of vLLM before 0.32, `token_id` for those since.
+        "logprobs": {
+            "content": [{"token": f"token_id:{t}", "token_id": t, "logprob": p} for t, p in tokens]
+        },
+        "weight_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end}
+            for span in version_spans(completion.weight_versions)
+        ],
+    }

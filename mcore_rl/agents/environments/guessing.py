@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep, Tries
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep, Tries
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 

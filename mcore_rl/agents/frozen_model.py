@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+import numpy as np
 
-from mcore_rl.agents.codec import ChatCodec
+from mcore_rl.agents.chat_template.codec import ChatCodec, ContextFullError, messages_of
 from mcore_rl.agents.trajectory import MASKED_VERSION
 from mcore_rl.inference.protocol import Completion, Generator, NewTokens, SamplingParams
+from mcore_rl.rewards.remote import Post, RemoteError
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 _PAUSES_S = 0.2, 1.0, 3.0  # before servers are asked again of which none was reached
@@ -230,3 +233,40 @@ def _completion(choice: dict[str, Any]) -> Completion:
         weight_versions=[MASKED_VERSION] * len(token_ids),
         stop_string=choice["stop_reason"] if isinstance(choice.get("stop_reason"), str) else "",
     )
+
+
+def chat_of(model: FrozenModel) -> Post:
+    """What chat completions do, for requests and answers as the reward `judge` has them.
+
+    Each prompt has a seed of its own: with it, a verdict is the same in every run.
+    """
+
+    async def post(asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises RemoteError where the prompt leaves no room for a verdict."""
+        longest = model.max_context
+        try:
+            prompt = model.codec.render(messages_of(asked["messages"]))
+        except ContextFullError:
+            told = f"the judge's prompt has more tokens than its max_context={longest}"
+            raise RemoteError(told) from None
+        room = longest - len(prompt)
+        if room < 1:
+            raise RemoteError(
+                f"the judge's prompt has {len(prompt)} tokens, and its max_context is {longest}"
+            )
+        sampling = replace(
+            model.sampling,
+            n=asked["n"],
+            temperature=asked["temperature"],
+            max_tokens=min(asked["max_tokens"], room),
+            seed=_seed(prompt),
+        )
+        completions = await model.generator.submit(prompt, sampling)
+        parsed = [model.codec.parse(c.token_ids, (), prompt) for c in completions]
+        return {"choices": [{"message": {"content": turn.content}} for turn in parsed]}
+
+    return post
+
+
+def _seed(prompt: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(prompt, np.int64).tobytes())

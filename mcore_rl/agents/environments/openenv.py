@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from mcore_rl.agents.codec import ChatMessage, ParsedCall, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedCall, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.config.checks import at_least, one_of, positive
 from mcore_rl.config.errors import ConfigError
 

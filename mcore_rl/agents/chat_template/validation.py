@@ -6,25 +6,27 @@ conversation. `difference` checks it on one conversation; `Proved` holds a codec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
+from typing import Literal, Protocol
 
 from jinja2 import TemplateError
 
-from mcore_rl.agents.codec import (
+from mcore_rl.agents.chat_template.codec import (
     ChatCodec,
     ChatMessage,
     ChatTokenizer,
     JsonValue,
     ParsedCall,
     ParsedTurn,
+    ToolCall,
     ToolSpec,
     check_length,
     template_ids,
 )
-from mcore_rl.agents.proof_conversations import PARALLEL, PLAIN, TOOLS, Conversation
+from mcore_rl.agents.chat_template.renderers_codec import FAMILIES, RenderersCodec
+from mcore_rl.agents.chat_template.template_codec import TemplateCodec
 from mcore_rl.config.errors import ConfigError
 
 # What templates and renderers raise for a conversation that they do not take.
@@ -300,3 +302,192 @@ def _unread(codec: ChatCodec, template: Template, given: Conversation) -> str:
     if found == [("ok", call.name, call.arguments) for call in given.turn.tool_calls]:
         return ""
     return f"reads the calls of {template.text(completion)!r} as {found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One turn of an assistant, what came before it, and what comes after it."""
+
+    before: tuple[ChatMessage, ...]
+    turn: ChatMessage
+    after: tuple[ChatMessage, ...]
+    tools: tuple[ToolSpec, ...] = ()
+
+
+def _user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
+
+
+def _assistant(text: str, reasoning: str = "", *calls: ToolCall) -> ChatMessage:
+    return ChatMessage("assistant", text, reasoning, calls)
+
+
+def _answer(call: ToolCall, text: str) -> ChatMessage:
+    return ChatMessage("tool", text, tool_call_id=call.id, name=call.name)
+
+
+def _call(name: str, index: int = 0, **arguments: JsonValue) -> ToolCall:
+    return ToolCall(name, arguments, f"functions.{name}:{index}")
+
+
+_SYSTEM = ChatMessage("system", "You are careful.")
+_QUESTION = _user("How far is it to the harbour?")
+_NEXT = _user("And back?")
+_FAR = "It is two miles, by the coast road."
+_THOUGHT = "The map says two miles. That is by road."
+_UNICODE = "Grüße aus 東京 🌊, naïve café, ½ Ω"
+_TOOLS = (
+    ToolSpec(
+        "distance",
+        "Miles between two places.",
+        {
+            "type": "object",
+            "properties": {"start": {"type": "string"}, "end": {"type": "string"}},
+            "required": ["start", "end"],
+        },
+    ),
+    ToolSpec("clock", "What time it is.", {"type": "object", "properties": {}}),
+)
+_DISTANCE = _call("distance", start="home", end="harbour")
+_ODD = _call("distance", start="Zürich 東", end='a "quoted" \\ place')
+_CLOCK = _call("clock", 1)
+
+PLAIN: Mapping[str, Conversation] = {
+    "no system message": Conversation((_QUESTION,), _assistant(_FAR), (_NEXT,)),
+    "a system message": Conversation((_SYSTEM, _QUESTION), _assistant(_FAR), (_NEXT,)),
+    "an earlier turn": Conversation(
+        (_SYSTEM, _QUESTION, _assistant(_FAR), _NEXT), _assistant("The same."), (_user("Sure?"),)
+    ),
+    "two messages at once": Conversation((_QUESTION,), _assistant(_FAR), (_NEXT, _user("Well?"))),
+    "unicode": Conversation((_user(_UNICODE),), _assistant(_UNICODE), (_user(_UNICODE),)),
+    "empty texts": Conversation((_user(""),), _assistant(""), (_user(""),)),
+    "markup": Conversation(
+        (_user("<b>{{ x }}</b> & {%"),), _assistant("`a < b`\n\nYes."), (_NEXT,)
+    ),
+    "reasoning": Conversation((_QUESTION,), _assistant(_FAR, _THOUGHT), (_NEXT,)),
+}
+TOOLS: Mapping[str, Conversation] = {
+    "tools, none called": Conversation((_SYSTEM, _QUESTION), _assistant(_FAR), (_NEXT,), _TOOLS),
+    "a call and its answer": Conversation(
+        (_SYSTEM, _QUESTION), _assistant("", "", _DISTANCE), (_answer(_DISTANCE, "2"),), _TOOLS
+    ),
+    "a call, no system message": Conversation(
+        (_QUESTION,), _assistant("", "", _DISTANCE), (_answer(_DISTANCE, "2 miles"),), _TOOLS
+    ),
+    "text and a call": Conversation(
+        (_QUESTION,), _assistant("I look it up.", "", _ODD), (_answer(_ODD, _UNICODE),), _TOOLS
+    ),
+    "reasoning and a call": Conversation(
+        (_QUESTION,), _assistant("", _THOUGHT, _DISTANCE), (_answer(_DISTANCE, ""),), _TOOLS
+    ),
+    "a second call": Conversation(
+        (_QUESTION, _assistant("", "", _DISTANCE), _answer(_DISTANCE, "2")),
+        _assistant("", "", _CLOCK),
+        (_answer(_CLOCK, "noon"),),
+        _TOOLS,
+    ),
+    "an answer after reasoning and a call": Conversation(
+        (_QUESTION, _assistant("", _THOUGHT, _DISTANCE), _answer(_DISTANCE, "2")),
+        _assistant(_FAR),
+        (_NEXT,),
+        _TOOLS,
+    ),
+    "an answer after a call": Conversation(
+        (_QUESTION, _assistant("", "", _DISTANCE), _answer(_DISTANCE, "2")),
+        _assistant(_FAR),
+        (_NEXT,),
+        _TOOLS,
+    ),
+}
+PARALLEL: Mapping[str, Conversation] = {
+    "two calls at once": Conversation(
+        (_QUESTION,),
+        _assistant("", "", _DISTANCE, _CLOCK),
+        (_answer(_DISTANCE, "2"), _answer(_CLOCK, "noon")),
+        _TOOLS,
+    ),
+}
+
+
+CodecKind = Literal["auto", "renderers", "template"]
+
+
+def codec_for(
+    tokenizer: ChatTokenizer,
+    kind: CodecKind = "auto",
+    options: Mapping[str, JsonValue] | None = None,
+    stop_ids: Sequence[int] = (),
+    max_tokens: int | None = None,
+) -> Proved:
+    """The codec of a tokenizer's chat template: the first that is proved, one with tools if any.
+
+    If that begins a new sample wherever a user speaks, another that can do as much and need not
+    is taken. A family is known by what its renderer writes, not by the model's name. `options` are
+    values of the template's own variables, such as enable_thinking; `stop_ids` are the ends of
+    turns in generation_config.json, `max_tokens` those of a context: see `Proved`. Raises
+    ConfigError, with the reason of each codec, where none is proved.
+    """
+    reasons: list[str] = []
+    found: list[Proved] = []
+    for proved in _proved(tokenizer, kind, options or {}, stop_ids, max_tokens, reasons):
+        found.append(proved)
+        if not proved.tool_refusal and proved.extends_users:
+            break
+    if not found:
+        raise ConfigError(
+            f"the tokenizer's chat template cannot be used over several turns, "
+            f"with codec={kind}:\n" + "\n".join(f"  {reason}" for reason in reasons)
+        )
+    return _best(found)
+
+
+def _best(found: Sequence[Proved]) -> Proved:
+    with_tools = [one for one in found if not one.tool_refusal]
+    first = with_tools[0] if with_tools else found[-1]  # the last is the template's own
+    if first.extends_users:
+        return first
+    like_it = [
+        one
+        for one in found
+        if bool(one.tool_refusal) <= bool(first.tool_refusal)
+        and bool(one.parallel_refusal) <= bool(first.parallel_refusal)
+    ]
+    return next((one for one in like_it if one.extends_users), first)
+
+
+def _proved(
+    tokenizer: ChatTokenizer,
+    kind: CodecKind,
+    options: Mapping[str, JsonValue],
+    stop_ids: Sequence[int],
+    max_tokens: int | None,
+    reasons: list[str],
+) -> Iterator[Proved]:
+    """Codecs that are proved; `reasons` gets those of the others.
+
+    The template's own knows the ends of turns that a family has, too.
+    """
+    ends = {*stop_ids}
+    if kind != "template":
+        for family, variants in FAMILIES.items():
+            for variant in variants:
+                try:
+                    known = RenderersCodec(tokenizer, family, options, variant, stop_ids)
+                except ValueError as error:
+                    reasons.append(f"renderers:{family}: {str(error).splitlines()[0]}")
+                    continue
+                try:
+                    proved = Proved(known, Template(tokenizer, options), max_tokens)
+                except ConfigError as error:
+                    reasons.append(str(error))
+                    continue
+                ends |= proved.stop_ids
+                yield proved
+    if kind != "renderers":
+        try:
+            codec = TemplateCodec(tokenizer, options, sorted(ends))
+            yield Proved(codec, Template(tokenizer, options), max_tokens)
+        except ConfigError as error:
+            reasons.append(f"template: {error}")
+        except REFUSALS as error:
+            reasons.append(f"template: the chat template cannot render a conversation: {error}")

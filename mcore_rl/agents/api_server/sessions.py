@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import json
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from mcore_rl.agents.codec import ChatCodec, ChatTokenizer, ContextFullError, encode
-from mcore_rl.agents.endpoint.fields import SAMPLING
-from mcore_rl.agents.endpoint.history import History
-from mcore_rl.agents.endpoint.refusal import RefusalError
-from mcore_rl.agents.endpoint.token_bytes import token_bytes
-from mcore_rl.agents.endpoint.wire import (
+from mcore_rl.agents.api_server.protocol import (
+    SAMPLING,
     ChatChoice,
     ChatRequest,
+    GenerateRequest,
+    RefusalError,
     TextRequest,
     chat_of,
     reply_of,
     tools_of,
+)
+from mcore_rl.agents.chat_template.codec import (
+    ChatCodec,
+    ChatMessage,
+    ChatTokenizer,
+    ContextFullError,
+    ToolSpec,
+    encode,
 )
 from mcore_rl.agents.loops import Served
 from mcore_rl.agents.session import GenerationError
@@ -30,9 +40,6 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
 from mcore_rl.inference.gate import Gate
 from mcore_rl.inference.protocol import Completion
-
-if TYPE_CHECKING:
-    from mcore_rl.agents.endpoint.generate import GenerateRequest  # imports fastapi
 
 T = TypeVar("T")
 _CLOSE_S = 30.0  # for cancelled requests to end
@@ -313,3 +320,164 @@ class ClientSession:
         except Exception as error:
             told = f"this cannot be written as tokens: {type(error).__name__}: {error}"
             raise RefusalError(400, "invalid_request", told) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """The conversation up to a turn, with that turn."""
+
+    turn: Turn
+    messages: tuple[ChatMessage, ...]  # the policy's as it said them
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """Where a request is in the tree of turns."""
+
+    prompt: list[int]
+    parent: str  # a turn_id, or "" of a new conversation
+    messages: tuple[ChatMessage, ...]  # the policy's as it said them
+    digest: bytes  # of the messages as the client has them
+
+
+class History:
+    """The conversations of a session, by digests of their messages.
+
+    Tools, roles, contents, names and calls have to be the same; call ids, reasoning and white space
+    around what the policy said need not: clients drop or change these. What does not match begins
+    a conversation of its own.
+    """
+
+    def __init__(self, codec: ChatCodec) -> None:
+        self._codec = codec
+        self._nodes: dict[bytes, _Node] = {}
+
+    def place(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> BranchPoint:
+        """After the longest conversation that is known. Raises ConfigError as a codec does."""
+        digests = list(_digests(messages, tools))
+        for end in range(len(messages) - 1, 0, -1):
+            if messages[end].role == "assistant":  # not one that the policy said
+                break
+            node = self._nodes.get(digests[end - 1])
+            if node is None:
+                continue
+            new, last = tuple(messages[end:]), node.turn
+            whole = node.messages + new
+            prompt = self._codec.extend(last.prompt_ids, last.token_ids, new, tools)
+            if prompt is None:  # a new sample, of the same conversation
+                prompt = self._codec.render(whole, tools)
+            return BranchPoint(prompt, last.turn_id, whole, digests[-1])
+        return BranchPoint(self._codec.render(messages, tools), "", tuple(messages), digests[-1])
+
+    def add(self, place: BranchPoint, turn: Turn, said: ChatMessage, sent: ChatMessage) -> None:
+        """What the policy said there, and what the client was sent of it."""
+        self._nodes[_after(place.digest, sent)] = _Node(turn, (*place.messages, said))
+
+
+def _digests(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> Iterator[bytes]:
+    """One a message, of all up to it and the tools."""
+    before = _hashed(b"", [tool.as_dict() for tool in tools])
+    for message in messages:
+        before = _after(before, message)
+        yield before
+
+
+def _after(before: bytes, message: ChatMessage) -> bytes:
+    is_ours = message.role == "assistant"
+    content = message.content.strip() if is_ours else message.content
+    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    return _hashed(before, [message.role, content, message.name, calls])
+
+
+def _hashed(before: bytes, value: object) -> bytes:
+    return hashlib.sha256(before + json.dumps(value, sort_keys=True).encode()).digest()
+
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # of vocabularies with byte fallback
+_SPACE = "\u2581"  # of those of SentencePiece
+
+
+def token_bytes(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes]:
+    """Return the bytes of each token; those of all tokens together are the text in UTF-8.
+
+    tokenizer: of transformers. An id without a token has none.
+    """
+    pieces = tokenizer.convert_ids_to_tokens([*token_ids])
+    added = tokenizer.get_added_vocab()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_byte_level = backend is not None and "ByteLevel" in str(backend.decoder)
+    return [
+        b"" if piece is None
+        else piece.encode() if piece in added
+        else _of_byte_level(piece) if is_byte_level
+        else bytes([int(byte[1], 16)]) if (byte := _BYTE.fullmatch(piece))
+        else piece.replace(_SPACE, " ").encode()
+        for piece in pieces
+    ]  # fmt: skip
+
+
+def _of_byte_level(piece: str) -> bytes:
+    alphabet = _byte_alphabet()
+    return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in piece)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that GPT-2's vocabulary, and most since, write bytes with."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.api_server.http_server import HttpServer
+
+_HOST = "127.0.0.1"  # programs run on this machine
+
+
+def new_key() -> str:
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
+class Endpoint:
+    """Started when it is first needed. All calls are of one event loop."""
+
+    def __init__(self, max_context: int) -> None:
+        """`max_context`: tokens of a conversation."""
+        self._max_context = max_context
+        self._by_key: dict[bytes, ClientSession] = {}
+        self._server: HttpServer | None = None
+        self._lock = asyncio.Lock()
+
+    async def url(self) -> str:
+        """For clients of OpenAI's API."""
+        async with self._lock:
+            if self._server is None:
+                # Here, for a driver checks agents and serves none: fastapi takes long to import.
+                from mcore_rl.agents.api_server.app import endpoint_app
+                from mcore_rl.agents.api_server.http_server import HttpServer
+
+                server = HttpServer(endpoint_app(self._session_of, self._max_context), _HOST)
+                await server.start()
+                self._server = server
+        return f"{self._server.url}/v1"
+
+    def add(self, key: str, client: ClientSession) -> None:
+        self._by_key[_digest(key)] = client
+
+    async def remove(self, key: str) -> None:
+        """Nobody has the key any more; what runs is cancelled."""
+        if client := self._by_key.pop(_digest(key), None):
+            await client.close()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+
+    def _session_of(self, key: str) -> ClientSession | None:
+        return self._by_key.get(_digest(key))
+
+
+def _digest(key: str) -> bytes:
+    """Looking it up takes a time that tells nothing of the keys that there are."""
+    return hashlib.sha256(key.encode()).digest()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mcore_rl.agents.codec import (
+from mcore_rl.agents.chat_template.codec import (
     ChatMessage,
     ChatTokenizer,
     JsonValue,
@@ -19,7 +19,7 @@ from mcore_rl.agents.codec import (
     ToolSpec,
     template_ids,
 )
-from mcore_rl.agents.renderers_codec import parsed_turn
+from mcore_rl.agents.chat_template.renderers_codec import parsed_turn
 from mcore_rl.config.errors import ConfigError
 
 _BEFORE = [ChatMessage("system", "Be brief."), ChatMessage("user", "Begin.")]

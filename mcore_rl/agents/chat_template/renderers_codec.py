@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from mcore_rl.agents.codec import (
+from mcore_rl.agents.chat_template.codec import (
     CallStatus,
     ChatMessage,
     ChatTokenizer,
@@ -20,9 +20,9 @@ from mcore_rl.agents.codec import (
     ParsedCall,
     ParsedTurn,
     ToolSpec,
+    encodable,
     template_ids,
 )
-from mcore_rl.agents.messages import encodable
 
 MAX_DEPTH = 100  # of lists and objects in the arguments of a call
 # Family -> values of the template's own variables that its renderer is told, to try in this order:

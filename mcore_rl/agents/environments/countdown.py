@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep, Tries, try_again
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep, Tries, try_again
 from mcore_rl.agents.tools.base import ToolError
-from mcore_rl.agents.tools.calculator import calculator
+from mcore_rl.agents.tools.built_in import calculator
 from mcore_rl.config.errors import ConfigError
 
 _RUN = re.compile(r"[\d+\-*/() .]+")  # an expression, if there is a digit in it

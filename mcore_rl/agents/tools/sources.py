@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from mcore_rl.agents.closing import close_or_tell
-from mcore_rl.agents.tools.base import ToolError, ToolSet
-from mcore_rl.agents.tools.calculator import calculator
+import yaml
+from jsonschema import Draft202012Validator, SchemaError
+
+from mcore_rl.agents.tools.base import Tool, ToolError, ToolSet, close_or_tell
+from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
 from mcore_rl.agents.tools.mcp_tools import McpServer, McpTools
-from mcore_rl.agents.tools.openai_yaml import tools_of_file
-from mcore_rl.agents.tools.python_tool import PythonTool
-from mcore_rl.agents.tools.search import SearchTool
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load
@@ -108,3 +110,64 @@ def _sandbox(config: AgentConfig) -> Sandbox:
         raise ConfigError(f"agent.sandbox: {error}") from error
     except SandboxError as error:
         raise ConfigError(f"agent.tools has 'python', and {error}") from error
+
+
+_MAX_BYTES = 1 << 20
+_FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
+
+
+def tools_of_file(path: str | Path) -> list[Tool]:
+    """The tools in a file.
+
+    Raises:
+        ConfigError: it cannot be read, an entry is no schema, or its function does not take the
+            parameters that the schema has.
+    """
+    try:
+        content = Path(path).read_bytes()
+        if len(content) > _MAX_BYTES:
+            raise ConfigError(f"{path}: {len(content)} bytes; allowed: {_MAX_BYTES}")
+        entries = yaml.safe_load(content)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path}: allowed: a list of tools, not empty")
+    return [_tool(f"{path}[{number}]", entry) for number, entry in enumerate(entries)]
+
+
+def _tool(where: str, entry: object) -> Tool:
+    if not isinstance(entry, Mapping) or set(entry) != {"type", "function", "python"}:
+        raise ConfigError(f"{where}: allowed: an object with the keys type, function and python")
+    function: Any = entry["function"]
+    if entry["type"] != "function" or not isinstance(function, Mapping):
+        raise ConfigError(f"{where}: allowed: type: function, and an object as function")
+    if unknown := set(function) - _FUNCTION_KEYS:
+        raise ConfigError(
+            f"{where}.function: {', '.join(sorted(map(str, unknown)))}; allowed: "
+            f"{', '.join(sorted(_FUNCTION_KEYS))}"
+        )
+    for key in ("name", "description"):
+        if not isinstance(function.get(key), str):
+            raise ConfigError(f"{where}.function.{key}={function.get(key)!r}; allowed: text")
+    parameters = function.get("parameters", {"type": "object", "properties": {}})
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        raise ConfigError(f"{where}.function.parameters: {error.message}") from error
+    if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+        raise ConfigError(f"{where}.function.parameters: allowed: a schema of type object")
+    python = load(f"{where}.python", str(entry["python"]))
+    _check_takes(f"{where}.python={entry['python']!r}", python, parameters)
+    return Tool(function["name"], function["description"], parameters, python)
+
+
+def _check_takes(where: str, function: Any, parameters: Mapping[str, Any]) -> None:
+    signature = inspect.signature(function)
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    for names in (properties, required):
+        try:
+            signature.bind(**dict.fromkeys(names))
+        except TypeError as error:
+            raise ConfigError(
+                f"{where} takes {signature}; the schema has {', '.join(names)}: {error}"
+            ) from None
