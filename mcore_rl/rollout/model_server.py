@@ -56,12 +56,12 @@ class ModelServer:
         return self._http.url
 
     async def _start(self, host: str) -> None:
-        from mcore_rl.agents.api_server.app import generate_app
+        from mcore_rl.agents.api_server.app import build_generate_app
         from mcore_rl.agents.api_server.http_server import HttpServer
 
         await self._server.start()
         print(f"vLLM's model runner: {self._server.model_runner}")
-        app = generate_app(self._server, self._spec.key, self._spec.max_context)
+        app = build_generate_app(self._server, self._spec.key, self._spec.max_context)
         self._http = HttpServer(app, host)
         await self._http.start()
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
-from mcore_rl.agents.chat_template.validation import CodecKind, codec_for
-from mcore_rl.agents.frozen_model import FrozenModel, ModelAddress, RemoteGenerator, chat_of
+from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
+from mcore_rl.agents.frozen_model import FrozenModel, ModelAddress, RemoteGenerator, make_judge_post
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.config.agent_schema import AgentConfig
@@ -221,9 +221,9 @@ class RolloutWorker:
             kind, stop_ids = cast(CodecKind, model.codec), stop_ids_of(model.path)
             tokenizer = load_tokenizer(model.path, self._spec.chat_date)
             longest = model.max_context
-            codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=longest)
+            codec = select_codec(tokenizer, kind, stop_ids=stop_ids, max_tokens=longest)
             found = FrozenModel(remote, codec, sampling_of(model), model.max_context)
-            self._judge.models[name] = chat_of(found)
+            self._judge.models[name] = make_judge_post(found)
             if isinstance(self._agent, AgentRunner):
                 self._agent.models[name] = found
 

@@ -1,4 +1,4 @@
-"""OpenAI's API in front of a rollout server, for any agent that speaks it."""
+"""The routes: OpenAI's API in front of a rollout server, and vLLM's route of token ids."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ from pydantic import Field
 from starlette.types import ASGIApp
 
 from mcore_rl.agents.api_server.http_server import (
-    Guard,
-    has_ended,
-    max_body_bytes,
-    new_app,
-    result_of,
-    unless_gone,
+    RequestGuard,
+    build_app,
+    compute_max_body_bytes,
+    get_result,
+    wait_for_result,
+    wait_until_done,
 )
 from mcore_rl.agents.api_server.protocol import (
     MODEL,
     AbortRequest,
+    Body,
     ChatRequest,
     CompletionsRequest,
     GenerateRequest,
     RefusalError,
     RequestBody,
     TextRequest,
-    chat_body,
-    chat_chunks,
+    build_chat_body,
+    build_text_body,
     refuse_unless,
-    text_body,
-    text_chunks,
+    split_chat_body,
+    split_text_body,
 )
-from mcore_rl.agents.api_server.sessions import ClientSession
+from mcore_rl.agents.api_server.sessions import SessionHandler
 from mcore_rl.agents.frozen_model import ABORT, GENERATE
-from mcore_rl.agents.session import version_spans
+from mcore_rl.agents.session import group_versions
 from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 from mcore_rl.rewards.base import token_fault
 
-COMMENTS_S = 5.0  # between the comments of a stream that has nothing to say yet
-Body = dict[str, Any]
+COMMENTS_S = 5.0  # between the comments of a stream while its answer is sampled
+IDEMPOTENCY = "idempotency-key"  # a header
+_DEFAULT_TOKENS = 16  # vLLM's, for requests without max_tokens
 
 
-class Opened(RequestBody):
+class OpenRole(RequestBody):
     role: str = Field(min_length=1)
 
 
@@ -61,164 +63,166 @@ class Finish(RequestBody):
     status: Literal["finished", "truncated"] = "finished"
 
 
-def endpoint_app(session_of: Callable[[str], ClientSession | None], max_context: int) -> ASGIApp:
-    """`session_of` a key is None where nobody has it; `max_context`: tokens of a conversation."""
-    app = new_app()
-    add_generate(app)
-    _add_completions(app)
-    _add_sessions(app)
-    return Guard(
+def build_openai_app(find: Callable[[str], SessionHandler | None], max_context: int) -> ASGIApp:
+    """Build the app of a rollout server.
+
+    Args:
+        find: Returns the handler of a key; None for an unknown key.
+        max_context: Tokens of a conversation.
+    """
+    app = build_app()
+    _add_generate_routes(app)
+    _add_completion_routes(app)
+    _add_session_routes(app)
+    return RequestGuard(
         app,
-        session_of,
-        max_body_bytes=max_body_bytes(max_context),
-        on_too_large=ClientSession.reach_limit,
+        find,
+        max_body_bytes=compute_max_body_bytes(max_context),
+        on_too_large=SessionHandler.reach_limit,
     )
 
 
-def _add_completions(app: FastAPI) -> None:
+def _add_completion_routes(app: FastAPI) -> None:
     @app.get("/v1/models")
-    async def models(request: Request) -> Body:
-        found = {
+    async def list_models(request: Request) -> Body:
+        model = {
             "id": MODEL,
             "object": "model",
             "created": 0,
             "owned_by": "mcore_rl",
-            "max_model_len": _of(request).limits.max_context,
+            "max_model_len": _get_handler(request).limits.max_context,
         }
-        return {"object": "list", "data": [found]}
+        return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response | Body:
-        client = _of(request)
+        handler = _get_handler(request)
 
-        async def answered() -> Body:
-            return chat_body(body, await client.chat(body), client.bytes_of)
+        async def make() -> Body:
+            return build_chat_body(body, await handler.chat(body), handler.decode_bytes)
 
-        return await _answer(request, body, answered, chat_chunks)
+        return await _answer(request, body, make, split_chat_body)
 
     @app.post("/v1/completions", response_model=None)
     async def complete(body: TextRequest, request: Request) -> Response | Body:
-        client = _of(request)
+        handler = _get_handler(request)
 
-        async def answered() -> Body:
-            return text_body(body, await client.complete(body))
+        async def make() -> Body:
+            return build_text_body(body, await handler.complete(body))
 
-        return await _answer(request, body, answered, text_chunks)
+        return await _answer(request, body, make, split_text_body)
 
 
-def _add_sessions(app: FastAPI) -> None:
+def _add_session_routes(app: FastAPI) -> None:
     @app.post("/v1/sessions")
-    async def opened(body: Opened, request: Request) -> Body:
-        """Of another role in the same trajectory."""
-        served = _of(request).opened(body.role)
+    async def open_role(body: OpenRole, request: Request) -> Body:
+        """Open a session of another role in the same trajectory."""
+        session = _get_handler(request).open_role(body.role)
         return {
-            "session_id": served.session.name,
-            "api_key": served.api_key,
-            "base_url": served.base_url,
+            "session_id": session.session.name,
+            "api_key": session.api_key,
+            "base_url": session.base_url,
         }
 
     @app.post("/v1/sessions/reward")
-    async def reward(body: Reward, request: Request) -> Body:
-        """The last one counts."""
+    async def set_reward(body: Reward, request: Request) -> Body:
+        """Set the reward of the session; the last request counts."""
         if not all(math.isfinite(value) for value in (body.reward, *body.turn_rewards)):
             raise RefusalError(400, "invalid_request", "a reward has to be finite", param="reward")
-        served, given = _of(request).served, tuple(body.turn_rewards)
-        if given and len(given) != len(served.session.turns):
-            told = f"{len(given)} turn_rewards; the session has {len(served.session.turns)} turns"
-            raise RefusalError(400, "invalid_request", told, param="turn_rewards")
-        lengths = [len(turn.token_ids) for turn in served.session.turns]
-        if body.token_rewards and (told := token_fault(body.token_rewards, lengths)):
-            raise RefusalError(400, "invalid_request", told, param="token_rewards")
-        served.reward, served.turn_rewards = body.reward, given
-        served.token_rewards = tuple(body.token_rewards)
+        session, turn_rewards = _get_handler(request).session, tuple(body.turn_rewards)
+        turns = session.session.turns
+        if turn_rewards and len(turn_rewards) != len(turns):
+            reason = f"{len(turn_rewards)} turn_rewards; the session has {len(turns)} turns"
+            raise RefusalError(400, "invalid_request", reason, param="turn_rewards")
+        lengths = [len(turn.token_ids) for turn in turns]
+        if body.token_rewards and (reason := token_fault(body.token_rewards, lengths)):
+            raise RefusalError(400, "invalid_request", reason, param="token_rewards")
+        session.reward, session.turn_rewards = body.reward, turn_rewards
+        session.token_rewards = tuple(body.token_rewards)
         return {}
 
     @app.post("/v1/sessions/finish")
     async def finish(request: Request, body: Finish | None = None) -> Body:
-        _of(request).end((body or Finish()).status)
+        _get_handler(request).end((body or Finish()).status)
         return {}
 
     @app.post("/v1/sessions/abort")
-    async def abort(request: Request) -> Body:
-        _of(request).end("aborted")
+    async def abort_session(request: Request) -> Body:
+        _get_handler(request).end("aborted")
         return {}
 
 
-def _of(request: Request) -> ClientSession:
-    found: ClientSession = request.state.holder
-    return found
+def _get_handler(request: Request) -> SessionHandler:
+    handler: SessionHandler = request.state.handler
+    return handler
 
 
 async def _answer(
     request: Request,
-    asked: CompletionsRequest,
+    body: CompletionsRequest,
     make: Callable[[], Coroutine[Any, Any, Body]],
-    chunks_of: Callable[[Body], Iterator[Body]],
+    split: Callable[[Body], Iterator[Body]],
 ) -> Response | Body:
-    """A body, or a stream of its chunks.
+    """Return an answer, or a stream of its chunks.
 
-    A stream is sampled whole first: only whole completions say which weights chose each token.
+    A stream is sampled whole first: only whole completions say which weights sampled each token.
     """
-    client, key = _of(request), request.headers.get(IDEMPOTENCY, "")
-    work = client.started(client.once(key, asked, make))
-    if not asked.stream:
-        return await unless_gone(request, work)
-    if await has_ended(request, work, COMMENTS_S):
-        result_of(work)  # what is refused has its status
-    has_usage = asked.stream_options is not None and asked.stream_options.include_usage
-    events = _events(work, chunks_of, has_usage)
-    return StreamingResponse(events, media_type="text/event-stream")
+    handler, key = _get_handler(request), request.headers.get(IDEMPOTENCY, "")
+    work = handler.start_task(handler.run_once(key, body, make))
+    if not body.stream:
+        return await wait_for_result(request, work)
+    if await wait_until_done(request, work, COMMENTS_S):
+        get_result(work)  # a refusal keeps its status
+    has_usage = body.stream_options is not None and body.stream_options.include_usage
+    return StreamingResponse(_stream(work, split, has_usage), media_type="text/event-stream")
 
 
-async def _events(
-    work: asyncio.Task[Body], chunks_of: Callable[[Body], Iterator[Body]], has_usage: bool
+async def _stream(
+    work: asyncio.Task[Body], split: Callable[[Body], Iterator[Body]], has_usage: bool
 ) -> AsyncIterator[str]:
-    """Comments until the work has ended, then its chunks. Whoever closes it cancels the work."""
+    """Yield comments until the work has ended, then its chunks. Closing it cancels the work."""
     try:
         while not work.done():
             await asyncio.wait({work}, timeout=COMMENTS_S)
             if not work.done():
                 yield ": sampling\n\n"
-        body = result_of(work)
+        body = get_result(work)
     except RefusalError as error:
-        yield f"data: {json.dumps(error.body())}\n\n"
+        yield f"data: {json.dumps(error.to_body())}\n\n"
         return
     finally:
         work.cancel()
-    for chunk in chunks_of(body):
+    for chunk in split(body):
         yield f"data: {json.dumps(chunk)}\n\n"
     if has_usage:
-        [*_, last] = chunks_of(body)
+        [*_, last] = split(body)
         yield f"data: {json.dumps({**last, 'choices': [], 'usage': body['usage']})}\n\n"
     yield "data: [DONE]\n\n"
 
 
-IDEMPOTENCY = "idempotency-key"  # a header
-_DEFAULT_TOKENS = 16  # vLLM's, where a request does not say how many
+class GenerateHandler(Protocol):
+    """Answers the token requests of a key."""
 
+    async def generate(self, request: GenerateRequest, idempotency_key: str) -> list[Completion]:
+        """Sample completions; `idempotency_key` may be "".
 
-class Holder(Protocol):
-    """What a key gives access to."""
-
-    async def generate(self, asked: GenerateRequest, once: str) -> list[Completion]:
-        """`once` is an idempotency key, or "".
-
-        Raises RefusalError or ConfigError for what cannot be asked.
+        Raises:
+            RefusalError, ConfigError: The request is not supported.
         """
 
     async def abort(self, request_id: str) -> None: ...
 
 
-class FrozenHolder:
-    """Samples as requests say."""
+class FrozenModelHandler:
+    """Samples from a frozen model as requests say."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
-    async def generate(self, asked: GenerateRequest, once: str) -> list[Completion]:
-        """With a seed an answer is the same again anyway; `once` has no part in it."""
-        asked.refuse_unknown()
-        given = asked.sampling_params
+    async def generate(self, request: GenerateRequest, idempotency_key: str) -> list[Completion]:
+        """Sample completions. With its seed an answer is the same anyway, so the key is unused."""
+        request.refuse_unknown()
+        given = request.sampling_params
         refuse_unless("stop_token_ids", given.stop_token_ids, not given.stop_token_ids, ([],))
         sampling = SamplingParams(
             n=given.n,
@@ -228,50 +232,59 @@ class FrozenHolder:
             stop=tuple(given.stop),
             max_tokens=given.max_tokens or _DEFAULT_TOKENS,
             seed=given.seed,
-            cache=asked.cache_salt or "",
+            cache=request.cache_salt or "",
         )
-        return await self._generator.submit(asked.token_ids, sampling, request_id=asked.request_id)
+        return await self._generator.submit(
+            request.token_ids, sampling, request_id=request.request_id
+        )
 
     async def abort(self, request_id: str) -> None:
+        """End a request with the tokens that it has."""
         await self._generator.abort(request_id)
 
 
-def generate_app(generator: Generator, key: str, max_context: int) -> ASGIApp:
-    """One generator behind one key; `max_context`: tokens of a prompt and its answer."""
-    app, holder = new_app(), FrozenHolder(generator)
-    add_generate(app)
-    limit = max_body_bytes(max_context)
-    return Guard(app, lambda given: holder if _is_same(given, key) else None, max_body_bytes=limit)
+def build_generate_app(generator: Generator, key: str, max_context: int) -> ASGIApp:
+    """Build the app of a frozen model's server: one generator behind one key.
+
+    Args:
+        max_context: Tokens of a prompt and its answer.
+    """
+    app, handler = build_app(), FrozenModelHandler(generator)
+    _add_generate_routes(app)
+
+    def find(given: str) -> FrozenModelHandler | None:
+        return handler if secrets.compare_digest(given.encode(), key.encode()) else None
+
+    return RequestGuard(app, find, max_body_bytes=compute_max_body_bytes(max_context))
 
 
-def _is_same(given: str, key: str) -> bool:
-    return secrets.compare_digest(given.encode(), key.encode())
+def _add_generate_routes(app: FastAPI) -> None:
+    """Add vLLM's routes of token ids, for keys with a GenerateHandler.
 
-
-def add_generate(app: FastAPI) -> None:
-    """The routes, for keys whose holders are `Holder`s."""
+    Clients are agents/frozen_model.py and, for the policy, the package `renderers`.
+    """
 
     @app.post(GENERATE)
     async def generate(body: GenerateRequest, request: Request) -> dict[str, Any]:
-        holder: Holder = request.state.holder
-        once = request.headers.get(IDEMPOTENCY, "")
-        found = await unless_gone(request, asyncio.create_task(holder.generate(body, once)))
-        num_prompt, num_new = len(body.token_ids), sum(len(one.token_ids) for one in found)
+        handler: GenerateHandler = request.state.handler
+        work = asyncio.create_task(handler.generate(body, request.headers.get(IDEMPOTENCY, "")))
+        completions = await wait_for_result(request, work)
+        num_new = sum(len(completion.token_ids) for completion in completions)
         return {
             "request_id": body.request_id,
-            "choices": [_choice(*numbered) for numbered in enumerate(found)],
-            "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new},
+            "choices": [_build_choice(index, c) for index, c in enumerate(completions)],
+            "usage": {"prompt_tokens": len(body.token_ids), "completion_tokens": num_new},
         }
 
     @app.post(ABORT)
     async def abort(body: AbortRequest, request: Request) -> dict[str, Any]:
-        holder: Holder = request.state.holder
+        handler: GenerateHandler = request.state.handler
         for request_id in body.request_ids:
-            await holder.abort(request_id)
+            await handler.abort(request_id)
         return {}
 
 
-def _choice(index: int, completion: Completion) -> dict[str, Any]:
+def _build_choice(index: int, completion: Completion) -> dict[str, Any]:
     tokens = zip(completion.token_ids, completion.log_probs, strict=True)
     return {
         "index": index,
@@ -284,6 +297,6 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
         },
         "weight_versions": [
             {"version": str(span.version), "start": span.start, "end": span.end}
-            for span in version_spans(completion.weight_versions)
+            for span in group_versions(completion.weight_versions)
         ],
     }

@@ -1,7 +1,7 @@
-"""Chats as token ids over many turns: what a codec does, and the messages it does it with.
+"""Chats as token ids over many turns: messages, the contract of a codec, and the checked codec.
 
-A turn's tokens are made once. What the policy sampled is never rendered again: the next prompt is
-the last prompt, the sampled tokens, and what the chat template puts after them.
+The tokens of a turn are made once. What the policy sampled is never rendered again: the next prompt
+is the last prompt, the sampled tokens, and the tokens that the chat template puts after them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Literal, Protocol, get_args
 
 from mcore_rl.config.errors import ConfigError
@@ -17,6 +18,16 @@ from mcore_rl.config.errors import ConfigError
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 Role = Literal["system", "user", "assistant", "tool"]
 CallStatus = Literal["ok", "malformed", "unclosed", "unnamed", "unknown_tool"]
+MAX_DEPTH = 100  # nesting of lists and objects in the arguments of a call
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_CALL_STATUS: Mapping[str, CallStatus] = {  # of the package renderers
+    "ok": "ok",
+    "unclosed_block": "unclosed",
+    "missing_name": "unnamed",
+    "unknown_tool": "unknown_tool",
+    "invalid_json": "malformed",
+    "malformed_structure": "malformed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +41,18 @@ class ToolCall:
 class ChatMessage:
     role: Role
     content: str = ""
-    reasoning: str = ""  # of an assistant
-    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
-    tool_call_id: str = ""  # of a tool: the call that it answers
-    name: str = ""  # of a tool
+    reasoning: str = ""  # assistant only
+    tool_calls: tuple[ToolCall, ...] = ()  # assistant only
+    tool_call_id: str = ""  # tool only: the call that this message answers
+    name: str = ""  # tool only
 
-    def as_dict(self) -> dict[str, JsonValue]:
-        """The message in OpenAI's form, as chat templates read it: arguments are objects."""
-        found: dict[str, JsonValue] = {"role": self.role, "content": self.content}
+    def to_dict(self) -> dict[str, JsonValue]:
+        """Return the message in OpenAI's form for chat templates: arguments are objects."""
+        message: dict[str, JsonValue] = {"role": self.role, "content": self.content}
         if self.reasoning:
-            found["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "type": "function",
                     "id": call.id,
@@ -50,10 +61,10 @@ class ChatMessage:
                 for call in self.tool_calls
             ]
         if self.role == "tool":
-            found["tool_call_id"] = self.tool_call_id
+            message["tool_call_id"] = self.tool_call_id
             if self.name:
-                found["name"] = self.name
-        return found
+                message["name"] = self.name
+        return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +73,8 @@ class ToolSpec:
     description: str
     parameters: Mapping[str, JsonValue]  # JSON schema of the arguments
 
-    def as_dict(self) -> dict[str, JsonValue]:
-        """The tool in OpenAI's form."""
+    def to_dict(self) -> dict[str, JsonValue]:
+        """Return the tool in OpenAI's form."""
         function: dict[str, JsonValue] = {
             "name": self.name,
             "description": self.description,
@@ -74,74 +85,33 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One attempt to call a tool, good or bad."""
+    """An attempt to call a tool, valid or not."""
 
     status: CallStatus
-    name: str  # empty where the attempt has none
+    name: str  # empty if the attempt has none
     arguments: Mapping[str, JsonValue]  # empty unless `status` is "ok"
-    text: str  # as it was sampled
+    text: str  # as sampled
     span: tuple[int, int] | None  # tokens of the completion, [start, end)
-    id: str = ""  # where the format has one
+    id: str = ""  # empty if the format has none
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """What a completion says. Nothing is rendered from it: it is for tools, rewards and people."""
+    """A completion in parts, for tools, rewards and logs. Prompts are never rendered from it."""
 
     content: str
     reasoning: str
     calls: tuple[ParsedCall, ...]
-    reasoning_closed: bool = True  # False where the completion ends inside its reasoning
+    reasoning_closed: bool = True  # False if the completion ends inside its reasoning
 
-    def message(self) -> ChatMessage:
-        """The same as a message, with the calls that are "ok"."""
+    def to_message(self) -> ChatMessage:
+        """Return the turn as a message, with its valid calls."""
         calls = tuple(ToolCall(c.name, c.arguments, c.id) for c in self.calls if c.status == "ok")
         return ChatMessage("assistant", self.content, self.reasoning, calls)
 
 
-class ChatCodec(Protocol):
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a turn of the assistant."""
-
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """A prompt, up to where the assistant's turn begins.
-
-        Raises:
-            ConfigError: for tools or calls that `codec_proof.Proved` refuses.
-            ContextFullError: the text is far longer than the context.
-        """
-
-    def extend(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        new_messages: Sequence[ChatMessage],
-        tools: Sequence[ToolSpec] = (),
-    ) -> list[int] | None:
-        """The prompt of the next turn: prompt_ids + completion_ids + what follows them, or None.
-
-        `new_messages` are what came since: of tools, the user or the system. Where the completion
-        lacks the token that ends a turn, since it was cut off, that token is the first of what
-        follows. None where the template would have changed what is there already: then `render`
-        begins a new sample. Raises as `render`.
-        """
-
-    def parse(
-        self,
-        completion_ids: Sequence[int],
-        tools: Sequence[ToolSpec] = (),
-        prompt_ids: Sequence[int] = (),
-    ) -> ParsedTurn:
-        """What a completion says.
-
-        `prompt_ids` is the prompt that was sampled from: with some templates it is the prompt that
-        opens the reasoning. `tools` gives the types of arguments where the format has none.
-        """
-
-
 class ContextFullError(RuntimeError):
-    """There is no room for another token of the policy."""
+    """The context has no room for another token of the policy."""
 
 
 class ChatTokenizer(Protocol):
@@ -165,35 +135,189 @@ class ChatTokenizer(Protocol):
     ) -> str: ...
 
 
-def template_ids(
-    tokenizer: ChatTokenizer,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[ToolSpec],
-    options: Mapping[str, JsonValue],
-    *,
-    generate: bool = True,
-    max_tokens: int | None = None,
-) -> list[int]:
-    """Render a conversation by the tokenizer's chat template, with its own variables `options`.
+class ChatCodec(Protocol):
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a turn of the assistant."""
 
-    Raises as `encode`.
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Render a prompt, up to the start of the assistant's turn.
+
+        Raises:
+            ConfigError: The codec refuses tools or calls; see `ValidatedChatTemplate`.
+            ContextFullError: The text is far longer than the context.
+        """
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        """Return the next prompt: prompt_ids + completion_ids + the tokens that follow them.
+
+        A completion that was cut off lacks the token that ends a turn; that token is then the first
+        to follow.
+
+        Args:
+            new_messages: Messages since the completion, of tools, the user or the system.
+
+        Returns:
+            None if the template would rewrite earlier tokens. Then `render` begins a new sample.
+
+        Raises:
+            ConfigError, ContextFullError: As `render`.
+        """
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> ParsedTurn:
+        """Split a completion into content, reasoning and calls.
+
+        Args:
+            tools: Give the types of arguments if the format of calls has none.
+            prompt_ids: The prompt of the completion; with some templates it opens the reasoning.
+        """
+
+
+class NamedCodec(ChatCodec, Protocol):
+    """A codec before it is compared with the chat template."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tool_refusal(self) -> str:
+        """The reason why it cannot write the template's tools; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A tokenizer's chat template, with values for the template's own variables."""
+
+    tokenizer: ChatTokenizer
+    options: Mapping[str, JsonValue]
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec],
+        *,
+        generate: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Return the tokens of a conversation; raise ContextFullError as `encode`."""
+        text = self.tokenizer.apply_chat_template(
+            [message.to_dict() for message in messages],
+            tools=[tool.to_dict() for tool in tools] or None,
+            add_generation_prompt=generate,
+            tokenize=False,
+            **self.options,
+        )
+        return encode(self.tokenizer, text, max_tokens)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, with special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedChatTemplate:
+    """A codec that agrees with the chat template; `validation.validate_codec` makes it.
+
+    Attributes:
+        codec: Writes what follows a turn, and reads turns.
+        template: Renders whole prompts.
+        max_tokens: Limit of a prompt. A text with many more is refused before all of it is
+            tokenised.
+        tool_refusal: The reason why tools are refused; empty if they work.
+        parallel_refusal: The reason why several calls in a turn are refused; empty if they work.
+        extends_users: Whether a user's message continues the sample after a turn without
+            reasoning. Otherwise each message of a user begins a new sample.
     """
-    text = tokenizer.apply_chat_template(
-        [message.as_dict() for message in messages],
-        tools=[tool.as_dict() for tool in tools] or None,
-        add_generation_prompt=generate,
-        tokenize=False,
-        **options,
-    )
-    return encode(tokenizer, text, max_tokens)
+
+    codec: NamedCodec
+    template: ChatTemplate
+    max_tokens: int | None
+    tool_refusal: str
+    parallel_refusal: str
+    extends_users: bool
+
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
+    @property
+    def options(self) -> Mapping[str, JsonValue]:
+        """Values of the template's own variables."""
+        return self.template.options
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self.codec.stop_ids
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Render a prompt by the chat template; see `ChatCodec.render`."""
+        calls = max((len(message.tool_calls) for message in messages), default=0)
+        self._check_tools(tools, calls)
+        return self.template.render(messages, tools, max_tokens=self.max_tokens)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        """Return the next prompt, or None; see `ChatCodec.extend`."""
+        self._check_tools(tools, sum(message.role == "tool" for message in new_messages))
+        if self.max_tokens is not None:
+            text = "".join(message.content for message in new_messages)
+            check_length(self.template.tokenizer, text, self.max_tokens)
+        done = [*prompt_ids, *completion_ids]
+        prompt = self.codec.extend(prompt_ids, completion_ids, new_messages, tools)
+        return prompt if prompt is not None and prompt[: len(done)] == done else None
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        tools: Sequence[ToolSpec] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> ParsedTurn:
+        """Parse a completion; if the codec's parser raises, all of it is a malformed call.
+
+        Without tools it is content then, since there is nothing to call.
+        """
+        try:
+            return self.codec.parse(completion_ids, tools, prompt_ids)
+        except Exception:  # noqa: BLE001 (parsers raise anything on the policy's text)
+            text_ids = [*takewhile(lambda token: token not in self.stop_ids, completion_ids)]
+        text = self.template.decode(text_ids)
+        if not tools:
+            return ParsedTurn(text, "", ())
+        call = ParsedCall("malformed", "", {}, text, (0, len(text_ids)))
+        return ParsedTurn("", "", (call,))
+
+    def _check_tools(self, tools: Sequence[ToolSpec], num_calls: int) -> None:
+        if (tools or num_calls) and self.tool_refusal:
+            raise ConfigError(f"the codec {self.name} has no tools: {self.tool_refusal}")
+        if num_calls > 1 and self.parallel_refusal:
+            raise ConfigError(
+                f"the codec {self.name} takes one tool call a turn, not {num_calls}: "
+                f"{self.parallel_refusal}"
+            )
 
 
 def encode(tokenizer: ChatTokenizer, text: str, max_tokens: int | None = None) -> list[int]:
     """Return the tokens of a text, without special tokens around it.
 
     Raises:
-        ContextFullError: it is certain to have more than `max_tokens`, found out at the cost of
-            tokenising about as many.
+        ContextFullError: It is certain to have more than `max_tokens`. Only about twice as many are
+            tokenised to find out.
     """
     if max_tokens is not None:
         check_length(tokenizer, text, max_tokens)
@@ -203,8 +327,8 @@ def encode(tokenizer: ChatTokenizer, text: str, max_tokens: int | None = None) -
 def check_length(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> None:
     """Raise ContextFullError for a text that is certain to have more than `max_tokens` tokens.
 
-    The text is tokenised in pieces until they have twice as many: a cut through a word makes a few
-    more tokens of it. A text with few characters for each token of the context is not looked at.
+    The text is tokenised in pieces until they have twice as many: a cut through a word adds a few
+    tokens. A text with few characters for each token of the context is not tokenised.
     """
     piece_chars, num_tokens = max(4 * max_tokens, 4096), 0
     if len(text) <= piece_chars:
@@ -216,40 +340,65 @@ def check_length(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> None:
             raise ContextFullError(f"more than {max_tokens} of {max_tokens} tokens are used")
 
 
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
+def convert_response(response: Any, tools: Sequence[ToolSpec]) -> ParsedTurn:
+    """Convert a `renderers.ParsedResponse` to a ParsedTurn.
 
-
-def encodable(text: str) -> str:
-    """U+FFFD for each lone surrogate: JSON may have one, no tokenizer takes it.
-
-    >>> encodable("in x\\ud800") == "in x\\ufffd"
-    True
+    A call is "ok" if it has arguments by name that JSON can write.
     """
-    return _SURROGATE.sub("\ufffd", text)
-
-
-def encodable_message(message: ChatMessage) -> ChatMessage:
-    """The same for all that a chat template shows of a message."""
-    calls = tuple(
-        ToolCall(encodable(call.name), _encodable_values(call.arguments), encodable(call.id))
-        for call in message.tool_calls
+    names = {tool.name for tool in tools}
+    calls = []
+    for call in response.tool_calls:
+        status = _CALL_STATUS[str(call.status)]
+        arguments = call.arguments
+        is_named = isinstance(arguments, dict) and isinstance(call.name, str)
+        if status == "ok" and not (is_named and _is_writable(arguments)):
+            status = "malformed"
+        if status == "ok" and names and call.name not in names:
+            status = "unknown_tool"
+        calls.append(
+            ParsedCall(
+                status=status,
+                name=replace_surrogates(str(call.name or "")),
+                arguments=arguments if status == "ok" else {},
+                text=call.raw,
+                span=call.token_span,
+                id=call.id or "",
+            )
+        )
+    return ParsedTurn(
+        content=response.content,
+        reasoning=response.reasoning_content or "",
+        calls=tuple(calls),
+        reasoning_closed=response.reasoning_complete is not False,
     )
-    return replace(
-        message,
-        content=encodable(message.content),
-        reasoning=encodable(message.reasoning),
-        tool_calls=calls,
-        tool_call_id=encodable(message.tool_call_id),
-        name=encodable(message.name),
-    )
 
 
-def messages_of(rows: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
-    """Messages in OpenAI's form, with content of text; ConfigError where one is not."""
-    return tuple(_message(row, number) for number, row in enumerate(rows))
+def _is_writable(arguments: dict[str, Any]) -> bool:
+    """Return whether values nest at most MAX_DEPTH deep, without NaN, infinity or huge integers.
+
+    Deeper ones end in a RecursionError in a template or a tool.
+    """
+    containers: list[Any] = [arguments]
+    for _ in range(MAX_DEPTH):
+        values = (v.values() if isinstance(v, dict) else v for v in containers)
+        containers = [v for inner in values for v in inner if isinstance(v, dict | list)]
+    try:
+        json.dumps(None if containers else arguments, allow_nan=False)
+    except ValueError:
+        return False
+    return not containers
 
 
-def _message(row: Mapping[str, Any], number: int) -> ChatMessage:
+def parse_messages(rows: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
+    """Convert messages in OpenAI's form with content of text, as data rows have them.
+
+    Raises:
+        ConfigError: A message has another role or content, or a tool call that cannot be read.
+    """
+    return tuple(_parse_message(row, number) for number, row in enumerate(rows))
+
+
+def _parse_message(row: Mapping[str, Any], number: int) -> ChatMessage:
     if row.get("role") not in get_args(Role):
         raise ConfigError(
             f"message {number} has the role {row.get('role')!r}; allowed: "
@@ -264,13 +413,13 @@ def _message(row: Mapping[str, Any], number: int) -> ChatMessage:
         role=row["role"],
         content=content,
         reasoning=row.get("reasoning_content") or "",
-        tool_calls=tuple(_call(call, number) for call in row.get("tool_calls") or ()),
+        tool_calls=tuple(_parse_call(call, number) for call in row.get("tool_calls") or ()),
         tool_call_id=row.get("tool_call_id") or "",
         name=row.get("name") or "",
     )
 
 
-def _call(call: Mapping[str, Any], number: int) -> ToolCall:
+def _parse_call(call: Mapping[str, Any], number: int) -> ToolCall:
     function = call.get("function", call)
     try:
         arguments = function["arguments"]
@@ -285,13 +434,42 @@ def _call(call: Mapping[str, Any], number: int) -> ToolCall:
         raise ConfigError(f"message {number} has a tool call {call!r}: {error!r}") from error
 
 
-def _encodable_values(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    return {encodable(name): _encodable_value(value) for name, value in values.items()}
+def replace_surrogates(text: str) -> str:
+    """Replace each lone surrogate by U+FFFD: JSON may have one, no tokenizer takes it.
+
+    >>> replace_surrogates("in x\\ud800") == "in x\\ufffd"
+    True
+    """
+    return _SURROGATE.sub("\ufffd", text)
 
 
-def _encodable_value(value: JsonValue) -> JsonValue:
+def replace_message_surrogates(message: ChatMessage) -> ChatMessage:
+    """Replace lone surrogates in all parts of a message that a chat template shows."""
+    calls = tuple(
+        ToolCall(
+            replace_surrogates(call.name),
+            _replace_in_values(call.arguments),
+            replace_surrogates(call.id),
+        )
+        for call in message.tool_calls
+    )
+    return replace(
+        message,
+        content=replace_surrogates(message.content),
+        reasoning=replace_surrogates(message.reasoning),
+        tool_calls=calls,
+        tool_call_id=replace_surrogates(message.tool_call_id),
+        name=replace_surrogates(message.name),
+    )
+
+
+def _replace_in_values(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    return {replace_surrogates(name): _replace_in_value(value) for name, value in values.items()}
+
+
+def _replace_in_value(value: JsonValue) -> JsonValue:
     if isinstance(value, str):
-        return encodable(value)
+        return replace_surrogates(value)
     if isinstance(value, list):
-        return [_encodable_value(one) for one in value]
-    return _encodable_values(value) if isinstance(value, Mapping) else value
+        return [_replace_in_value(item) for item in value]
+    return _replace_in_values(value) if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""The environment `countdown`: numbers that have to make a target, with a word on each try."""
+"""The environment `countdown`: numbers have to make a target; feedback on each attempt."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environments.base import EnvironmentStep, Tries, try_again
+from mcore_rl.agents.environments.base import Attempts, EnvironmentStep, format_feedback
 from mcore_rl.agents.tools.base import ToolError
 from mcore_rl.agents.tools.built_in import calculator
 from mcore_rl.config.errors import ConfigError
 
-_RUN = re.compile(r"[\d+\-*/() .]+")  # an expression, if there is a digit in it
+_EXPRESSION = re.compile(r"[\d+\-*/() .]+")  # if there is a digit in it
 _DIGIT = re.compile(r"\d")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class CountdownSettings:
-    try_penalty: float = 0.1  # taken off the reward for each try before the right one
+    """Settings of agent.environment=countdown."""
+
+    try_penalty: float = 0.1  # subtracted from the reward for each attempt before the right one
     uses_all: bool = False  # whether every number has to be used
 
 
 class Countdown:
-    """The fields `nums` and `target`, as `mcore-rl data countdown` writes them.
+    """Checks arithmetic expressions that have to make a target of some numbers.
 
-    A try is the last arithmetic expression in a turn, or what is in its last <answer></answer>. Its
-    numbers have to be among `nums`, each as often as it is there at most. A right try earns
-    1 - try_penalty * (tries before it), at least 0.
+    The fields are `nums` and `target`, as `mcore-rl data countdown` writes them. An attempt is the
+    last arithmetic expression in a turn, or the text in its last <answer></answer>. It may use each
+    of `nums` once. A right attempt earns 1 - try_penalty * (attempts before it), at least 0.
     """
 
     tools: Sequence[ToolSpec] = ()
 
     def __init__(self, fields: Mapping[str, Any], settings: CountdownSettings) -> None:
-        """Raises ConfigError where the row has no such fields."""
-        self._settings, self._tries = settings, Tries(settings.try_penalty)
+        """Read the row; raise ConfigError if it lacks a field."""
+        self._settings, self._attempts = settings, Attempts(settings.try_penalty)
         try:
             self._numbers = Counter(int(number) for number in fields["nums"])
             self._target = int(fields["target"])
@@ -48,37 +50,39 @@ class Countdown:
             ) from error
 
     async def reset(self) -> Sequence[ChatMessage]:
+        """Return no messages."""
         return []
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
-        return self._tries.step(try_again(self._problem(turn.content)))
+        """Check the expression of a turn."""
+        return self._attempts.record(format_feedback(self._find_problem(turn.content)))
 
     async def close(self) -> None:
-        pass
+        """Do nothing."""
 
-    def _problem(self, text: str) -> str:
-        """What is wrong with a try; empty if nothing is."""
-        tried = expression_of(text)
-        if tried is None:
+    def _find_problem(self, text: str) -> str:
+        """Describe the fault of an attempt; return "" if it is right."""
+        expression = find_expression(text)
+        if expression is None:
             return "There is no expression in your answer."
-        used = Counter(float(number) for number in _NUMBER.findall(tried))
+        used = Counter(float(number) for number in _NUMBER.findall(expression))
         given = Counter({float(number): count for number, count in self._numbers.items()})
-        if more := used - given:
-            number = min(more)
-            return f"{tried} uses {number:g} more often than it is there."
-        if self._settings.uses_all and (left := given - used):
-            return f"{tried} does not use {min(left):g}."
+        if excess := used - given:
+            number = min(excess)
+            return f"{expression} uses {number:g} more often than it is there."
+        if self._settings.uses_all and (unused := given - used):
+            return f"{expression} does not use {min(unused):g}."
         try:
-            value = calculator(tried)
+            value = calculator(expression)
         except ToolError as error:
-            return f"{tried} has no value: {error}."
-        return "" if value == str(self._target) else f"{tried} is {value}, not {self._target}."
+            return f"{expression} has no value: {error}."
+        return "" if value == str(self._target) else f"{expression} is {value}, not {self._target}."
 
 
-def expression_of(text: str) -> str | None:
-    """The last expression in a text, the left side of an equation; None without one.
+def find_expression(text: str) -> str | None:
+    """Return the last expression in a text, the left side of an equation; None without one.
 
-    >>> expression_of("I take 3 numbers: (8 - 2) * 4 = 24")
+    >>> find_expression("I take 3 numbers: (8 - 2) * 4 = 24")
     '(8 - 2) * 4'
     """
     for part in reversed(text.split("</answer>")[:-1]):
@@ -90,5 +94,5 @@ def expression_of(text: str) -> str | None:
     if not lines:
         return None
     side = next(side for side in lines[-1].split("=") if _DIGIT.search(side))
-    found: list[str] = [run for run in _RUN.findall(side) if _DIGIT.search(run)]
-    return max(found, key=len).strip(" .")
+    expressions: list[str] = [run for run in _EXPRESSION.findall(side) if _DIGIT.search(run)]
+    return max(expressions, key=len).strip(" .")

@@ -1,4 +1,4 @@
-"""A calculator without eval: arithmetic on syntax trees, with limits on size."""
+"""The tools `calculator`, `search` and `python`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mcore_rl.sandbox.sandbox import Sandbox
 Number = Fraction | float
 
 _ZERO = Fraction(0)
-_MAX_CHARS = 1000
+_MAX_CHARS = 1000  # of an expression
 _MAX_BITS = 4096  # of numerator and denominator: about 1233 digits
 _OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -36,17 +36,17 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "abs": abs,
     "max": max,
     "min": min,
-    "round": lambda x, digits=_ZERO: round(Fraction(x), _whole(digits)),
+    "round": lambda x, digits=_ZERO: round(Fraction(x), _parse_digits(digits)),
     "floor": lambda x: Fraction(math.floor(x)),
     "ceil": lambda x: Fraction(math.ceil(x)),
-    "sqrt": lambda x: _sqrt(x),
+    "sqrt": lambda x: _take_root(x),
     **{name: getattr(math, name) for name in ("exp", "log", "log2", "log10", "sin", "cos", "tan")},
 }
 
 
 @tool
 def calculator(expression: str) -> str:
-    """Computes an arithmetic expression, as Python has it.
+    """Compute an arithmetic expression, as Python has it.
 
     It knows + - * / // % **, parentheses, pi, e, abs, min, max, round, floor, ceil, sqrt, exp, log,
     log2, log10, sin, cos and tan.
@@ -54,23 +54,24 @@ def calculator(expression: str) -> str:
     Args:
         expression: for example (1 + 2) * 3 / 4
     """
-    return shown(value_of(expression))
+    return format_number(evaluate(expression))
 
 
-def value_of(expression: str) -> Number:
-    """The value: exact (a Fraction) for numbers as written, + - * / // % and whole powers.
+def evaluate(expression: str) -> Number:
+    """Return the value of an expression, computed on its syntax tree without `eval`.
 
-    A float where a root that is not rational, a power that is not whole, pi, e or another function
-    comes in. So 0.1 + 0.2 is 3/10, and 1/3 * 3 is 1.
+    It is exact (a Fraction) for numbers as written, + - * / // % and whole powers: 0.1 + 0.2 is
+    3/10, and 1/3 * 3 is 1. It is a float with an irrational root, a power that is not whole, pi, e
+    or another function.
 
     Raises:
-        ToolError: it is no arithmetic, has no value, or is too large.
+        ToolError: It is no arithmetic, has no value, or is too large.
     """
     if len(expression) > _MAX_CHARS:
         raise ToolError(f"{len(expression)} characters; allowed: {_MAX_CHARS}")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
-        return _value(tree.body, expression.strip())
+        return _evaluate_node(tree.body, expression.strip())
     except SyntaxError as error:
         raise ToolError(f"{expression!r} cannot be read: {error.msg}") from error
     except (RecursionError, MemoryError) as error:
@@ -81,8 +82,8 @@ def value_of(expression: str) -> Number:
         raise ToolError(f"it has no value: {error}") from error
 
 
-def shown(value: Number) -> str:
-    """Exactly: a whole number, a decimal, or a fraction and its value in about 16 digits."""
+def format_number(value: Number) -> str:
+    """Write a number: a whole number, a decimal, or a fraction and its value in some 16 digits."""
     if isinstance(value, float):
         return repr(value)
     if value.denominator == 1:
@@ -99,28 +100,30 @@ def shown(value: Number) -> str:
     return f"{value} (about {float(value)!r})"
 
 
-def _value(node: ast.expr, source: str) -> Number:
+def _evaluate_node(node: ast.expr, source: str) -> Number:
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-            return _bounded(_literal(ast.get_source_segment(source, node) or ""))
+            return _check_bits(_parse_literal(ast.get_source_segment(source, node) or ""))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, source)
+            return -_evaluate_node(operand, source)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand, source)
+            return _evaluate_node(operand, source)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left, source), _value(right, source))
+            return _raise_to_power(_evaluate_node(left, source), _evaluate_node(right, source))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _bounded(_OPERATORS[type(op)](_value(left, source), _value(right, source)))
+            return _check_bits(
+                _OPERATORS[type(op)](_evaluate_node(left, source), _evaluate_node(right, source))
+            )
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            return _bounded(_FUNCTIONS[name](*(_value(one, source) for one in args)))
-    found = ast.get_source_segment(source, node)
+            return _check_bits(_FUNCTIONS[name](*(_evaluate_node(arg, source) for arg in args)))
+    part = ast.get_source_segment(source, node)
     hint = "; a power is written **" if "^" in source else ""
-    raise ToolError(f"{found!r} is no arithmetic that the calculator knows{hint}")
+    raise ToolError(f"{part!r} is no arithmetic that the calculator knows{hint}")
 
 
-def _literal(text: str) -> Fraction:
+def _parse_literal(text: str) -> Fraction:
     text = text.lower().replace("_", "")
     if text[:2] in ("0x", "0o", "0b"):
         return Fraction(int(text, 0))
@@ -130,35 +133,35 @@ def _literal(text: str) -> Fraction:
     return Fraction(text)
 
 
-def _power(base: Number, exponent: Number) -> Number:
-    if not isinstance(base, Fraction) or not _is_whole(exponent):
-        return _bounded(math.pow(base, exponent))
+def _raise_to_power(base: Number, exponent: Number) -> Number:
+    if not isinstance(base, Fraction) or not _is_parse_digits(exponent):
+        return _check_bits(math.pow(base, exponent))
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     times = abs(int(exponent))
     if bits > 1 and (bits - 1) * times > _MAX_BITS:
         raise ToolError(f"the power is too large; allowed: {_MAX_BITS} bits")
-    return _bounded(Fraction(base) ** int(exponent))
+    return _check_bits(Fraction(base) ** int(exponent))
 
 
-def _is_whole(value: Number) -> bool:
+def _is_parse_digits(value: Number) -> bool:
     return isinstance(value, Fraction) and value.denominator == 1
 
 
-def _whole(value: Number) -> int:
-    if not _is_whole(value) or not -30 <= value <= 30:
+def _parse_digits(value: Number) -> int:
+    if not _is_parse_digits(value) or not -30 <= value <= 30:
         raise ToolError("round: allowed as digits: whole numbers up to 30")
     return int(value)
 
 
-def _sqrt(value: Number) -> Number:
+def _take_root(value: Number) -> Number:
     if isinstance(value, Fraction) and value >= 0:
-        found = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
-        if found * found == value:
-            return found
+        root = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
+        if root * root == value:
+            return root
     return math.sqrt(value)
 
 
-def _bounded(value: Number) -> Number:
+def _check_bits(value: Number) -> Number:
     if isinstance(value, int):  # of round
         value = Fraction(value)
     if isinstance(value, float):
@@ -174,57 +177,57 @@ _MAX_RESULTS = 20
 
 
 class SearchTool:
-    """An index of a JSONL file: a text a line in the field `text`, and maybe a `title`.
+    """BM25 over a JSONL file: a text per line in the field `text`, and an optional `title`.
 
     Score of a text d for a query (Robertson and Zaragoza 2009, eq. 3.15, with the idf of Lucene,
     which is never negative): the sum over the words w of the query of
     ln(1 + (N - df + 0.5) / (df + 0.5)) * tf * (k1 + 1) / (tf + k1 * (1 - b + b * |d| / mean |d|)).
-    Words are those of Python's re, in lower case. It is only read, so trajectories can share it.
+    Words are those of Python's re, in lower case. Trajectories share the index.
     """
 
     def __init__(self, path: str | Path, k1: float = 1.2, b: float = 0.75) -> None:
-        """Raises ConfigError naming the line that cannot be read."""
-        self._rows = _rows(Path(path))
-        words = [_words(" ".join(row)) for row in self._rows]
-        lengths = np.array([len(one) for one in words], dtype=np.float64)
+        """Index a file; raise ConfigError naming the line that cannot be read."""
+        self._rows = _read_texts(Path(path))
+        words = [_split_words(" ".join(row)) for row in self._rows]
+        lengths = np.array([len(text_words) for text_words in words], dtype=np.float64)
         self._norms = k1 * (1 - b + b * lengths / max(lengths.mean(), 1.0))
         postings: dict[str, list[tuple[int, int]]] = {}
-        for number, one in enumerate(words):
-            for word, count in Counter(one).items():
+        for number, text_words in enumerate(words):
+            for word, count in Counter(text_words).items():
                 postings.setdefault(word, []).append((number, count))
-        self._postings = {word: np.array(found).T for word, found in postings.items()}
+        self._postings = {word: np.array(pairs).T for word, pairs in postings.items()}
         self._k1 = k1
 
-    def scores(self, query: str) -> np.ndarray:
-        """Of all texts, float64[number of texts]."""
-        found = np.zeros(len(self._rows))
-        for word in _words(query):
+    def compute_scores(self, query: str) -> np.ndarray:
+        """Return the score of each text, float64[number of texts]."""
+        scores = np.zeros(len(self._rows))
+        for word in _split_words(query):
             if word in self._postings:
                 numbers, counts = self._postings[word]
-                idf = math.log(1 + (len(found) - len(numbers) + 0.5) / (len(numbers) + 0.5))
+                idf = math.log(1 + (len(scores) - len(numbers) + 0.5) / (len(numbers) + 0.5))
                 weights = counts * (self._k1 + 1) / (counts + self._norms[numbers])
-                found[numbers] += idf * weights
-        return found
+                scores[numbers] += idf * weights
+        return scores
 
     @tool
     def search(self, query: str, top_k: int = 3) -> str:
-        """Searches a collection of texts, and returns those that fit best.
+        """Search a collection of texts, and return those that fit best.
 
         Args:
             query: words to look for
             top_k: how many texts, 1 to 20
         """
-        scores = self.scores(query)
+        scores = self.compute_scores(query)
         best = np.argsort(-scores, kind="stable")[: min(max(top_k, 1), _MAX_RESULTS)]
-        found = [self._rows[number] for number in best if scores[number] > 0]
-        if not found:
+        rows = [self._rows[number] for number in best if scores[number] > 0]
+        if not rows:
             return "Nothing was found."
-        texts = [f"{title}\n{text}" if title else text for title, text in found]
+        texts = [f"{title}\n{text}" if title else text for title, text in rows]
         return "\n\n".join(f"[{place}] {text}" for place, text in enumerate(texts, 1))
 
 
-def _rows(path: Path) -> list[tuple[str, str]]:
-    """Titles and texts."""
+def _read_texts(path: Path) -> list[tuple[str, str]]:
+    """Return titles and texts."""
     rows = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -242,11 +245,11 @@ def _rows(path: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-_ENDED = {
+_STATUS_TEXTS = {
     "timeout": "it took too long",
     "memory": "it needed too much memory",
     "output": "it wrote too much",
@@ -257,22 +260,22 @@ _ENDED = {
 
 
 class PythonTool:
-    """Each call is a program of its own: nothing is kept between calls."""
+    """Runs programs of the model in the sandbox; each call is a program of its own."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
-    @tool(timeout_s=math.inf)  # the sandbox has limits; waiting for a place in it has none
+    @tool(timeout_s=math.inf)  # the sandbox has limits; the wait for a place in it has none
     async def python(self, code: str) -> str:
-        """Runs a Python program and returns what it prints. Nothing is kept between calls.
+        """Run a Python program and return what it prints. Nothing is kept between calls.
 
         Args:
             code: the whole program
         """
         result = await self._sandbox.run_async(code)
         parts = [result.stdout, result.stderr]
-        if result.status in _ENDED:
-            parts.append(f"The program was ended: {_ENDED[result.status]}.")
+        if result.status in _STATUS_TEXTS:
+            parts.append(f"The program was ended: {_STATUS_TEXTS[result.status]}.")
         elif not any(parts):
             parts.append(f"It printed nothing and ended with status {result.exit_code}.")
         return "\n".join(part.rstrip("\n") for part in parts if part)

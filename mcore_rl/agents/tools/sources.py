@@ -1,4 +1,4 @@
-"""The tools that a run's settings name, as a ToolSet takes them."""
+"""Load the tools that a run's settings name, as sources of a ToolSet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator, SchemaError
 
-from mcore_rl.agents.tools.base import Tool, ToolError, ToolSet, close_or_tell
+from mcore_rl.agents.tools.base import Tool, ToolError, ToolSet, close_or_report
 from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
 from mcore_rl.agents.tools.mcp_tools import McpServer, McpTools
 from mcore_rl.config.agent_schema import AgentConfig
@@ -24,26 +24,31 @@ from mcore_rl.sandbox.call import SandboxError
 from mcore_rl.sandbox.sandbox import Sandbox
 
 BUILT_IN = ("calculator", "python", "search")
-_IS_FILE = (".yaml", ".yml", ".json")
+_FILE_ENDINGS = (".yaml", ".yml", ".json")
 
 
-def tool_sources(config: AgentConfig) -> list[object]:
-    """Those of agent.tools and agent.mcp_servers.
+def load_tool_sources(config: AgentConfig) -> list[object]:
+    """Load the tools of agent.tools and agent.mcp_servers.
 
     Raises:
-        ConfigError: one is unknown or cannot be used here; it says why.
+        ConfigError: One is unknown or cannot be used here.
     """
-    found: list[object] = []
+    sources: list[object] = []
     for name in config.tools:
-        found += tools_of_file(name) if name.endswith(_IS_FILE) else [_source(name, config)]
-    return found + mcp_sources(config)
+        if name.endswith(_FILE_ENDINGS):
+            sources += load_tool_file(name)
+        else:
+            sources.append(_load_source(name, config))
+    return sources + _list_mcp_sources(config)
 
 
-def mcp_sources(config: AgentConfig) -> list[object]:
-    """Those of agent.mcp_servers: a URL gets a connection a trajectory, a command one process.
+def _list_mcp_sources(config: AgentConfig) -> list[object]:
+    """Return sources of agent.mcp_servers.
+
+    A URL gets a connection per trajectory, a command one process for all.
 
     Raises:
-        ConfigError: a command cannot be split into words.
+        ConfigError: A command cannot be split into words.
     """
     sources: list[object] = []
     for index, server in enumerate(config.mcp_servers):
@@ -60,33 +65,33 @@ def mcp_sources(config: AgentConfig) -> list[object]:
     return sources
 
 
-async def end_sources(sources: Iterable[object]) -> None:
-    """End what trajectories have shared."""
+async def shut_down_sources(sources: Iterable[object]) -> None:
+    """End the MCP servers that trajectories share."""
     servers = [source for source in sources if isinstance(source, McpServer)]
-    ends = (close_or_tell(str(server), server.shutdown) for server in servers)
+    ends = (close_or_report(str(server), server.shutdown) for server in servers)
     await asyncio.gather(*ends)
 
 
 async def try_mcp_servers(config: AgentConfig) -> None:
-    """Start or reach the servers of agent.mcp_servers, list their tools, and end them.
+    """Start or connect to the servers of agent.mcp_servers, list their tools, and end them.
 
     Raises:
-        ConfigError: that fails, or two tools of the run have one name.
+        ConfigError: That fails, or two tools of the run have one name.
     """
     if not config.mcp_servers:
         return
-    # A class is set up by a trajectory, and that may cost its service something.
-    sources = [source for source in tool_sources(config) if not isinstance(source, type)]
+    # Classes are set up by trajectories only: that may cost a service something.
+    sources = [source for source in load_tool_sources(config) if not isinstance(source, type)]
     try:
         async with ToolSet(sources):
             pass
     except ToolError as error:
         raise ConfigError(f"agent.mcp_servers: {error}") from error
     finally:
-        await end_sources(sources)
+        await shut_down_sources(sources)
 
 
-def _source(name: str, config: AgentConfig) -> object:
+def _load_source(name: str, config: AgentConfig) -> object:
     if is_import_path(name):
         return load("agent.tools", name)
     if name == "calculator":
@@ -96,14 +101,14 @@ def _source(name: str, config: AgentConfig) -> object:
             raise ConfigError("agent.search_file='': the tool search needs a JSONL file of texts")
         return SearchTool(config.search_file)
     if name == "python":
-        return PythonTool(_sandbox(config))
+        return PythonTool(_make_sandbox(config))
     raise ConfigError(
         f"agent.tools has {name!r}; allowed: {', '.join(BUILT_IN)}, an import path, or a file of "
-        f"function schemas ({', '.join(_IS_FILE)})"
+        f"function schemas ({', '.join(_FILE_ENDINGS)})"
     )
 
 
-def _sandbox(config: AgentConfig) -> Sandbox:
+def _make_sandbox(config: AgentConfig) -> Sandbox:
     try:
         return Sandbox(SandboxSettings(**config.sandbox))
     except (TypeError, ValueError) as error:
@@ -116,12 +121,21 @@ _MAX_BYTES = 1 << 20
 _FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
 
 
-def tools_of_file(path: str | Path) -> list[Tool]:
-    """The tools in a file.
+def load_tool_file(path: str | Path) -> list[Tool]:
+    """Load tools from a file of OpenAI's function schemas, bound to Python functions.
+
+    A list in YAML or JSON; `python` is the import path of the function:
+
+        - type: function
+          function:
+            name: weather
+            description: The weather in a city.
+            parameters: {type: object, properties: {city: {type: string}}, required: [city]}
+          python: path/to/file.py:weather
 
     Raises:
-        ConfigError: it cannot be read, an entry is no schema, or its function does not take the
-            parameters that the schema has.
+        ConfigError: It cannot be read, an entry is no schema, or its function does not take the
+            parameters of the schema.
     """
     try:
         content = Path(path).read_bytes()
@@ -132,10 +146,10 @@ def tools_of_file(path: str | Path) -> list[Tool]:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: allowed: a list of tools, not empty")
-    return [_tool(f"{path}[{number}]", entry) for number, entry in enumerate(entries)]
+    return [_parse_tool(f"{path}[{number}]", entry) for number, entry in enumerate(entries)]
 
 
-def _tool(where: str, entry: object) -> Tool:
+def _parse_tool(where: str, entry: object) -> Tool:
     if not isinstance(entry, Mapping) or set(entry) != {"type", "function", "python"}:
         raise ConfigError(f"{where}: allowed: an object with the keys type, function and python")
     function: Any = entry["function"]
@@ -157,11 +171,11 @@ def _tool(where: str, entry: object) -> Tool:
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
         raise ConfigError(f"{where}.function.parameters: allowed: a schema of type object")
     python = load(f"{where}.python", str(entry["python"]))
-    _check_takes(f"{where}.python={entry['python']!r}", python, parameters)
+    _check_signature(f"{where}.python={entry['python']!r}", python, parameters)
     return Tool(function["name"], function["description"], parameters, python)
 
 
-def _check_takes(where: str, function: Any, parameters: Mapping[str, Any]) -> None:
+def _check_signature(where: str, function: Any, parameters: Mapping[str, Any]) -> None:
     signature = inspect.signature(function)
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     for names in (properties, required):

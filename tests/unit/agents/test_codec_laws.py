@@ -10,14 +10,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.agents.chat_template.codec import ChatMessage, JsonValue, ToolCall, ToolSpec
+from mcore_rl.agents.chat_template.codec import (
+    ChatMessage,
+    ChatTemplate,
+    JsonValue,
+    ToolCall,
+    ToolSpec,
+    ValidatedChatTemplate,
+)
 from mcore_rl.agents.chat_template.validation import (
     CodecKind,
     Conversation,
-    Proved,
-    Template,
-    codec_for,
-    difference,
+    find_difference,
+    select_codec,
 )
 from mcore_rl.config.errors import ConfigError
 from tests.nightly import nightly
@@ -69,9 +74,9 @@ VALUES: tuple[JsonValue, ...] = (7, True, None, "12", [1, "a b"], {"k": 0.5})
 
 
 @cache
-def codec_of(family: str, kind: str) -> tuple[Proved, Template]:
+def codec_of(family: str, kind: str) -> tuple[ValidatedChatTemplate, ChatTemplate]:
     tokenizer = tokenizer_of(family)
-    return codec_for(tokenizer, kind), Template(tokenizer, {})
+    return select_codec(tokenizer, kind), ChatTemplate(tokenizer, {})
 
 
 def some_text(chance: Random) -> str:
@@ -146,7 +151,7 @@ def laws_hold(seed: int, cut: int | None) -> None:
     for family, kind in PROVED:
         codec, template = codec_of(family, kind)
         most = 0 if codec.tool_refusal else 1 if codec.parallel_refusal else 3
-        assert difference(codec, template, fewer[most], cut) == "", (family, kind)
+        assert find_difference(codec, template, fewer[most], cut) == "", (family, kind)
 
 
 def test_what_is_proved():
@@ -192,7 +197,7 @@ def test_the_renderer_of_a_template_that_thinks_by_default_or_does_not_is_told_w
         ("qwen3.5", template_of("qwen3.5").replace(opens, "not enable_thinking")),
     ):
         tokenizer = tokenizer_of(family, template)
-        codec = codec_for(tokenizer, "renderers")
+        codec = select_codec(tokenizer, "renderers")
         prompt = tokenizer.decode(codec.render([ChatMessage("user", "Go.")]))
         assert prompt.endswith("</think>\n\n" if template else "<think>\n")
         said = tokenizer.encode("A door.<|im_end|>", add_special_tokens=False)
@@ -203,4 +208,4 @@ def test_the_renderer_of_a_template_that_thinks_by_default_or_does_not_is_told_w
 @pytest.mark.parametrize(("family", "kind"), REFUSED)
 def test_a_template_that_breaks_the_laws_is_refused_by_name(family: str, kind: CodecKind):
     with pytest.raises(ConfigError, match=f"template: the chat template {REFUSED[family, kind]}"):
-        codec_for(tokenizer_of(family), kind)
+        select_codec(tokenizer_of(family), kind)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mcore_rl.agents.api_server.protocol import chat_of
+from mcore_rl.agents.api_server.protocol import parse_chat
 from mcore_rl.agents.loops import Task
 from mcore_rl.data.sample import Sample
 from tests.pages import ROOT
@@ -121,7 +121,7 @@ def test_the_answer_of_a_tool_has_the_name_of_its_call():
     answer = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "yes"}]}
     person = {"role": "user", "name": "Ada", "content": "Look."}
     messages = [person, {"role": "assistant", "content": None, "tool_calls": [asked]}, answer]
-    assert [(m.name, m.content) for m in chat_of(messages)] == [
+    assert [(m.name, m.content) for m in parse_chat(messages)] == [
         ("", "Look."), ("", ""), ("look", "yes"),
     ]  # fmt: skip
 

@@ -11,13 +11,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.agents.api_server.sessions import token_bytes
+from mcore_rl.agents.api_server.sessions import decode_token_bytes
 from mcore_rl.agents.chat_template.codec import (
+    ChatTemplate,
     ContextFullError,
     check_length,
     encode,
-    messages_of,
-    template_ids,
+    parse_messages,
 )
 from mcore_rl.agents.loops import Task
 from mcore_rl.config.errors import ConfigError
@@ -138,7 +138,7 @@ def test_a_null_is_a_field_that_is_not_there(nulls):
 @pytest.mark.parametrize("arguments", ["", None, " \n", "{}", {}])
 def test_a_call_without_arguments_has_none(arguments):
     asked = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    [message] = messages_of([{"role": "assistant", "content": None, "tool_calls": [asked]}])
+    [message] = parse_messages([{"role": "assistant", "content": None, "tool_calls": [asked]}])
     assert [(one.name, one.arguments) for one in message.tool_calls] == [("look", {})]
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
@@ -155,7 +155,7 @@ def test_a_call_without_arguments_has_none(arguments):
 def test_arguments_that_are_no_object_are_refused(arguments):
     asked = {"function": {"name": "look", "arguments": arguments}}
     with pytest.raises(ConfigError, match="message 0 has a tool call"):
-        messages_of([{"role": "assistant", "tool_calls": [asked]}])
+        parse_messages([{"role": "assistant", "tool_calls": [asked]}])
 
 
 @pytest.mark.parametrize("tools", [None, []])
@@ -191,7 +191,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("text", ["🌊", "a 🌊🌊 b", "é東", "\x00\ud7ff", "<|im_start|>🌊</think>"])
 def test_the_bytes_of_tokens_are_those_of_the_text_and_no_replacement(text):
-    found = token_bytes(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False))
+    found = decode_token_bytes(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False))
     assert b"".join(found) == text.encode()
     assert not any("\ufffd".encode() in data for data in found)
 
@@ -200,7 +200,7 @@ def test_the_bytes_of_a_vocabulary_with_byte_fallback_and_of_no_token():
     tokenizer = byte_fallback()
     ids = [257, 1 + 0xF0, 1 + 0x9F, 258, 259, 9999]
     expected = [b" Hi", b"\xf0", b"\x9f", b" ", "<é>".encode(), b""]
-    assert token_bytes(tokenizer, ids) == expected
+    assert decode_token_bytes(tokenizer, ids) == expected
 
 
 def test_log_probs_of_an_emoji_have_its_bytes():
@@ -343,4 +343,4 @@ def test_a_rendered_conversation_has_the_tokens_that_transformers_gives_it(famil
     ]
     own = {"add_generation_prompt": True, "return_dict": False}
     expected = tokenizer.apply_chat_template(rows, **own, **options)
-    assert template_ids(tokenizer, messages_of(rows), (), options) == expected
+    assert ChatTemplate(tokenizer, options).render(parse_messages(rows), ()) == expected

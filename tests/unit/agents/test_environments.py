@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.agents.chat_template.codec import ParsedTurn
 from mcore_rl.agents.environments.coding import Coding, CodingSettings
-from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings, expression_of
+from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings, find_expression
 from mcore_rl.agents.environments.guessing import Guessing, GuessingSettings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.sandbox.call import SandboxError
@@ -55,14 +55,14 @@ def test_a_try_of_countdown_is_right_or_told_what_is_wrong(text, told):
 def test_a_long_try_keeps_no_server_waiting(text):
     """Each takes hours where every part of it is read from every place."""
     started = time.monotonic()
-    assert expression_of(text) in (None, "3")
+    assert find_expression(text) in (None, "3")
     assert time.monotonic() - started < 30
 
 
 def test_the_last_answer_that_is_closed_counts():
     said = "<answer>8</answer> 3</answer> <answer>2 * 3 = 6</answer> 7 <answer>9"
-    assert expression_of(said) == "2 * 3"
-    assert expression_of("<answer>8 <answer>2</answer>") == "8"
+    assert find_expression(said) == "2 * 3"
+    assert find_expression("<answer>8 <answer>2</answer>") == "8"
 
 
 def test_tries_before_the_right_one_cost_and_all_numbers_may_be_asked_for():
@@ -75,9 +75,9 @@ def test_tries_before_the_right_one_cost_and_all_numbers_may_be_asked_for():
 
 
 def test_an_expression_is_the_left_side_of_the_last_line_with_one():
-    assert expression_of("1 + 1\nno numbers\n2 * (3 + 4) = 14 is it") == "2 * (3 + 4)"
-    assert expression_of("<answer> 3 + 4 </answer> and 5") == "3 + 4"
-    assert expression_of("none") is None
+    assert find_expression("1 + 1\nno numbers\n2 * (3 + 4) = 14 is it") == "2 * (3 + 4)"
+    assert find_expression("<answer> 3 + 4 </answer> and 5") == "3 + 4"
+    assert find_expression("none") is None
 
 
 ASSERTS = {"asserts": ["assert double(2) == 4", "assert double(-3) == -6, 'negative'"]}
@@ -129,7 +129,7 @@ def test_programs_without_a_sandbox_are_refused_before_a_run(monkeypatch):
     def none(settings):
         raise SandboxError("no sandbox works here")
 
-    monkeypatch.setattr("mcore_rl.agents.environments.coding._sandbox", none)
+    monkeypatch.setattr("mcore_rl.agents.environments.coding._make_sandbox", none)
     with pytest.raises(ConfigError, match=r"agent\.environment='code': no sandbox works here"):
         Coding.check(CodingSettings())
 

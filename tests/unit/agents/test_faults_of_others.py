@@ -13,7 +13,7 @@ from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.tools import base as tools_base
 from mcore_rl.agents.tools.base import tool
-from mcore_rl.agents.trajectory import state_id
+from mcore_rl.agents.trajectory import hash_state
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from tests.unit.agents.test_loops import call, run, text_of
@@ -58,9 +58,9 @@ class Renders:
     async def run(self, task: Task) -> list[Sample]:
         session, other = self._agent.session(task), self._agent.session(task)
         answer = await session.ask(task.messages)
-        messages = [*task.messages, answer.parsed.message(), ChatMessage("tool", LONE)]
+        messages = [*task.messages, answer.parsed.to_message(), ChatMessage("tool", LONE)]
         await other.ask(messages)
-        return await self._agent.judged(task, other, "finished", "42", [session])
+        return await self._agent.score_samples(task, other, "finished", "42", [session])
 
 
 def asked(city: str) -> str:
@@ -78,7 +78,7 @@ def test_half_a_character_is_replaced_wherever_it_comes_from():
     config = AgentConfig("environment", environment=f"{HERE}:Echoes", max_turns=2)
     [sample], policy = run(["1", "2"], config)
     assert TOLD in text_of(policy.prompts[0]) and f"in {TOLD}" in text_of(policy.prompts[1])
-    assert sample.state_ids[-1] == state_id(f"in {LONE}") != state_id(f"in {TOLD}")
+    assert sample.state_ids[-1] == hash_state(f"in {LONE}") != hash_state(f"in {TOLD}")
     _, policy = run([asked(LONE), "42"], AgentConfig(f"{HERE}:Renders"))
     assert text_of(policy.prompts[1]).count(TOLD) == 2
 

@@ -17,7 +17,7 @@ from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.trajectory import state_id
+from mcore_rl.agents.trajectory import hash_state
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import RoutedExperts, Sample
@@ -239,14 +239,14 @@ def test_tokens_have_the_state_that_their_turn_was_chosen_in():
     """What the policy was told, unless the environment names it; also of one that is cut off."""
     [sample], _ = run(["40", "41", "42"], GUESSING)
     first, second, third = (sample.state_ids[span.start] for span in sample.turn_spans)
-    assert first == state_id("How much is 6 * 7?\nGuess.")
-    assert second == third == state_id("Too low.")
+    assert first == hash_state("How much is 6 * 7?\nGuess.")
+    assert second == third == hash_state("Too low.")
     of_turn = {-1 if mask == 0 else state for mask, state in states_of(sample)}
     assert of_turn == {-1, first, second} == {state for _, state in states_of(sample)}
     config = AgentConfig("environment", environment=f"{HERE}:Named", timeout_s=2.0)
     [sample], _ = run(["40", "41", "waits"], config)
     assert sample.status == "aborted"
-    assert {state for mask, state in states_of(sample) if mask} == {first, state_id("below 42")}
+    assert {state for mask, state in states_of(sample) if mask} == {first, hash_state("below 42")}
     [sample], _ = run([call("6 * 7"), "42"], TOOLS)
     assert not sample.state_ids
 
@@ -312,7 +312,7 @@ class AsksAgain:
     async def run(self, task: Task) -> list[Sample]:
         session = self._agent.session(task)
         answer = await session.ask(task.messages)
-        await self._agent.judged(task, session, "finished", answer.parsed.content)
+        await self._agent.score_samples(task, session, "finished", answer.parsed.content)
         await session.ask([ChatMessage("user", "Once more.")])
         raise AssertionError("the policy waits longer than the trajectory may")
 
@@ -358,7 +358,7 @@ class TwoSpeakers:
         for _ in range(2):
             session = self._agent.session(task)
             await session.ask(task.messages)
-            samples += self._agent.rewarded(task, session, "finished", 0.5)
+            samples += self._agent.build_samples(task, session, "finished", 0.5)
         return samples
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
-from mcore_rl.agents.chat_template.validation import codec_for
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.agents.loops import Task
 from mcore_rl.config.agent_schema import AgentConfig
 from tests.unit.agents.families import tokenizer_of
@@ -53,7 +53,7 @@ VALUES = {
 @pytest.mark.parametrize(("family", "kind"), CALLS)
 def test_a_call_that_nothing_can_read_or_write_is_malformed(family: str, kind: Any, value: str):
     tokenizer = tokenizer_of(family)
-    codec = codec_for(tokenizer, kind)
+    codec = select_codec(tokenizer, kind)
 
     def parse(written: str, tools: list[ToolSpec]) -> Any:
         text = CALLS[family, kind].replace("VALUE", written)

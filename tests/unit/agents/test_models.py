@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mcore_rl.agents.chat_template.validation import codec_for
-from mcore_rl.agents.frozen_model import FrozenModel, chat_of
+from mcore_rl.agents.chat_template.validation import select_codec
+from mcore_rl.agents.frozen_model import FrozenModel, make_judge_post
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
-from mcore_rl.agents.session import session_seed, turn_seed
+from mcore_rl.agents.session import draw_session_seed, draw_turn_seed
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.trajectory import samples_of
+from mcore_rl.agents.trajectory import build_samples
 from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.sample_choice import kept_groups
 from mcore_rl.config.agent_schema import AgentConfig
@@ -32,7 +32,7 @@ from tests.unit.agents.test_loops import TOKENIZER, Scripted, text_of
 
 HERE = __file__
 STOP = "###STOP###"
-CODEC = codec_for(TOKENIZER)
+CODEC = select_codec(TOKENIZER)
 
 
 class Frozen(Scripted):
@@ -105,7 +105,7 @@ def test_each_side_sees_the_other_as_its_user_and_the_policy_alone_is_trained():
     assert sample.weight_versions == [5] * first + [-1] * between + [6] * last
     assert (sample.reward, sample.status, sample.role) == (2.0, "finished", "")
     assert policy.seeds[0] == 103
-    assert other.seeds[0] == session_seed(103, 1) and None not in other.seeds
+    assert other.seeds[0] == draw_session_seed(103, 1) and None not in other.seeds
     assert len({*policy.seeds, *other.seeds}) == 4
 
 
@@ -159,16 +159,16 @@ class Wrong:
         await other.ask(task.messages)
         way = task.fields["way"]
         if way == "agent":
-            return self._agent.rewarded(task, other, "finished", 1.0)
+            return self._agent.build_samples(task, other, "finished", 1.0)
         if way == "tokens":
             known = {"trajectory": 0, "group_id": 3, "reward": 1.0}
-            return samples_of(other.turns, status="finished", **known)
+            return build_samples(other.turns, status="finished", **known)
         if way == "rewards":
             again = self._agent.session(task)
             await again.ask(task.messages)
             return [
-                *self._agent.rewarded(task, policy, "finished", 1.0),
-                *self._agent.rewarded(task, again, "finished", 0.0),
+                *self._agent.build_samples(task, policy, "finished", 1.0),
+                *self._agent.build_samples(task, again, "finished", 0.0),
             ]
         self._agent.session(task, model="nobody")
         raise AssertionError
@@ -284,9 +284,9 @@ def plain(sample: Sample) -> Sample:
 
 
 def test_seeds_of_sessions_and_turns_differ():
-    seeds = [session_seed(100, number) for number in range(50)]
-    later = [turn_seed(100, number) for number in range(1, 50)]
-    assert seeds[0] == 100 and session_seed(None, 3) is None
+    seeds = [draw_session_seed(100, number) for number in range(50)]
+    later = [draw_turn_seed(100, number) for number in range(1, 50)]
+    assert seeds[0] == 100 and draw_session_seed(None, 3) is None
     assert len({*seeds, *later}) == 99
     assert all(seed < 2**62 for seed in [*seeds[1:], *later])
 
@@ -312,7 +312,7 @@ def judged_by_model(generator: Verdicts, max_context: int) -> Sample:
     }  # fmt: skip
     judge = Judge(RewardConfig("judge", settings, on_error="zero"))
     model = FrozenModel(generator, CODEC, SamplingParams(top_p=0.9), max_context)  # type: ignore[arg-type]
-    judge.models["big"] = chat_of(model)
+    judge.models["big"] = make_judge_post(model)
     sample = Sample([], [1, 2], [1, 1], [0.0, 0.0], [0, 0], "stop", 3)
     sample.messages = [{"role": "user", "content": "3 + 4?"}]
     asyncio.run(judge([sample], ["7"], 16, "row 7"))

@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from mcore_rl.agents.api_server import http_server as server_module
-from mcore_rl.agents.api_server.http_server import Guard, HttpServer
+from mcore_rl.agents.api_server.http_server import HttpServer, RequestGuard
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner, check_agent
 from mcore_rl.agents.single_turn import Prompt
@@ -173,7 +173,7 @@ def serve(monkeypatch):
 
     def run(talk) -> None:
         async def work() -> None:
-            app = Guard(
+            app = RequestGuard(
                 PlainTextResponse("yes"),
                 lambda key: key == "mine" or None,
                 max_body_bytes=1000,
@@ -263,7 +263,7 @@ def test_a_body_that_does_not_come_or_is_too_large_is_told(serve):
     ids=["nothing", "half of the headers", "a wrong key", "no key"],
 )
 def test_connections_without_a_key_are_limited_and_cost_others_nothing(serve, opening, monkeypatch):
-    monkeypatch.setattr(server_module, "MAX_STRANGERS", 5)
+    monkeypatch.setattr(server_module, "MAX_ANONYMOUS", 5)
     monkeypatch.setattr(server_module, "HEADERS_S", 20.0)
 
     async def talk(url: str) -> None:

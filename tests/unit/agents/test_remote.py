@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from mcore_rl.agents.api_server.app import generate_app
+from mcore_rl.agents.api_server.app import build_generate_app
 from mcore_rl.agents.api_server.http_server import HttpServer
 from mcore_rl.agents.chat_template.codec import ChatMessage
-from mcore_rl.agents.chat_template.validation import codec_for
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.agents.frozen_model import GENERATE, ModelAddress, ModelServerError, RemoteGenerator
 from mcore_rl.agents.session import ChatSession
 from mcore_rl.config.errors import ConfigError
@@ -68,7 +68,7 @@ async def serving(*servers: object, timeout_s: float = 30.0) -> AsyncIterator[Re
     async with AsyncExitStack() as stack:
         urls = []
         for server in servers:
-            http = HttpServer(generate_app(server, KEY, 4096), "127.0.0.1")  # type: ignore[arg-type]
+            http = HttpServer(build_generate_app(server, KEY, 4096), "127.0.0.1")  # type: ignore[arg-type]
             await http.start()
             stack.push_async_callback(http.close)
             urls.append(http.url)
@@ -106,7 +106,7 @@ def test_a_request_and_its_answer_come_through_but_for_versions():
 def test_a_conversation_goes_over_it_as_over_a_server_here():
     async def work() -> None:
         here, there = Scripted(["Yes.", "No."]), Scripted(["Yes.", "No."])
-        codec, sampling = codec_for(TOKENIZER), SamplingParams(max_tokens=20, seed=3)
+        codec, sampling = select_codec(TOKENIZER), SamplingParams(max_tokens=20, seed=3)
         async with serving(there) as remote:
             for generator in (here, remote):
                 session = ChatSession("a", generator, codec, sampling, 500)
@@ -230,14 +230,14 @@ def test_a_server_that_was_never_there_is_told_soon(monkeypatch):
 
 SERVER = """
 import asyncio, sys
-from mcore_rl.agents.api_server.app import generate_app
+from mcore_rl.agents.api_server.app import build_generate_app
 from mcore_rl.agents.api_server.http_server import HttpServer
 class Waits:
     async def submit(self, prompt_ids, sampling, *, request_id=""):
         print("asked", flush=True)
         await asyncio.sleep(600)
 async def main():
-    server = HttpServer(generate_app(Waits(), "the key", 4096), "127.0.0.1")
+    server = HttpServer(build_generate_app(Waits(), "the key", 4096), "127.0.0.1")
     await server.start()
     print(server.url, flush=True)
     await asyncio.sleep(600)

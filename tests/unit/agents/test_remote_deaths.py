@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from mcore_rl.agents import frozen_model as module
-from mcore_rl.agents.frozen_model import FrozenModel, ModelServerError, chat_of
+from mcore_rl.agents.frozen_model import FrozenModel, ModelServerError, make_judge_post
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
@@ -55,11 +55,11 @@ def test_a_server_that_refuses_connections_is_avoided_for_a_while(no_pauses, mon
                 remote._urls = dead, *remote._urls
                 for _ in range(6):
                     assert len(await remote.submit([1], SAMPLING)) == 2
-                assert remote._asked_before[dead] == 1
-                monkeypatch.setattr(module, "_AVOIDED_S", 0.0)
+                assert remote._num_sent[dead] == 1
+                monkeypatch.setattr(module, "_AVOID_S", 0.0)
                 remote._avoid(dead, "as it is in a while")
                 await remote.submit([1], SAMPLING)
-                assert remote._asked_before[dead] == 2
+                assert remote._num_sent[dead] == 2
             told = f"models.user: the server at {dead} cannot be reached: ConnectError: "
             assert capsys.readouterr().out.count(told) == 1
 
@@ -123,7 +123,7 @@ def test_where_all_fail_each_is_named_with_what_it_failed_of(monkeypatch):
                 remote._urls = url, dead
                 with pytest.raises(ModelServerError) as caught:
                     await remote.submit([1], SAMPLING)
-                assert remote._asked_before == {url: 1, dead: 3}
+                assert remote._num_sent == {url: 1, dead: 3}
         told = str(caught.value)
         first, last = told.split("; ")
         assert first.startswith(f"models.user: the server at {url} answered with status 500: ")
@@ -161,7 +161,9 @@ def test_a_judge_one_of_whose_servers_is_killed_goes_on_scoring(no_pauses):
         with a_process() as (url, process):
             async with serving(Judging()) as remote:
                 remote._urls = url, *remote._urls
-                judge.models["big"] = chat_of(FrozenModel(remote, CODEC, SamplingParams(), 4096))
+                judge.models["big"] = make_judge_post(
+                    FrozenModel(remote, CODEC, SamplingParams(), 4096)
+                )
                 asked = asyncio.create_task(judge(samples, ["a", "b", "c", "d"], 16, "row 7"))
                 assert await asyncio.to_thread(process.stdout.readline) == "asked\n"
                 process.kill()

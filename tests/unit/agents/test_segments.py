@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mcore_rl.agents.chat_template.codec import ChatMessage
-from mcore_rl.agents.loops import ToolLoopSettings, with_summary
+from mcore_rl.agents.loops import ToolLoopSettings, add_summary
 from mcore_rl.agents.runner import AgentRunner
-from mcore_rl.agents.session import session_seed, turn_seed
+from mcore_rl.agents.session import draw_session_seed, draw_turn_seed
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.config.agent_schema import AgentConfig
@@ -140,10 +140,10 @@ def test_a_context_with_no_room_for_the_question_is_cut_off():
 def test_a_summary_joins_the_last_message_of_a_user():
     system, user = ChatMessage("system", "Be brief."), ChatMessage("user", "Why?")
     told = "What was done so far:\nNothing."
-    assert with_summary([system, user], "Nothing.") == [
+    assert add_summary([system, user], "Nothing.") == [
         system, ChatMessage("user", f"Why?\n\n{told}"),
     ]  # fmt: skip
-    assert with_summary([system], "Nothing.") == [system, ChatMessage("user", told)]
+    assert add_summary([system], "Nothing.") == [system, ChatMessage("user", told)]
 
 
 def delegate(question: str) -> str:
@@ -207,9 +207,9 @@ def test_statistics_of_a_group_count_a_trajectory_with_helpers_once():
 
 
 def test_sessions_of_a_trajectory_have_seeds_of_their_own():
-    assert session_seed(None, 3) is None and session_seed(7, 0) == 7
-    seeds = {session_seed(seed, session) for seed in (7, 8) for session in range(5)}
-    seeds |= {turn_seed(seed, turn) for seed in (7, 8) for turn in range(1, 5)}
+    assert draw_session_seed(None, 3) is None and draw_session_seed(7, 0) == 7
+    seeds = {draw_session_seed(seed, session) for seed in (7, 8) for session in range(5)}
+    seeds |= {draw_turn_seed(seed, turn) for seed in (7, 8) for turn in range(1, 5)}
     assert len(seeds) == 18 and all(0 <= seed < 2**62 for seed in seeds)
 
 

@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from mcore_rl.agents.runner import TimeLimit
+from mcore_rl.agents.runner import Timeout
 from tests.unit.rewards.test_http_reward import SkippedTime
 
 
-async def ended_in_time(limit: TimeLimit, *pauses_s: float) -> bool:
+async def ended_in_time(limit: Timeout, *pauses_s: float) -> bool:
     """Whether a trajectory that is stopped for each of these times, in turn, ended."""
     try:
-        async with limit.timeout:
+        async with limit:
             for pause_s in pauses_s:
-                with limit.stopped(), limit.stopped():
+                with limit.paused(), limit.paused():
                     await asyncio.sleep(pause_s)
             await asyncio.sleep(0.05)
     except TimeoutError:
@@ -26,7 +26,7 @@ async def ended_in_time(limit: TimeLimit, *pauses_s: float) -> bool:
 @pytest.mark.parametrize(("limit_s", "ends"), [(0.02, False), (0.2, True)])
 def test_time_stands_still_while_it_is_stopped(limit_s, ends):
     async def work() -> bool:
-        return await ended_in_time(TimeLimit(limit_s), 0.3, 0.1)
+        return await ended_in_time(Timeout(limit_s), 0.3, 0.1)
 
     clock = SkippedTime()
     loop = asyncio.SelectorEventLoop(clock)
@@ -39,13 +39,13 @@ def test_time_stands_still_while_it_is_stopped(limit_s, ends):
 
 def test_a_trajectory_whose_time_is_over_can_be_stopped_while_it_ends():
     async def work() -> bool:
-        limit = TimeLimit(0.01)
+        limit = Timeout(0.01)
         try:
-            async with limit.timeout:
+            async with limit:
                 try:
                     await asyncio.sleep(10)
                 finally:
-                    with limit.stopped():
+                    with limit.paused():
                         await asyncio.sleep(0.01)
         except TimeoutError:
             return True

@@ -33,7 +33,7 @@ class SaysOfTokens:
         first = session.turns[0]
         earned = (0.5, *[0.0] * (len(first.token_ids) - 1))
         session.turns[0] = replace(first, token_rewards=earned)
-        [sample] = await self._agent.judged(task, session, "finished", answer.parsed.content)
+        [sample] = await self._agent.score_samples(task, session, "finished", answer.parsed.content)
         span, length = sample.turn_spans[0], len(sample.response_ids)
         sample.cross_entropy_mask = [int(span.start <= at < span.end) for at in range(length)]
         sample.cross_entropy_mask += self.extra

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.runner import AgentRunner, check_agent, try_out
+from mcore_rl.agents.session import Turn, VersionSpan
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.trajectory import Turn, VersionSpan
 from mcore_rl.agents.verifiers.loop import RecordMismatchError, check_record
 from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
 from mcore_rl.config.agent_schema import AgentConfig
@@ -188,12 +188,12 @@ def test_what_the_process_has_started_ends_with_it(scripted):
     async def work() -> str:
         process = BridgeProcess(VerifiersSettings(**scripted("leaves")), 8)
         await process.start()
-        while "child" not in process._said:
+        while "child" not in process._stderr:
             await asyncio.sleep(0.01)
         await process.close()
         with pytest.raises(BridgeError, match="was closed"):
             await process.ask("ping")
-        return process._said
+        return process._stderr
 
     assert_gone(int(asyncio.run(work()).split()[-1]))
 
@@ -248,7 +248,7 @@ def test_args_may_be_the_file_that_verifiers_reads(scripted, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[env.taskset]\nsplit = "train"\n[env.agent.runtime]\ntype = "docker"\n')
     settings = VerifiersSettings(**scripted("good", args=str(file)))
-    assert settings.parsed_args() == {
+    assert settings.parse_args() == {
         "taskset": {"split": "train"},
         "agent": {"runtime": {"type": "docker"}},
     }

@@ -140,7 +140,7 @@ def talking(spec: RolloutSpec, server: Server) -> tuple[RolloutWorker, AgentRunn
 
 def ends(runner: AgentRunner) -> list[float | None]:
     """When the time of each trajectory is over; None while it stands still."""
-    return [one.limit.timeout.when() for one in runner._open.values()]
+    return [one.timeout.when() for one in runner._running.values()]
 
 
 def test_a_turn_that_begins_after_a_push_that_failed_waits_until_it_has_been_done_again(spec):

@@ -12,7 +12,7 @@ import yaml
 
 from mcore_rl.agents.tools.base import ToolAnswer, ToolError, ToolSet
 from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
-from mcore_rl.agents.tools.sources import tools_of_file
+from mcore_rl.agents.tools.sources import load_tool_file
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.sandbox_schema import SandboxSettings
 from mcore_rl.sandbox.probe import probed
@@ -146,7 +146,7 @@ def index(tmp_path, rows):
 @pytest.mark.parametrize("query", ["the", "sat dog", "cat cat", "unknown", "The MAT"])
 def test_scores_equal_the_formula(tmp_path, query):
     search = index(tmp_path, [{"text": text} for text in TEXTS])
-    np.testing.assert_allclose(search.scores(query), by_hand(query, TEXTS), rtol=1e-12)
+    np.testing.assert_allclose(search.compute_scores(query), by_hand(query, TEXTS), rtol=1e-12)
 
 
 def test_a_score_by_hand(tmp_path):
@@ -154,7 +154,7 @@ def test_a_score_by_hand(tmp_path):
     # |d| = mean: tf * 2.2 / (tf + 1.2); df of a: 2 of 2, of b: 1 of 2
     of_a, of_b = math.log(1 + 0.5 / 2.5), math.log(1 + 1.5 / 1.5)
     expected = [of_a + of_b, of_a * 2 * 2.2 / 3.2]
-    np.testing.assert_allclose(search.scores("a b"), expected, rtol=1e-12)
+    np.testing.assert_allclose(search.compute_scores("a b"), expected, rtol=1e-12)
 
 
 def test_search_tells_titles_and_texts_in_order(tmp_path):
@@ -207,7 +207,7 @@ def entry(tmp_path, python="weather", **function):
 def test_tools_of_a_file(tmp_path, dump):
     path = tmp_path / "tools.yaml"
     path.write_text(dump([entry(tmp_path)]))
-    [found] = tools_of_file(path)
+    [found] = load_tool_file(path)
     assert found.schema() == WEATHER
     assert told(found, "weather", city="Oslo").text == "Oslo: rain for 1"
     assert told(found, "weather", days=2).text == "Error: weather: 'city' is a required property"
@@ -228,7 +228,7 @@ def test_entries_that_are_no_tools(tmp_path, change, message):
     path = tmp_path / "tools.yaml"
     path.write_text(json.dumps([entry(tmp_path, **change)]))
     with pytest.raises(ConfigError, match=message):
-        tools_of_file(path)
+        load_tool_file(path)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,6 @@ def test_files_that_are_no_lists_of_tools(tmp_path, content, message):
     path = tmp_path / "tools.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        tools_of_file(path)
+        load_tool_file(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        tools_of_file(tmp_path / "missing.yaml")
+        load_tool_file(tmp_path / "missing.yaml")
