@@ -160,7 +160,7 @@ def test_rollouts_of_a_process_that_is_killed_are_played_again(settings):
         (0, "finished", 2.0),
         (1, "finished", 2.0),
     ]
-    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.asked)
+    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.requests)
     assert asked[0] == asked[1] != asked[2] == asked[3]
 
 

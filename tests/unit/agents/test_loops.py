@@ -27,15 +27,15 @@ from tests.pages import ROOT
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.repo.test_docs import write_recipes
 
-HERE = __file__
+THIS_FILE = __file__
 TOKENIZER = tokenizer_of("qwen3")
 END = TOKENIZER.eos_token_id
 MESSAGES = [{"role": "user", "content": "How much is 6 * 7?"}]
 
 
 def call(expression: str) -> str:
-    found = {"name": "calculator", "arguments": {"expression": expression}}
-    return f"<tool_call>\n{json.dumps(found)}\n</tool_call>"
+    function = {"name": "calculator", "arguments": {"expression": expression}}
+    return f"<tool_call>\n{json.dumps(function)}\n</tool_call>"
 
 
 @dataclass
@@ -63,16 +63,16 @@ class Scripted:
         if self.says[number] == "dies":
             raise ConnectionError("the server is gone")
         ids = [*TOKENIZER.encode(self.says[number], add_special_tokens=False), END]
-        kept, routed = ids[: sampling.max_tokens], None
+        sampled, routed = ids[: sampling.max_tokens], None
         if (start := sampling.experts_from) is not None:
-            num_tokens = len(prompt_ids) + len(kept) - 1 - start
+            num_tokens = len(prompt_ids) + len(sampled) - 1 - start
             routed = RoutedExperts(start, np.full((num_tokens, 1, 2), number, np.uint8))
         return [
             Completion(
-                token_ids=kept,
-                log_probs=[-0.1 * (number + 1)] * len(kept),
-                finish_reason="stop" if len(kept) == len(ids) else "length",
-                weight_versions=[5 + number] * len(kept),
+                token_ids=sampled,
+                log_probs=[-0.1 * (number + 1)] * len(sampled),
+                finish_reason="stop" if len(sampled) == len(ids) else "length",
+                weight_versions=[5 + number] * len(sampled),
                 routed_experts=routed,
             )
         ]
@@ -85,17 +85,22 @@ async def is_42(samples: list[Sample], texts: list[str], max_tokens: int, where:
 
 
 def run(
-    says: Sequence[str], config: AgentConfig, max_context: int = 4096, *, stops: bool = True, **own
+    says: Sequence[str],
+    config: AgentConfig,
+    max_context: int = 4096,
+    *,
+    stops: bool = True,
+    **options,
 ) -> tuple[list[Sample], Scripted]:
     policy = Scripted(says)
-    reward = own.get("reward", is_42)
+    reward = options.get("reward", is_42)
     runner = AgentRunner(policy, TOKENIZER, reward, config, max_context, stops_on_error=stops)
     prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
     sampling = SamplingParams(
         n=1,
         seed=100,
-        max_tokens=own.get("max_tokens", 1000),
-        experts_from=own.get("experts_from"),
+        max_tokens=options.get("max_tokens", 1000),
+        experts_from=options.get("experts_from"),
     )
 
     async def run_and_close() -> list[Sample]:
@@ -124,9 +129,9 @@ def test_a_tool_loop_is_one_sample_whose_tool_tokens_are_context():
     assert sample.prompt_ids == policy.prompts[0]
     assert [*sample.prompt_ids, *sample.response_ids[: -len(last) - 1]] == policy.prompts[1]
     chosen = [[-0.1, 5]] * (len(first) + 1) + [[0.0, -1]] * between + [[-0.2, 6]] * (len(last) + 1)
-    found = zip(sample.rollout_log_probs, sample.weight_versions, strict=True)
-    assert [list(pair) for pair in found] == chosen
-    whole = TOKENIZER.apply_chat_template(
+    pairs = zip(sample.rollout_log_probs, sample.weight_versions, strict=True)
+    assert [list(pair) for pair in pairs] == chosen
+    render = TOKENIZER.apply_chat_template(
         [
             *MESSAGES,
             {"role": "assistant", "content": call("6 * 7")},
@@ -136,7 +141,7 @@ def test_a_tool_loop_is_one_sample_whose_tool_tokens_are_context():
         add_generation_prompt=True,
         tokenize=False,
     )
-    assert text_of(policy.prompts[1]) == whole
+    assert text_of(policy.prompts[1]) == render
     assert (sample.reward, sample.reward_parts) == (1.0, {"length": 2.0})
     assert (sample.finish_reason, sample.status, sample.fields) == (
         "stop", "finished", {"answer": "42"},
@@ -163,18 +168,18 @@ def test_turns_bring_the_experts_of_their_own_tokens_only():
     assert (policy.experts_from, sample.routed_experts) == ([None, None], ())
 
 
-def test_calls_of_one_turn_are_all_answered_and_wrong_ones_told():
+def test_calls_of_one_turn_are_all_answered_and_wrong_ones_with_errors():
     says = [
         call("1 + 1") + call("1 / 0") + "<tool_call>\n{\n</tool_call>",
         '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>',
         "42",
     ]
     [sample], policy = run(says, TOOLS)
-    told = text_of(policy.prompts[1][len(policy.prompts[0]) :])
-    assert told.count("<tool_response>") == 3
-    assert "\n2\n" in told and "Error: " in told and "malformed" in told
-    told = text_of(policy.prompts[2][len(policy.prompts[1]) :])
-    assert "there is no tool 'nothing'; there are: calculator" in told
+    text = text_of(policy.prompts[1][len(policy.prompts[0]) :])
+    assert text.count("<tool_response>") == 3
+    assert "\n2\n" in text and "Error: " in text and "malformed" in text
+    text = text_of(policy.prompts[2][len(policy.prompts[1]) :])
+    assert "there is no tool 'nothing'; there are: calculator" in text
     assert sample.reward == 1
 
 
@@ -216,7 +221,7 @@ class Guessing:
         Guessing.closed += 1
 
 
-GUESSING = AgentConfig("environment", environment=f"{HERE}:Guessing")
+GUESSING = AgentConfig("environment", environment=f"{THIS_FILE}:Guessing")
 
 
 def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
@@ -228,7 +233,7 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     assert sample.response_mask.count(1) == 2 * len(TOKENIZER.encode("42<|im_end|>")) + 9
     assert text_of(policy.prompts[2]).count("x<|im_end|>") == 1
     ends = [span.end - 1 for span in sample.turn_spans]
-    paid = {at: reward for at, reward in enumerate(sample.process_rewards) if reward}
+    paid = {position: reward for position, reward in enumerate(sample.process_rewards) if reward}
     assert paid == dict(zip(ends, [0.1, 0.1, 1.0], strict=True))
     start = len(policy.prompts[0])
     [sample], _ = run(["40", "x" * 90], GUESSING, max_context=start + 30)
@@ -236,14 +241,14 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
 
 
 def test_tokens_have_the_state_that_their_turn_was_chosen_in():
-    """What the policy was told, unless the environment names it; also of one that is cut off."""
+    # The state is the last text for the policy, unless the environment names one.
     [sample], _ = run(["40", "41", "42"], GUESSING)
     first, second, third = (sample.state_ids[span.start] for span in sample.turn_spans)
     assert first == hash_state("How much is 6 * 7?\nGuess.")
     assert second == third == hash_state("Too low.")
     of_turn = {-1 if mask == 0 else state for mask, state in states_of(sample)}
     assert of_turn == {-1, first, second} == {state for _, state in states_of(sample)}
-    config = AgentConfig("environment", environment=f"{HERE}:Named", timeout_s=2.0)
+    config = AgentConfig("environment", environment=f"{THIS_FILE}:Named", timeout_s=2.0)
     [sample], _ = run(["40", "41", "waits"], config)
     assert sample.status == "aborted"
     assert {state for mask, state in states_of(sample) if mask} == {first, hash_state("below 42")}
@@ -285,8 +290,8 @@ def test_the_code_of_the_page_runs(page):
     [sample], policy = run(["41", "42"], AgentConfig(f"{page}/twice.py:CheckedTwice"))
     assert "Check that" in text_of(policy.prompts[1]) and sample.reward == 1
     config = AgentConfig("tools", tools=["calculator", f"{page}/tools.py:weather"])
-    asked = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    [sample], policy = run([asked, "42"], config)
+    call_text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    [sample], policy = run([call_text, "42"], config)
     assert "20 degrees celsius in Oslo" in text_of(policy.prompts[1])
 
 
@@ -298,7 +303,7 @@ def test_a_slow_reward_takes_no_time_of_its_trajectory():
     config = AgentConfig("tools", tools=["calculator"], timeout_s=2.0)
     [sample], _ = run(["42"], config, reward=slow)
     assert (sample.status, sample.reward) == ("finished", 1.0)
-    config = AgentConfig(f"{HERE}:AsksAgain", timeout_s=2.0)
+    config = AgentConfig(f"{THIS_FILE}:AsksAgain", timeout_s=2.0)
     [sample], _ = run(["42", "waits"], config, reward=slow)
     assert (sample.status, sample.reward) == ("aborted", 0.0)
 
@@ -317,8 +322,8 @@ class AsksAgain:
         raise AssertionError("the policy waits longer than the trajectory may")
 
 
-def test_rewards_are_found_while_other_trajectories_are_generated():
-    """That of the first trajectory waits for the last one; the server has room for one."""
+def test_rewards_are_computed_while_other_trajectories_are_generated():
+    # The reward of the first trajectory waits for the last one; the server has room for one.
     all_sampled, room = asyncio.Event(), asyncio.Lock()
 
     async def slow(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
@@ -327,13 +332,13 @@ def test_rewards_are_found_while_other_trajectories_are_generated():
         await is_42(samples, texts, max_tokens, where)
 
     class OneAtATime(Scripted):
-        async def submit(self, *asked, **more) -> list[Completion]:
+        async def submit(self, *args, **more) -> list[Completion]:
             async with room:
                 await asyncio.sleep(0)
-                found = await super().submit(*asked, **more)
+                completions = await super().submit(*args, **more)
                 if len(self.prompts) == len(self.says):
                     all_sampled.set()
-                return found
+                return completions
 
     policy = OneAtATime(["42"] * 4)
     runner = AgentRunner(policy, TOKENIZER, slow, TOOLS, 4096, stops_on_error=True)
@@ -363,20 +368,20 @@ class TwoSpeakers:
 
 
 def test_a_loop_of_ones_own_may_give_several_samples_of_one_trajectory():
-    samples, _ = run(["a", "b"], AgentConfig(f"{HERE}:TwoSpeakers"))
+    samples, _ = run(["a", "b"], AgentConfig(f"{THIS_FILE}:TwoSpeakers"))
     assert [(s.group_id, s.trajectory, s.segment, s.reward) for s in samples] == [
         (3, 0, 0, 0.5), (3, 0, 1, 0.5),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         (AgentConfig("tool"), "agent.loop='tool' is unknown; allowed: environment, program, tools"),
         (AgentConfig("tools", tools=["abacus"]), "agent.tools has 'abacus'; allowed: calculator"),
         (AgentConfig("tools", tools=["search"]), "agent.search_file=''"),
     ],
 )
-def test_what_is_unknown_is_refused(config, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_unknown_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
         run(["42"], config)

@@ -1,4 +1,4 @@
-"""What turns and tokens have earned, as a reward says it."""
+"""Rewards of turns and tokens that a reward function returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_reward_may_say_what_each_turn_has_earned(tmp_path):
     judge = Judge(RewardConfig(f"{tmp_path}/own.py:steps"))
     [sample], _ = run([call("6 * 7"), "42"], TOOLS, reward=judge)
     first, last = (span.end - 1 for span in sample.turn_spans)
-    paid = {at: reward for at, reward in enumerate(sample.process_rewards) if reward}
+    paid = {position: reward for position, reward in enumerate(sample.process_rewards) if reward}
     assert (paid, sample.reward) == ({first: 0.25, last: 0.5}, 1.0)
     judge = Judge(RewardConfig(f"{tmp_path}/own.py:too_many"))
     with pytest.raises(RewardError, match="returned 3 numbers for 'turn_rewards' of 2 turns"):
@@ -49,13 +49,15 @@ def one(text, fields, finish_reason):
 
 
 def test_a_reward_may_say_what_each_token_has_earned(tmp_path):
-    """Here: its own id, so that each is at its token, and nothing at tokens of tools."""
+    # The reward of a token is its own id, so each has to be at its token, and none at tools'.
     (tmp_path / "own.py").write_text(TOKENS)
     judge = Judge(RewardConfig(f"{tmp_path}/own.py:both"))
     [sample], _ = run([call("6 * 7"), "42"], TOOLS, reward=judge)
     ends = {span.end - 1 for span in sample.turn_spans}
     chosen = zip(sample.response_ids, sample.response_mask, strict=True)
-    expected = [token * mask + 0.5 * (at in ends) for at, (token, mask) in enumerate(chosen)]
+    expected = [
+        token * mask + 0.5 * (position in ends) for position, (token, mask) in enumerate(chosen)
+    ]
     assert sample.process_rewards == expected
     judge = Judge(RewardConfig(f"{tmp_path}/own.py:one"))
     with pytest.raises(RewardError, match="returned 1 lists for 'token_rewards' of 2 turns"):
@@ -68,11 +70,11 @@ def test_a_response_without_an_agent_is_one_turn_and_terms_add_up(tmp_path):
     terms = {"a": {"name": name, "weight": 2.0}, "b": {"name": name, "weight": -0.5}}
     sample = response(num_tokens=3)
     sample.response_ids = [4, 8, 2]
-    [found] = judged(RewardConfig(terms=terms), ["#### 7"], [sample])
-    assert (found.reward, found.process_rewards) == (1.5, [6.0, 12.0, 3.0])
-    assert found.reward_parts == {"a": 1.0, "b": 1.0}
-    told = "returned 1 numbers for 'token_rewards' of turn 0, of 3 tokens"
-    with pytest.raises(RewardError, match=told):
+    [scored] = judged(RewardConfig(terms=terms), ["#### 7"], [sample])
+    assert (scored.reward, scored.process_rewards) == (1.5, [6.0, 12.0, 3.0])
+    assert scored.reward_parts == {"a": 1.0, "b": 1.0}
+    reason = "returned 1 numbers for 'token_rewards' of turn 0, of 3 tokens"
+    with pytest.raises(RewardError, match=reason):
         judged(RewardConfig(f"{tmp_path}/own.py:one"), ["#### 7"], [response(num_tokens=3)])
 
 

@@ -11,7 +11,7 @@ from tests.unit.rewards.test_http_reward import SkippedTime
 
 
 async def ended_in_time(limit: Timeout, *pauses_s: float) -> bool:
-    """Whether a trajectory that is stopped for each of these times, in turn, ended."""
+    """Return whether a trajectory that is paused for each of these times, in turn, ended."""
     try:
         async with limit:
             for pause_s in pauses_s:

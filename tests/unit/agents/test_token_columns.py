@@ -1,4 +1,4 @@
-"""What a loop of one's own says of single tokens."""
+"""Columns of tokens that a loop of a user sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import RewardError
 from tests.unit.agents.test_loops import TOKENIZER, run
 
-HERE = Path(__file__)
+THIS_FILE = Path(__file__)
 
 
 class SaysOfTokens:
@@ -35,7 +35,9 @@ class SaysOfTokens:
         session.turns[0] = replace(first, token_rewards=earned)
         [sample] = await self._agent.score_samples(task, session, "finished", answer.parsed.content)
         span, length = sample.turn_spans[0], len(sample.response_ids)
-        sample.cross_entropy_mask = [int(span.start <= at < span.end) for at in range(length)]
+        sample.cross_entropy_mask = [
+            int(span.start <= position < span.end) for position in range(length)
+        ]
         sample.cross_entropy_mask += self.extra
         return [sample]
 
@@ -45,9 +47,9 @@ class SaysTooMuch(SaysOfTokens):
 
 
 def test_a_loop_of_ones_own_says_what_tokens_earn_and_have_a_cross_entropy():
-    [sample], _ = run(["40", "42"], AgentConfig(f"{HERE}:SaysOfTokens"))
+    [sample], _ = run(["40", "42"], AgentConfig(f"{THIS_FILE}:SaysOfTokens"))
     num, length = len(TOKENIZER.encode("40")) + 1, len(sample.response_ids)
     assert sample.process_rewards == [0.5, *[0.0] * (length - 1)] and sample.reward == 1
     assert sample.cross_entropy_mask == [1] * num + [0] * (length - num)
     with pytest.raises(RewardError, match=r"a cross_entropy_mask of .* it has to have 0 or 1"):
-        run(["40", "42"], AgentConfig(f"{HERE}:SaysTooMuch"))
+        run(["40", "42"], AgentConfig(f"{THIS_FILE}:SaysTooMuch"))

@@ -75,7 +75,7 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
 
 
 def routed(turn: Turn, start: int) -> Turn:
-    """With experts from a token on, as a server gives them: none of the last token."""
+    """Add experts from a token on, as a server records them: none of the last token."""
     num_tokens = len(turn.prompt_ids) + len(turn.token_ids) - 1 - start
     ids = np.full((num_tokens, 1, 1), len(turn.prompt_ids), np.uint8)
     return replace(turn, routed_experts=RoutedExperts(start, ids))

@@ -20,7 +20,7 @@ from mcore_rl.sandbox.sandbox import Sandbox
 from mcore_rl.sandbox.tiers import Tier
 
 
-def told(source: object, name: str, **arguments: object) -> ToolAnswer:
+def call_tool(source: object, name: str, **arguments: object) -> ToolAnswer:
     async def run() -> ToolAnswer:
         async with ToolSet([source]) as tools:
             return await tools.call(name, arguments)
@@ -112,7 +112,7 @@ def test_what_the_calculator_refuses(expression, message):
 )
 def test_python(code, text):
     sandbox = Sandbox(SandboxSettings(cpu_s=0.5, output_kb=8))
-    answer = told(PythonTool(sandbox), "python", code=code)
+    answer = call_tool(PythonTool(sandbox), "python", code=code)
     assert answer.text.startswith(text) and not answer.is_error
     if "x\n" in text:
         assert answer.text.endswith("The program was ended: it wrote too much.")
@@ -121,7 +121,7 @@ def test_python(code, text):
 TEXTS = ["the cat sat", "the dog sat on the mat", "Dogs and cats", "the the the", ""]
 
 
-def by_hand(query: str, texts: list[str], k1: float = 1.2, b: float = 0.75) -> list[float]:
+def compute_bm25(query: str, texts: list[str], k1: float = 1.2, b: float = 0.75) -> list[float]:
     documents = [text.lower().split() for text in texts]
     mean = sum(map(len, documents)) / len(documents)
     scores = []
@@ -146,7 +146,7 @@ def index(tmp_path, rows):
 @pytest.mark.parametrize("query", ["the", "sat dog", "cat cat", "unknown", "The MAT"])
 def test_scores_equal_the_formula(tmp_path, query):
     search = index(tmp_path, [{"text": text} for text in TEXTS])
-    np.testing.assert_allclose(search.compute_scores(query), by_hand(query, TEXTS), rtol=1e-12)
+    np.testing.assert_allclose(search.compute_scores(query), compute_bm25(query, TEXTS), rtol=1e-12)
 
 
 def test_a_score_by_hand(tmp_path):
@@ -160,9 +160,9 @@ def test_a_score_by_hand(tmp_path):
 def test_search_tells_titles_and_texts_in_order(tmp_path):
     rows = [{"text": "about cats"}, {"text": "cats cats", "title": "Pets"}, {"text": "dogs"}]
     search = index(tmp_path, rows)
-    assert told(search, "search", query="cats").text == "[1] Pets\ncats cats\n\n[2] about cats"
-    assert told(search, "search", query="cats", top_k=1).text == "[1] Pets\ncats cats"
-    assert told(search, "search", query="birds").text == "Nothing was found."
+    assert call_tool(search, "search", query="cats").text == "[1] Pets\ncats cats\n\n[2] about cats"
+    assert call_tool(search, "search", query="cats", top_k=1).text == "[1] Pets\ncats cats"
+    assert call_tool(search, "search", query="birds").text == "Nothing was found."
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,12 @@ def entry(tmp_path, python="weather", **function):
 def test_tools_of_a_file(tmp_path, dump):
     path = tmp_path / "tools.yaml"
     path.write_text(dump([entry(tmp_path)]))
-    [found] = load_tool_file(path)
-    assert found.schema() == WEATHER
-    assert told(found, "weather", city="Oslo").text == "Oslo: rain for 1"
-    assert told(found, "weather", days=2).text == "Error: weather: 'city' is a required property"
+    [loaded] = load_tool_file(path)
+    assert loaded.schema() == WEATHER
+    assert call_tool(loaded, "weather", city="Oslo").text == "Oslo: rain for 1"
+    assert (
+        call_tool(loaded, "weather", days=2).text == "Error: weather: 'city' is a required property"
+    )
 
 
 @pytest.mark.parametrize(
