@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +17,7 @@ import pytest
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.runner import AgentRunner, Timeout
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import hash_state
 from mcore_rl.config.agent_schema import AgentConfig
@@ -26,6 +28,7 @@ from mcore_rl.rewards.base import RewardError
 from tests.pages import ROOT
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.repo.test_docs import write_recipes
+from tests.unit.rewards.test_http_reward import SkippedTime
 
 THIS_FILE = __file__
 TOKENIZER = tokenizer_of("qwen3")
@@ -385,3 +388,85 @@ def test_a_loop_of_ones_own_may_give_several_samples_of_one_trajectory():
 def test_what_is_unknown_is_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         run(["42"], config)
+
+
+async def ended_in_time(limit: Timeout, *pauses_s: float) -> bool:
+    """Return whether a trajectory that is paused for each of these times, in turn, ended."""
+    try:
+        async with limit:
+            for pause_s in pauses_s:
+                with limit.paused(), limit.paused():
+                    await asyncio.sleep(pause_s)
+            await asyncio.sleep(0.05)
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("limit_s", "ends"), [(0.02, False), (0.2, True)])
+def test_time_stands_still_while_it_is_stopped(limit_s, ends):
+    async def work() -> bool:
+        return await ended_in_time(Timeout(limit_s), 0.3, 0.1)
+
+    clock = SkippedTime()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now  # type: ignore[method-assign]
+    try:
+        assert loop.run_until_complete(work()) is ends
+    finally:
+        loop.close()
+
+
+def test_a_trajectory_whose_time_is_over_can_be_stopped_while_it_ends():
+    async def work() -> bool:
+        limit = Timeout(0.01)
+        try:
+            async with limit:
+                try:
+                    await asyncio.sleep(10)
+                finally:
+                    with limit.paused():
+                        await asyncio.sleep(0.01)
+        except TimeoutError:
+            return True
+        return False
+
+    assert asyncio.run(work())
+
+
+class OldNames:
+    """A loop that uses the names of the last release."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        self._agent.begin_anew(task)
+        async with self._agent.served(task) as api:
+            session = api.session
+            answer = await session.ask(task.messages)
+        await self._agent.judged(task, session, "finished", answer.parsed.content)
+        return self._agent.rewarded(task, session, "finished", 0.25)
+
+
+def test_methods_of_an_agent_keep_their_old_names_for_one_release():
+    with pytest.warns(FutureWarning) as caught:
+        [sample], _ = run(["42"], AgentConfig(f"{THIS_FILE}:OldNames"))
+    assert sample.reward == 0.25
+    assert {str(warning.message).partition(" is")[0] for warning in caught} == {
+        "agent.begin_anew", "agent.served", "agent.judged", "agent.rewarded",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("codec", "chat_template.codec", "ChatMessage"),
+        ("environment", "environments.base", "EnvironmentStep"),
+    ],
+)
+def test_documented_import_paths_keep_working_for_one_release(old, new, name):
+    sys.modules.pop(f"mcore_rl.agents.{old}", None)
+    with pytest.warns(FutureWarning, match=f"is now mcore_rl.agents.{new}"):
+        module = importlib.import_module(f"mcore_rl.agents.{old}")
+    assert getattr(module, name) is getattr(importlib.import_module(f"mcore_rl.agents.{new}"), name)
