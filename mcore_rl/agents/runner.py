@@ -131,8 +131,8 @@ class Timeout:
         await self._timeout.__aenter__()
         return self
 
-    async def __aexit__(self, *error: Any) -> bool | None:
-        return await self._timeout.__aexit__(*error)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._timeout.__aexit__(*error)
 
     def when(self) -> float | None:
         """Return the end, in the time of the event loop; None while paused."""

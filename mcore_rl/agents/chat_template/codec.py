@@ -196,8 +196,8 @@ class NamedCodec(ChatCodec, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTemplate:
-    """A tokenizer's chat template, with values for the template's own variables."""
+class TemplateRenderer:
+    """Renders by a tokenizer's chat template, with values for the template's own variables."""
 
     tokenizer: ChatTokenizer
     options: Mapping[str, JsonValue]
@@ -241,7 +241,7 @@ class ValidatedChatTemplate:
     """
 
     codec: NamedCodec
-    template: ChatTemplate
+    template: TemplateRenderer
     max_tokens: int | None
     tool_refusal: str
     parallel_refusal: str

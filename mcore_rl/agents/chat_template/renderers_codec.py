@@ -11,10 +11,10 @@ from itertools import takewhile
 
 from mcore_rl.agents.chat_template.codec import (
     ChatMessage,
-    ChatTemplate,
     ChatTokenizer,
     JsonValue,
     ParsedTurn,
+    TemplateRenderer,
     ToolSpec,
     convert_response,
 )
@@ -59,7 +59,7 @@ class RenderersCodec:
         """
         from renderers import config_from_name, create_renderer
 
-        self._template = ChatTemplate(tokenizer, options)
+        self._template = TemplateRenderer(tokenizer, options)
         self.name, self.tool_refusal = f"renderers:{family}", ""
         try:
             self._renderer = create_renderer(

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from mcore_rl.agents.chat_template.codec import (
     ChatMessage,
-    ChatTemplate,
     ChatTokenizer,
     JsonValue,
     ParsedTurn,
+    TemplateRenderer,
     ToolCall,
     ToolSpec,
     convert_response,
@@ -59,7 +59,7 @@ class TemplateCodec:
             ConfigError: The template ends turns with text, or changes the text of an assistant:
                 trims it, or leaves out its reasoning without having a field for reasoning.
         """
-        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, options)
+        self._tokenizer, self._template = tokenizer, TemplateRenderer(tokenizer, options)
         eos = tokenizer.eos_token_id
         close = self._find_end(_TEXT, "")
         self._stop_ids = frozenset([close, *stop_ids, *([] if eos is None else [eos])])

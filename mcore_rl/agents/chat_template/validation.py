@@ -15,10 +15,10 @@ from jinja2 import TemplateError
 from mcore_rl.agents.chat_template.codec import (
     ChatCodec,
     ChatMessage,
-    ChatTemplate,
     ChatTokenizer,
     JsonValue,
     NamedCodec,
+    TemplateRenderer,
     ToolCall,
     ToolSpec,
     ValidatedChatTemplate,
@@ -99,7 +99,7 @@ def _validate_all(
 
     The template's own codec also gets the ends of turns of the families that agree.
     """
-    template, ends = ChatTemplate(tokenizer, options), {*stop_ids}
+    template, ends = TemplateRenderer(tokenizer, options), {*stop_ids}
     if kind != "template":
         for family, variants in FAMILIES.items():
             for variant in variants:
@@ -127,7 +127,7 @@ def _validate_all(
 
 
 def validate_codec(
-    codec: NamedCodec, template: ChatTemplate, max_tokens: int | None = None
+    codec: NamedCodec, template: TemplateRenderer, max_tokens: int | None = None
 ) -> ValidatedChatTemplate:
     """Compare a codec with the chat template on PLAIN, TOOLS and PARALLEL.
 
@@ -153,7 +153,7 @@ def validate_codec(
 
 
 def find_difference(
-    codec: ChatCodec, template: ChatTemplate, given: Conversation, cut: int | None = None
+    codec: ChatCodec, template: TemplateRenderer, given: Conversation, cut: int | None = None
 ) -> str:
     """Return how `codec` differs from the template on a conversation; empty if they agree.
 
@@ -167,7 +167,7 @@ def find_difference(
 
 
 def _compare_extension(
-    codec: ChatCodec, template: ChatTemplate, given: Conversation, cut: int | None
+    codec: ChatCodec, template: TemplateRenderer, given: Conversation, cut: int | None
 ) -> str:
     prompt = codec.render(given.before, given.tools)
     render = template.render([*given.before, given.turn, *given.after], given.tools)
@@ -226,7 +226,7 @@ def _compare_cut_off(
 
 
 def _render_as_last(
-    codec: ChatCodec, template: ChatTemplate, given: Conversation, prompt: list[int], end: int
+    codec: ChatCodec, template: TemplateRenderer, given: Conversation, prompt: list[int], end: int
 ) -> list[int]:
     """Render the turn as the last of its conversation, with its reasoning.
 
@@ -239,7 +239,7 @@ def _render_as_last(
 
 
 def _is_history_changed(
-    template: ChatTemplate, given: Conversation, prompt: list[int], render: list[int]
+    template: TemplateRenderer, given: Conversation, prompt: list[int], render: list[int]
 ) -> bool:
     """Return whether the whole render changes the messages before the turn.
 
@@ -252,7 +252,7 @@ def _is_history_changed(
 
 def _find_turn_start(
     codec: ChatCodec,
-    template: ChatTemplate,
+    template: TemplateRenderer,
     given: Conversation,
     prompt: list[int],
     render: list[int],
@@ -284,7 +284,7 @@ def _count_common(left: list[int], right: list[int]) -> int:
 
 
 def _find_fault(
-    codec: ChatCodec, template: ChatTemplate, conversations: Mapping[str, Conversation]
+    codec: ChatCodec, template: TemplateRenderer, conversations: Mapping[str, Conversation]
 ) -> str:
     """Describe the first conversation that the codec writes or reads wrongly; empty if none."""
     for case, given in conversations.items():
@@ -294,7 +294,7 @@ def _find_fault(
     return ""
 
 
-def _compare_calls(codec: ChatCodec, template: ChatTemplate, given: Conversation) -> str:
+def _compare_calls(codec: ChatCodec, template: TemplateRenderer, given: Conversation) -> str:
     """Describe calls of the turn that the codec reads otherwise; empty if there are none."""
     prompt, completion = _split_render(codec, template, given)
     calls = codec.parse(completion, given.tools, prompt).calls
@@ -305,7 +305,7 @@ def _compare_calls(codec: ChatCodec, template: ChatTemplate, given: Conversation
 
 
 def _split_render(
-    codec: ChatCodec, template: ChatTemplate, given: Conversation
+    codec: ChatCodec, template: TemplateRenderer, given: Conversation
 ) -> tuple[list[int], list[int]]:
     """Return the prompt of the turn, and the turn as the whole render has it."""
     prompt = codec.render(given.before, given.tools)

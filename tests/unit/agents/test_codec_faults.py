@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.agents.chat_template.codec import (
     ChatMessage,
-    ChatTemplate,
+    TemplateRenderer,
     ToolCall,
     ToolSpec,
     ValidatedChatTemplate,
@@ -81,15 +81,15 @@ def test_a_codec_with_a_fault_is_refused(fault: str, words: str):
     codec = Faulty(tokenizer, {})
     codec.fault = fault
     with pytest.raises(ConfigError, match=f"the codec template {re.escape(words)}"):
-        validate_codec(codec, ChatTemplate(tokenizer, {}))
+        validate_codec(codec, TemplateRenderer(tokenizer, {}))
 
 
 def test_a_codec_that_keeps_reasoning_of_turns_before_the_last_has_no_tools():
     tokenizer = tokenizer_of("published/qwen3")
     codec = Faulty(tokenizer, {})
-    assert validate_codec(codec, ChatTemplate(tokenizer, {})).tool_refusal == ""
+    assert validate_codec(codec, TemplateRenderer(tokenizer, {})).tool_refusal == ""
     codec.fault = "looks at the last turn alone"
-    assert validate_codec(codec, ChatTemplate(tokenizer, {})).tool_refusal == (
+    assert validate_codec(codec, TemplateRenderer(tokenizer, {})).tool_refusal == (
         "it goes on from earlier turns, which the chat template changes (an answer after "
         "reasoning and a call)"
     )
@@ -118,7 +118,7 @@ def test_a_codec_that_renders_calls_again_extends_nothing():
     tokenizer = tokenizer_of("qwen3")
     codec = Faulty(tokenizer, {})
     codec.fault = "renders calls again"
-    proved = validate_codec(codec, ChatTemplate(tokenizer, {}))
+    proved = validate_codec(codec, TemplateRenderer(tokenizer, {}))
     assert "extends a turn in another way" in proved.tool_refusal
     proved = replace(proved, tool_refusal="", parallel_refusal="")
     prompt = proved.render(ASK, [LOOK])
@@ -319,6 +319,6 @@ def test_no_codec_says_why_of_each():
 
 def test_a_renderer_of_another_family_is_refused():
     tokenizer = tokenizer_of("chatml")
-    proved = validate_codec(RenderersCodec(tokenizer, "qwen3", {}), ChatTemplate(tokenizer, {}))
+    proved = validate_codec(RenderersCodec(tokenizer, "qwen3", {}), TemplateRenderer(tokenizer, {}))
     assert "extends a turn in another way" in proved.tool_refusal
     assert select_codec(tokenizer).name == "template"

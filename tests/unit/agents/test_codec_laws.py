@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mcore_rl.agents.chat_template.codec import (
     ChatMessage,
-    ChatTemplate,
     JsonValue,
+    TemplateRenderer,
     ToolCall,
     ToolSpec,
     ValidatedChatTemplate,
@@ -74,9 +74,9 @@ VALUES: tuple[JsonValue, ...] = (7, True, None, "12", [1, "a b"], {"k": 0.5})
 
 
 @cache
-def codec_of(family: str, kind: str) -> tuple[ValidatedChatTemplate, ChatTemplate]:
+def codec_of(family: str, kind: str) -> tuple[ValidatedChatTemplate, TemplateRenderer]:
     tokenizer = tokenizer_of(family)
-    return select_codec(tokenizer, kind), ChatTemplate(tokenizer, {})
+    return select_codec(tokenizer, kind), TemplateRenderer(tokenizer, {})
 
 
 def some_text(chance: Random) -> str:

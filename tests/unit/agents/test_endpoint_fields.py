@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.agents.api_server.sessions import decode_token_bytes
 from mcore_rl.agents.chat_template.codec import (
-    ChatTemplate,
     ContextFullError,
+    TemplateRenderer,
     check_length,
     encode,
     parse_messages,
@@ -351,4 +351,4 @@ def test_a_rendered_conversation_has_the_tokens_that_transformers_gives_it(famil
     ]
     arguments = {"add_generation_prompt": True, "return_dict": False}
     expected = tokenizer.apply_chat_template(rows, **arguments, **options)
-    assert ChatTemplate(tokenizer, options).render(parse_messages(rows), ()) == expected
+    assert TemplateRenderer(tokenizer, options).render(parse_messages(rows), ()) == expected
