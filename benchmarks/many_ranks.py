@@ -37,8 +37,7 @@ from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.rollout.buffer import SampleQueue
-from mcore_rl.rollout.staleness import Admission, Pacing
+from mcore_rl.rollout.buffer import Admission, Pacing, SampleQueue
 from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer, training_side
 
 MODEL = {

@@ -151,8 +151,8 @@ class RemoteGenerator:
                 await self._client.post(f"{url}{ABORT}", json={"request_ids": [request_id]})
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Hold no requests: these servers have other clients."""
+    async def start_together(self) -> AsyncIterator[None]:
+        """Start nothing together: these servers have other clients."""
         yield
 
     async def close(self) -> None:

@@ -44,8 +44,7 @@ from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
-from mcore_rl.inference.gate import Gate
-from mcore_rl.inference.protocol import Generator, SamplingParams
+from mcore_rl.inference.protocol import Gate, Generator, SamplingParams
 from mcore_rl.rewards.base import RewardError
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
@@ -282,7 +281,7 @@ class AgentRunner:
         )
 
     async def _run(self, task: Task, group_size: int) -> list[Sample]:
-        await self.gate.passed()
+        await self.gate.wait_open()
         key, timeout = (task.group_id, task.trajectory), Timeout(self._config.timeout_s)
         self._running[key] = _Trajectory(group_size, timeout)
         try:

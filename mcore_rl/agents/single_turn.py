@@ -60,7 +60,7 @@ class _Barrier:
     async def release(self, generator: Generator) -> None:
         """Let the waiting tasks make their requests, which the generator starts together."""
         try:
-            async with generator.held():
+            async with generator.start_together():
                 self._open.set()
                 await asyncio.sleep(0)  # each runs until it waits for its completions
         except Exception as error:  # noqa: BLE001 (raised in the waiting tasks)

@@ -11,7 +11,7 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.placement import PoolPlan, frozen_engines, pool_plans, servers_of
 from mcore_rl.jobs.roles import ITEMSIZES
 from mcore_rl.models.base import HFConfig, family_of
-from mcore_rl.rollout.weight_updater import generation_layout
+from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.weight_sync.spec import Sites, TransferSpec, plan_transfer
 
 
@@ -111,7 +111,7 @@ def moved(config: RLConfig, model: HFConfig, gpus_per_node: int) -> Moved:
     if takes_turns(config.placement, "actor", "rollout"):
         sites = Sites(tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node)
     num_mtp = family_of(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
-    layout = generation_layout(config.rollout, config.rollout.num_servers)
+    layout = build_generation_layout(config.rollout, config.rollout.num_servers)
     spec = TransferSpec(engine.layout, num_mtp, layout, config.model.dtype, config.weight_sync)
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], sites)
     local = in_node = 0

@@ -238,7 +238,7 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
         so_far = _SoFar(progress, time.monotonic())
         for start in range(0, len(prompts), size):
             rows = range(start, min(start + size, len(prompts)))
-            made = pool.generate(prompts.take(rows), servers.n, heard=so_far.heard)
+            made = pool.generate(prompts.take(rows), servers.n, on_samples=so_far.heard)
             parts.append(fetch_batch(made, f"the samples of {name}", config.timeouts.call_s))
             progress.update(so_far.num, so_far.report)
     samples = SetSamples.of(

@@ -374,7 +374,7 @@ def _step_report(metrics: Mapping[str, float]) -> StepReport:
         reward=metrics["reward"],
         response_tokens=metrics["response_tokens"],
         generate_s=metrics["time/generate_s"],
-        train_s=metrics["time/log_probs_s"] + metrics["time/update_s"],
+        train_s=metrics.get("time/log_probs_s", 0.0) + metrics.get("time/update_s", 0.0),
         sync_s=metrics["time/weight_sync_s"],
         tokens_per_s=metrics["tokens_per_s"],
     )

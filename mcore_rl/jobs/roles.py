@@ -27,7 +27,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.stages import Chunk, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
-from mcore_rl.rollout.weight_updater import generation_layout
+from mcore_rl.rollout.weight_updater import build_generation_layout
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4  # bytes of a gradient, of a main parameter, of each of Adam's two moments
@@ -182,7 +182,7 @@ def _servers(
 ) -> Role:
     """vLLM's workers: all servers are equal."""
     sizes = model_sizes(model)
-    layout = generation_layout(rollout, rollout.num_servers)
+    layout = build_generation_layout(rollout, rollout.num_servers)
     held = _held(
         GenerationRanks(layout, sizes.num_layers, sizes.num_experts),
         family_of(model).vllm_weights(model),

@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.protocol import SamplingParams, ServerMemory
-from mcore_rl.inference.vllm.nodes import HeadlessWorkers, ServerNodes
-from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.inference.vllm.processes import ServerNodes
+from mcore_rl.inference.vllm.server import HeadlessWorkers, VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.weight_sync.spec import TransferSpec
 

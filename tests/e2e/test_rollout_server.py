@@ -294,7 +294,7 @@ def test_requests_that_are_held_start_together_in_the_order_in_which_they_came(s
             await server.submit(PROMPT, SamplingParams(max_tokens=num_tokens, seed=1))
             ended.append(name)
 
-        async with server.held():
+        async with server.start_together():
             first = asyncio.create_task(ask("first", 1))
             await asyncio.sleep(0.5)  # a token takes some 10 ms
             started = first.done()

@@ -37,8 +37,7 @@ from mcore_rl.agents.loops import ApiSession
 from mcore_rl.agents.session import GenerationError, Turn
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
-from mcore_rl.inference.gate import Gate
-from mcore_rl.inference.protocol import Completion
+from mcore_rl.inference.protocol import Completion, Gate
 
 if TYPE_CHECKING:
     from mcore_rl.agents.api_server.http_server import HttpServer  # imports fastapi
@@ -341,7 +340,7 @@ class SessionHandler:
         tasks: list[asyncio.Task[tuple[Turn, Completion]]] = []
         is_complete = False
         try:
-            await self._gate.passed()
+            await self._gate.wait_open()
             async with asyncio.TaskGroup() as group:
                 for name in names:
                     work = self.session.session.sample(

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.inference.vllm.nodes import ServerNodes
+from mcore_rl.inference.vllm.processes import ServerNodes
 from mcore_rl.parallel import handshake, store
 from mcore_rl.parallel.handshake import Challenge
 from mcore_rl.parallel.rendezvous import (
@@ -171,11 +171,11 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def serve_over_several_nodes(server: RendezvousServer) -> None:
-    ServerNodes(1, 0, 1, 5.0).engine_arguments()
+    ServerNodes(1, 0, 1, 5.0).build_engine_arguments()
 
 
 def serve_on_one_node(server: RendezvousServer) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of the workers' own groups, by lane_arguments
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of the workers' own groups, by build_lane_arguments
     use_interface_towards(*address(server))
 
 

@@ -1,4 +1,4 @@
-"""Processes of an engine that a signal has stopped are ended; those that go on are left alone."""
+"""Stopped processes of an engine are killed; those that go on are left alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from mcore_rl.controller.reaper import processes
-from mcore_rl.inference.vllm.stopped_processes import StoppedProcesses
+from mcore_rl.inference.vllm.processes import StoppedProcesses
 
 LIMIT_S = 0.4
 ENGINE = """
@@ -35,9 +35,9 @@ def engine() -> Iterator[tuple[int, int]]:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait(happened: Callable[[], object]) -> None:
+def wait_until(is_true: Callable[[], object]) -> None:
     deadline = time.monotonic() + 30
-    while not happened():
+    while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -46,15 +46,15 @@ def wait(happened: Callable[[], object]) -> None:
 def test_a_stopped_process_is_ended_and_named(engine, capfd, place):
     with closing(StoppedProcesses([engine[0]], LIMIT_S)) as watch:
         os.kill(engine[place], signal.SIGSTOP)
-        wait(lambda: watch.reason)
-    told = f"its process {engine[place]} had been stopped by a signal for 0.4 s"
-    assert watch.reason == told
-    assert capfd.readouterr().err == f"vLLM's engine is ended: {told}\n"
-    wait(lambda: engine[place] not in processes())
+        wait_until(lambda: watch.reason)
+    reason = f"its process {engine[place]} had been stopped by a signal for 0.4 s"
+    assert watch.reason == reason
+    assert capfd.readouterr().err == f"vLLM's engine is ended: {reason}\n"
+    wait_until(lambda: engine[place] not in processes())
 
 
 def test_a_process_that_stops_now_and_then_goes_on(engine):
-    """As under a profiler."""
+    # A profiler does that.
     with closing(StoppedProcesses([engine[0]], LIMIT_S)) as watch:
         until = time.monotonic() + 4 * LIMIT_S
         while time.monotonic() < until:
@@ -67,7 +67,7 @@ def test_a_process_that_stops_now_and_then_goes_on(engine):
 
 WATCHED = """
 import os, signal, subprocess, sys, time
-from mcore_rl.inference.vllm.stopped_processes import StoppedProcesses
+from mcore_rl.inference.vllm.processes import StoppedProcesses
 engine = subprocess.Popen(["sleep", "300"])
 watch = StoppedProcesses([engine.pid], 0.8)
 print(engine.pid, flush=True)
