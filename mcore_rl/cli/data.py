@@ -79,7 +79,7 @@ def _add_task(
 
 
 def _make_verifiers(options: argparse.Namespace) -> None:
-    from mcore_rl.agents.verifiers.settings import VerifiersSettings
+    from mcore_rl.agents.verifiers.process import VerifiersSettings
     from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
 
     names = "args", "folders", "interpreter", "variables"

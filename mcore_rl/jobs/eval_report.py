@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.agents.single_turn import Tokenizer, text_of
+from mcore_rl.agents.single_turn import Tokenizer, decode_response
 from mcore_rl.algorithms.estimates import majority_at_k, mean_and_error, pass_at_k
 from mcore_rl.config.eval_schema import ScoringConfig
 from mcore_rl.data.batch import Batch
@@ -102,7 +102,7 @@ class SetSamples:
 def _text(tokenizer: Tokenizer, token_ids: list[int], end: str, stop: Sequence[str]) -> str:
     """One that a stop string ends has no token that says so."""
     whole = tokenizer.decode(token_ids) if stop else ""
-    return whole if any(s in whole for s in stop) else text_of(tokenizer, token_ids, end)
+    return whole if any(s in whole for s in stop) else decode_response(tokenizer, token_ids, end)
 
 
 def metrics_of(samples: SetSamples, ks: Sequence[int]) -> Metrics:

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.agents.verifiers.loop import TASK
-from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
+from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from mcore_rl.agents.choose import CodecKind, codec_for
+from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.checks import divides
 from mcore_rl.config.errors import ConfigError
@@ -78,6 +78,6 @@ def check_models(config: RLConfig) -> None:
         check_tokenizer_matches(tokenizer, get_field(found, "vocab_size"))
         try:
             kind = cast(CodecKind, model.codec)
-            codec_for(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))
+            select_codec(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={model.path!r}: {error}") from error

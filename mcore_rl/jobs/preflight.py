@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
@@ -212,7 +212,7 @@ def prompts_of(
     """Load the prompts of sources, by setting."""
     found = []
     loop = config.agent.loop
-    check_chat = None if loop == "single_turn" else messages_of
+    check_chat = None if loop == "single_turn" else parse_messages
     check_answer = answer_check(config.reward) if loop in REWARDED_LOOPS else None
     for setting, name in files.items():
         prompts = load_prompts(

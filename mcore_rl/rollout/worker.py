@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import ray
 
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.judge_model import chat_of
-from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
+from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
+from mcore_rl.agents.frozen_model import FrozenModel, ModelAddress, RemoteGenerator, make_judge_post
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Group, Prompt, SingleTurnLoop
 from mcore_rl.config.agent_schema import AgentConfig
@@ -44,7 +43,7 @@ from mcore_rl.rewards.judge import Judge
 from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
-    from mcore_rl.agents.endpoint.server import HttpServer
+    from mcore_rl.agents.api_server.http_server import HttpServer
 
 T = TypeVar("T")
 Stream = Literal["train", "evaluation"]  # the purpose of samples
@@ -382,9 +381,9 @@ class RolloutWorker:
             self._remotes.append(remote)
             kind, stop_ids = cast(CodecKind, model.codec), stop_ids_of(model.path)
             tokenizer = load_tokenizer(model.path, self._spec.chat_date)
-            codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=model.max_context)
+            codec = select_codec(tokenizer, kind, stop_ids=stop_ids, max_tokens=model.max_context)
             frozen = FrozenModel(remote, codec, _get_sampling(model), model.max_context)
-            self._judge.models[name] = chat_of(frozen)
+            self._judge.models[name] = make_judge_post(frozen)
             if isinstance(self._agent, AgentRunner):
                 self._agent.models[name] = frozen
 
@@ -553,12 +552,12 @@ class ModelServer:
         return self._http.url
 
     async def _start(self, host: str) -> None:
-        from mcore_rl.agents.endpoint.generate import generate_app
-        from mcore_rl.agents.endpoint.server import HttpServer
+        from mcore_rl.agents.api_server.app import build_generate_app
+        from mcore_rl.agents.api_server.http_server import HttpServer
 
         await self._server.start()
         print(f"vLLM's model runner: {self._server.model_runner}")
-        app = generate_app(self._server, self._spec.key, self._spec.max_context)
+        app = build_generate_app(self._server, self._spec.key, self._spec.max_context)
         self._http = HttpServer(app, host)
         await self._http.start()
 

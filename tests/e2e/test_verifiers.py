@@ -21,7 +21,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
+from mcore_rl.agents.verifiers.process import VerifiersSettings
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.inference.protocol import SamplingParams
@@ -160,7 +160,7 @@ def test_rollouts_of_a_process_that_is_killed_are_played_again(settings):
         (0, "finished", 2.0),
         (1, "finished", 2.0),
     ]
-    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.asked)
+    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.requests)
     assert asked[0] == asked[1] != asked[2] == asked[3]
 
 

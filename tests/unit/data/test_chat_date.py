@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import ChatMessage, parse_messages
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.eval_schema import EvalConfig, resolve_eval
 from mcore_rl.config.resolve import resolve
@@ -62,13 +61,13 @@ def test_rows_agents_and_examples_have_the_same_date(tmp_path):
     file.write_text(json.dumps(ROW | {"whole": answered}) + "\n")
     prompt = load_prompts(file, DataConfig(), tokenizer)[0].prompt_ids
     assert "Today Date: 09 Mar 2025" in tokenizer.decode(prompt)
-    assert codec_for(load_tokenizer(path, "2025-03-09")).render(messages_of(CHAT)) == prompt
+    assert select_codec(load_tokenizer(path, "2025-03-09")).render(parse_messages(CHAT)) == prompt
     supervised = load_supervised(file, "messages", "response", tokenizer)
     assert supervised.jagged("prompt_ids")[0].tolist() == prompt
     config = ConversationsConfig(messages_column="whole")
     examples = load_conversations(str(file), config, tokenizer)
     assert examples.batch([0]).jagged("prompt_ids")[0].tolist() == prompt
-    today = codec_for(load_tokenizer(path)).render([ChatMessage("user", CHAT[0]["content"])])
+    today = select_codec(load_tokenizer(path)).render([ChatMessage("user", CHAT[0]["content"])])
     assert today != prompt
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ToolSpec
+from mcore_rl.agents.chat_template.codec import ToolSpec
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
@@ -193,13 +193,13 @@ def test_calls_are_trained_as_the_family_writes_them_whether_arguments_are_text_
     ]
     assert found[0] == found[1] == found[2]
     [text] = found[0]
-    if codec_for(tokenizer).tool_refusal:  # its calls are JSON in a block of code
+    if select_codec(tokenizer).tool_refusal:  # its calls are JSON in a block of code
         assert json.dumps(ARGUMENTS, ensure_ascii=False) in text
         return
     properties: Any = {"at": {"type": "string"}}
     tools = [ToolSpec("look", "Looks.", {"type": "object", "properties": properties})]
     said = tokenizer.encode(text, add_special_tokens=False)
-    [call] = codec_for(tokenizer).parse(said, tools).calls
+    [call] = select_codec(tokenizer).parse(said, tools).calls
     assert (call.status, call.name) == ("ok", "look")
     assert call.arguments == ARGUMENTS
 

@@ -12,7 +12,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers import tokenization_utils_base
 
-from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data import template_limits
@@ -84,7 +84,7 @@ def test_a_template_without_end_is_refused_by_each_codec_in_seconds(short, folde
     tokenizer.chat_template = LOOPS * 3
     start = time.thread_time()
     with pytest.raises(ConfigError, match="has not ended after"):
-        codec_for(tokenizer, "auto")
+        select_codec(tokenizer, "auto")
     assert time.thread_time() - start < 10
 
 

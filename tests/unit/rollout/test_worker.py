@@ -141,7 +141,7 @@ def start_trajectory(spec: RolloutSpec, server: Server) -> tuple[RolloutWorker, 
 
 def get_deadlines(runner: AgentRunner) -> list[float | None]:
     """Return the deadline of each trajectory; None while its time stands still."""
-    return [trajectory.limit.timeout.when() for trajectory in runner._open.values()]
+    return [trajectory.timeout.when() for trajectory in runner._running.values()]
 
 
 def test_a_turn_after_a_push_that_failed_waits_until_the_push_is_repeated(spec):

@@ -1,4 +1,4 @@
-"""The environment `guessing`: a number to be found from higher and lower."""
+"""The environment `guessing`: find a number from "too low" and "too high"."""
 
 from __future__ import annotations
 
@@ -7,35 +7,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep, Tries
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import Attempts, EnvironmentStep
 from mcore_rl.config.checks import at_least
 from mcore_rl.config.errors import ConfigError
 
-_WHOLE = re.compile(r"-?\d+")
+_INTEGER = re.compile(r"-?\d+")
 
 
 @dataclass(frozen=True)
 class GuessingSettings:
+    """Settings of agent.environment=guessing."""
+
     low: int = 1
     high: int = 100
-    try_penalty: float = 0.05  # taken off the reward for each guess before the right one
+    try_penalty: float = 0.05  # subtracted from the reward for each guess before the right one
 
     def __post_init__(self) -> None:
         at_least("high", self.high, self.low)
 
 
 class Guessing:
-    """The field `answer` is the number. A guess is the last whole number in a turn.
+    """Compares guesses with the number in the field `answer`.
 
-    A right guess earns 1 - try_penalty * (guesses before it), at least 0.
+    A guess is the last whole number in a turn. A right guess earns 1 - try_penalty *
+    (guesses before it), at least 0.
     """
 
     tools: Sequence[ToolSpec] = ()
 
     def __init__(self, fields: Mapping[str, Any], settings: GuessingSettings) -> None:
-        """Raises ConfigError where the row has no such number."""
-        self._settings, self._tries = settings, Tries(settings.try_penalty)
+        """Read the number; raise ConfigError if the row has none in the range."""
+        self._settings, self._attempts = settings, Attempts(settings.try_penalty)
         try:
             self._number = int(fields["answer"])
         except (KeyError, TypeError, ValueError) as error:
@@ -50,17 +53,19 @@ class Guessing:
             )
 
     async def reset(self) -> Sequence[ChatMessage]:
+        """Return no messages."""
         return []
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
-        found = _WHOLE.findall(turn.content)
-        if not found:
-            told = f"Guess a whole number from {self._settings.low} to {self._settings.high}."
-        elif (guess := int(found[-1][:20])) == self._number:
-            told = ""
+        """Compare the guess of a turn."""
+        numbers = _INTEGER.findall(turn.content)
+        if not numbers:
+            feedback = f"Guess a whole number from {self._settings.low} to {self._settings.high}."
+        elif (guess := int(numbers[-1][:20])) == self._number:
+            feedback = ""
         else:
-            told = f"{guess} is too {'low' if guess < self._number else 'high'}."
-        return self._tries.step(told)
+            feedback = f"{guess} is too {'low' if guess < self._number else 'high'}."
+        return self._attempts.record(feedback)
 
     async def close(self) -> None:
-        pass
+        """Do nothing."""

@@ -18,32 +18,34 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from mcore_rl.agents.codec import ChatMessage, ParsedCall, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedCall, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.config.checks import at_least, one_of, positive
 from mcore_rl.config.errors import ConfigError
 
 ACTIONS = ("text", "tools")
-_LOCAL = ("localhost", "127.0.0.1", "::1")  # no proxy is between
-_MAX_SAID = 500  # characters of a server's words in an error
-_WAITS_S = 0.1, 2.0  # between two tries to get a session: the first, and the longest
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # reached without a proxy
+_MAX_SHOWN = 500  # characters of a server's message, in errors
+_WAITS_S = 0.1, 2.0  # between attempts to get a session: the first wait, and the longest
 
 
 class OpenEnvError(RuntimeError):
-    """A server cannot be reached, is late, or says that something is wrong."""
+    """A server cannot be reached, is late, or answered with an error."""
 
 
 @dataclass(frozen=True)
 class OpenEnvSettings:
+    """Settings of agent.environment=openenv."""
+
     url: str  # http(s):// or ws(s)://, without /ws
-    action: str = "text"  # a turn is a step with its text; tools: its calls are steps
-    action_field: str = "message"  # of action=text: the field of the action that has the text
-    observation_field: str = ""  # that the policy is told; empty: all as JSON, without metadata
-    seed_column: str = ""  # its whole number is the seed of the reset; empty: no seed
+    action: str = "text"  # text: a turn is a step with its text; tools: its calls are steps
+    action_field: str = "message"  # with action=text: field of the action for the text
+    observation_field: str = ""  # shown to the policy; empty: all but metadata, as JSON
+    seed_column: str = ""  # column with the seed of the reset; empty: no seed
     connect_timeout_s: float = 10.0
-    message_timeout_s: float = 60.0  # for the answer to a message
+    message_timeout_s: float = 60.0  # per answer to a message
     session_timeout_s: float = 300.0  # to wait while all sessions of the server are in use
-    max_message_mb: float = 100.0  # of one answer
+    max_message_mb: float = 100.0  # per answer
 
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in ("http", "https", "ws", "wss"):
@@ -58,46 +60,47 @@ class OpenEnv:
     """A session of a server, which is one episode.
 
     With action=tools the policy is shown the server's tools. Calls of a turn are made in their
-    order; one that fails is told, and a turn without a call ends the episode.
+    order; one that fails is answered with its error, and a turn without a call ends the episode.
     """
 
     def __init__(self, fields: Mapping[str, Any], settings: OpenEnvSettings) -> None:
-        """Raises ConfigError where the row has no seed, and settings.seed_column asks for one."""
+        """Read the seed; raise ConfigError if settings.seed_column names none in the row."""
         self._settings = settings
         parts = urlsplit(settings.url)
         scheme = parts.scheme.replace("http", "ws")
         path = f"{parts.path.rstrip('/')}/ws"
         self._url = parts._replace(scheme=scheme, path=path).geturl()
-        self._told_url = f"{scheme}://{parts.netloc.rpartition('@')[2]}{path}"  # without secrets
-        self._proxy: Literal[True] | None = None if parts.hostname in _LOCAL else True
+        self._shown_url = f"{scheme}://{parts.netloc.rpartition('@')[2]}{path}"  # without secrets
+        self._proxy: Literal[True] | None = None if parts.hostname in _LOCAL_HOSTS else True
         self._connection: ClientConnection | None = None
         self._reset_reward = 0.0
         self.tools: Sequence[ToolSpec] = ()
         self._reset_data = {}
         if settings.seed_column:
-            self._reset_data["seed"] = _seed(fields, settings.seed_column)
+            self._reset_data["seed"] = _parse_seed(fields, settings.seed_column)
 
     async def reset(self) -> Sequence[ChatMessage]:
-        """Raises OpenEnvError, as `step` does."""
-        observation, self._reset_reward, is_done = await self._first()
+        """Begin an episode; raise OpenEnvError, as `step` does, if the server fails."""
+        observation, self._reset_reward, is_done = await self._open_episode()
         if is_done:
-            raise self._error("the episode is done before the first turn")
+            raise self._build_error("the episode is done before the first turn")
         if self._settings.action == "tools":
-            listed, _, _ = await self._observed("step", {"type": "list_tools"})
-            self.tools = self._specs(listed)
-        said = self._text(observation)
-        return [ChatMessage("user", said)] if said else []
+            listed, _, _ = await self._observe("step", {"type": "list_tools"})
+            self.tools = self._parse_specs(listed)
+        text = self._format(observation)
+        return [ChatMessage("user", text)] if text else []
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
+        """Act by the text or the calls of a turn."""
         earned, self._reset_reward = self._reset_reward, 0.0
         if self._settings.action == "text":
             data = {self._settings.action_field: turn.content}
-            observation, reward, is_done = await self._observed("step", data)
-            message = ChatMessage("user", self._text(observation))
+            observation, reward, is_done = await self._observe("step", data)
+            message = ChatMessage("user", self._format(observation))
             return EnvironmentStep((message,), earned + reward, is_done)
         messages = []
         for call in turn.calls:
-            text, reward, is_done = await self._called(call)
+            text, reward, is_done = await self._call_tool(call)
             earned += reward
             messages.append(ChatMessage("tool", text, tool_call_id=call.id, name=call.name))
             if is_done:
@@ -105,6 +108,7 @@ class OpenEnv:
         return EnvironmentStep(tuple(messages), earned, is_done=not turn.calls)
 
     async def close(self) -> None:
+        """Close the session, if there is one."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -114,19 +118,19 @@ class OpenEnv:
         finally:
             await connection.close()
 
-    async def _first(self) -> tuple[dict[str, Any], float, bool]:
-        """The answer to the reset, in a session that may have to be waited for."""
+    async def _open_episode(self) -> tuple[dict[str, Any], float, bool]:
+        """Wait for a session; return the result of its reset, as `_observe`."""
         clock = asyncio.get_running_loop()
         deadline = clock.time() + self._settings.session_timeout_s
         wait_s, longest_s = _WAITS_S
         while True:
             await self._connect()
             try:
-                return await self._observed("reset", self._reset_data)
+                return await self._observe("reset", self._reset_data)
             except _NoSessionError as error:
                 await self.close()
                 if clock.time() + wait_s > deadline:
-                    raise self._error(
+                    raise self._build_error(
                         f"{error}, for {self._settings.session_timeout_s:g} s"
                     ) from None
             await asyncio.sleep(wait_s)
@@ -141,98 +145,101 @@ class OpenEnv:
                 proxy=self._proxy,
             )
         except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
-            raise self._error(f"no connection: {_told(error)}") from error
+            raise self._build_error(f"no connection: {_describe(error)}") from error
 
-    async def _called(self, call: ParsedCall) -> tuple[str, float, bool]:
-        """What a call leads to. What is wrong with it is told, not raised."""
+    async def _call_tool(self, call: ParsedCall) -> tuple[str, float, bool]:
+        """Return the text for the policy, reward and end of a call; an error is a text, too."""
         if call.status not in ("ok", "unknown_tool"):
             return f"Error: the call is {call.status}: {call.text}", 0.0, False
         arguments = dict(call.arguments)
         data = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
-        observation, reward, is_done = await self._observed("step", data)
+        observation, reward, is_done = await self._observe("step", data)
         if error := observation.get("error"):
-            said = error.get("message", error) if isinstance(error, dict) else error
-            return f"Error: {said}", reward, is_done
-        return _result_text(observation.get("result")), reward, is_done
+            message = error.get("message", error) if isinstance(error, dict) else error
+            return f"Error: {message}", reward, is_done
+        return _format_result(observation.get("result")), reward, is_done
 
-    async def _observed(
+    async def _observe(
         self, kind: str, data: Mapping[str, Any]
     ) -> tuple[dict[str, Any], float, bool]:
-        """The observation after a message, its reward, and whether the episode is done."""
-        answer = await self._answer(kind, data)
+        """Send a message; return the observation, its reward, and whether the episode is done."""
+        answer = await self._send(kind, data)
         observation, reward = answer.get("observation"), answer.get("reward")
         if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
-            raise self._error(f"the answer to {kind} is no observation: {_cut(answer)}")
+            raise self._build_error(f"the answer to {kind} is no observation: {_cut(answer)}")
         if not math.isfinite(reward or 0.0):
-            raise self._error(f"the reward after {kind} is {reward}")
+            raise self._build_error(f"the reward after {kind} is {reward}")
         return observation, float(reward or 0.0), bool(answer.get("done"))
 
-    async def _answer(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _send(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message; return the data of its answer."""
         if self._connection is None:
-            raise self._error(f"{kind} comes before reset or after close")
+            raise self._build_error(f"{kind} comes before reset or after close")
         limit_s = self._settings.message_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                with suppress(WebSocketException):  # why a session is refused is said before
+                with suppress(WebSocketException):  # the reason of a refused session arrives before
                     await self._connection.send(json.dumps({"type": kind, "data": data}))
-                said = await self._connection.recv()
+                received = await self._connection.recv()
         except TimeoutError:
-            raise self._error(f"no answer to {kind} in {limit_s:g} s") from None
+            raise self._build_error(f"no answer to {kind} in {limit_s:g} s") from None
         except WebSocketException as error:
-            raise self._error(f"no answer to {kind}: {_told(error)}") from error
+            raise self._build_error(f"no answer to {kind}: {_describe(error)}") from error
         try:
-            answer = json.loads(said)
-            kind_of_answer, inside = answer["type"], answer["data"]
+            answer = json.loads(received)
+            answer_kind, content = answer["type"], answer["data"]
         except (KeyError, RecursionError, TypeError, ValueError):
-            raise self._error(f"the answer to {kind} is no message: {_cut(said)}") from None
-        if kind_of_answer == "error" and isinstance(inside, dict):
-            told = f"{kind} is refused ({inside.get('code')}): {_cut(inside.get('message'))}"
-            if more := inside.get("errors"):
-                told += f" {_cut(more)}"
+            raise self._build_error(
+                f"the answer to {kind} is no message: {_cut(received)}"
+            ) from None
+        if answer_kind == "error" and isinstance(content, dict):
+            reason = f"{kind} is refused ({content.get('code')}): {_cut(content.get('message'))}"
+            if details := content.get("errors"):
+                reason += f" {_cut(details)}"
             raise (
-                _NoSessionError(told)
-                if inside.get("code") == "CAPACITY_REACHED"
-                else self._error(told)
+                _NoSessionError(reason)
+                if content.get("code") == "CAPACITY_REACHED"
+                else self._build_error(reason)
             )
-        if kind_of_answer != "observation" or not isinstance(inside, dict):
-            raise self._error(f"the answer to {kind} is no observation: {_cut(answer)}")
-        return inside
+        if answer_kind != "observation" or not isinstance(content, dict):
+            raise self._build_error(f"the answer to {kind} is no observation: {_cut(answer)}")
+        return content
 
-    def _specs(self, listed: Mapping[str, Any]) -> list[ToolSpec]:
-        """The server's tools, of the answer to list_tools."""
+    def _parse_specs(self, listed: Mapping[str, Any]) -> list[ToolSpec]:
+        """Return the server's tools, from the answer to list_tools."""
         try:
-            found = [
-                ToolSpec(one["name"], one.get("description") or "", one["input_schema"])
-                for one in listed["tools"]
+            specs = [
+                ToolSpec(tool["name"], tool.get("description") or "", tool["input_schema"])
+                for tool in listed["tools"]
             ]
         except (AttributeError, KeyError, TypeError):
-            found = []
-        if not found:
-            raise self._error(f"it has no tools, which action='tools' needs: {_cut(listed)}")
-        return found
+            specs = []
+        if not specs:
+            raise self._build_error(f"it has no tools, which action='tools' needs: {_cut(listed)}")
+        return specs
 
-    def _text(self, observation: Mapping[str, Any]) -> str:
-        """What the policy is told of an observation."""
+    def _format(self, observation: Mapping[str, Any]) -> str:
+        """Return the text of an observation for the policy."""
         name = self._settings.observation_field
         if name and name not in observation:
-            raise self._error(
+            raise self._build_error(
                 f"observation_field={name!r} is not in the observation; "
                 f"allowed: {', '.join(observation)}"
             )
         if name:
-            return _as_text(observation[name])
+            return _to_text(observation[name])
         shown = {key: value for key, value in observation.items() if key != "metadata"}
-        return _as_text(shown) if shown else ""
+        return _to_text(shown) if shown else ""
 
-    def _error(self, said: str) -> OpenEnvError:
-        return OpenEnvError(f"the OpenEnv server {self._told_url}: {said}")
+    def _build_error(self, reason: str) -> OpenEnvError:
+        return OpenEnvError(f"the OpenEnv server {self._shown_url}: {reason}")
 
 
 class _NoSessionError(OpenEnvError):
     """All sessions of the server are in use."""
 
 
-def _seed(fields: Mapping[str, Any], column: str) -> int:
+def _parse_seed(fields: Mapping[str, Any], column: str) -> int:
     try:
         seed = int(fields[column])
     except (KeyError, TypeError, ValueError) as error:
@@ -245,8 +252,8 @@ def _seed(fields: Mapping[str, Any], column: str) -> int:
     return seed
 
 
-def _result_text(result: object) -> str:
-    """What a tool answered: the texts of an MCP result, or what it is without them."""
+def _format_result(result: object) -> str:
+    """Return the texts of an MCP result, or the result itself as text."""
     if isinstance(result, dict) and isinstance(blocks := result.get("content"), list):
         return "\n".join(
             str(block.get("text", f"[{block.get('type')}]"))
@@ -254,17 +261,17 @@ def _result_text(result: object) -> str:
             else str(block)
             for block in blocks
         )
-    return _as_text(result)
+    return _to_text(result)
 
 
-def _as_text(value: object) -> str:
+def _to_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {_cut(error)}"
 
 
-def _cut(said: object) -> str:
-    text = " ".join(str(said).split())
-    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]} ..."
+def _cut(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} ..."
