@@ -75,14 +75,14 @@ def check_agent(
     sources = tool_sources(config)
     if sources and codec.tool_refusal:
         raise ConfigError(f"agent.tools: the codec {codec.name} takes none: {codec.tool_refusal}")
-    settings = LOOPS.settings(config.loop, config.settings)
+    settings = LOOPS.build_settings(config.loop, config.settings)
     if (model := getattr(settings, "model", None)) is not None and model not in models:
         raise ConfigError(
             f"agent.settings.model={model!r} is none of models; allowed: "
             f"{', '.join(models) or 'none, as models is empty'}"
         )
     if config.environment:
-        its = ENVIRONMENTS.settings(config.environment, config.environment_settings)
+        its = ENVIRONMENTS.build_settings(config.environment, config.environment_settings)
         if check := getattr(ENVIRONMENTS[config.environment], "check", None):
             check(its)
     return codec, sources
@@ -96,7 +96,7 @@ def try_out(config: AgentConfig, fields: Mapping[str, Any]) -> None:
     """
     asyncio.run(try_mcp_servers(config))
     if check := getattr(LOOPS[config.loop], "try_out", None):
-        check(LOOPS.settings(config.loop, config.settings), config.max_turns, fields)
+        check(LOOPS.build_settings(config.loop, config.settings), config.max_turns, fields)
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class AgentRunner:
         self._open: dict[tuple[int, int], _Open] = {}
         self.gate = Gate()  # for requests from outside, and for trajectories that have yet to begin
         self._endpoint = Endpoint(max_context)
-        self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
+        self._loop: AgentLoop = LOOPS.bind(config.loop, config.settings)(self)
 
     async def close(self) -> None:
         """Ends what the loop has started, MCP servers, and the HTTP server of programs."""
@@ -302,7 +302,7 @@ class AgentRunner:
 
     @asynccontextmanager
     async def environment(self, task: Task) -> AsyncIterator[Environment]:
-        make = ENVIRONMENTS.bound(self._config.environment, self._config.environment_settings)
+        make = ENVIRONMENTS.bind(self._config.environment, self._config.environment_settings)
         environment: Environment = make(task.fields)
         try:
             yield environment

@@ -95,6 +95,6 @@ class Loop:
 def _prompts(config: RLConfig, train: PromptDataset) -> PromptBatches:
     data, num, curriculum = config.data, config.trainer.prompts_per_step, None
     if asked := data.curriculum.name:
-        weight = CURRICULA.bound(asked, data.curriculum.settings)
+        weight = CURRICULA.bind(asked, data.curriculum.settings)
         curriculum = CurriculumSampler(len(train), num, config.seed, data.curriculum, weight)
     return PromptBatches(train, num, config.seed, data.train_weights, curriculum)

@@ -162,7 +162,7 @@ def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm, config.agent.loop)
     check_greedy(config)
     if curriculum := config.data.curriculum.name:
-        CURRICULA.bound(curriculum, config.data.curriculum.settings)
+        CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
     lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
     Judge(config.reward, min(filter(None, lengths)))  # checks names and settings

@@ -176,7 +176,7 @@ def _objective(config: TrainConfig, model: Group, make: MakeGroup) -> Objective:
     if isinstance(config, RMConfig):
         return RewardObjective(model)
     assert isinstance(config, DPOConfig)
-    loss = PREFERENCE_LOSSES.bound(config.loss, config.loss_settings)
+    loss = PREFERENCE_LOSSES.bind(config.loss, config.loss_settings)
     if not needs_reference(config):
         return PreferenceObjective(model, loss, None)
     if not has_reference_model(config):

@@ -168,19 +168,19 @@ def answers_of(key: str, name: str, settings: Mapping[str, object]) -> FindAnswe
     """
     registry = rewards(key)
     find = getattr(registry[name], "answers_with", None)
-    return find(registry.settings(name, settings)) if find else None
+    return find(registry.build_settings(name, settings)) if find else None
 
 
 def rewards(key: str = "reward") -> Registry[Reward]:
     """The registry; in errors its settings are `key`.name and `key`.settings."""
     for module in _BUILT_IN:
         importlib.import_module(f"mcore_rl.rewards.{module}")
-    return _REWARDS.at(f"{key}.name", f"{key}.settings")
+    return _REWARDS.copy_for(f"{key}.name", f"{key}.settings")
 
 
 def get_reward(name: str, settings: Mapping[str, object] | None = None) -> Reward:
     """The reward that reward.name names, with its settings; ConfigError as Registry.bound."""
-    return rewards().bound(name, settings or {})
+    return rewards().bind(name, settings or {})
 
 
 def answer_of(fields: Mapping[str, Any], name: str) -> str:

@@ -185,7 +185,7 @@ class Judge:
     def _term(self, name: str, term: RewardTerm, max_tokens: int | None) -> _Term:
         key = f"reward.terms.{name}" if name else "reward"
         registry = rewards(key)
-        function, bound = registry[term.name], registry.bound(term.name, term.settings)
+        function, bound = registry[term.name], registry.bind(term.name, term.settings)
         settings: Any = getattr(bound, "keywords", {}).get("settings")
         parameters = frozenset(inspect.signature(function).parameters)
         if "rewards" in parameters:
@@ -317,7 +317,7 @@ def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
     """Raises ConfigError where the settings of a reward name a column that the data lacks."""
     for name, term in reward_terms(config).items():
         key = f"reward.terms.{name}" if name else "reward"
-        settings: Any = rewards(key).settings(term.name, term.settings)
+        settings: Any = rewards(key).build_settings(term.name, term.settings)
         if hasattr(settings, "check_columns"):
             settings.check_columns(f"{key}.settings", columns)
 
@@ -329,7 +329,9 @@ def answer_check(config: RewardConfig) -> Callable[[object], None]:
         registry = rewards(f"reward.terms.{name}" if name else "reward")
         check = getattr(registry[term.name], "check_answer", None)
         if check is not None and term.weight:  # a reward without weight is only a metric
-            checks.append(partial(check, settings=registry.settings(term.name, term.settings)))
+            checks.append(
+                partial(check, settings=registry.build_settings(term.name, term.settings))
+            )
 
     def check_all(answer: object) -> None:
         for check in checks:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl.algorithms.advantages import add_token_rewards
 from mcore_rl.algorithms.correction import find_gaps_beyond
-from mcore_rl.algorithms.distillation import distillation_metrics
-from mcore_rl.algorithms.token_rewards import with_token_rewards
+from mcore_rl.algorithms.distillation import compute_distillation_metrics
 from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.trainers import steps
@@ -47,7 +47,7 @@ def training_batch(
         gaps, metrics = gaps_and_mismatch(batch, algorithm.correction, version)
     if find_gaps_beyond(gaps, get_gap_bounds(trainer)):
         return Batch({}), Batch({}), Findings(gaps, metrics, {}, [])
-    rewarded = with_token_rewards(batch, algorithm)
+    rewarded = add_token_rewards(batch, algorithm)
     judged = steps.with_advantages(rewarded, algorithm)
     chosen = steps.chosen_responses(judged, algorithm.samples, seed)
     whole = chosen
@@ -57,7 +57,12 @@ def training_batch(
     corrected, left_out = steps.with_correction(whole, algorithm)
     num = algorithm.num_mini_batches
     weighed, counts = steps.with_each(corrected, num, seed, steps.with_loss_weights, algorithm)
-    metrics = metrics | steps.compute_policy_entropy(batch) | distillation_metrics(batch) | left_out
+    metrics = (
+        metrics
+        | steps.compute_policy_entropy(batch)
+        | compute_distillation_metrics(batch)
+        | left_out
+    )
     return (
         _new(judged, batch),
         _new(weighed, chosen),

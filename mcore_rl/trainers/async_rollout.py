@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms.sample_choice import kept_groups
+from mcore_rl.algorithms.sample_choice import filter_groups
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.batch_ops import for_metrics, kept, lost_groups
@@ -262,7 +262,7 @@ class AsyncRollout:
             return True
         if self._config.reward.on_error == "drop":
             batch = batch.take(np.flatnonzero(batch.array("reward_errors") == "").tolist())
-        return len(batch) > 0 and len(kept(kept_groups, batch, policy)) > 0
+        return len(batch) > 0 and len(kept(filter_groups, batch, policy)) > 0
 
     def _too_few(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
         """What there is, where the filter has rejected as many as it may in a step."""

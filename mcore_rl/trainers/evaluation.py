@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.algorithms.inputs import reward_part
+from mcore_rl.algorithms.inputs import get_reward_part
 from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.controller.batch_ops import per_sample
 from mcore_rl.data.batch import Batch, Samples
@@ -99,7 +99,7 @@ def scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
     values |= {name: batch.array(name) for name in batch.columns if name.startswith("reward/")}
     for name, term in config.terms.items():
         is_accuracy = term.get("name", name) in ACCURACIES
-        if is_accuracy and (right := reward_part(batch, name)) is not None:
+        if is_accuracy and (right := get_reward_part(batch, name)) is not None:
             values[f"accuracy/{name}"] = right
     found = {}
     if "roles" in batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mcore_rl.algorithms.controllers import Coefficients, measured
+from mcore_rl.algorithms.controllers import Coefficients, measure
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.batch_ops import near
 from mcore_rl.data.batch import Samples
@@ -96,9 +96,9 @@ class Learner:
         """The critic and the actor learn from a batch with log-probs."""
         config, seed = self.config, [self.config.seed, step]
         found = dict[str, float]()
-        if self.coefficients.follow:
-            found = near(self.turns.actor, measured, batch, self.coefficients.config)
-        now, metrics = self.coefficients.of_step(found, len(batch))
+        if self.coefficients.needs_measurements:
+            found = near(self.turns.actor, measure, batch, self.coefficients.config)
+        now, metrics = self.coefficients.update(found, len(batch))
         if self.turns.critic is None:
             batch, trained, findings = self._training_batch(batch, now, step)
         else:

@@ -8,9 +8,8 @@ a batch is used once. Engine: BaseEngine.train_batch_with_scores.
 from __future__ import annotations
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.inputs import needs_of
+from mcore_rl.algorithms.inputs import get_needs, is_prepared
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.trainers.policy_loss import reads_squares
@@ -33,7 +32,7 @@ def find_reason_for_pass(config: RLConfig) -> str:
     # Functions outside of the package may read any column.
     is_read_by_loss = is_import_path(algorithm.loss) or is_prepared(loss)
     is_read_by_advantage = is_import_path(algorithm.advantage) or reads_squares(algorithm)
-    has_critic = "values" in needs_of(advantage)  # which learns before the actor is checked
+    has_critic = "values" in get_needs(advantage)  # which learns before the actor is checked
     # Gaps and entropies are of responses, too, that no update has.
     has_more = bool(samples.keep_responses) and samples.advantages_of == "generated"
     entropy_target, share = algorithm.entropy_target, algorithm.top_entropy_share

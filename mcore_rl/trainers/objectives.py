@@ -14,14 +14,14 @@ from typing import Protocol
 
 import numpy as np
 
-from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.algorithms.estimates import ratio_error
+from mcore_rl.algorithms.aggregation import compute_loss_weights
+from mcore_rl.algorithms.estimates import compute_ratio_error
 from mcore_rl.algorithms.preference import (
     PairLosses,
     PreferenceLoss,
     bradley_terry,
-    pair_inputs,
-    pair_weights,
+    build_pair_inputs,
+    compute_pair_weights,
 )
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch
@@ -53,7 +53,7 @@ class SupervisedObjective:
     aggregation: str = "token_mean"
 
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
-        weights = loss_weights(batch.jagged("response_mask"), self.aggregation)
+        weights = compute_loss_weights(batch.jagged("response_mask"), self.aggregation)
         with clock("update"):
             found: Metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
         return found
@@ -69,7 +69,7 @@ class SupervisedObjective:
                 counts.append(int((mask != 0).sum()))
         return {
             "loss": float(np.sum(sums) / np.sum(counts)),
-            "loss_stderr": ratio_error(sums, counts),
+            "loss_stderr": compute_ratio_error(sums, counts),
         }
 
 
@@ -100,7 +100,7 @@ class PairObjective(ABC):
 
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
         batch, losses = self.losses(batch, clock)
-        weights = pair_weights(batch, losses)
+        weights = compute_pair_weights(batch, losses)
         with clock("update"):
             found = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
         return {**found, **losses.metrics}  # the loss of the update has the gradient, not the value
@@ -126,7 +126,7 @@ class PreferenceObjective(PairObjective):
                 batch = self.reference.add_to(batch)
         with clock("log_probs"):
             batch = self.model.compute_log_probs(batch, temperature=1.0)
-        return batch, self.loss(pair_inputs(batch))
+        return batch, self.loss(build_pair_inputs(batch))
 
 
 @dataclass(frozen=True)

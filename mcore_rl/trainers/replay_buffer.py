@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms.sample_choice import priority_of
+from mcore_rl.algorithms.sample_choice import compute_priority
 from mcore_rl.config.samples_schema import ReplayConfig
 from mcore_rl.controller.batch_ops import (
     from_arrays,
@@ -65,7 +65,7 @@ class ReplayBuffer:
         index = np.unique(ids, return_inverse=True)[1]
         for part in np.unique(by_role):
             rows = by_role == part
-            found[index[rows][0]] += priority_of(rewards[rows], self._config)
+            found[index[rows][0]] += compute_priority(rewards[rows], self._config)
         return found
 
     def add(self, batch: Samples, step: int) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 
 from mcore_rl.algorithms.sample_choice import (
     CHOICE_STREAM,
-    kept_groups,
-    kept_responses,
-    reward_or_part,
+    filter_groups,
+    get_reward_or_part,
+    select_responses,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
@@ -61,7 +61,7 @@ def samples_of_step(
         came = joined(rounds)
         policy_checks.check_versions(came, step - 1 - age)
         batch, metrics = rewarded(config, came, step)
-        passed = kept(kept_groups, batch, policy)
+        passed = kept(filter_groups, batch, policy)
         if num_groups(passed) >= wanted or len(rounds) == policy.max_rounds:
             break
     observe(config, prompts, came, batch)
@@ -115,7 +115,7 @@ def trained_on(
     """The groups of a step with those responses that advantages compare, and replayed groups."""
     policy = config.algorithm.samples
     if policy.advantages_of == "kept":
-        fresh = kept(kept_responses, fresh, policy, [config.seed, step, CHOICE_STREAM])
+        fresh = kept(select_responses, fresh, policy, [config.seed, step, CHOICE_STREAM])
     if not policy.replay.share:
         return fresh, {}
     return _with_replayed(fresh, replayed, replay, policy.replay.max_age, step)
@@ -136,7 +136,7 @@ def observe(config: RLConfig, prompts: PromptBatches, came: Samples, batch: Samp
     curriculum = config.data.curriculum
     if curriculum.name:
         whole = Trajectories(per_sample(batch)).joined()
-        rewards = reward_or_part(whole, curriculum.success, "data.curriculum.success")
+        rewards = get_reward_or_part(whole, curriculum.success, "data.curriculum.success")
         has_succeeded = rewards >= curriculum.min_reward
         prompts.observe(came.array("group_ids"), whole.array("group_ids"), has_succeeded)
 

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mcore_rl.algorithms.advantages import token_advantages
-from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
-from mcore_rl.algorithms.correction import corrected
-from mcore_rl.algorithms.distillation import sampled_kl
-from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
+from mcore_rl.algorithms.advantages import compute_advantages
+from mcore_rl.algorithms.aggregation import compute_loss_weights, select_top_entropy
+from mcore_rl.algorithms.correction import apply_correction
+from mcore_rl.algorithms.distillation import compute_sampled_kl
+from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, select_responses
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.samples_schema import SamplesConfig
@@ -112,11 +112,11 @@ def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """
     distillation, responses = algorithm.distillation, batch.jagged("response_ids")
     if distillation.loss == "off" or distillation.use_reward:
-        found = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
+        found = compute_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
     else:
         found = {"advantages": responses.with_values(np.zeros(len(responses.values), np.float32))}
     if distillation.loss == "sampled_kl":
-        kl = np.float32(distillation.coef) * sampled_kl(batch).values
+        kl = np.float32(distillation.coef) * compute_sampled_kl(batch).values
         found["advantages"] = responses.with_values(found["advantages"].values - kl)
     return batch.with_columns(**found)
 
@@ -151,7 +151,7 @@ def _cross_entropy_mask(batch: Batch) -> Jagged:
 def chosen_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B:
     """Those of algorithm.samples.keep_responses, where advantages compare all that there were."""
     is_later = samples.advantages_of == "generated"
-    return kept(kept_responses, batch, samples, [*seed, CHOICE_STREAM]) if is_later else batch
+    return kept(select_responses, batch, samples, [*seed, CHOICE_STREAM]) if is_later else batch
 
 
 def mini_batches(batch: Samples, num: int, seed: Sequence[int]) -> list[list[int]]:
@@ -180,10 +180,10 @@ def with_each(
 
 def with_correction(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
     """Adds what algorithm.correction and top_entropy_share leave to train on, and its metrics."""
-    batch, metrics = corrected(batch, algorithm.correction)
+    batch, metrics = apply_correction(batch, algorithm.correction)
     if algorithm.top_entropy_share < 1:
         entropy, mask = batch.jagged("entropy"), batch.jagged("response_mask")
-        highest = top_entropy_mask(entropy, mask, algorithm.top_entropy_share)
+        highest = select_top_entropy(entropy, mask, algorithm.top_entropy_share)
         batch = batch.with_columns(top_entropy_mask=highest)
     return batch, metrics
 
@@ -230,7 +230,7 @@ def _weights(
     if not mask.values.any():
         return mask.with_values(np.zeros(len(mask.values), np.float32))
     mode, settings = algorithm.loss_aggregation, algorithm.loss_aggregation_settings
-    weights = loss_weights(mask, mode, settings, trajectories.numbers)
+    weights = compute_loss_weights(mask, mode, settings, trajectories.numbers)
     return weights.with_values(weights.values * np.float32(coef))
 
 

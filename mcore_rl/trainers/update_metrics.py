@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, stream_name
+from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, get_loss_name
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.metrics import merge
 from mcore_rl.trainers.policy_loss import COLUMN_OF_METRIC
@@ -50,7 +50,7 @@ def _weight(name: str, step: StepMetrics) -> float:
         return step.num_tokens
     if name in _OF_A_STEP or name.startswith(_OF_ROUTERS):
         return 1
-    if name in map(stream_name, step.trained):
+    if name in map(get_loss_name, step.trained):
         return 1
     column = COLUMN_OF_METRIC.get(name, LOSS_WEIGHTS)
     return step.trained.get(column, step.trained[LOSS_WEIGHTS])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS
+from mcore_rl.algorithms.aggregation import compute_loss_weights
+from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, MiniBatchInputs, is_prepared, prepare_columns
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import MiniBatchInputs, is_prepared, prepared_columns
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.batch_ops import along_tokens, with_near
 from mcore_rl.controller.dispatch import Group
@@ -101,9 +100,9 @@ def with_prepared_columns(
 
     It has current_log_probs and entropy of the policy as it is before the update.
     """
-    columns = prepared_columns(
+    columns = prepare_columns(
         LOSSES[algorithm.loss],
-        LOSSES.settings(algorithm.loss, algorithm.loss_settings),
+        LOSSES.build_settings(algorithm.loss, algorithm.loss_settings),
         MiniBatchInputs(batch, seed),
         f"{LOSSES.setting}={algorithm.loss!r}",
     )
@@ -127,7 +126,7 @@ def update_critic(
 
 def _with_critic_weights(batch: Batch, aggregation: str) -> tuple[Batch, TokenCounts]:
     sequences = Trajectories(batch).numbers
-    weights = loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
+    weights = compute_loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
     return batch.with_columns(loss_weights=weights), token_counts(Batch({LOSS_WEIGHTS: weights}))
 
 

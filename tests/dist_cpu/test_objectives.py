@@ -23,8 +23,8 @@ from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import (
     PREFERENCE_LOSSES,
     bradley_terry,
-    pair_inputs,
-    pair_weights,
+    build_pair_inputs,
+    compute_pair_weights,
 )
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout
@@ -215,9 +215,9 @@ def test_preference_loss_and_gradients_equal_torch_on_transformers(runs, name, l
     ]
     wanted = [by_torch(new[i : i + 2], old[i : i + 2]) for i in range(0, len(new), 2)]
     batch = runs.scored(pairs, layout, "language_model", "log_probs")
-    losses = PREFERENCE_LOSSES.bound(name, settings)(pair_inputs(batch))
+    losses = PREFERENCE_LOSSES.bind(name, settings)(build_pair_inputs(batch))
     np.testing.assert_allclose(losses.loss, [w.item() for w in wanted], rtol=1e-4)
-    batch = batch.with_columns(loss_weights=pair_weights(batch, losses))
+    batch = batch.with_columns(loss_weights=compute_pair_weights(batch, losses))
     found = runs.gradients(batch, layout, "language_model")
     loss = torch.stack(wanted).mean()
     assert_gradients(found, reference_gradients(model, loss, runs.folder / f"{name}-{layout}"))
@@ -228,7 +228,7 @@ def reward_batch(runs: Runs, layout: str) -> tuple[Batch, Any]:
     pairs = pairs.select("prompt_ids", "response_ids", "response_mask", "values")
     values = pairs.jagged("values").values.astype(np.float64)
     losses = bradley_terry(values[::2], values[1::2], np.full(len(pairs) // 2, MARGIN))
-    return pairs.with_columns(loss_weights=pair_weights(pairs, losses)), losses
+    return pairs.with_columns(loss_weights=compute_pair_weights(pairs, losses)), losses
 
 
 @pytest.mark.parametrize("layout", EACH)

@@ -17,7 +17,7 @@ import ranks
 import torch
 
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, LossInputs, stream_name
+from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, LossInputs, get_loss_name, is_prepared
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.algorithms.losses import (
     LOSSES,
@@ -25,7 +25,6 @@ from mcore_rl.algorithms.losses import (
     negative_log_likelihood,
     value_clip,
 )
-from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, Layout
 from mcore_rl.data.batch import Batch, Jagged
@@ -129,7 +128,7 @@ def cases() -> dict[str, tuple[LossFunction, AlgorithmConfig]]:
 
 def settings(name: str) -> dict[str, Any]:
     """Those that a loss has to be given; and a share of tokens that selects some of these few."""
-    kind = LOSSES.settings_of(name)
+    kind = LOSSES.get_settings_class(name)
     known = fields(kind) if kind is not None else ()
     needed = {f.name: 0.3 for f in known if f.default is MISSING and f.default_factory is MISSING}
     return needed | {f.name: 0.3 for f in known if f.name == "fraction"}
@@ -168,7 +167,7 @@ def whole(name: str, loss: LossFunction, config: AlgorithmConfig) -> Sums:
             if column == LOSS_WEIGHTS:
                 weights = weights * (columns["correction_weights"] != 0)
             coef = (COEFS | {"distillation_weights": DISTILLATION_COEF}).get(column, 1)
-            sums[stream_name(column)] = (coef * weights * value).sum()
+            sums[get_loss_name(column)] = (coef * weights * value).sum()
         assert len(sums) == 4 + (config.distillation.loss != "off")
         sums["loss"] = torch.stack([*sums.values()]).sum()
     sums["loss"].backward()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.data.batch import Batch, Jagged
 
 VOCAB = 131  # odd, so that it is padded at TP2
@@ -68,7 +68,7 @@ def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
     responses = [rng.integers(2, VOCAB, rng.integers(1, 19)) for _ in range(num_samples)]
     lengths = [len(r) for r in responses]
     mask = Jagged.of([rng.integers(0, 2, n) | (np.arange(n) == 0) for n in lengths], np.int8)
-    weights = loss_weights(mask, "token_mean")
+    weights = compute_loss_weights(mask, "token_mean")
     return Batch(
         {
             "prompt_ids": Jagged.of(prompts, np.int64),

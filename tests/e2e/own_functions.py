@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mcore_rl.algorithms.group_advantages import grpo
+from mcore_rl.algorithms.advantages import grpo
 from mcore_rl.algorithms.inputs import AdvantageInputs, LossInputs
 from mcore_rl.algorithms.losses import ppo_clip
 from mcore_rl.config.schema import GRPOSettings, PPOClipSettings

@@ -14,7 +14,7 @@ import measure
 import numpy as np
 import torch
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import EngineSpec
@@ -44,7 +44,7 @@ def make_batch(num_tokens: int, vocab_size: int) -> Batch:
             "response_mask": mask,
             "log_probs": Jagged.of([np.full(len(r), -11.0) for r in responses], np.float32),
             "advantages": Jagged.of([rng.normal(size=len(r)) for r in responses], np.float32),
-            "loss_weights": loss_weights(mask, "token_mean"),
+            "loss_weights": compute_loss_weights(mask, "token_mean"),
         }
     )
 

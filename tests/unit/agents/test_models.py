@@ -16,8 +16,8 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import session_seed, turn_seed
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import samples_of
-from mcore_rl.algorithms.advantages import token_advantages
-from mcore_rl.algorithms.sample_choice import kept_groups
+from mcore_rl.algorithms.advantages import compute_advantages
+from mcore_rl.algorithms.sample_choice import filter_groups
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
@@ -264,14 +264,14 @@ def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
         a_sample(0, 1, "hider", 1.0), a_sample(0, 5, "guesser", 10.0),
     ]  # fmt: skip
     batch = Batch.of(rows)
-    found = token_advantages(batch, "grpo", {"normalize_by_std": False})["advantages"]
+    found = compute_advantages(batch, "grpo", {"normalize_by_std": False})["advantages"]
     assert [row.tolist() for row in found] == [[-0.5] * 2, [0.0] * 2, [0.5] * 2, [0.0] * 2]
     mixed = Batch.of([*map(plain, rows)])
     assert not np.allclose(
-        token_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
+        compute_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
         found.values,
     )
-    kept = kept_groups(batch, SamplesConfig(group_filter="drop_uniform"))
+    kept = filter_groups(batch, SamplesConfig(group_filter="drop_uniform"))
     assert kept.array("roles").tolist() == ["hider", "hider"]
     assert kept.array("group_ids").tolist() == [0, 0]
     metrics = describe(batch)

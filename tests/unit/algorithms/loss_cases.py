@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.algorithms.inputs import LossInputs, MiniBatchInputs
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import MiniBatchInputs
 from mcore_rl.data.batch import Batch, Jagged
 
 Rows = list[list[float]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from verl.trainer.ppo import core_algos
 
-from mcore_rl.algorithms.advantages import token_advantages
+from mcore_rl.algorithms.advantages import compute_advantages
 from mcore_rl.data.batch import Batch, Jagged
 from tests.unit.algorithms import advantage_oracles as oracles
 
@@ -53,7 +53,7 @@ def fair_cases() -> list[tuple[Batch, Tensors]]:
     for seed in range(1000):
         case = oracles.random_case(seed, nonnegative=False)
         rng = np.random.default_rng(seed)
-        one, two = (oracles.batch_of(case) for _ in range(2))
+        one, two = (oracles.build_batch(case) for _ in range(2))
         changed = {"rewards": rng.normal(size=len(two)).astype(np.float32)}
         if case.process:
             tokens = two.jagged("token_rewards")
@@ -178,7 +178,7 @@ def test_it_equals_verl(name):
         if name == "optimal_token_baseline":
             batch = of_one_turn(batch)
             tensors = for_verl(batch)
-        columns = token_advantages(batch, ours, settings)
+        columns = compute_advantages(batch, ours, settings)
         chosen = tensors["response_mask"] != 0
         advantages, returns = verl(tensors, batch)
         pairs = [(columns["advantages"], advantages)]
@@ -198,7 +198,7 @@ def test_the_advantage_of_a_group_of_one_is_its_return_as_in_verl(name):
         groups = np.arange(len(batch), dtype=np.int64)
         batch = of_one_turn(batch).with_columns(group_ids=groups)
         tensors = for_verl(batch)
-        found = padded(token_advantages(batch, ours, settings)["advantages"])
+        found = padded(compute_advantages(batch, ours, settings)["advantages"])
         advantages, returns = verl(tensors, batch)
         torch.testing.assert_close(advantages, returns)
         torch.testing.assert_close(found, returns.double(), rtol=1e-4, atol=1e-4)

@@ -7,17 +7,18 @@ import json
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.aggregation import top_entropy_mask
-from mcore_rl.algorithms.controllers import Coefficients, measured
+from mcore_rl.algorithms.advantages import add_token_rewards
+from mcore_rl.algorithms.aggregation import select_top_entropy
+from mcore_rl.algorithms.controllers import Coefficients, measure
 from mcore_rl.algorithms.inputs import AdvantageInputs
-from mcore_rl.algorithms.token_rewards import reference_kl, with_token_rewards
+from mcore_rl.algorithms.kl import compute_reference_kl
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.data.batch import Batch, Jagged
 
 
 def of_step(coefficients: Coefficients, batch: Batch):
-    return coefficients.of_step(measured(batch, coefficients.config), len(batch))
+    return coefficients.update(measure(batch, coefficients.config), len(batch))
 
 
 def random_batch(seed: int) -> Batch:
@@ -110,7 +111,7 @@ def test_rewards_of_tokens_equal_loops(has_process, coef):
         batch = random_batch(seed)
         if not has_process:
             batch = batch.select(*batch.columns.keys() - {"process_rewards"})
-        found = with_token_rewards(batch, algorithm)
+        found = add_token_rewards(batch, algorithm)
         assert found.array("rewards") is batch.array("rewards")
         for row, mask in enumerate(batch.jagged("response_mask")):
             policy, reference = (batch.jagged(n)[row] for n in ("log_probs", "reference_log_probs"))
@@ -131,14 +132,14 @@ def test_rewards_of_tokens_equal_loops(has_process, coef):
 def test_rewards_of_responses_stay_where_nothing_is_of_tokens():
     batch = random_batch(0)
     batch = batch.select(*batch.columns.keys() - {"process_rewards"})
-    assert with_token_rewards(batch, AlgorithmConfig(kl_coef=0.1)) is batch
+    assert add_token_rewards(batch, AlgorithmConfig(kl_coef=0.1)) is batch
 
 
 def test_an_estimator_of_another_form_is_refused(tmp_path):
     (tmp_path / "own.py").write_text("def total(log_probs, reference_log_probs):\n    return 1.0\n")
     algorithm = AlgorithmConfig(kl_coef=0.1, kl_estimator=f"{tmp_path}/own.py:total")
     with pytest.raises(ConfigError, match=r"own.py:total' returned float; allowed: a tensor of \["):
-        reference_kl(random_batch(0), algorithm)
+        compute_reference_kl(random_batch(0), algorithm)
 
 
 def test_the_tokens_of_highest_entropy_equal_a_sort():
@@ -147,7 +148,7 @@ def test_the_tokens_of_highest_entropy_equal_a_sort():
         batch = random_batch(seed)
         share = float(np.random.default_rng(seed).choice([0.01, 0.2, 0.5, 0.99]))
         mask, entropy = batch.jagged("response_mask"), batch.jagged("entropy")
-        found = top_entropy_mask(entropy, mask, share).values.tolist()
+        found = select_top_entropy(entropy, mask, share).values.tolist()
         chosen = sorted(
             (float(e) for e, m in zip(entropy.values, mask.values, strict=True) if m), reverse=True
         )
@@ -160,7 +161,7 @@ def test_the_bonus_counts_at_the_target_itself_and_stays_as_it_is():
     config = AlgorithmConfig(entropy_target=0.5, entropy_coef=0.01, entropy_coef_step=0.004)
     coefficients = Coefficients(config)
     for _ in range(2):
-        assert coefficients.of_step({"entropy": 0.5}, 4)[0].entropy_coef == 0.01
+        assert coefficients.update({"entropy": 0.5}, 4)[0].entropy_coef == 0.01
 
 
 def test_the_share_of_tokens_of_highest_entropy_is_the_nearest():
@@ -168,11 +169,11 @@ def test_the_share_of_tokens_of_highest_entropy_is_the_nearest():
     entropy = Jagged.of([[0.1, 0.3, 0.2]], np.float32)
     mask = entropy.with_values(np.ones(3, np.int8))
     for share, kept in ((0.5, [0, 1, 1]), (0.4, [0, 1, 0]), (0.01, [0, 1, 0])):
-        assert top_entropy_mask(entropy, mask, share).values.tolist() == kept
+        assert select_top_entropy(entropy, mask, share).values.tolist() == kept
 
 
 def test_tokens_that_the_policy_did_not_choose_have_no_kl():
     batch = random_batch(3)
     mask = batch.jagged("response_mask").values
-    kl = reference_kl(batch, AlgorithmConfig(kl_estimator="abs")).values
+    kl = compute_reference_kl(batch, AlgorithmConfig(kl_estimator="abs")).values
     assert 0 in mask and ((kl != 0) == (mask != 0)).all()

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.correction import check_rules, corrected, mismatch
-from mcore_rl.algorithms.correction_rules import RULES as OURS
+from mcore_rl.algorithms.correction import RULES as OURS
+from mcore_rl.algorithms.correction import apply_correction, check_rules, compute_mismatch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CorrectionConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -116,7 +116,7 @@ def test_weights_masks_and_metrics_equal_loops_over_tokens():
     for seed in range(1000):
         rng = np.random.default_rng(seed)
         batch, config = random_batch(rng), random_settings(rng)
-        found, metrics = corrected(batch, config)
+        found, metrics = apply_correction(batch, config)
         num = sum(chosen(batch, "response_mask"))
         if (config.level == "off" and not config.reject) or not num:
             assert found is batch and metrics == {}
@@ -150,9 +150,9 @@ def test_the_mismatch_equals_loops_over_tokens():
         tokens = sequences(batch)
         logs = [trainer - server for row in tokens for trainer, server, _ in row]
         if not logs:
-            assert mismatch(batch) == {}
+            assert compute_mismatch(batch) == {}
             continue
-        found = {n.removeprefix("mismatch/"): value for n, value in mismatch(batch).items()}
+        found = {n.removeprefix("mismatch/"): value for n, value in compute_mismatch(batch).items()}
         assert found["kl"] == pytest.approx(-sum(logs) / len(logs))
         k3 = [exp(log) - 1 - max(-20.0, min(20.0, log)) for log in logs]
         assert found["k3_kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-6, abs=1e-12)
@@ -172,8 +172,8 @@ def test_samples_in_another_order_have_the_same_weights():
         rng = np.random.default_rng(seed)
         batch, config = random_batch(rng), random_settings(rng)
         order = rng.permutation(len(batch)).tolist()
-        one, metrics = corrected(batch, config)
-        other, same = corrected(batch.take(order), config)
+        one, metrics = apply_correction(batch, config)
+        other, same = apply_correction(batch.take(order), config)
         assert metrics == pytest.approx(same)
         for column in one.columns.keys() - batch.columns.keys():
             np.testing.assert_allclose(
@@ -211,7 +211,7 @@ def of_ratios(rows: list[list[float]]) -> Batch:
 )
 def test_a_case_worked_by_hand(settings, weights, mask):
     """A sequence of the ratios 1/2 and 4, of product 2, and one of the ratio 1."""
-    found, _ = corrected(of_ratios([[0.5, 4.0], [1.0]]), CorrectionConfig(**settings))
+    found, _ = apply_correction(of_ratios([[0.5, 4.0], [1.0]]), CorrectionConfig(**settings))
     assert found.jagged("correction_weights").values.tolist() == pytest.approx(weights, rel=1e-6)
     assert found.jagged("policy_mask").values.tolist() == mask
 
@@ -240,6 +240,6 @@ def test_a_ratio_that_equals_a_bound_is_within_it():
     batch = Batch(dict.fromkeys(names, column) | {"response_mask": column})
     for bounds in ({"weight_min": 1.0}, {"weight_max": 1.0}):
         config = CorrectionConfig(level="token", method="mask", **bounds)
-        found, metrics = corrected(batch, config)
+        found, metrics = apply_correction(batch, config)
         assert found.jagged("correction_weights").values.tolist() == [1, 1]
         assert metrics["correction/clipped"] == 0

@@ -15,12 +15,12 @@ from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_rejection_mask,
 )
 
-from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.algorithms.controllers import Coefficients, measured
-from mcore_rl.algorithms.correction import corrected, mismatch
+from mcore_rl.algorithms.advantages import add_token_rewards
+from mcore_rl.algorithms.aggregation import compute_loss_weights
+from mcore_rl.algorithms.controllers import Coefficients, measure
+from mcore_rl.algorithms.correction import apply_correction, compute_mismatch
 from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
-from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
 from mcore_rl.data.batch import Batch, Jagged
 from tests.unit.algorithms.correction_cases import random_batch, random_bound
@@ -57,7 +57,7 @@ def test_importance_weights(level, low, normalize):
     if low is not None:
         config.method, config.weight_min = "mask", low
     for _, batch, log_ratio, mask in cases(100):
-        found, ours = corrected(batch, config)
+        found, ours = apply_correction(batch, config)
         weights = found.jagged("correction_weights")
         if not weights.values.any():  # verl divides by zero
             continue
@@ -91,7 +91,7 @@ def test_rejection(rule):
         bound = random_bound(rng, rule)
         theirs = f"{1 / bound[1]}_{1 / bound[0]}" if isinstance(bound, list) else bound
         wanted, metrics = compute_rollout_rejection_mask(log_ratio, mask, NAMES[rule], theirs)
-        found, ours = corrected(batch, CorrectionConfig(reject={rule: bound}))
+        found, ours = apply_correction(batch, CorrectionConfig(reject={rule: bound}))
         column = found.jagged("policy_mask")
         np.testing.assert_array_equal(column.values, rows(wanted, column))
         share = metrics["rollout_rs_masked_fraction"]
@@ -106,7 +106,7 @@ def test_the_kl_of_trainer_and_server():
             continue
         server = padded(batch.jagged("rollout_log_probs"))
         wanted = compute_offpolicy_metrics(log_ratio + server, server, mask)
-        found = mismatch(batch)
+        found = compute_mismatch(batch)
         assert found["mismatch/kl"] == pytest.approx(wanted["kl"], rel=1e-5, abs=1e-7)
         assert found["mismatch/k3_kl"] == pytest.approx(wanted["k3_kl"], rel=1e-5, abs=1e-7)
 
@@ -145,7 +145,7 @@ def test_aggregation(mode, theirs):
         column = batch.jagged("response_mask")
         losses = column.with_values(rng.normal(size=len(column.values)))
         wanted = core_algos.agg_loss(padded(losses), mask, theirs, loss_scale_factor=9)
-        found = loss_weights(column, mode, settings).values @ losses.values
+        found = compute_loss_weights(column, mode, settings).values @ losses.values
         assert found == pytest.approx(wanted.item(), rel=1e-5, abs=1e-6)
 
 
@@ -168,14 +168,14 @@ def test_the_kl_controller_and_rewards_of_tokens():
         if not mask.any(-1).all():  # verl counts sequences without a token as of no KL
             continue
         batch = with_reference(rng, batch)
-        settings, _ = ours.of_step(measured(batch, algorithm), len(batch))
+        settings, _ = ours.update(measure(batch, algorithm), len(batch))
         assert settings.kl_coef == pytest.approx(theirs.value, rel=1e-5)
         old, reference = (padded(batch.jagged(n)) for n in ("log_probs", "reference_log_probs"))
         kl = core_algos.kl_penalty(old, reference, "low_var_kl") * mask
         scores = torch.zeros_like(mask)
         for row, reward in enumerate(batch.array("rewards")):
             scores[row, int(mask[row].nonzero()[-1])] = float(reward)
-        found = with_token_rewards(batch, settings)
+        found = add_token_rewards(batch, settings)
         column = found.jagged("token_rewards")
         wanted = scores - theirs.value * kl
         np.testing.assert_allclose(column.values, rows(wanted, column), rtol=1e-4, atol=1e-5)

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.algorithms.distillation import distillation_metrics, sampled_kl, top_tokens_kl
+from mcore_rl.algorithms.aggregation import compute_loss_weights
+from mcore_rl.algorithms.distillation import (
+    compute_distillation_metrics,
+    compute_sampled_kl,
+    compute_top_tokens_kl,
+)
 from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -40,7 +44,7 @@ def test_the_kl_over_likely_tokens_equals_its_definition(kind):
         policy, teacher = log_probs(rng, vocab), log_probs(rng, vocab)
         top = np.argsort(-teacher)[: rng.integers(1, vocab)]
         sides = torch.from_numpy(policy[top]), torch.from_numpy(teacher[top])
-        found = top_tokens_kl(*sides, kind).item()
+        found = compute_top_tokens_kl(*sides, kind).item()
         wanted = kl_by_loops(policy[top].tolist(), teacher[top].tolist(), kind)
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
         p, q = (policy, teacher) if kind == "reverse_kl" else (teacher, policy)
@@ -52,7 +56,7 @@ def test_over_all_tokens_it_is_the_whole_kl_with_its_gradient(kind):
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.normal(0, 2, (4, 9))).requires_grad_()
     teacher = torch.from_numpy(rng.normal(0, 2, (4, 9))).log_softmax(-1)
-    found = top_tokens_kl(logits.log_softmax(-1), teacher, kind)
+    found = compute_top_tokens_kl(logits.log_softmax(-1), teacher, kind)
     mine = logits.log_softmax(-1)
     sides = (teacher, mine) if kind == "reverse_kl" else (mine, teacher)
     wanted = torch.nn.functional.kl_div(*sides, reduction="none", log_target=True).sum(-1)
@@ -67,7 +71,7 @@ def test_gradcheck(kind):
     logits = torch.from_numpy(rng.normal(0, 1, (3, 7))).requires_grad_()
     teacher = torch.from_numpy(rng.normal(0, 1, (3, 7))).log_softmax(-1)[:, :4]
     assert torch.autograd.gradcheck(
-        lambda x: top_tokens_kl(x.log_softmax(-1)[:, :4], teacher, kind), logits
+        lambda x: compute_top_tokens_kl(x.log_softmax(-1)[:, :4], teacher, kind), logits
     )
 
 
@@ -98,7 +102,7 @@ def test_the_sampled_kl_is_taken_off_the_advantage():
     rng = np.random.default_rng(3)
     for case in range(1000):
         batch = batch_of(rng, 1 + case % 3)
-        found = sampled_kl(batch)
+        found = compute_sampled_kl(batch)
         wanted = []
         for t, chosen in enumerate(batch.jagged("response_mask").values):
             mine = float(batch.jagged("log_probs").values[t])
@@ -118,7 +122,7 @@ def test_the_sampled_kl_is_taken_off_the_advantage():
                 advantages, base - 0.5 * np.array(wanted), rtol=1e-4, atol=1e-5
             )
         chosen = batch.jagged("response_mask").values != 0
-        mean = distillation_metrics(batch)["distillation/sampled_kl"]
+        mean = compute_distillation_metrics(batch)["distillation/sampled_kl"]
         assert mean == pytest.approx(np.array(wanted)[chosen].mean(), rel=1e-3, abs=1e-5)
 
 
@@ -129,7 +133,7 @@ def test_weights_of_a_distillation_loss_alone_and_beside_rewards(use_reward):
         distillation=DistillationConfig("reverse_kl", coef=0.5, use_reward=use_reward)
     )
     found, _ = with_loss_weights(batch, config)
-    weights = loss_weights(batch.jagged("response_mask"), "token_mean").values
+    weights = compute_loss_weights(batch.jagged("response_mask"), "token_mean").values
     np.testing.assert_array_equal(found.jagged("loss_weights").values, weights * use_reward)
     np.testing.assert_array_equal(found.jagged("distillation_weights").values, weights * 0.5)
 
@@ -140,4 +144,4 @@ def test_the_rest_has_a_probability_of_a_millionth_at_least(kind):
     sure, half = torch.zeros(1), torch.tensor([0.5]).log()
     sides = (half, sure) if kind == "reverse_kl" else (sure, half)
     wanted = 0.5 * math.log(0.5) + 0.5 * (math.log(0.5) - math.log(1e-6))
-    assert top_tokens_kl(*sides, kind).item() == pytest.approx(wanted, rel=1e-5)
+    assert compute_top_tokens_kl(*sides, kind).item() == pytest.approx(wanted, rel=1e-5)

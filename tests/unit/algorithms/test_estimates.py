@@ -10,7 +10,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.estimates import MAX_SAMPLES, majority_at_k, mean_and_error, pass_at_k
+from mcore_rl.algorithms.estimates import (
+    MAX_SAMPLES,
+    compute_mean_and_error,
+    majority_at_k,
+    pass_at_k,
+)
 
 
 def cases(num_cases: int):
@@ -88,12 +93,12 @@ def test_the_standard_error_is_that_of_a_mean():
     values = [0.0, 1.0, 0.5, 0.25]
     mean = sum(values) / 4
     variance = sum((value - mean) ** 2 for value in values) / 3
-    assert mean_and_error(values) == pytest.approx((mean, math.sqrt(variance / 4)))
-    assert mean_and_error([0.5]) == (0.5, None)
+    assert compute_mean_and_error(values) == pytest.approx((mean, math.sqrt(variance / 4)))
+    assert compute_mean_and_error([0.5]) == (0.5, None)
 
 
 def test_the_standard_error_is_the_spread_of_the_mean_over_many_draws():
     rng = np.random.default_rng(0)
     draws = rng.binomial(8, rng.beta(1, 2, (2000, 50))) / 8  # 50 prompts, 8 responses each
-    errors = [mean_and_error(row)[1] for row in draws]
+    errors = [compute_mean_and_error(row)[1] for row in draws]
     assert np.mean(errors) == pytest.approx(draws.mean(1).std(ddof=1), rel=0.05)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.algorithms.losses import LOSSES, ValueClipSettings, value_clip
 from mcore_rl.data.batch import Batch
 from tests.unit.algorithms.loss_cases import (
@@ -49,7 +49,7 @@ SAME: list[tuple[str, dict[str, float], str, dict[str, float]]] = [
 
 
 def aggregated(batch: Batch, mode: str) -> Batch:
-    weights = loss_weights(batch.jagged("response_mask"), mode)
+    weights = compute_loss_weights(batch.jagged("response_mask"), mode)
     return batch.with_columns(loss_weights=weights.with_values(weights.values.astype(np.float64)))
 
 
@@ -102,7 +102,7 @@ ONE_MODE = ("sapo", "gmpo")  # verl aggregates these in one way
 def test_loss_and_gradient_are_those_of_verl(name, given, theirs, config, mode):
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    settings, verl = LOSSES.settings(name, given), get_policy_loss_fn(theirs)
+    settings, verl = LOSSES.build_settings(name, given), get_policy_loss_fn(theirs)
     clipped, of_verl = [], []
     for seed in range(40):
         batch = prepared(aggregated(random_batch(seed), mode), name, settings)
@@ -141,7 +141,7 @@ def test_dro_is_that_of_verl_at_any_log_ratio(away):
     batch = batch.with_columns(log_probs=old.with_values(old.values - away))
     new = torch.from_numpy(old.values.copy()).requires_grad_()
     inputs = inputs_of(batch, new)
-    loss, _ = loss_of("dro", LOSSES.settings("dro", {"beta": 0.3}), inputs)
+    loss, _ = loss_of("dro", LOSSES.build_settings("dro", {"beta": 0.3}), inputs)
     (gradient,) = torch.autograd.grad((loss * inputs.loss_weights).sum(), new)
     columns = ("log_probs", "current_log_probs", "advantages", "response_mask")
     given = [padded(batch, name) for name in columns]

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.inputs import needs
+from mcore_rl.algorithms.inputs import MiniBatchInputs, needs, prepared_by
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_by
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 from tests.unit.algorithms import loss_cases as cases
@@ -35,7 +34,7 @@ EVERY = LOSSES.names
 
 def random_settings(name: str, seed: int) -> Any:
     """Bounds that random cases are on both sides of."""
-    kind, rng = LOSSES.settings_of(name), np.random.default_rng(seed)
+    kind, rng = LOSSES.get_settings_class(name), np.random.default_rng(seed)
     if kind is None:
         return None
     values = {field.name: float(rng.uniform(0.05, 0.9)) for field in fields(kind)}
@@ -161,7 +160,9 @@ def test_a_policy_that_ran_away_gives_finite_losses_and_gradients(name, away):
     case = replace(case, new=[[-0.5] * len(row) for row in case.old])
     case = replace(case, old=[[min(x - away, -0.1 - away) for x in row] for row in case.new])
     batch = batch_of(case, np.float32)
-    settings = LOSSES.settings(name, {"dro": {"beta": 0.1}, "kimi": {"tau": 0.1}}.get(name, {}))
+    settings = LOSSES.build_settings(
+        name, {"dro": {"beta": 0.1}, "kimi": {"tau": 0.1}}.get(name, {})
+    )
     loss, metrics, gradient = evaluated(name, settings, prepared(batch, name, settings))
     assert loss.dtype == gradient.dtype == torch.float32
     assert loss.isfinite().all() and gradient.isfinite().all()
@@ -187,7 +188,7 @@ def test_a_penalty_of_log_ratios_pulls_back_a_policy_beyond_20_nats(name, away):
     given, worked_out = UNCLAMPED[name]
     new, old, ones = [[-1.0, -1.0]], [[-1.0 - away] * 2], [[1.0, 1.0]]
     batch = batch_of(Case(new, old, old, [[0.5, 0.5]], ones, [1.0], ones))
-    settings = LOSSES.settings(name, given)
+    settings = LOSSES.build_settings(name, given)
     loss, _, gradient = evaluated(name, settings, prepared(batch, name, settings))
     value, slope = worked_out(away)
     assert loss.tolist() == pytest.approx([value] * 2)
@@ -215,7 +216,7 @@ def test_clip_cov_drops_so_many_tokens_at_random_of_those_between_the_bounds():
 
 
 def test_clip_cov_draws_by_the_seed_of_the_mini_batch():
-    wide = LOSSES.settings("clip_cov", {"covariance_low": -9, "covariance_high": 9})
+    wide = LOSSES.build_settings("clip_cov", {"covariance_low": -9, "covariance_high": 9})
     case, drawn = random_case(5), set()
     for seed in range(20):
         column = prepared(batch_of(case), "clip_cov", wide, (0, seed)).jagged("selected")
@@ -246,7 +247,7 @@ def test_tokens_that_are_not_trained_on_have_no_part_in_the_choice(name):
 def test_the_example_of_the_page_is_gspo():
     settings, batch = random_settings("gspo", 1), batch_of(random_case(1))
     own = f"{Path(__file__).parents[3] / 'examples' / 'gspo.py'}:gspo"
-    own_settings = LOSSES.settings(own, vars(settings))
+    own_settings = LOSSES.build_settings(own, vars(settings))
     for found, wanted in zip(
         evaluated(own, own_settings, batch), evaluated("gspo", settings, batch), strict=True
     ):
@@ -258,7 +259,7 @@ def test_luspo_is_gspo_summed_over_the_tokens():
     case = random_case(11)
     settings = random_settings("gspo", 11)
     batch = batch_of(case)
-    longer = evaluated("luspo", LOSSES.settings_of("luspo")(**vars(settings)), batch)[0]
+    longer = evaluated("luspo", LOSSES.get_settings_class("luspo")(**vars(settings)), batch)[0]
     lengths = np.repeat([len(case.trained(i)) for i in range(len(batch))], [*map(len, case.new)])
     plain = evaluated("gspo", settings, batch)[0]
     np.testing.assert_allclose(longer, plain * torch.from_numpy(lengths))
@@ -295,7 +296,7 @@ def test_gspo_token_has_the_gradient_of_gspo_with_an_advantage_a_sequence():
 )
 def test_settings_that_cannot_be_are_refused(name, given, message):
     with pytest.raises(ConfigError, match=message):
-        LOSSES.bound(name, given)
+        LOSSES.bind(name, given)
 
 
 def test_what_prepares_a_loss_takes_inputs_and_maybe_settings():

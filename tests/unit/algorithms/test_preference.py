@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from mcore_rl.algorithms.inputs import needs_of
+from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.algorithms.preference import (
     PREFERENCE_LOSSES,
     PairInputs,
     bradley_terry,
-    pair_inputs,
-    pair_weights,
+    build_pair_inputs,
+    compute_pair_weights,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
@@ -82,12 +82,12 @@ def by_token(batch: Batch, name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_and_the_weights_of_its_tokens_equal_torch_autograd(name):
     key, formula, settings = LOSSES[name]
-    loss, rng = PREFERENCE_LOSSES.bound(key, settings), np.random.default_rng(5)
-    has_reference = bool(needs_of(PREFERENCE_LOSSES[key]))
+    loss, rng = PREFERENCE_LOSSES.bind(key, settings), np.random.default_rng(5)
+    has_reference = bool(get_needs(PREFERENCE_LOSSES[key]))
     for _ in range(CASES):
         batch = batch_of(rng, int(rng.integers(1, 4)), has_reference=has_reference)
-        found = loss(pair_inputs(batch))
-        weights = by_token(batch.with_columns(w=pair_weights(batch, found)), "w")
+        found = loss(build_pair_inputs(batch))
+        weights = by_token(batch.with_columns(w=compute_pair_weights(batch, found)), "w")
         policy = [row.requires_grad_() for row in by_token(batch, "log_probs")]
         reference = by_token(batch, "reference_log_probs") if has_reference else policy
         wanted = [
@@ -126,7 +126,7 @@ def inputs_of(chosen, rejected) -> PairInputs:
 @pytest.mark.parametrize("pair", [(-1e4, 0.0), (0.0, -1e4), (-1e4, -1e4), (0.0, 0.0)])
 def test_extreme_log_probs_give_finite_losses_and_derivatives(name, pair):
     key, _, settings = LOSSES[name]
-    found = PREFERENCE_LOSSES.bound(key, settings)(inputs_of(*pair))
+    found = PREFERENCE_LOSSES.bind(key, settings)(inputs_of(*pair))
     for column in (found.loss, found.chosen, found.rejected):
         assert np.isfinite(column).all()
 
@@ -141,12 +141,12 @@ def test_metrics_are_means_and_a_tie_is_half_right():
 def test_a_loss_without_its_reference_and_a_response_without_tokens_are_refused():
     rng = np.random.default_rng(0)
     with pytest.raises(ConfigError, match="loss asks for the reference model's log-probs"):
-        PREFERENCE_LOSSES.bound("dpo", {})(pair_inputs(batch_of(rng, 1, has_reference=False)))
+        PREFERENCE_LOSSES.bind("dpo", {})(build_pair_inputs(batch_of(rng, 1, has_reference=False)))
     batch = batch_of(rng, 2)
     mask = batch.jagged("response_mask")
     empty = np.where(np.repeat(np.arange(4), mask.lengths) == 3, 0, mask.values)
     with pytest.raises(ConfigError, match="pair 1 of the batch has a response without trained"):
-        pair_inputs(batch.with_columns(response_mask=mask.with_values(empty)))
+        build_pair_inputs(batch.with_columns(response_mask=mask.with_values(empty)))
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_a_loss_without_its_reference_and_a_response_without_tokens_are_refused(
 )
 def test_a_setting_out_of_range_is_refused(name, settings):
     with pytest.raises((ConfigError, ValueError), match="allowed"):
-        PREFERENCE_LOSSES.bound(name, settings)
+        PREFERENCE_LOSSES.bind(name, settings)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.advantages import token_advantages
+from mcore_rl.algorithms.advantages import add_token_rewards, compute_advantages
 from mcore_rl.algorithms.inputs import AdvantageInputs
-from mcore_rl.algorithms.token_rewards import with_token_rewards
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
@@ -45,7 +44,7 @@ TURNS = [
 
 
 def test_tokens_have_what_their_turn_earned_and_the_last_one_what_is_left():
-    batch = with_token_rewards(Batch.of(TURNS), NO_KL)
+    batch = add_token_rewards(Batch.of(TURNS), NO_KL)
     rows = [row.tolist() for row in batch.jagged("token_rewards")]
     assert rows == [[0, 0.25, 0, 0.5], [0, 2.875], [0, 0, 0.125, 2]]
     whole = AdvantageInputs(Trajectories(batch).joined())
@@ -64,10 +63,10 @@ def test_advantages_of_responses_see_the_sum_and_those_of_tokens_what_is_to_come
     batch = Batch.of(TURNS)
     values = batch.jagged("rollout_log_probs")
     batch = batch.with_columns(values=values.with_values(np.zeros(len(values.values), np.float32)))
-    rewarded = with_token_rewards(batch, NO_KL)
-    grpo = token_advantages(rewarded, "grpo", {})["advantages"]
+    rewarded = add_token_rewards(batch, NO_KL)
+    grpo = compute_advantages(rewarded, "grpo", {})["advantages"]
     assert [row.tolist() for row in grpo] == [[0] * 4, [0] * 2, [0] * 4]
-    gae = token_advantages(rewarded, "gae", {"lam": 1.0, "whiten": False})["advantages"]
+    gae = compute_advantages(rewarded, "gae", {"lam": 1.0, "whiten": False})["advantages"]
     # Of the tokens that were chosen: the sum of rewards from there to the end of the trajectory.
     assert [row.tolist() for row in gae] == [
         [2.875, 2.875, 0, 2.625], [2.875, 2.875], [2.125, 0, 2.125, 2],
@@ -80,7 +79,7 @@ def penalised_batch(batch: Batch, kl_coef: float) -> Batch:
     zeros = served.with_values(served.values * 0)
     batch = batch.with_columns(log_probs=zeros, reference_log_probs=served)
     algorithm = AlgorithmConfig(kl_coef=kl_coef, kl_in="reward", kl_estimator="k1")
-    return with_token_rewards(batch, algorithm)
+    return add_token_rewards(batch, algorithm)
 
 
 # Rewards 1, 0 and 0; of the first no token was chosen: an empty response, one of a tool alone, one
@@ -99,12 +98,12 @@ def test_a_response_without_a_chosen_token_keeps_its_reward_beside_token_rewards
     """So a KL penalty of almost 0, or a reward of a turn in the batch, moves no advantage."""
     beside = [sample(1, 0, [1, 1], [], 0.0), sample(2, 0, [1], [], 0.0)]
     batch = Batch.of(NO_CHOSEN_TOKEN[kind] + beside)
-    plain = token_advantages(batch, name, {})["advantages"].values
+    plain = compute_advantages(batch, name, {})["advantages"].values
     earned = batch.jagged("response_mask").with_values(np.zeros(len(plain)))
-    rewarded = with_token_rewards(batch.with_columns(process_rewards=earned), NO_KL)
+    rewarded = add_token_rewards(batch.with_columns(process_rewards=earned), NO_KL)
     for other in (penalised_batch(batch, 1e-9), rewarded):
         assert "token_rewards" in other
-        found = token_advantages(other, name, {})["advantages"].values
+        found = compute_advantages(other, name, {})["advantages"].values
         assert found == pytest.approx(plain, abs=1e-6)
         scores = AdvantageInputs(Trajectories(other).joined()).scores
         assert scores == pytest.approx([1, 0, 0], abs=1e-6)
@@ -116,8 +115,8 @@ def test_equal_rewards_of_unequal_turns_are_equal_to_the_last_digit():
     """0.1 + 0.2 + 0.3 in any order, else GRPO would divide rounding errors by one another."""
     orders = [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.2, 0.3, 0.1)]
     samples = [sample(n, 0, [1] * 3, list(order), sum(orders[0])) for n, order in enumerate(orders)]
-    rewarded = with_token_rewards(Batch.of(samples), NO_KL)
-    advantages = token_advantages(rewarded, "grpo", {})["advantages"].values
+    rewarded = add_token_rewards(Batch.of(samples), NO_KL)
+    advantages = compute_advantages(rewarded, "grpo", {})["advantages"].values
     assert advantages == pytest.approx([0] * 9, abs=1e-9)
 
 

@@ -112,7 +112,7 @@ def test_names_of_registries_are_those_that_are_registered():
     registries = (ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES)
     for registry in registries:
         assert list(CHOICES[registry.setting]) == registry.names
-        kinds = [registry.settings_of(name) for name in registry.names]
+        kinds = [registry.get_settings_class(name) for name in registry.names]
         assert set(OF_FUNCTIONS.get(registry.settings_key, ())) <= set(kinds)
     assert set(OF_FUNCTIONS) <= {registry.settings_key for registry in registries}
     assert list(CHOICES["loss"]) == PREFERENCE_LOSSES.names

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
-from mcore_rl.algorithms.sample_choice import kept_groups, kept_responses
+from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
+from mcore_rl.algorithms.sample_choice import filter_groups, select_responses
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -96,9 +96,9 @@ def test_an_advantage_of_trajectories_does_not_depend_on_where_they_were_cut(ora
     rng = np.random.default_rng(0)
     for _, batch in oracles.random_cases(nonnegative=oracle is oracles.maxrl)[:40]:
         batch = Batch({n: c for n, c in batch.columns.items() if n != "prompt_ids"})
-        whole = token_advantages(batch, oracle.__name__, settings)
+        whole = compute_advantages(batch, oracle.__name__, settings)
         parts, rows = cut(batch, rng)
-        for name, column in token_advantages(parts, oracle.__name__, settings).items():
+        for name, column in compute_advantages(parts, oracle.__name__, settings).items():
             for row in range(len(batch)):
                 mine = [i for i, of in enumerate(rows) if of == row]
                 mine.sort(key=lambda i: parts.array("segments")[i])
@@ -109,9 +109,9 @@ def test_an_advantage_of_trajectories_does_not_depend_on_where_they_were_cut(ora
 def test_filters_keep_and_drop_whole_trajectories():
     batch = Batch.of(SAMPLES)
     same = Batch.of([*SAMPLES, sample(8, 0, 0, [1], 1.0), sample(8, 0, 1, [2], 1.0)])
-    kept = kept_groups(same, SamplesConfig(group_filter="drop_uniform"))
+    kept = filter_groups(same, SamplesConfig(group_filter="drop_uniform"))
     assert set(kept.array("group_ids").tolist()) == {2, 5} and len(kept) == len(SAMPLES)
-    best = kept_responses(batch, SamplesConfig(keep_responses=1, keep_by="best"), [0])
+    best = select_responses(batch, SamplesConfig(keep_responses=1, keep_by="best"), [0])
     assert [row.tolist() for row in best.jagged("response_ids")] == [
         [3, 0, 4], [7, 8], [1, 2], [5],
     ]  # fmt: skip

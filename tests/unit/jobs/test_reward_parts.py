@@ -91,6 +91,6 @@ def test_the_parts_that_rewards_declare_are_those_that_they_return():
     """A judge asks a server: test_judge_reward.py. A server of http may return anything."""
     assert set(ASKED) == set(rewards().names) - {"judge", "http"}
     for name, (text, fields, more) in ASKED.items():
-        result = rewards().bound(name, SETTINGS.get(name, {}))(text, fields, "stop", **more)
+        result = rewards().bind(name, SETTINGS.get(name, {}))(text, fields, "stop", **more)
         assert {*result} - {"reward"} == {*parts_of("reward", name)}, name
     assert parts_of("reward", "judge") == ("parsed",) and parts_of("reward", "http") is None

@@ -28,7 +28,7 @@ def shown(value: object) -> str:
 
 @pytest.mark.parametrize("name", rewards().names)
 def test_the_tables_have_the_settings_of_each_reward_and_their_defaults(name):
-    kind = rewards().settings_of(name)
+    kind = rewards().get_settings_class(name)
     expected = [
         field.name + ("" if field.default is MISSING else f"={shown(field.default)}")
         for field in fields(kind or RewardConfig)

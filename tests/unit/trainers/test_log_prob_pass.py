@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
+from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
 from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.cli.compose import compose_config
@@ -136,7 +136,7 @@ def keeps_pass(key: str, name: str) -> bool:
 @pytest.mark.parametrize("name", ADVANTAGES.names)
 def test_an_advantage_reads_no_log_probs_or_keeps_their_pass(name):
     if not keeps_pass("advantage", name):
-        found = token_advantages(BEFORE, name, SETTINGS.get(name, {}))
+        found = compute_advantages(BEFORE, name, SETTINGS.get(name, {}))
         assert np.isfinite(found["advantages"].values).all()
 
 
@@ -163,7 +163,7 @@ def test_a_loss_has_the_gradient_of_old_log_probs_that_rounding_moves_or_keeps_t
             sequence_ids=torch.repeat_interleave(torch.arange(4), lengths),
             num_sequences=4,
         )
-        loss, _ = LOSSES.bound(name, SETTINGS.get(name, {}))(inputs)
+        loss, _ = LOSSES.bind(name, SETTINGS.get(name, {}))(inputs)
         gradients += torch.autograd.grad((loss * columns["loss_weights"]).sum(), [log_probs])
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)

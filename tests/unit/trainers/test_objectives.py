@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, pair_inputs
+from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, build_pair_inputs
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.trainers import supervised as offline
@@ -76,13 +76,13 @@ def test_an_evaluation_is_the_mean_over_the_trained_tokens_of_all_batches():
 
 def test_a_step_on_pairs_tells_the_loss_of_the_pairs_not_of_the_update():
     model, reference = Model(), Model(shift=0.5)
-    loss = PREFERENCE_LOSSES.bound("dpo", {"beta": 0.2})
+    loss = PREFERENCE_LOSSES.bind("dpo", {"beta": 0.2})
     objective = PreferenceObjective(
         model, loss, Reference(reference.compute_log_probs, moved=reference)
     )
     found = objective.step(PAIRS, Stopwatch())
     [updated] = model.updates
-    wanted = loss(pair_inputs(updated))
+    wanted = loss(build_pair_inputs(updated))
     # The log-ratio of each response is half its number of tokens.
     margins = 0.2 * 0.5 * np.array([2 - 1, 1 - 3])
     assert found["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean())

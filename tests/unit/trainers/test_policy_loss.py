@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.algorithms.inputs import LossInputs, is_prepared
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.errors import ConfigError

@@ -52,7 +52,7 @@ def run_of(samples: SamplesConfig, curriculum: CurriculumConfig | None = None):
     sampler = None
     if curriculum is not None:
         config.data.curriculum = curriculum
-        weight = CURRICULA.bound(curriculum.name, curriculum.settings)
+        weight = CURRICULA.bind(curriculum.name, curriculum.settings)
         sampler = CurriculumSampler(NUM_ROWS, 6, 0, curriculum, weight)
     prompts = PromptBatches(data, 6, 0, curriculum=sampler)
     return config, Pool(), prompts, ReplayBuffer(samples.replay, 0, 60)

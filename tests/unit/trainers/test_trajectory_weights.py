@@ -10,7 +10,7 @@ import pytest
 import torch
 from verl.trainer.ppo import core_algos
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -132,7 +132,7 @@ def test_trajectories_of_one_sample_have_the_weights_that_samples_have(
     """Bit for bit, also where a trajectory has lost its first samples; so has a batch of none."""
     algorithm, lengths = algorithm_of(mode), [3, 7, 11]
     mask = batch_of(lengths).jagged("response_mask")
-    wanted = loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
+    wanted = compute_loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
     made = batch_of(lengths, group_ids=[2, 2, 0], trajectories=[1, 0, 0], segments=segments)
     for batch in (made, batch_of(lengths)):
         found, _ = steps.with_loss_weights(batch, algorithm)

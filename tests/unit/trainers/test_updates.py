@@ -13,7 +13,7 @@ from tests.unit.trainers.test_steps import batch, rewarded
 
 PREPARED = """
 import numpy as np
-from mcore_rl.algorithms.prepared import prepared_by
+from mcore_rl.algorithms.inputs import prepared_by
 
 def first(inputs):
     drawn = np.random.default_rng(inputs.seed).integers(0, 99, len(inputs.log_probs.values))
